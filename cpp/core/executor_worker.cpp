@@ -50,8 +50,10 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
                   "The executor is stopped, nobody would re-point what the plan deferred. The plan is applied as before; roll it back.");
     }
     decided();
-    const auto past = [&](const Job& job) { return standing(job) == Standing::past; };
-    for (std::list<Job>* list : {&queue_, &asleep_, &failed_}) take(*list, past, gone);
+    if (!deferred_.empty()) {
+      const auto past = [&](const Job& job) { return standing(job) == Standing::past; };
+      for (std::list<Job>* list : {&queue_, &asleep_, &failed_}) take(*list, past, gone);
+    }
     asleep_.splice(asleep_.end(), sleeping);
     queue_.splice(queue_.end(), jobs);
     arena.undecided_ = false;

@@ -185,8 +185,8 @@ class Cluster:
         self.tokens[id] = dict(enumerate(found))
         return found
 
-    def until(self, done: Any, limit_s: float = 120.0) -> None:
-        """Poll until that is so."""
+    def until(self, done: Any, limit_s: float = 600.0) -> None:
+        """Poll until that is so. limit_s: what hangs, however busy the machine is."""
         end = time.monotonic() + limit_s
         self.poll()
         while not done():

@@ -33,7 +33,7 @@ from cluster_folder import save_model
 from test_cli import run
 from test_offline_process import COMMAND
 
-LIMIT_S = 180.0
+LIMIT_S = 600.0
 PAGE_OF_GROUPS = {
     "epoch": 5,
     "unfinished": 3,

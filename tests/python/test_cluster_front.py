@@ -109,6 +109,7 @@ def test_a_call_that_fails_ends_nothing_but_itself(tmp_path: Path, monkeypatch: 
         assert await asyncio.gather(*full) == [expected(f"r{number}", 50) for number in range(4)]
 
     serving(tmp_path, "abc", body, "pipeline")
+    assert failed
 
 
 def test_who_comes_back_as_another_model_is_not_waited_for(tmp_path: Path) -> None:

@@ -270,6 +270,12 @@ def test_stages_do_not_wait_for_a_lane_with_a_long_prompt(lanes, most):
     assert bubbles(lanes, [(0.0, 1500 if n % 3 == 0 else 40, 30) for n in range(12)]) < most
 
 
+@pytest.mark.parametrize(("lanes", "most"), [(2, 0.05), (4, 0.09)])
+def test_what_rounding_leaves_of_the_prompts_is_no_microbatch_of_its_own(lanes, most):
+    """Rounded down, equal parts left 0.09 with two lanes."""
+    assert bubbles(lanes, [(0.0, 1500 if n < 4 else 4, 30) for n in range(8)]) < most
+
+
 def test_as_many_microbatches_as_lanes_and_prompts_in_equal_parts():
     line = Line(3, 300)
     for n, prompt in enumerate((200, 40, 10, 10)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,8 @@ from cluster_instances import Cluster, expected_tokens, requests_for  # noqa: E4
 from models import LAYERS, make  # noqa: E402
 
 import remap  # noqa: E402
+from remap.cluster import passes  # noqa: E402
+from remap.cluster.exchange import Exchange  # noqa: E402
 from remap.cluster.member import Member  # noqa: E402
 from remap.cluster.messages import Part  # noqa: E402
 from remap.engine import Request, SamplingParams  # noqa: E402
@@ -154,29 +158,64 @@ def test_long_prompts_go_through_all_lanes_while_others_are_cancelled_and_groups
             assert got == expected[one.id] or (cluster.ends[one.id] == "abort" and got == expected[one.id][: len(got)])
 
 
-def test_what_moves_has_its_turn_while_an_instance_alone_computes():
+@pytest.mark.parametrize("parting", [True, False], ids=["parting", "merging"])
+def test_what_moves_has_its_turn_while_heads_always_have_something_to_compute(parting):
     """Requests that are handed over do not wait for a moment at which nobody else runs."""
     model, requests = make("llama"), long_requests(5, 6)
     with Cluster(model, 2, blocks=120) as cluster:
-        cluster.change((("i0", 3), ("i1", 6)))
-        cluster.submit("i0", requests)
-        some_tokens(cluster, requests)
-        cluster.fetch("i0", "i1")
-        plans = cluster.plans((("i0", 6),), (("i1", 6),))
+        if parting:
+            cluster.change((("i0", 3), ("i1", 6)))
+            cluster.submit("i0", requests)
+            some_tokens(cluster, requests)
+            cluster.fetch("i0", "i1")
+            plans = cluster.plans((("i0", 6),), (("i1", 6),))
+        else:
+            cluster.submit("i0", requests[:3])
+            cluster.submit("i1", requests[3:])
+            some_tokens(cluster, requests)
+            plans = cluster.plans(
+                (("i0", 5), ("i1", 6))
+            )  # the second stage has the token before the head has a new one
+        heads = {plan.head for plan in plans.values()} if not parting else set(plans)
         assert cluster.prepare(plans) == []
         cluster.commit(plans)
         fed = []
 
         def settled():
-            for name in ("i0", "i1"):
+            for name in heads:
                 mine = [id for id in fed if id.startswith(name) and id not in cluster.ends]
-                if cluster.reports[name].epoch == cluster.epoch and len(mine) < 2:
+                if cluster.reports[name].epoch == cluster.epoch and len(mine) < 4:
                     fed.append(f"{name} {len(fed)}")
                     cluster.submit(name, [Request(fed[-1], (3, 4), SamplingParams(max_tokens=60))])
             return all(cluster.settled(name, cluster.epoch) for name in plans)
 
         cluster.until(settled)
         assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_pieces_of_kv_share_a_chunk(monkeypatch):
+    """Between two passes as much moves as the network sends while a stage computes, not one piece of one request."""
+    model, requests = make("llama"), long_requests(5, 8)
+    pieces, rounds = Counter(), []
+    step, launch = Exchange.step, passes.launch
+
+    def counted(self):
+        pieces[threading.get_ident()] += 1
+        return step(self)
+
+    def launched(member):
+        rounds.append(pieces.pop(threading.get_ident(), 0))
+        return launch(member)
+
+    monkeypatch.setattr(Exchange, "step", counted)
+    monkeypatch.setattr(passes, "launch", launched)
+    with Cluster(model, 2, blocks=120) as cluster:
+        cluster.submit("i0", requests[:4])
+        cluster.submit("i1", requests[4:])
+        some_tokens(cluster, requests)
+        cluster.change((("i0", 3), ("i1", 6)))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+    assert max(rounds) >= 4
 
 
 def test_an_older_attempt_gives_way_to_a_newer_one():

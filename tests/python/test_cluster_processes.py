@@ -18,7 +18,7 @@ from models import LAYERS, make  # noqa: E402
 from remap.cluster.messages import GroupPlan, Part  # noqa: E402
 from remap.errors import Error  # noqa: E402
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 
 
 class Remote:

@@ -208,8 +208,8 @@ class _Group:
         return replace(self.reported, waiting=(*self.reported.waiting, *self.sent.values()), longest=longest)
 
     def capacity(self, model: Model) -> int:
-        """Tokens of KV, with what may stream."""
-        return self._offering().capacity(model)
+        """Tokens of KV, with what may stream. Asked for at every request."""
+        return (self._offering() if self.streamable.nbytes else self.group).capacity(model)
 
     def seen(self) -> Group:
         """The group with its load, spread over its instances, and with what may stream."""

@@ -83,8 +83,9 @@ class Exchange:
 
     rank: its own; members: how many there are. old: where its old KV is, held: in which physical blocks. heads: ranks of the
     old heads; head: that of its own old group. runs: of each new head, who computes what in its group. new, places: where KV
-    goes here; None, None without layers. taker: if the instance is a new head. send(to, message, payload): enqueue; one at
-    a time, then `sent` is called. freed(blocks): physical blocks that the instance can use for something else.
+    goes here; None, None without layers. taker: if the instance is a new head. send(to, message, payload): enqueue; `sent` is
+    called for each payload, in their order. freed(blocks): physical blocks that the instance can use for something else.
+    chunk_bytes: may be on their way from here, or a piece if that is more.
     """
 
     def __init__(
@@ -117,11 +118,11 @@ class Exchange:
         self._taker = taker
         self._send, self._freed = send, freed
         self._network, self._cost = network, cost
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self._early: list[tuple[int, Move | Forget]] = []  # that came before its own head's handover
         self._pieces: deque[_Send] = deque()
         self._moves: dict[str, list[int]] = {}  # of what leaves from here: the new blocks
-        self._sending = False
+        self._sending: deque[int] = deque()  # bytes of the pieces that were given to `send` and have not left
         self._written: dict[str, int] = {}
         self._coming: dict[
             str, tuple[Handed, int]
@@ -143,7 +144,7 @@ class Exchange:
     @property
     def busy(self) -> bool:
         """Whether `step` would do something."""
-        return bool(self._pieces) and not self._sending
+        return bool(self._pieces) and sum(self._sending) < self.chunk_bytes
 
     @property
     def stalled(self) -> list[Handed]:
@@ -186,13 +187,13 @@ class Exchange:
         self._tell(Handover(requests))
 
     def sent(self) -> None:
-        """What `send` was given last has left."""
-        self._sending = False
+        """The first payload of those that have not left has left."""
+        self._sending.popleft()
 
-    def step(self) -> None:
-        """Send, or copy, one piece."""
+    def step(self) -> int:
+        """Send, or copy, one piece: its bytes; 0 if none can be sent now."""
         if not self.busy:
-            return
+            return 0
         piece = self._pieces.popleft()
         assert self._departure is not None  # pieces are of what leaves
         old = self._departure.live[piece.id][piece.begin : piece.stop]
@@ -209,8 +210,9 @@ class Exchange:
         if piece.to.rank == self._rank:
             self._write(message, data)
         else:
-            self._sending = True
+            self._sending.append(payload.numel())
             self._send(piece.to.rank, message, payload)
+        return payload.numel()
 
     # -- as a member of an old group -----------------------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class Exchange:
             first, end = max(run.first, self._old.first), min(run.end, self._old.end)
             if first >= end:
                 continue
-            stride = max(1, self._chunk_bytes // (self._old.slot_bytes * (end - first)))
+            stride = max(1, self.chunk_bytes // (self._old.slot_bytes * (end - first)))
             for begin in range(0, len(message.blocks), stride):
                 stop = min(begin + stride, len(message.blocks))
                 found.append(_Send(message.id, owner, Run(run.rank, first, end), begin, stop, False))

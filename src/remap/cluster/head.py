@@ -204,6 +204,10 @@ class Head:
         """(id, attempt) of all unfinished ones."""
         return tuple(self._attempts.items())
 
+    def attempt(self, id: str) -> int | None:
+        """Of an unfinished request; None for others."""
+        return self._attempts.get(id)
+
     def load(self, stalled: Iterable[int] = ()) -> Load:
         """See `Lanes.load`: of all requests, and of those that are stalled, by their lengths in tokens."""
         return self._schedulers.load(stalled)

@@ -3,10 +3,14 @@
 One thread, the loop, owns everything that computes: the member that the instance is now (`member`), with its passes, its
 scheduler, its KV and its exchange. Calls of control and messages of peers come as entries of one queue, and each entry is
 carried out between two passes; so nothing here is shared but the queue, what control has decided (`change`), and what `poll`
-takes, which has a lock. In each round the loop prefers what others wait for:
+takes, which has a lock. In each round the loop does, what others wait for first:
 
-    1. commands, and messages of the ring (activations)      2. a microbatch to launch, if it is a head
-    3. one message of the mesh (KV that comes)               4. one piece of KV to send, or to copy
+    1. commands, and messages of the ring (activations), that are there
+    2. messages of the mesh (KV that comes), and pieces of KV to send or to copy: about as many bytes as the network sends
+       while a stage computes (KunServe, section 4.2)
+    3. a microbatch to launch, if it is a head
+
+So activations wait for a chunk of KV at most, and KV for one pass and the activations that are there; neither starves.
 
 Each entry goes one way, down: from here to `passes` (microbatches), `own_layers` and `room` (layers that leave and come home),
 `switch` (the next member) or the member's exchange; what comes of it is returned.
@@ -95,7 +99,7 @@ class ClusterInstance:
         self._failed: BaseException | None = None
         # The loop's.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._mesh_inbox: deque[Callable[[], None]] = deque()
+        self._mesh_inbox: deque[tuple[int, Callable[[], None]]] = deque()  # with the bytes of each
         self._early: dict[int, list[Callable[[], None]]] = {}
         self._closing = False
         self._now = alone(self._has, 0)
@@ -233,7 +237,7 @@ class ClusterInstance:
 
     def _from_mesh(self, epoch: int, source: int, header: bytes, payload: torch.Tensor | None) -> None:
         item = partial(self._when, epoch, partial(self._on_mesh, source, header, payload))
-        self._inbox.put(partial(self._mesh_inbox.append, item))
+        self._inbox.put(partial(self._mesh_inbox.append, (0 if payload is None else payload.numel(), item)))
 
     def _peer_lost(self, epoch: int, error: PeerLost) -> None:
         self._inbox.put(partial(self._when, epoch, partial(self._on_lost, error)))
@@ -285,42 +289,38 @@ class ClusterInstance:
 
     def _round(self) -> bool:
         """What the module says, once; whether there may be more to do at once."""
-        did = False
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except Empty:
-                break
-            item()
-            did = True
+        count = self._inbox.qsize()
+        for _ in range(count):
+            self._inbox.get_nowait()()
         if self._halted or self._closing:
             self._mesh_inbox.clear()
-            return did
+            return count > 0
         self._boundary()
+        moved = self._move()
         tokens = passes.launch(self._now)
-        if tokens is not None:
-            self._emit(tokens)
-            # Alone, a pass is over here and the next could begin at once: what moves has its turn between two.
-            if self._now.alone and self._now.exchange is not None and not self._move():
-                self._now.exchange.pump()
-            return True
-        return self._move() or did
+        self._emit(tokens or [])
+        if tokens is not None and not moved and self._now.exchange is not None:
+            self._now.exchange.pump()
+        return moved or tokens is not None or count > 0
 
     def _move(self) -> bool:
-        """One message of the mesh, or one piece of KV; whether there was anything to do."""
-        if self._mesh_inbox:
-            self._mesh_inbox.popleft()()
-            return True
+        """KV that comes and goes, a chunk of it; whether there was any."""
         exchange = self._now.exchange
-        if exchange is None:
-            return False
-        if exchange.busy:
-            exchange.step()
-        elif exchange.over:
+        did, left = False, 1 if exchange is None else exchange.chunk_bytes
+        while left > 0:
+            if self._mesh_inbox:
+                nbytes, item = self._mesh_inbox.popleft()
+                item()
+            elif exchange is not None and exchange.busy:
+                nbytes = exchange.step()
+            else:
+                break
+            left -= nbytes
+            did = True
+        if exchange is not None and exchange.over:
             self._now.end_exchange()
-        else:
-            return False
-        return True
+            return True
+        return did
 
     def _boundary(self) -> None:
         """Carry out what waits for the end of all passes."""
@@ -409,16 +409,17 @@ class ClusterInstance:
                 "to the head of its group",
                 instance=self.name,
             )
-        stalled = [] if now.exchange is None else now.exchange.stalled
-        here = {**{each.id: each.attempt for each in stalled}, **dict(now.head.requests)}
-        if here.get(request.id, attempt) < attempt:
+        stalled = () if now.exchange is None else now.exchange.stalled
+        waits = next((each.attempt for each in stalled if each.id == request.id), None)
+        here = now.head.attempt(request.id) if waits is None else waits
+        if here is not None and here < attempt:
             # It came after `recover`, which was to forget it.
             self._cancel(request.id)
             raise InvalidState(
                 f"an older attempt of request {request.id!r} was here and is cancelled; nothing was queued; submit it again",
                 instance=self.name,
             )
-        if request.id in {each.id for each in stalled}:
+        if waits is not None:
             raise InvalidArgument(f"request id {request.id!r} is in use; nothing was queued", id=request.id)
         now.head.submit(request, attempt, tokens)
 

@@ -66,15 +66,18 @@ class Lane(Scheduler):
         self._allowance_s = seconds
         self._left_s = seconds or 0.0
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        count = super()._chunk(sequence, budget)
+    def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
+        count = super().chunk_tokens(sequence, budget)
         if self._allowance_s is None or count < 2:
             return count
         most = self._cost.tokens(sequence.computed, self._left_s)
         if most < count:
             if self._left_s == self._allowance_s:  # the first one: some of it at least, or nobody would ever go on
                 most = max(most, self._grain)
-            count = super()._chunk(sequence, min(most - most % self._grain, budget))
+            most += (
+                self._grain // 2
+            )  # to the nearest multiple: what each lane took less would be a microbatch of its own
+            count = super().chunk_tokens(sequence, min(most - most % self._grain, count))
         self._left_s -= self._cost.chunk(sequence.computed, count)
         return count
 

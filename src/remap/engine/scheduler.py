@@ -180,7 +180,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
             decodes = sequence.length - sequence.computed == 1
-            count = 1 if decodes else self._chunk(sequence, min(budget, prompt))
+            count = 1 if decodes else self.chunk_tokens(sequence, min(budget, prompt))
             if count == 0:
                 index += 1
                 continue
@@ -199,7 +199,7 @@ class Scheduler:
         # A step that had to preempt has no room for newcomers, and would only preempt them in the next one.
         while not preempted and self.waiting and budget > 0 and self._held < self.max_num_seqs:
             sequence = self.waiting[0]
-            count = self._chunk(sequence, min(budget, prompt))
+            count = self.chunk_tokens(sequence, min(budget, prompt))
             if count == 0:
                 break
             end = sequence.computed + count
@@ -272,8 +272,9 @@ class Scheduler:
         """Who does not run yet, in the order in which they will."""
         return self.waiting
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """How many tokens of `sequence` to compute next: all that is known, else up to a multiple of `chunk_align`.
+    def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens of `sequence` `schedule` computes next: all that is known, else up to a multiple of `chunk_align`. A
+        subclass may take fewer.
 
         0: the budget left does not reach one; it will in a pass that is less full. An empty pass takes what it can.
         """

@@ -97,7 +97,7 @@ class ThroughputScheduler(Scheduler):
         taken = sum(max(END, self._in_pool(sequence)) for sequence in self.running)
         budget, chunks = self.max_batch_tokens, list[Chunk]()
         for sequence in self.running:
-            count, before = self._chunk(sequence, budget), max(END, self._in_pool(sequence))
+            count, before = self.chunk_tokens(sequence, budget), max(END, self._in_pool(sequence))
             while count:
                 after = max(END, self._in_pool(sequence) + self._missing(sequence, sequence.computed + count))
                 if taken - before + after <= pool.usable_blocks:

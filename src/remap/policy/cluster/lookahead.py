@@ -81,7 +81,8 @@ class ChunkCost:
         linear = self.pair_s * prefix + self.token_s
         if left <= 0.0:
             return 0
-        divisor = linear + math.sqrt(linear * linear + 4.0 * half * left)
+        # hypot: the square of what is small may be 0.
+        divisor = linear + math.hypot(linear, 2.0 * math.sqrt(half) * math.sqrt(left))
         most = 2.0 * left / divisor if divisor else math.inf
         return math.floor(most) if most < sys.maxsize else sys.maxsize
 
