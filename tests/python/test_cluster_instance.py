@@ -245,13 +245,14 @@ def merged(cluster, rng, groups):
     return tuple((stage.instance.name, stage.end) for stage in Splits(model).split(stages, 1.0))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_changes_with_scarce_memory(seed):
-    """Groups merge and part in any order; pools are small, so requests are preempted, and some have no room when they move."""
+    """Groups merge and part in any order; pools are small, so requests are preempted, and some have no room when they move. In
+    every other world preempted KV goes to host memory, which has room for some of it."""
     rng = random.Random(seed)
     model, requests = make(rng.choice(["llama", "opt-odd", "gpt2", "qwen3"]), seed), long_requests(seed, 12)
     pending = list(requests)
-    with Cluster(model, 3, blocks=26) as cluster:
+    with Cluster(model, 3, blocks=26, kv={"host_blocks": 40 * (seed % 2)}) as cluster:
         for _ in range(5):
             for request in [pending.pop() for _ in range(min(2, len(pending)))]:
                 group = rng.choice(list(cluster.groups.values()))
@@ -550,4 +551,59 @@ def test_a_member_that_is_gone_at_any_moment_of_a_change(seed):
                 cluster.instances[rng.choice(sorted(cluster.instances))].submit(
                     one, 2, [got[n] for n in range(len(got))]
                 )
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+HOST = {"host_blocks": 200, "config": remap.Config(max_layers=0)}
+
+
+def swapped(cluster):
+    """Bytes of KV that went to host memory, or came back."""
+    return sum(instance.counts()["swapped_bytes"] for instance in cluster.instances.values())
+
+
+def test_an_instance_alone_swaps_and_computes_nothing_again():
+    model, requests = make("llama"), long_requests(3, 6)
+    with Cluster(model, 1, blocks=40, kv=HOST) as cluster:
+        cluster.submit("i0", requests)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        assert swapped(cluster) > 0
+        kv = cluster.attached["i0"][1].kv
+        assert kv.host.live_ids() == [] and kv.live_blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kv_in_host_memory_comes_back_before_instances_merge(seed, resumed):
+    model, requests = make("llama"), long_requests(seed, 10)
+    with Cluster(model, 2, blocks=40, kv=HOST) as cluster:
+        cluster.submit("i0", requests[:8])
+        cluster.submit("i1", requests[8:])
+        some_tokens(cluster, requests[8:])
+        cluster.until(lambda: cluster.instances["i0"].counts()["swapped_bytes"] > 0)
+        waiting = cluster.reports["i0"].load.waiting
+        cluster.change((("i0", 3), ("i1", 6)))
+        assert waiting and any(moved for _, moved in resumed)
+        for _, tenant, _ in cluster.attached.values():
+            assert tenant.kv.host.live_ids() == []
+        some_tokens(cluster, requests)
+        cluster.fetch("i0", "i1")
+        cluster.change((("i0", 6),), (("i1", 6),))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        for _, tenant, _ in cluster.attached.values():
+            assert tenant.kv.host.live_ids() == [] and tenant.kv.live_blocks == 0
+
+
+def test_recovery_forgets_what_is_in_host_memory():
+    model, requests = make("llama"), long_requests(3, 6)
+    with Cluster(model, 1, blocks=40, kv=HOST) as cluster:
+        cluster.submit("i0", requests)
+        cluster.until(lambda: swapped(cluster) > 0)
+        cluster.epoch += 1
+        instance, kv = cluster.instances["i0"], cluster.attached["i0"][1].kv
+        unfinished = set(instance.recover(cluster.epoch))
+        assert kv.host.live_ids() == [] and kv.live_blocks == 0
+        cluster.poll()
+        again = [one for one in requests if one.id in unfinished]
+        for one in again:
+            instance.submit(one, 2, cluster.delivered(one.id))
         assert cluster.answers(requests) == expected_tokens(model, requests)

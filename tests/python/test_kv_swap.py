@@ -377,6 +377,44 @@ def serve_with_a_model_of_contents(seed: int) -> int:
     return streamed
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_leaving_host_memory_brings_home_what_there_is_room_for(seed: int, fails: bool) -> None:
+    rng = random.Random(seed)
+    pool = ContentPool(16, 400, rng)
+    scheduler = Scheduler(block_tokens=4, max_num_seqs=6, max_batch_tokens=16, chunk_align=4, swap=True)
+    for order in range(10):
+        prompt = tuple(range(1, rng.randint(3, 26)))
+        scheduler.add(Sequence.of(Request(f"r{order}", prompt, SamplingParams(max_tokens=12)), order))
+    for _ in range(rng.randint(5, 40)):
+        for sequence in (*scheduler.running, *scheduler.arriving):
+            if rng.random() < 0.1:
+                scheduler.preempt(sequence, pool)
+        for chunk in scheduler.schedule(pool).chunks:
+            for index in range(chunk.start // 4, -(-chunk.end // 4)):
+                pool.content[chunk.sequence.blocks[index]] = (chunk.sequence.id, index, min(4, chunk.end - 4 * index))
+            scheduler.commit(chunk)
+            if chunk.samples and chunk.sequence.append(5) is not None:
+                scheduler.finish(chunk.sequence, pool)
+    away = [one for one in scheduler.waiting if one.host]
+    if fails and (away or scheduler.arriving):
+        pool.fails = True
+        with contextlib.suppress(DriverError):  # nothing may be in flight, or all of it have arrived
+            scheduler.leave_host(pool)
+        assert all(len(one.host) >= -(-one.computed // 4) for one in scheduler.waiting if one.computed)
+        pool.fails = False
+    scheduler.leave_host(pool)
+    assert not pool.stored and not scheduler.arriving
+    assert scheduler.used_blocks == len(pool.held)
+    for one in scheduler.running:
+        for index in range(-(-one.computed // 4)):
+            assert pool.read(one.blocks[index]) == (one.id, index, min(4, one.computed - 4 * index))
+    left = [one for one in away if not one.computed]
+    assert all(not one.blocks for one in scheduler.waiting)
+    if left and not fails:
+        assert pool.free_blocks < max(-(-one.high_water // 4) for one in left)
+
+
 def test_who_comes_back_streams_what_it_has_no_room_for() -> None:
     pool = ContentPool(9, 40, random.Random(0))
     pool.streamable_blocks = 40

@@ -19,13 +19,15 @@ __all__ = ["POLICIES", "SUITES", "Case", "Policy", "find"]
 @dataclass(frozen=True)
 class Policy:
     """control: of the cluster. instances: how many; 0: as the case says. ample: KV for all requests at once in each. streams:
-    whether an instance may stream its own layers as well (`Session.step`)."""
+    whether an instance may stream its own layers as well (`Session.step`). swaps: whether KV that is preempted in an instance
+    alone goes to host memory, in which all requests have room."""
 
     about: str
     control: Control
     instances: int = 0
     ample: bool = False
     streams: bool = False
+    swaps: bool = False
 
 
 _ALONE = Control("alone")
@@ -34,11 +36,15 @@ POLICIES: Mapping[str, Policy] = {
     ONE: Policy("one instance with memory for all requests at once", _ALONE, instances=1, ample=True),
     "ideal": Policy("each instance has memory for all requests at once", _ALONE, ample=True),
     "recompute": Policy("each instance alone; preempt and recompute", _ALONE),
+    "swap": Policy("each instance alone; preempt and keep the KV in host memory", _ALONE, swaps=True),
     "pipeline": Policy("one pipeline of all instances, from the start", Control("pipeline")),
     "kunserve": Policy("the paper's: greedy plan, back when less than half of the KV is used", Control("kunserve")),
     "remap": Policy("exact plan, back by ski rental", Control("remap")),
     "all": Policy(
-        "`remap`, and each instance alone lets layers stream before it merges", Control("remap"), streams=True
+        "`remap`; each instance alone lets layers stream before it merges, and swaps what it preempts",
+        Control("remap"),
+        streams=True,
+        swaps=True,
     ),
 }
 

@@ -40,6 +40,7 @@ COLUMNS = (
     Column("activation_bytes", "activations, MB", 1e-6),
     Column("kv_sent_bytes", "KV sent, MB", 1e-6),
     Column("layer_bytes", "layers loaded, MB", 1e-6),
+    Column("swapped_bytes", "KV to the host and back, MB", 1e-6),
 )
 PAGE = """# A cluster under a burst, {rounds} rounds
 

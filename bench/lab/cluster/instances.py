@@ -44,7 +44,8 @@ def attach(name: str, its: Case, way: Policy) -> tuple[Any, remap.Session, remap
     knobs = remap.Config() if way.streams else remap.Config(max_layers=0)
     session = remap.Session(capacity, device="cpu", page_bytes=its.page_bytes, config=knobs)
     # Addresses for the whole arena, so that every page has its place in the KV region.
-    spec = remap.KVSpec(**common, min_blocks=blocks, max_blocks=capacity // block_bytes + 1)
+    host = _blocks(its, weights, block_bytes, True) if way.swaps else 0
+    spec = remap.KVSpec(**common, min_blocks=blocks, max_blocks=capacity // block_bytes + 1, host_blocks=host)
     return model, session, session.attach(model, name=name, kv=spec, weights=file, hooks=False)
 
 

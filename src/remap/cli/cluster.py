@@ -49,6 +49,13 @@ def serve(
             show_default="weights, and KV of 8192 tokens",
         ),
     ] = None,
+    swap: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory of each instance for KV that is preempted while it serves alone, such as 1GiB.",
+            show_default="none: it is computed again",
+        ),
+    ] = None,
     policy: Annotated[str, typer.Option(help="When instances merge: remap, kunserve, alone or pipeline.")] = "remap",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8000,
@@ -78,6 +85,7 @@ def serve(
 
         chosen = Policy(policy, instances)  # type: ignore[arg-type]  # it refuses other names
         budget = None if memory is None else parse_size(memory, "memory")
+        room = 0 if swap is None else parse_size(swap, "swap")
         network = _network(bandwidth, latency_ms)
         if instances > 1 and (bandwidth is None or latency_ms is None):
             text = (
@@ -91,6 +99,7 @@ def serve(
             arguments = {
                 "model": folder,
                 "memory": budget,
+                "swap": room,
                 "threads": threads,
                 "max_num_seqs": max_num_seqs,
                 "max_batch_tokens": max_batch_tokens,

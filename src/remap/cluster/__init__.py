@@ -11,6 +11,7 @@ These are pure, and the simulator drives the same code. What decides who merges 
     change     what was prepared, committed, aborted; prepared: the links of a group that is to be
     switch     how it becomes a member of the group that was decided
     member     what it is between two changes; resources: what it has, whatever group it is in; counts: what it did
+    probes     what passes cost, measured before it serves
     passes     a microbatch's way through a member: head (schedules, in as many lanes as the group has stages), stage (layers)
     own_layers how layers leave, and come home; room: what the group has room for then
     exchange   KV that moves when groups change

@@ -5,7 +5,7 @@ right, is said in `lanes`. Each lane is a production engine loop (`engine.Engine
 the head, so all of them know them all.
 
 An instance alone has one lane over its own blocks (`tenant.kv`), and asks its session before each pass, as `Engine.step` does.
-One thread owns a head.
+With host blocks (`KVSpec.host_blocks`) it swaps: whoever is preempted keeps its KV in host memory. One thread owns a head.
 """
 
 from __future__ import annotations
@@ -116,6 +116,9 @@ class Head:
         self._alone = kv is None
         self._session = session
         seen = tenant if kv is None else _Shared(tenant.name, kv)
+        host = getattr(self.kv, "host", None)  # a group's pool has none
+        self.swaps = host is not None and host.total > 0
+        """Preempted KV goes to host memory."""
         schedulers = [
             Lane(
                 cost,
@@ -124,6 +127,7 @@ class Head:
                 max_num_seqs=limits.max_num_seqs,
                 max_batch_tokens=limits.max_batch_tokens,
                 decode_cost=limits.decode_cost,
+                swap=self.swaps,
             )
             for _ in range(lanes)
         ]
@@ -195,8 +199,16 @@ class Head:
 
     def leave(self) -> list[tuple[Sequence, int]]:
         """All unfinished requests, the oldest first, with their attempts. Call it when nothing is in flight; then this head is
-        of no more use. Their blocks stay allocated."""
+        of no more use. Their blocks stay allocated; of KV in host memory what there is room for comes back before. Raises
+        what `Scheduler.leave_host` raises, and can be called again then."""
+        lanes = self._schedulers.lanes
+        if self.swaps:
+            for lane in lanes:
+                lane.leave_host(self.kv)
         found = sorted(self._live.values(), key=lambda one: one.arrived_s)
+        for lane in lanes:  # whoever asks it for blocks finds nobody
+            lane.running.clear()
+            lane.waiting.clear()
         return [(one, self._attempts[one.id]) for one in found]
 
     @property
@@ -252,7 +264,7 @@ class Head:
             if self._alone and not self.exchanging:
                 self.rest()
             self._schedulers.gather(number)
-            if not lane.scheduler.running and not lane.scheduler.waiting:
+            if not (lane.scheduler.running or lane.scheduler.waiting or lane.scheduler.arriving):
                 continue
             self._schedulers.allow(number)
             schedule = lane.launch()
@@ -267,8 +279,9 @@ class Head:
         return None
 
     def preempt(self) -> bool:
-        """Between passes: the youngest request that has blocks loses them, and is recomputed. False if there is none."""
-        running = [one for lane in self._lanes for one in lane.scheduler.running]
+        """Between passes: the youngest request that has blocks loses them, and is recomputed, unless its KV goes to host memory.
+        False if there is none."""
+        running = [one for lane in self._lanes for one in (*lane.scheduler.running, *lane.scheduler.arriving)]
         if not running:
             return False
         victim = max(running, key=lambda one: one.arrived_s)

@@ -43,7 +43,7 @@ from remap.cluster.resources import Resources
 from remap.cluster.switch import switch
 from remap.cluster.transport import PeerLost, ServedStore
 from remap.cluster.wire import Chosen, End, Microbatch, Room, Shrink, decode, encode
-from remap.errors import InvalidArgument, InvalidState
+from remap.errors import Error, InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -70,8 +70,8 @@ class ClusterInstance:
     block_major layout. network: to other instances. host: under which others reach it. timeout_s: for others to come, and
     to take a message. The other arguments are the scheduler's.
 
-    Measures two short passes. Raises InvalidArgument (field layout) for another layout, and (fields max_blocks, needed) if the KV
-    region could not take the pages of all layers.
+    Measures some short passes. Raises InvalidArgument (field layout) for another layout, and (fields max_blocks, needed) if the
+    KV region could not take the pages of all layers.
     """
 
     def __init__(
@@ -200,8 +200,12 @@ class ClusterInstance:
     def counts(self) -> dict[str, float]:
         """Since this instance began: passes, computing_s (pipeline_computing_s of it as a stage of several), pipeline_s (for
         which it was one), activation_bytes and kv_sent_bytes (sent to others), layer_bytes (copied from the host's master
-        copies). As of now, or of a moment ago."""
-        return self._has.counts.as_dict() | {"layer_bytes": float(self._has.tenant.stats().copied_bytes)}
+        copies), swapped_bytes (KV to host memory and back). As of now, or of a moment ago."""
+        kv = self._has.tenant.kv
+        return self._has.counts.as_dict() | {
+            "layer_bytes": float(self._has.tenant.stats().copied_bytes),
+            "swapped_bytes": float(kv.copied_out_bytes + kv.copied_in_bytes),
+        }
 
     def close(self) -> None:
         """End the loop and leave the group. The session and its tenant stay the caller's. A second call does nothing; at the
@@ -471,7 +475,12 @@ class ClusterInstance:
         old.leave()
         self._mesh_inbox.clear()
         self._early.clear()
-        kv.free(kv.pool.live_ids())
+        try:
+            kv.free(kv.pool.live_ids())
+        except Error:
+            # A copy to or from host memory has failed, of KV that nobody needs any more. None is in flight now.
+            kv.free(kv.pool.live_ids())
+        kv.free_host(kv.host.live_ids())
         self._become(alone(self._has, epoch))
         with self._lock:
             self._failed = None

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import remap
+from remap.cluster import probes
 from remap.cluster.counts import Counts
 from remap.cluster.head import Limits
 from remap.cluster.messages import Fingerprint
 from remap.cluster.slots import Whole
-from remap.cluster.stage import Row, Stage
+from remap.cluster.stage import Stage
 from remap.cluster.stage_kv import StageKV
 from remap.engine.models import decoder_of
 from remap.errors import InvalidArgument
 from remap.policy.activations import Line
-from remap.policy.cluster.lookahead import ChunkCost
 from remap.policy.cluster.placement import Layer, Model
 
 if TYPE_CHECKING:
     from torch import nn
 
     from remap.engine.models import Decoder
+    from remap.policy.cluster.lookahead import ChunkCost
     from remap.policy.cluster.pipeline import Network
 
 __all__ = ["Resources", "fingerprint_of"]
 
-PROBE_TOKENS = 64
-"""Tokens of the longer of two passes that a stage's seconds are measured with."""
+TYPICAL_TOKENS = 256
+"""KV of a request that decodes, as plans weigh it."""
 
 
 def fingerprint_of(model: nn.Module) -> Fingerprint:
@@ -44,12 +45,12 @@ class Resources:
     """One instance's model, tenant and memory. Nothing of it changes but `counts`.
 
     layers: of the model. own_blocks: those that are KV while every layer is here and none streams. memory_bytes: for layers
-    and KV together. model: the layers' bytes and measured seconds. host_bytes_per_s: at which layers come from the
-    host's master copy, as the tenant measured at attach; 0 if it did not. cost: of a pass through all layers. network: to other
-    instances.
+    and KV together. model: the layers' bytes, and seconds of a microbatch by its requests that decode. host_bytes_per_s: at which
+    layers come from the host's master copy, as the tenant measured at attach; 0 if it did not. cost: of a pass through all
+    layers. network: to other instances.
 
-    Measures two short passes. Raises InvalidArgument (field layout) for KV that is not block_major, and (fields max_blocks,
-    needed) if the KV region could not take the pages of all layers.
+    Measures some short passes (`probes`). Raises InvalidArgument (field layout) for KV that is not block_major, and (fields
+    max_blocks, needed) if the KV region could not take the pages of all layers.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class Resources:
         self._require_addresses()
         copy_s = tenant.copy_seconds()
         self.host_bytes_per_s = sum(tenant.layer_bytes) / len(tenant.layer_bytes) / copy_s if copy_s else 0.0
-        base_s, each_s = self._pass_line()
-        self.cost = ChunkCost(0.0, 0.0, each_s, 0.0, base_s)
+        self.cost = self._pass_cost()
         spec = tenant.kv.spec
         token_bytes = spec.block_bytes // spec.layers // tenant.kv.block_tokens
-        line = Line(base_s / self.layers, each_s / self.layers)
+        # Plans weigh rounds of requests that decode.
+        line = Line(self.cost.batch_s / self.layers, self.cost.chunk(TYPICAL_TOKENS, 1) / self.layers)
         self.model = Model(tuple(Layer(size, token_bytes, line) for size in sizes))
 
     def _require_addresses(self) -> None:
@@ -96,25 +97,12 @@ class Resources:
                 needed=needed,
             )
 
-    def _pass_line(self) -> tuple[float, float]:
-        """Seconds of a pass through all layers: once, and for each token."""
+    def _pass_cost(self) -> ChunkCost:
         kv = self.tenant.kv
-        tokens = min(PROBE_TOKENS, self.limits.positions, kv.free_blocks * kv.block_tokens)
+        tokens = min(probes.PREFIX + probes.TOKENS, self.limits.positions, kv.free_blocks * kv.block_tokens)
         stage = Stage(self.decoder, self.tenant, StageKV(kv, 0, self.layers), Whole(self.layers), samples=True)
-        short, long = self._pass_s(stage, 1), self._pass_s(stage, tokens)
-        each_s = max(0.0, long - short) / max(1, tokens - 1)
-        return max(0.0, short - each_s), each_s
-
-    def _pass_s(self, stage: Stage, tokens: int) -> float:
-        """Seconds of a pass over a prompt of so many tokens: the least of three."""
-        kv, least = self.tenant.kv, float("inf")
         blocks = kv.allocate(-(-tokens // kv.block_tokens))
-        row = Row(0, tokens, tokens, tokens, blocks)
         try:
-            for _ in range(3):
-                begin = time.perf_counter()
-                stage.compute([row], None, [[0] * tokens])
-                least = min(least, time.perf_counter() - begin)
+            return probes.cost_of(partial(probes.timed, stage, blocks), tokens)
         finally:
             kv.free(blocks)
-        return least

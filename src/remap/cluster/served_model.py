@@ -78,8 +78,8 @@ def ends_of(name: str, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(ends - {None})
 
 
-def layout_of(model: nn.Module, memory: int | None) -> Layout:
-    """memory: bytes for weights and KV together; None: KV of KV_TOKENS.
+def layout_of(model: nn.Module, memory: int | None, swap: int = 0) -> Layout:
+    """memory: bytes for weights and KV together; None: KV of KV_TOKENS. swap: bytes of host memory for preempted KV.
 
     All of it has places in the KV region: so pages of layers can be KV while others compute these.
 
@@ -110,7 +110,8 @@ def layout_of(model: nn.Module, memory: int | None) -> Layout:
             minimum=minimum,
         )
     blocks = (capacity - weights) // block.block_bytes
-    spec = remap.KVSpec(**common, min_blocks=blocks, max_blocks=capacity // block.block_bytes + 1)
+    most, host = capacity // block.block_bytes + 1, swap // block.block_bytes
+    spec = remap.KVSpec(**common, min_blocks=blocks, max_blocks=most, host_blocks=host)
     return Layout(capacity, page_bytes, spec, decoder.max_tokens)
 
 
@@ -123,11 +124,12 @@ def make(
     max_batch_tokens: int = 512,
     host: str | None = "127.0.0.1",
     network: Network = ASSUMED,
+    swap: int = 0,
 ) -> ClusterInstance:
     """The instance; its session lives as long as it does.
 
-    model: a folder, or a hub name. memory: see `layout_of`. threads: that compute. host: under which other instances reach it;
-    None: under its node's address, by Ray. network: to these.
+    model: a folder, or a hub name. memory, swap: see `layout_of`. threads: that compute. host: under which other instances reach
+    it; None: under its node's address, by Ray. network: to these.
 
     Raises InvalidArgument as `shapes` and `layout_of` do, and what `Session.attach` raises.
     """
@@ -140,7 +142,7 @@ def make(
         loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
     except (OSError, ValueError) as error:
         raise _unloaded(model, error) from error
-    layout = layout_of(loaded, memory)
+    layout = layout_of(loaded, memory, swap)
     session = remap.Session(layout.capacity, device="cpu", page_bytes=layout.page_bytes)
     # Files of weights are the master copy as they are: the instances of one machine share them.
     weights = model if any(Path(model).glob("*.safetensors")) else None

@@ -94,7 +94,8 @@ def _exchange(
             has.counts.kv_sent_bytes += payload.numel()
         mesh.post(to, encode(message), payload, None if payload is None else sent)
 
-    seconds = has.model.seconds(new.part.first, new.part.end, has.limits.max_batch_tokens)
+    whole_s = has.cost.batch_s + has.cost.chunk(0, has.limits.max_batch_tokens)
+    seconds = whole_s * max(1, new.part.end - new.part.first) / has.layers
     return Exchange(
         mesh.rank,
         len(mesh.names),

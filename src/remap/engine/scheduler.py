@@ -253,6 +253,21 @@ class Scheduler:
             if self._fetch(sequence, pool):
                 self.waiting.popleft()
 
+    def leave_host(self, pool: BlockPool) -> None:
+        """Have nothing in host memory any more, but for what streams: what there is room for comes back, the oldest first, and
+        runs; the rest is computed again. Waits for the copies. Raises the pool's error if they have failed: then those who
+        waited for them wait again, with their KV in host memory."""
+        for sequence in [one for one in self.waiting if one.host]:
+            if not self._seat(sequence, sequence.computed, self.blocks_for(sequence.computed), pool):
+                self._recompute(sequence, pool)
+            elif self._fetch(sequence, pool):
+                self.waiting.remove(sequence)
+        if self.arriving:
+            self._arrive(pool, max(self.arriving.values()))
+        self._settle(pool)
+        for sequence in self.running:
+            streaming.forget_host(sequence, 0, pool)
+
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
         try:

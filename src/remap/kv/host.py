@@ -42,6 +42,10 @@ class HostBlocks:
         """Host blocks that `allocate` could return now."""
         return len(self._free)
 
+    def live_ids(self) -> list[int]:
+        """Host blocks in use, ascending."""
+        return sorted(self._used)
+
     def free_below(self, stop: int) -> int:
         """Of the free host blocks those below `stop`, which is at most `KVSpec.streamed_blocks`."""
         return stop - bisect_left(self._low, stop)

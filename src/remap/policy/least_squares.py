@@ -19,7 +19,7 @@ def _optimise() -> Any:
         return import_module("scipy.optimize")
     except ImportError as error:
         raise InvalidState(
-            "fitting needs scipy, of the extra `sim`: pip install 'remap[sim]'; nothing was fitted",
+            "fitting needs scipy, of the extras `sim` and `cluster`: pip install 'remap[sim]'; nothing was fitted",
             extra="sim",
             package="scipy",
         ) from error

@@ -1,0 +1,54 @@
+"""What passes cost is found again from the few that an instance measures."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("msgspec")
+pytest.importorskip("scipy", reason="costs are fitted with scipy, of the extra `cluster`")
+
+from cluster_instances import attached
+from models import LAYERS, make
+
+from remap.cluster.probes import Probe, cost_of, probes
+from remap.cluster.resources import Resources
+from remap.policy.activations import Line
+from remap.policy.cluster.lookahead import Chunk, ChunkCost
+from remap.policy.cluster.pipeline import Network
+
+
+@example(1)
+@example(2)
+@given(st.integers(1, 4096))
+def test_probes_fit_into_what_there_is_room_for(most: int) -> None:
+    found = probes(most)
+    assert len(found) >= 5
+    assert all(each.tokens >= 1 and each.prefix >= 0 and each.prefix + each.tokens <= most for each in found)
+
+
+FACTOR = st.floats(1e-6, 1e-2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.builds(ChunkCost, *[FACTOR] * 5), st.integers(100, 2000))
+def test_a_cost_is_found_again(cost: ChunkCost, most: int) -> None:
+    def seconds(probe: Probe) -> float:
+        return cost.microbatch([Chunk(n, probe.prefix, probe.tokens) for n in range(probe.rows)])
+
+    found = cost_of(seconds, most)
+    for other in ([Chunk(0, 300, 100)], [Chunk(n, 40 * n, 1 + n % 3) for n in range(20)], [Chunk(0, 0, 512)]):
+        assert found.microbatch(other) == pytest.approx(cost.microbatch(other), rel=1e-3)
+
+
+@pytest.mark.parametrize("blocks", [1, 30])
+def test_an_instance_measures_its_own_and_keeps_no_block(blocks: int) -> None:
+    with attached(make("llama"), "m", blocks) as (session, tenant, model):
+        has = Resources("m", model, session, tenant, Network(Line(0.0, 0.0), 1e9), 6, 64, 0)
+        assert tenant.kv.live_blocks == 0
+        assert has.cost.microbatch([Chunk(0, 0, 8)]) > 0.0
+        # A round of one request, as plans see it, is a pass over it.
+        assert has.model.seconds(0, LAYERS, 1) == pytest.approx(has.cost.microbatch([Chunk(0, 256, 1)]))
