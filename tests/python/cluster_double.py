@@ -180,8 +180,8 @@ class TinyInstance:
         ask = Ask(request.id, len(request.prompt), request.sampling.max_tokens)
         self._command(Submit(self._double.name, Submission(request.id, ask, attempt, tokens)))
 
-    def cancel(self, id: str) -> None:
-        self._command(Cancel(self._double.name, id))
+    def cancel(self, id: str, attempt: int) -> None:
+        self._command(Cancel(self._double.name, id, attempt))
 
     def release(self, id: str) -> int | None:
         with self._news:

@@ -195,8 +195,9 @@ class Double:
                     held = Held(submission.request, submission.attempt, len(submission.tokens))
                     assert submission.tokens == tuple(token(held.ask.id, place) for place in range(held.made))
                     self.requests[held.ask.id] = held
-            case Cancel(_, id):
-                self.requests.pop(id, None)
+            case Cancel(_, id, attempt):
+                if id in self.requests and self.requests[id].attempt <= attempt:
+                    del self.requests[id]
             case Move(_, id):
                 if self.stuck is not None and self.stuck[0] == id:
                     self.world.bounce(id, self.requests.pop(id).attempt)

@@ -55,5 +55,18 @@ def test_nothing_that_may_still_change_is_given_out() -> None:
     assert text.add(TOKENIZER.encode("more"), True) == ""
 
 
+class Words:
+    """Drops the space in front of a text, as sentencepiece does; token 0 is special."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(f" w{token}" for token in tokens if token).removeprefix(" ")
+
+
+def test_a_special_token_between_two_words_keeps_the_space() -> None:
+    text = AnswerText(Words())
+    assert "".join(text.add([token], False) for token in (1, 0, 2, 0, 0, 3)) == "w1 w2 w3"
+
+
 def test_without_a_tokenizer_there_is_no_text() -> None:
     assert AnswerText(None).add([1, 2], True) == ""

@@ -102,6 +102,8 @@ def test_what_cannot_be_served_is_refused_with_2_before_instances_start(tmp_path
             (("--model", str(tmp_path / "nowhere")), "cannot be loaded"),
             (("--model", model, "--memory", "12 apples"), "memory must be"),
             (("--model", model, "--memory", "64KiB"), "memory: an instance needs"),
+            (("--model", model, "--swap", "12 apples"), "swap must be"),
+            (("--model", model, "--swap", "12"), "swap: host memory must have room"),
             (("--model", model, "--policy", "best"), "the policy must be"),
             (("--model", model, "--bandwidth", "fast"), "bandwidth must be"),
             (("--model", model, "--bandwidth", "0"), "bandwidth must be"),
@@ -152,7 +154,18 @@ def until_merged(url: str) -> None:
 @pytest.mark.slow
 def test_a_cluster_answers_as_the_model_alone_would_and_ends_at_an_interrupt(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
-    arguments = ("--model", str(tmp_path / "model"), "--memory", "3MiB", "--policy", "pipeline", "--port", "0")
+    arguments = (
+        "--model",
+        str(tmp_path / "model"),
+        "--memory",
+        "3MiB",
+        "--swap",
+        "1MiB",
+        "--policy",
+        "pipeline",
+        "--port",
+        "0",
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, "cluster", "serve", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
@@ -183,7 +196,7 @@ def test_a_cluster_answers_as_the_model_alone_would_and_ends_at_an_interrupt(tmp
             assert answer["choices"][0]["token_ids"] == reference(tmp_path / "model", [number] * 60, 12)
 
         # One of the two is killed in the middle of an answer, which goes on with the tokens that it would have had.
-        asked = {"prompt": [5, 6], "stream": True, "max_tokens": 190, "temperature": 0, "stop_token_ids": []}
+        asked = {"prompt": [5, 6], "stream": True, "max_tokens": 190, "temperature": 0, "ignore_eos": True}
         with urlopen(Request(f"{url}/v1/completions", json.dumps(asked).encode()), timeout=LIMIT_S) as answer:
             begin = answer.readline() + answer.readline()
             os.kill(actors_of(process.pid)[-1], signal.SIGKILL)

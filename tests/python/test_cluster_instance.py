@@ -6,6 +6,8 @@ import random
 import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +23,7 @@ from remap.cluster import passes  # noqa: E402
 from remap.cluster.exchange import Exchange  # noqa: E402
 from remap.cluster.member import Member  # noqa: E402
 from remap.cluster.messages import Part  # noqa: E402
+from remap.cluster.transport import PeerLost  # noqa: E402
 from remap.engine import Request, SamplingParams  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState, StalePlan  # noqa: E402
 from remap.policy.activations import Line  # noqa: E402
@@ -607,3 +610,53 @@ def test_recovery_forgets_what_is_in_host_memory():
         for one in again:
             instance.submit(one, 2, cluster.delivered(one.id))
         assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_a_connection_that_breaks_is_told_when_nobody_recovers(monkeypatch):
+    """Processes that end are seen from outside. A connection between two that live is not."""
+    model, requests = make("llama"), requests_for(4, count=3)
+    lost = PeerLost("the connection broke", peer="i0", link="ring")
+    with Cluster(model, 2, blocks=30) as cluster:
+        cluster.change((("i0", 3), ("i1", 6)))
+        waited = count(step=1000.0)
+        with monkeypatch.context() as patched:
+            patched.setattr("remap.cluster.instance.time", SimpleNamespace(monotonic=lambda: next(waited)))
+            patched.setattr(cluster.attached["i1"][1], "forward", lambda **_: (_ for _ in ()).throw(lost))
+            cluster.submit("i0", requests)
+            with pytest.raises(PeerLost):
+                cluster.until(lambda: False)
+        cluster.epoch += 1
+        for name, instance in cluster.instances.items():
+            assert set(instance.recover(cluster.epoch)) == ({one.id for one in requests} if name == "i0" else set())
+            instance.poll()
+        cluster.submit("i1", requests, attempt=2)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_a_cancel_of_an_older_attempt_leaves_a_newer_one():
+    model, request = make("llama"), long_requests(3, 1)[0]
+    with Cluster(model, 1, blocks=60) as cluster:
+        cluster.submit("i0", [request], attempt=3)
+        cluster.instances["i0"].cancel(request.id, 2)
+        assert cluster.answers([request]) == expected_tokens(model, [request])
+        cluster.ends.clear()
+        cluster.tokens.clear()
+        cluster.submit("i0", [request], attempt=4)
+        cluster.instances["i0"].cancel(request.id, 4)
+        cluster.until(lambda: cluster.ends == {request.id: "abort"})
+
+
+@pytest.mark.parametrize(
+    ("field", "sampling"),
+    [
+        ("seed", SamplingParams(5, temperature=1.0, seed=1 << 64)),
+        ("top_k", SamplingParams(5, temperature=1.0, top_k=1 << 63)),
+        ("stop_token_ids", SamplingParams(5, stop_token_ids=frozenset({-(1 << 64)}))),
+    ],
+)
+def test_numbers_that_messages_cannot_have_are_refused(field, sampling):
+    """They would end each group that the request comes to."""
+    with Cluster(make("llama"), 1, blocks=60) as cluster:
+        with pytest.raises(InvalidArgument) as refused:
+            cluster.submit("i0", [Request("r", (3, 4), sampling)])
+        assert refused.value.field == field

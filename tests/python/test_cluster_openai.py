@@ -47,7 +47,9 @@ def test_a_chat_goes_through_the_models_template_and_may_fill_all_positions() ->
 
 def test_sampling_is_the_engines_with_openais_defaults() -> None:
     found = completion(temperature=0.5, top_p=0.9, top_k=7, seed=3, max_tokens=9, stop_token_ids=[1]).request.sampling
-    assert found == SamplingParams(9, 0.5, 7, 0.9, 3, frozenset({1}))
+    assert found == SamplingParams(9, 0.5, 7, 0.9, 3, frozenset({1, 256}))
+    assert completion(ignore_eos=True, stop_token_ids=[1]).request.sampling.stop_token_ids == {1}
+    assert completion(top_k=-1).request.sampling.top_k == 0
     plain = completion().request.sampling
     assert (plain.max_tokens, plain.temperature, plain.top_p, plain.top_k) == (16, 1.0, 1.0, 0)
     assert plain.stop_token_ids == {256}
@@ -99,7 +101,17 @@ def test_what_asks_for_nothing_is_taken() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [{"nonsense": 1}, {"temperature": "hot"}, {"temperature": -1}, {"top_p": 0}, {"max_tokens": 0}, {"top_k": -2}],
+    [
+        {"nonsense": 1},
+        {"temperature": "hot"},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"max_tokens": 0},
+        {"top_k": -2},
+        {"seed": 1 << 64},  # instances could not tell each other
+        {"top_k": 1 << 63},
+        {"stop_token_ids": [1 << 64]},
+    ],
 )
 def test_values_that_cannot_be_are_refused(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:

@@ -14,20 +14,29 @@ pytest.importorskip("scipy", reason="costs are fitted with scipy, of the extra `
 from cluster_instances import attached
 from models import LAYERS, make
 
-from remap.cluster.probes import Probe, cost_of, probes
+from remap.cluster.probes import Probe, cost_of, probes, rows_of
 from remap.cluster.resources import Resources
 from remap.policy.activations import Line
 from remap.policy.cluster.lookahead import Chunk, ChunkCost
 from remap.policy.cluster.pipeline import Network
 
 
-@example(1)
-@example(2)
-@given(st.integers(1, 4096))
-def test_probes_fit_into_what_there_is_room_for(most: int) -> None:
-    found = probes(most)
+@example(1, 1)
+@example(2, 1)
+@given(st.integers(1, 4096), st.integers(1, 4096))
+def test_probes_fit_into_what_there_is_room_for(most: int, batch: int) -> None:
+    found = probes(most, batch)
     assert len(found) >= 5
     assert all(each.tokens >= 1 and each.prefix >= 0 and each.prefix + each.tokens <= most for each in found)
+    assert max(each.tokens for each in found if not each.prefix) >= min(most, batch)
+
+
+def test_one_token_behind_others_is_decoded_as_requests_are() -> None:
+    several = [each for each in probes(600, 512) if each.rows > 1]
+    for probe in [*several, Probe(1, 512, 1)]:
+        for row in rows_of(probe, [0]):
+            assert row.start >= row.prompt and row.start + row.count == row.length
+    assert {row.prompt for row in rows_of(Probe(1, 512, 64), [0])} == {576}
 
 
 FACTOR = st.floats(1e-6, 1e-2)
@@ -39,7 +48,7 @@ def test_a_cost_is_found_again(cost: ChunkCost, most: int) -> None:
     def seconds(probe: Probe) -> float:
         return cost.microbatch([Chunk(n, probe.prefix, probe.tokens) for n in range(probe.rows)])
 
-    found = cost_of(seconds, most)
+    found = cost_of(seconds, most, 512)
     for other in ([Chunk(0, 300, 100)], [Chunk(n, 40 * n, 1 + n % 3) for n in range(20)], [Chunk(0, 0, 512)]):
         assert found.microbatch(other) == pytest.approx(cost.microbatch(other), rel=1e-3)
 

@@ -49,6 +49,9 @@ def test_memory_is_weights_and_kv_and_all_of_it_may_be_kv(tmp_path: Path) -> Non
     given = layout_of(model, 3 * MIB + 1)
     assert given.capacity <= 3 * MIB and given.capacity % given.page_bytes == 0
     assert given.spec.max_blocks * given.spec.block_bytes > given.capacity
+    assert given.spec.host_blocks == 0
+    swaps = layout_of(model, 3 * MIB + 1, swap=MIB)
+    assert swaps.spec.host_blocks == MIB // given.spec.block_bytes and swaps.capacity == given.capacity
     with pytest.raises(InvalidArgument) as caught:
         layout_of(model, 64 << 10)
     least = int(str(caught.value.minimum))

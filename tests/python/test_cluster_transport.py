@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from queue import Queue
 
 import pytest
@@ -17,10 +18,11 @@ pytest.importorskip("msgspec")
 
 import torch.distributed as dist  # noqa: E402
 
-from remap.cluster.transport import FRAME, Link, PeerLost, bytes_of, connect, tensor_of  # noqa: E402
+from remap.cluster.transport import FRAME, Link, PeerLost, ServedStore, bytes_of, connect, tensor_of  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 
 LIMIT_S = 60.0
+HOST = "127.0.0.1"
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def links(address, prefix, names) -> list[Link]:
     found: dict[str, Link] = {}
 
     def join(name):
-        found[name] = connect(address, prefix, names, name, LIMIT_S)
+        found[name] = connect(address, prefix, names, name, HOST, LIMIT_S)
 
     threads = [threading.Thread(target=join, args=(name,)) for name in names]
     for thread in threads:
@@ -87,12 +89,38 @@ def test_tensors_keep_shape_and_type():
 
 def test_who_does_not_come_is_named_and_nothing_is_left(address):
     with pytest.raises(PeerLost) as lost:
-        connect(address, "late", ["a", "b"], "a", 1.0)
+        connect(address, "late", ["a", "b"], "a", HOST, 1.0)
     assert lost.value.link == "late"
     for bad in ("nowhere", "host:", ":1", "host:port"):
         with pytest.raises(InvalidArgument) as refused:
-            connect(bad, "x", ["a", "b"], "a", 1.0)
+            connect(bad, "x", ["a", "b"], "a", HOST, 1.0)
         assert refused.value.address == bad
+
+
+def test_a_store_listens_at_its_host_alone_and_members_at_theirs():
+    store = ServedStore(HOST)
+    port = int(store.address.rpartition(":")[2])
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", port), LIMIT_S)
+    found: dict[str, Link] = {}
+
+    def join(name: str, host: str) -> None:
+        found[name] = connect(store.address, "hosts", ["a", "b"], name, host, LIMIT_S)
+
+    threads = [threading.Thread(target=join, args=each) for each in (("a", "127.0.0.2"), ("b", "127.0.0.3"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for address in ("127.0.0.2", "127.0.0.3"):
+        assert f" {socket.inet_aton(address)[::-1].hex().upper()}:" in Path("/proc/net/tcp").read_text()
+    inbox: Queue = Queue()
+    found["a"].open([1], [], lambda *message: inbox.put(message), inbox.put)
+    found["b"].open([], [0], inbox.put, inbox.put)
+    found["b"].post(0, b"hello")
+    assert inbox.get(timeout=LIMIT_S) == (1, b"hello", None)
+    for link in found.values():
+        link.close()
 
 
 def test_a_store_whose_process_is_gone_is_lost_at_once_and_leaves_no_thread():
@@ -100,14 +128,14 @@ def test_a_store_whose_process_is_gone_is_lost_at_once_and_leaves_no_thread():
         address = f"127.0.0.1:{gone.getsockname()[1]}"
     before = threading.enumerate()
     with pytest.raises(PeerLost) as lost:
-        connect(address, "dead", ["a", "b"], "a", 3600.0)
+        connect(address, "dead", ["a", "b"], "a", HOST, 3600.0)
     assert lost.value.link == "dead" and threading.enumerate() == before
 
 
 CHILD = """
 import sys
 from remap.cluster.transport import connect
-link = connect(sys.argv[1], "kill", ["a", "b", "c"], sys.argv[2], 60.0)
+link = connect(sys.argv[1], "kill", ["a", "b", "c"], sys.argv[2], "127.0.0.1", 60.0)
 link.open([0], [0], lambda source, header, payload: link.post(0, header), lambda error: None)
 print("ready", flush=True)
 sys.stdin.read()
@@ -122,7 +150,7 @@ def test_a_process_that_is_killed_ends_every_wait(address):
         for name in ("b", "c")
     }
     try:
-        link = connect(address, "kill", ["a", "b", "c"], "a", LIMIT_S)
+        link = connect(address, "kill", ["a", "b", "c"], "a", HOST, LIMIT_S)
         inbox: Queue = Queue()
         link.open((1, 2), (1, 2), lambda *message: inbox.put(message), inbox.put)
         link.post(1, b"hello")
@@ -145,7 +173,7 @@ def test_a_process_that_is_killed_ends_every_wait(address):
 PEER = """
 import os, sys
 from remap.cluster.transport import connect
-link = connect(sys.argv[1], "leave", ["a", "b"], "b", 60.0)
+link = connect(sys.argv[1], "leave", ["a", "b"], "b", "127.0.0.1", 60.0)
 link.open([0], [0], lambda *message: None, lambda error: None)
 sys.stdin.read()
 os._exit(0)
@@ -158,7 +186,7 @@ from remap.cluster.transport import connect
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 address = f"127.0.0.1:{store.port}"
 peer = subprocess.Popen([sys.executable, "-c", sys.argv[1], address], stdin=subprocess.PIPE)
-link = connect(address, "leave", ["a", "b"], "a", 60.0)
+link = connect(address, "leave", ["a", "b"], "a", "127.0.0.1", 60.0)
 link.open([1], [1], lambda *message: None, lambda error: None)
 time.sleep(0.5)  # until it listens, or this would show nothing
 link.close()

@@ -343,3 +343,12 @@ def test_arrivals_are_respected_on_the_engines_clock():
     assert result.metrics.duration_s > 5.0
     assert max(result.metrics.ttft_s) < 0.1
     assert (len(result.metrics.ttft_s), len(result.metrics.tbt_s)) == (2, 3)
+
+
+@pytest.mark.parametrize("temperature", [1e-42, 1e-60])
+def test_a_temperature_near_0_draws_the_largest(temperature):
+    """Divided by it, logits leave a float's range."""
+    logits = torch.tensor([[1.0, 3.0, -2.0], [-5.0, -7.0, -9.0]])
+    sampling = SamplingParams(temperature=temperature, seed=3)
+    chunks = [Chunk(Sequence.of(Request("x", (1,), sampling), 0), 0, 1) for _ in range(2)]
+    assert sample(chunks, logits) == [1, 0]

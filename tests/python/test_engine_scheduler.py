@@ -226,3 +226,11 @@ def test_scheduling_needs_no_torch():
     """Nor does the loop, which simulations drive."""
     code = "import sys, remap.engine, remap.engine.engine, remap.engine.sharing; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_chunk_is_never_negative():
+    """A pass of fewer tokens than a tile cuts within one; what is left of a budget may not reach the tile's end."""
+    scheduler = Scheduler(block_tokens=4, max_batch_tokens=16, chunk_align=32)
+    sequence = Sequence.of(Request("r", tuple(range(1, 200)), SamplingParams(max_tokens=3)), 0)
+    sequence.computed = 20
+    assert [scheduler.chunk_tokens(sequence, budget) for budget in (5, 11, 12, 16)] == [0, 0, 12, 12]

@@ -377,9 +377,10 @@ def serve_with_a_model_of_contents(seed: int) -> int:
     return streamed
 
 
+@pytest.mark.parametrize("spare", [0, 5])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_leaving_host_memory_brings_home_what_there_is_room_for(seed: int, fails: bool) -> None:
+def test_leaving_host_memory_brings_home_what_there_is_room_for(seed: int, fails: bool, spare: int) -> None:
     rng = random.Random(seed)
     pool = ContentPool(16, 400, rng)
     scheduler = Scheduler(block_tokens=4, max_num_seqs=6, max_batch_tokens=16, chunk_align=4, swap=True)
@@ -400,19 +401,21 @@ def test_leaving_host_memory_brings_home_what_there_is_room_for(seed: int, fails
     if fails and (away or scheduler.arriving):
         pool.fails = True
         with contextlib.suppress(DriverError):  # nothing may be in flight, or all of it have arrived
-            scheduler.leave_host(pool)
+            scheduler.leave_host(pool, spare)
         assert all(len(one.host) >= -(-one.computed // 4) for one in scheduler.waiting if one.computed)
         pool.fails = False
-    scheduler.leave_host(pool)
+    away = [one for one in away if one not in scheduler.running and one not in scheduler.arriving]
+    scheduler.leave_host(pool, spare)
     assert not pool.stored and not scheduler.arriving
     assert scheduler.used_blocks == len(pool.held)
     for one in scheduler.running:
         for index in range(-(-one.computed // 4)):
             assert pool.read(one.blocks[index]) == (one.id, index, min(4, one.computed - 4 * index))
     left = [one for one in away if not one.computed]
+    assert spare == 0 or fails or len(left) == len(away) or pool.free_blocks >= spare
     assert all(not one.blocks for one in scheduler.waiting)
     if left and not fails:
-        assert pool.free_blocks < max(-(-one.high_water // 4) for one in left)
+        assert pool.free_blocks < spare + max(-(-one.high_water // 4) for one in left)
 
 
 def test_who_comes_back_streams_what_it_has_no_room_for() -> None:

@@ -59,7 +59,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_run() -> None:
-    assert list(POLICIES) == [ONE, "ideal", "recompute", "pipeline", "kunserve", "remap", "all"]
+    assert list(POLICIES) == [ONE, "ideal", "recompute", "swap", "pipeline", "kunserve", "remap", "all"]
     assert [case.name for case in FULL.cases] == ["SmolLM2", "Llama"] and FULL.rounds == 3
     assert all(case.instances == 4 for case in FULL.cases)
     with pytest.raises(InvalidArgument) as refused:
@@ -76,21 +76,20 @@ def test_what_the_words_say_is_what_is_stored() -> None:
         found = [data["points"][rounds.run_name(case, policy, number)][figure] for number in range(FULL.rounds)]
         return statistics.median(value for value in found if not math.isnan(value))
 
-    for case, ours, recomputed, ideal, less, moving in (
-        ("SmolLM2", 7.7, 18.2, 7.7, 0.14, 3.5),
-        ("Llama", 7.2, 24.3, 4.6, 0.30, 2.0),
+    for case, seconds, shares, moving in (
+        ("SmolLM2", {"remap": 9.9, "recompute": 24.4, "swap": 21.1, "ideal": 8.6}, (0.93, 0.77), 1.4),
+        ("Llama", {"remap": 11.4, "recompute": 34.1, "swap": 30.7, "ideal": 6.4}, (0.96, 0.55), 0.5),
     ):
-        for policy, seconds in (("remap", ours), ("recompute", recomputed), ("ideal", ideal)):
-            assert round(middle(case, policy, "ttft_p99_s"), 1) == seconds
+        assert {policy: round(middle(case, policy, "ttft_p99_s"), 1) for policy in seconds} == seconds
         rates = {policy: middle(case, policy, "tokens_per_s") for policy in POLICIES}
-        assert abs(rates["remap"] / rates["ideal"] - 1) < 0.01
-        assert round(1 - rates["recompute"] / rates["ideal"], 2) == less
-        assert middle(case, "remap", "drop_prepare_s") < 0.1
-        assert 0.9 < middle(case, "remap", "restore_s") < middle(case, "all", "restore_s") < 3
-        assert abs(middle(case, "remap", "exchange_s") - moving) < 0.1
+        assert tuple(round(rates[policy] / rates["ideal"], 2) for policy in ("remap", "recompute")) == shares
+        assert middle(case, "remap", "drop_prepare_s") < 0.12
+        assert 0.8 < middle(case, "remap", "restore_s") < 1.5
+        assert round(middle(case, "remap", "exchange_s"), 1) == moving
         assert middle(case, "remap", "stages") == middle(case, "kunserve", "stages") == 2
-        assert middle(case, "remap", "ttft_p99_s") > 0.97 * middle(case, "kunserve", "ttft_p99_s")
-        assert middle(case, "all", "ttft_p99_s") > 0.97 * middle(case, "remap", "ttft_p99_s")
-        assert 10.5 < middle(case, "all", "layer_bytes") / middle(case, "remap", "layer_bytes") < 25.5
+        assert middle(case, "remap", "ttft_p99_s") > 0.94 * middle(case, "kunserve", "ttft_p99_s")
+        assert 6 < middle(case, "all", "layer_bytes") / middle(case, "remap", "layer_bytes") < 21
+        assert middle(case, "all", "swapped_bytes") == 0 < middle(case, "swap", "swapped_bytes")
         assert middle(case, "pipeline", "ttft_p99_s") < middle(case, "remap", "ttft_p99_s")
-    assert 1.9 < middle("SmolLM2", "remap", "tbt_p99_s") / middle("SmolLM2", "recompute", "tbt_p99_s") < 2.1
+    assert round(middle("Llama", "all", "ttft_p99_s"), 1) == 9.1
+    assert round(middle("SmolLM2", "remap", "tbt_p99_s") / middle("SmolLM2", "recompute", "tbt_p99_s"), 1) == 1.4

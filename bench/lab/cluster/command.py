@@ -1,6 +1,6 @@
 """`bench.lab cluster`: a cluster on this machine under a burst, several rounds of the same requests.
 
-python -m bench.lab cluster                  runs what is missing (about half an hour on two cores) and writes the page
+python -m bench.lab cluster                  runs what is missing (about an hour on two cores) and writes the page
 python -m bench.lab cluster --quick          two instances of a tiny model: that it runs
 python -m bench.lab cluster --report-only    writes the page of what is stored
 """
@@ -63,16 +63,17 @@ core. Layers loaded: from the host's master copies, at restores.
 {table}
 {text}"""
 TEXT = """
-Good: merging instances take the burst nearly as if each had memory for all. P99 TTFT is 7.7 s (SmolLM2) and 7.2 s (Llama) with
-`remap`, where `recompute` takes 18.2 and 24.3 s and `ideal` 7.7 and 4.6 s; tokens/s are ideal's, of which recompute serves
-14 % and 30 % less. A plan is prepared in less than 0.1 s, and all is as before one to three seconds after a group has begun to
-dissolve.
+Good: instances that merge take the burst better than those that stay alone. P99 TTFT is 9.9 s (SmolLM2) and 11.4 s (Llama) with
+`remap`, where `recompute` takes 24.4 and 34.1 s, `swap` 21.1 and 30.7 s, and `ideal` 8.6 and 6.4 s; tokens/s are 93 and 96 % of
+ideal's, those of recompute 77 and 55 %. A plan is prepared in about 0.1 s, and all is as before one to one and a half seconds
+after a group has begun to dissolve.
 
-Bad: requests wait while their KV moves, 2 s (Llama) and 3.5 s (SmolLM2), so that SmolLM2's P99 TBT is twice that of `recompute`.
-The exact plan is no better than the paper's here: both make two pairs. Streaming as well (`all`) is no quicker, and loads 11 to
-25 times the bytes. One pipeline of all four from the start is as quick as `remap`, with Llama quicker: these instances
-share two cores, so a stage that waits leaves its core to others, and bubbles cost nothing. On devices of their own they do
-(`python -m bench.lab kunserve`).
+Bad: requests wait while their KV moves, 0.5 s (Llama) and 1.4 s (SmolLM2), so that SmolLM2's P99 TBT is 1.4 times that of
+`recompute`. The exact plan is no better than the paper's here: both make two pairs. Streaming as well (`all`) is quicker with
+Llama (9.1 s), and loads 6 to 21 times the bytes; nothing of it was swapped, for instances merge before they preempt. One
+pipeline of all four from the start is as quick as `remap`, with Llama quicker: these instances share two cores, so a
+stage that waits leaves its core to others, and bubbles cost nothing. On devices of their own they do (`python -m bench.lab
+kunserve`).
 """
 
 

@@ -93,7 +93,7 @@ def serve(
                 "ms; --bandwidth and --latency-ms say otherwise"
             )
             Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
-        folder, served = _model(model, budget)
+        folder, served = _model(model, budget, room)
         # Before instances are started, which takes longer than to say that the port is taken.
         with _listening(host, port) as listening:
             arguments = {
@@ -132,7 +132,7 @@ def _network(bandwidth: str | None, latency_ms: float | None) -> Network:
     return Network(hop_s, ASSUMED.bytes_per_s if bandwidth is None else float(parse_size(bandwidth, "bandwidth")))
 
 
-def _model(name: str, memory: int | None) -> tuple[str, Served]:
+def _model(name: str, memory: int | None, swap: int) -> tuple[str, Served]:
     """The model's folder or hub name, and what the server says of it. Raises InvalidArgument if it cannot be served."""
     from remap.cluster.openai import Served
     from remap.cluster.served_model import ends_of, layout_of, shapes, tokenizer_of
@@ -147,7 +147,7 @@ def _model(name: str, memory: int | None) -> tuple[str, Served]:
         folder = str(path)
     elif os.path.isdir(name):
         folder = str(Path(name).resolve())  # instances have working folders of their own
-    layout, tokenizer = layout_of(shapes(folder), memory), tokenizer_of(folder)
+    layout, tokenizer = layout_of(shapes(folder), memory, swap), tokenizer_of(folder)
     shown = name.rstrip("/").rpartition("/")[2]
     return folder, Served(shown, tokenizer, layout.positions, ends_of(folder, tokenizer))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from http.client import HTTPException
 from typing import Annotated, Any
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -52,7 +53,7 @@ def _state(url: str) -> dict[str, Any]:
             state = json.loads(answer.read())
         if not isinstance(state, dict) or "groups" not in state:
             raise ValueError("what answers is no cluster")
-    except (URLError, OSError, ValueError) as error:
+    except (URLError, HTTPException, OSError, ValueError) as error:
         raise InvalidArgument(
             f"url: {url} shows no cluster: {error}; give the address that `remap cluster serve` said",
             field="url",

@@ -50,7 +50,10 @@ class AnswerText:
         now = self._text(self._tokens[self._context :])
         if now.endswith(UNFINISHED) and not last:
             return ""
-        self._context, self._read = self._read, len(self._tokens)
+        if len(now) > len(
+            before
+        ):  # else what came has no text of its own, and those before it still say how the next begins
+            self._context, self._read = self._read, len(self._tokens)
         return now[len(before) :]
 
     def _text(self, tokens: list[int]) -> str:

@@ -24,10 +24,12 @@ NEVER_AGAIN = 1 << 62
 
 
 class Changes:
-    """Of the instance with this name. ears: who hears the links of what is prepared. timeout_s: for others to come."""
+    """Of the instance with this name. host: under which others reach it. ears: who hears the links of what is prepared.
+    timeout_s: for others to come."""
 
-    def __init__(self, name: str, ears: Ears, timeout_s: float) -> None:
+    def __init__(self, name: str, host: str, ears: Ears, timeout_s: float) -> None:
         self._name = name
+        self._host = host
         self._ears = ears
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -43,15 +45,17 @@ class Changes:
             older, self._prepared = self._prepared, None
         if older is not None:
             older.close()
-        made = meet(plan, self._name, self._timeout_s)
+        made = meet(plan, self._name, self._host, self._timeout_s)
         with self._lock:
             try:
                 self._require_newer(plan.epoch)
+                older = self._replace(made)
             except StalePlan:
                 made.close()
                 raise
-            self._prepared = made
             made.open(self._ears)
+        if older is not None:
+            older.close()
 
     def commit(self, epoch: int) -> Prepared | None:
         """What the instance has to switch to; None the second time. Raises StalePlan (fields plan_epoch, epoch) if this epoch is
@@ -107,6 +111,14 @@ class Changes:
             prepared.close()
 
     # -- under the lock ------------------------------------------------------------------------------------------------------
+
+    def _replace(self, made: Prepared) -> Prepared | None:
+        """Keep this one, and return the one before. Raises StalePlan if a call for a later epoch was quicker."""
+        older = self._prepared
+        if older is not None and older.plan.epoch > made.plan.epoch:
+            raise self._stale(made.plan.epoch)
+        self._prepared = made
+        return older
 
     def _take(self) -> Prepared:
         prepared, self._prepared = self._prepared, None

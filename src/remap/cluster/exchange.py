@@ -85,7 +85,7 @@ class Exchange:
     old heads; head: that of its own old group. runs: of each new head, who computes what in its group. new, places: where KV
     goes here; None, None without layers. taker: if the instance is a new head. send(to, message, payload): enqueue; `sent` is
     called for each payload, in their order. freed(blocks): physical blocks that the instance can use for something else.
-    chunk_bytes: may be on their way from here, or a piece if that is more.
+    chunk_bytes: a piece has at most so many, or a block of a layer run; while fewer are on their way from here, the next goes.
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class Exchange:
             str, tuple[Handed, int]
         ] = {}  # as a new head: not decided yet, with the head that it comes from
         self._queue: deque[tuple[str, bool]] = deque()
+        self._pumping = False
         self._transit: dict[str, tuple[Handed, list[int], int]] = {}  # blocks, and how many stages are not done
         self._cancelled: set[str] = set()
         self._takers = set(runs)
@@ -298,11 +299,22 @@ class Exchange:
         for each in resumptions(running, self._network, self._cost):
             self._queue.append((ids[each.request], each.again))
 
-    def pump(self) -> None:
-        """As a new head: decide about as many requests as there is room for. Call it when there may be more, and from time to
-        time: where nothing moves that would make room, the last request gives its own up each time."""
-        if self._taker is None or not self._ordered or not self._taker.ready:
+    def pump(self, give_up: bool = False) -> None:
+        """As a new head: decide about as many requests as there is room for. Call it when there may be more; and from time to
+        time with `give_up`: where nothing moves that would make room, the last request gives its own up, which takes a while."""
+        if self._taker is None or not self._ordered or not self._taker.ready or self._pumping:
             return
+        self._pumping = True  # what is given up here makes room here at once, and elsewhere later
+        try:
+            self._decide(give_up)
+        finally:
+            self._pumping = False
+        if not self._queue and not self._transit and not self._said_over:
+            self._said_over = True
+            self._tell(Over())
+
+    def _decide(self, give_up: bool) -> None:
+        assert self._taker is not None  # it asks
         while self._queue:
             id, again = self._queue[0]
             if id not in self._coming:  # cancelled
@@ -315,7 +327,7 @@ class Exchange:
                 continue
             blocks = self._taker.room(len(handed.blocks))
             if blocks is None:
-                if not self._transit:
+                if not self._transit and give_up:
                     self._anew(self._queue.pop()[0])
                 return
             self._queue.popleft()
@@ -323,9 +335,6 @@ class Exchange:
             stages = sum(run.first < run.end for run in self._runs[self._rank])
             self._transit[id] = handed, blocks, stages
             self._tell(Move(id, blocks))
-        if not self._transit and not self._said_over:
-            self._said_over = True
-            self._tell(Over())
 
     def _anew(self, id: str) -> None:
         """This request is computed again, if it was not cancelled."""

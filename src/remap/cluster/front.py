@@ -167,6 +167,7 @@ class Front(Generic[RequestT]):
                     return
                 await self._poll(connection)
             except Lost as lost:
+                LOG.warning("%s", lost)
                 self._event(Died(connection.name, bool(lost.returns)))
                 if not lost.returns:
                     self.rejected[connection.name] = lost
@@ -249,12 +250,12 @@ class Front(Generic[RequestT]):
                     await self._ask_of(connection, epoch, "fetch", epoch, copies)
                 case Recover(_, epoch):
                     await self._ask_of(connection, epoch, "recover", epoch)
-                case Cancel(_, id):
-                    await connection.call("cancel", id)
+                case Cancel(_, id, attempt):
+                    await connection.call("cancel", id, attempt)
                 case Move(_, id):
-                    attempt: int | None = await connection.call("release", id)
-                    if attempt is not None:
-                        self._carry_out(self.service.bounced(id, attempt, self._clock()))
+                    released: int | None = await connection.call("release", id)
+                    if released is not None:
+                        self._carry_out(self.service.bounced(id, released, self._clock()))
                 case GiveUp(_, id):
                     await connection.call("give_up", id)
                 case Submit(_, submission):

@@ -199,12 +199,14 @@ class Head:
 
     def leave(self) -> list[tuple[Sequence, int]]:
         """All unfinished requests, the oldest first, with their attempts. Call it when nothing is in flight; then this head is
-        of no more use. Their blocks stay allocated; of KV in host memory what there is room for comes back before. Raises
-        what `Scheduler.leave_host` raises, and can be called again then."""
+        of no more use. Their blocks stay allocated; of KV in host memory what there is room for, beside the longest request,
+        comes back before. Raises what `Scheduler.leave_host` raises, and can be called again then."""
         lanes = self._schedulers.lanes
         if self.swaps:
+            # Where it goes to needs some room to begin with.
+            spare = max((lanes[0].blocks_for(one.length) for one in self._live.values()), default=0)
             for lane in lanes:
-                lane.leave_host(self.kv)
+                lane.leave_host(self.kv, spare)
         found = sorted(self._live.values(), key=lambda one: one.arrived_s)
         for lane in lanes:  # whoever asks it for blocks finds nobody
             lane.running.clear()

@@ -19,7 +19,8 @@ Each entry goes one way, down: from here to `passes` (microbatches), `own_layers
 sooner than this instance: what they send for an epoch that is still to come waits in `_early`.
 
 What can go wrong: a peer that is gone leaves the instance as it is, waiting for `recover`. An error of its own (the model's, the
-session's) is raised by `poll`, again and again, until `recover`.
+session's) is raised by `poll`, again and again, until `recover`; and so is the loss of a peer when nobody has said `recover` for
+`timeout_s`: control sees processes that end, not connections that break.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
@@ -42,7 +44,7 @@ from remap.cluster.prepared import Ears
 from remap.cluster.resources import Resources
 from remap.cluster.switch import switch
 from remap.cluster.transport import PeerLost, ServedStore
-from remap.cluster.wire import Chosen, End, Microbatch, Room, Shrink, decode, encode
+from remap.cluster.wire import Chosen, End, Microbatch, Room, Shrink, decode, encode, require_sendable
 from remap.errors import Error, InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
@@ -60,6 +62,9 @@ __all__ = ["ClusterInstance"]
 
 STUCK_S = 0.02
 """Between two tries of a head whose requests find no blocks; after `engine.STUCK_STEPS` of them the first is stuck."""
+
+HALTED_S = 1.0
+"""Between two looks of an instance that waits for `recover` at how long it has."""
 
 IDLE_S = 0.1
 """Between two looks of an idle instance at its session, which may want to give pages back."""
@@ -91,7 +96,8 @@ class ClusterInstance:
         self.name = name
         self._has = Resources(name, model, session, tenant, network, max_num_seqs, max_batch_tokens, decode_cost)
         self._store = ServedStore(host)
-        self._changes = Changes(name, Ears(self._from_ring, self._from_mesh, self._peer_lost), timeout_s)
+        self._timeout_s = timeout_s
+        self._changes = Changes(name, host, Ears(self._from_ring, self._from_mesh, self._peer_lost), timeout_s)
         # Shared with callers' threads, under this lock: what `poll` takes.
         self._lock = threading.Condition()
         self._outputs: list[Tokens] = []
@@ -101,6 +107,8 @@ class ClusterInstance:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._mesh_inbox: deque[tuple[int, Callable[[], None]]] = deque()  # with the bytes of each
         self._early: dict[int, list[Callable[[], None]]] = {}
+        self._unmoved = 0  # microbatches that were launched since KV moved, during an exchange
+        self._lost_s = 0.0
         self._closing = False
         self._now = alone(self._has, 0)
         self._report = self._now.report()
@@ -171,9 +179,10 @@ class ClusterInstance:
         """
         self._ask(partial(self._submit, request, attempt, tuple(tokens)))
 
-    def cancel(self, id: str) -> None:
-        """Take a request out; its end comes with the reason "abort". Unknown ids are ignored."""
-        self._inbox.put(partial(self._cancel, id))
+    def cancel(self, id: str, attempt: int | None = None) -> None:
+        """Take a request out; its end comes with the reason "abort". attempt: not if a later one is here. Unknown ids are
+        ignored."""
+        self._inbox.put(partial(self._cancel, id, attempt))
 
     def release(self, id: str) -> int | None:
         """Forget a request without an answer, if it is still stuck (`Report.stuck`): its attempt. None for others."""
@@ -263,16 +272,14 @@ class ClusterInstance:
                 self._on_lost(error)
             except Exception as error:  # noqa: BLE001
                 # Whatever it was, the state of the group is not known now: nothing goes on before `recover`.
-                with self._lock:
-                    self._failed = error
-                    self._lock.notify_all()
+                self._fail(error)
 
     def _wait(self) -> None:
         """Until something comes; or for a short time, where time alone may change something."""
         now = self._now
         head, exchange, timeout_s = now.head, now.exchange, None
         if self._halted:
-            pass
+            timeout_s = HALTED_S if self._failed is None else None
         elif head is not None and not head.in_flight and (exchange is not None or not head.idle):
             timeout_s = STUCK_S
         elif now.alone and self._has.tenant.remapped:
@@ -280,8 +287,10 @@ class ClusterInstance:
         try:
             item = self._inbox.get(timeout=timeout_s)
         except Empty:
-            if exchange is not None:
-                exchange.pump()
+            if self._halted:
+                pass
+            elif exchange is not None:
+                exchange.pump(give_up=True)
             elif head is not None and head.idle and now.alone:
                 head.rest()
         else:
@@ -298,13 +307,18 @@ class ClusterInstance:
             self._inbox.get_nowait()()
         if self._halted or self._closing:
             self._mesh_inbox.clear()
+            self._despair()
             return count > 0
         self._boundary()
         moved = self._move()
         tokens = passes.launch(self._now)
         self._emit(tokens or [])
+        self._unmoved = 0 if moved else self._unmoved + (tokens is not None)
         if tokens is not None and not moved and self._now.exchange is not None:
-            self._now.exchange.pump()
+            # What one request gave up has come round when as many microbatches as stages have.
+            late = self._unmoved > len(self._now.stages)
+            self._unmoved = 0 if late else self._unmoved
+            self._now.exchange.pump(give_up=late)
         return moved or tokens is not None or count > 0
 
     def _move(self) -> bool:
@@ -401,7 +415,19 @@ class ClusterInstance:
             self._now.exchange.sent()
 
     def _on_lost(self, error: PeerLost) -> None:
-        self._now.lost = self._now.lost or error
+        if self._now.lost is None:
+            self._now.lost, self._lost_s = error, time.monotonic()
+
+    def _despair(self) -> None:
+        """A peer is gone and nobody says `recover`: perhaps it lives, and the connection alone is broken. `poll` says so then."""
+        lost = self._now.lost
+        if lost is not None and self._failed is None and time.monotonic() - self._lost_s > self._timeout_s:
+            self._fail(lost)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failed = error
+            self._lock.notify_all()
 
     # -- commands, one by one --------------------------------------------------------------------------------------------------
 
@@ -413,9 +439,8 @@ class ClusterInstance:
                 "to the head of its group",
                 instance=self.name,
             )
-        stalled = () if now.exchange is None else now.exchange.stalled
-        waits = next((each.attempt for each in stalled if each.id == request.id), None)
-        here = now.head.attempt(request.id) if waits is None else waits
+        require_sendable(request)
+        here = self._attempt(request.id)
         if here is not None and here < attempt:
             # It came after `recover`, which was to forget it.
             self._cancel(request.id)
@@ -423,12 +448,21 @@ class ClusterInstance:
                 f"an older attempt of request {request.id!r} was here and is cancelled; nothing was queued; submit it again",
                 instance=self.name,
             )
-        if waits is not None:
+        if here is not None:
             raise InvalidArgument(f"request id {request.id!r} is in use; nothing was queued", id=request.id)
         now.head.submit(request, attempt, tokens)
 
-    def _cancel(self, id: str) -> None:
+    def _attempt(self, id: str) -> int | None:
+        """Of a request that is here."""
         now = self._now
+        stalled = () if now.exchange is None else now.exchange.stalled
+        waits = next((each.attempt for each in stalled if each.id == id), None)
+        return waits if waits is not None or now.head is None else now.head.attempt(id)
+
+    def _cancel(self, id: str, attempt: int | None = None) -> None:
+        now = self._now
+        if self._halted or (attempt is not None and attempt < (self._attempt(id) or attempt)):
+            return
         handed = None if now.exchange is None else now.exchange.cancel(id)
         if handed is not None:
             self._emit([Tokens(id, handed.attempt, len(handed.tokens), (), "abort")])
@@ -436,11 +470,11 @@ class ClusterInstance:
             self._emit(now.head.cancel(id))
 
     def _release(self, id: str) -> int | None:
-        ends = [] if self._now.head is None else self._now.head.give_up(id)
+        ends = [] if self._now.head is None or self._halted else self._now.head.give_up(id)
         return ends[0].attempt if ends else None
 
     def _give_up(self, id: str) -> None:
-        if self._now.head is not None:
+        if self._now.head is not None and not self._halted:
             self._emit(self._now.head.give_up(id))
 
     def _fetch(self, epoch: int) -> None:

@@ -46,7 +46,8 @@ class Delivery:
 
 @dataclass
 class _Entry(Generic[RequestT]):
-    """early: tokens by their place, behind a gap. ends: place behind the last token, and the reason, once known."""
+    """early: tokens by their place, behind a gap. ends: place behind the last token, and the reason, once known. faults: how
+    often it was lost with an instance."""
 
     request: RequestT
     attempt: int = 0
@@ -54,6 +55,7 @@ class _Entry(Generic[RequestT]):
     tokens: list[int] = field(default_factory=list)
     early: dict[int, int] = field(default_factory=dict)
     ends: tuple[int, str] | None = None
+    faults: int = 0
 
 
 class Ledger(Generic[RequestT]):
@@ -100,7 +102,8 @@ class Ledger(Generic[RequestT]):
         """The requests that were at these instances, in the order in which they came. They are nowhere now."""
         lost = [id for id, entry in self._entries.items() if entry.instance in instances]
         for id in lost:
-            self._entries[id].instance = None
+            entry = self._entries[id]
+            entry.instance, entry.faults = None, entry.faults + 1
         return lost
 
     def take(self, tokens: Tokens) -> Delivery | None:
@@ -142,6 +145,10 @@ class Ledger(Generic[RequestT]):
     def attempt(self, id: str) -> int:
         """The number of an unfinished request's last attempt, 0 before the first; KeyError if there is none of this id."""
         return self._entries[id].attempt
+
+    def faults(self, id: str) -> int:
+        """How often an unfinished request was lost with an instance; KeyError if there is none of this id."""
+        return self._entries[id].faults
 
     def where(self, id: str) -> str | None:
         """The instance that has an unfinished request; KeyError if there is none of this id."""

@@ -1,7 +1,7 @@
 """OpenAI's completions and chat: bodies into requests of the engine, and answers, chunks and errors into JSON.
 
-What the engine does not have is refused by name, unless its value asks for nothing. `top_k`, `stop_token_ids` (ids in and
-out) and `token_ids` in each choice are vLLM's additions.
+What the engine does not have is refused by name, unless its value asks for nothing. `top_k`, `stop_token_ids` (besides those
+that the model ends with), `ignore_eos` (not those) and `token_ids` in each choice are vLLM's additions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -21,6 +21,9 @@ from .control import NoCopy
 __all__ = ["Asked", "Chat", "Completion", "Served", "UnknownModel", "error_of", "parse", "status_of"]
 
 COMPLETION_TOKENS = 16
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""As instances can send each other."""
+
 MOST_STOPS = 4
 """As many as OpenAI takes."""
 
@@ -54,13 +57,14 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    top_k: Int | None = None
+    seed: Int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
     user: str | None = None
     n: int | None = None
     presence_penalty: float | None = None
@@ -90,7 +94,7 @@ class Chat(_Body, kw_only=True):
     """The body of /v1/chat/completions. messages: as the tokenizer's template takes them."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Any] | None = None
@@ -157,7 +161,7 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served) -> Asked:
     """
     try:
         body = msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"the body cannot be read: {error}; nothing was asked", param=None) from error
     if body.model not in (None, served.name):
         raise UnknownModel(
@@ -183,10 +187,11 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served) -> Asked:
         max_tokens=COMPLETION_TOKENS if most is None else most,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k or 0,
+        top_k=0 if body.top_k in (None, -1) else body.top_k,
         # A draw that nobody named a seed for is to differ each time, and be the same when the request is started again.
         seed=secrets.randbits(31) if body.seed is None else body.seed,
-        stop_token_ids=served.stop_token_ids if body.stop_token_ids is None else frozenset(body.stop_token_ids),
+        stop_token_ids=(frozenset() if body.ignore_eos else served.stop_token_ids)
+        | frozenset(body.stop_token_ids or ()),
     )
     id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     usage = body.stream_options is not None and body.stream_options.include_usage

@@ -56,17 +56,18 @@ class Prepared:
                 link.close()
 
 
-def meet(plan: GroupPlan, name: str, timeout_s: float) -> Prepared:
-    """Connect to the other instances of the change; waits for them, for timeout_s at most for each link. Raises what `connect`
+def meet(plan: GroupPlan, name: str, host: str, timeout_s: float) -> Prepared:
+    """Connect to the other instances of the change, which reach this one under `host`; waits for them, for timeout_s at most for
+    each link. Raises what `connect`
     raises; nothing is left open then."""
     members = [part.instance for group in plan.before for part in group]
     stages = [part.instance for part in plan.stages]
     made = Prepared(plan, None, None)
     try:
         if len(members) > 1:
-            made.mesh = connect(plan.rendezvous, f"{plan.epoch}/mesh", members, name, timeout_s)
+            made.mesh = connect(plan.rendezvous, f"{plan.epoch}/mesh", members, name, host, timeout_s)
         if len(stages) > 1:
-            made.ring = connect(plan.rendezvous, f"{plan.epoch}/ring/{stages[0]}", stages, name, timeout_s)
+            made.ring = connect(plan.rendezvous, f"{plan.epoch}/ring/{stages[0]}", stages, name, host, timeout_s)
     except Error:
         made.close()
         raise

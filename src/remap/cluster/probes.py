@@ -16,10 +16,10 @@ from remap.policy.cluster.lookahead import Chunk, ChunkCost, fit
 if TYPE_CHECKING:
     from remap.cluster.stage import Stage
 
-__all__ = ["Probe", "cost_of", "probes", "timed"]
+__all__ = ["Probe", "cost_of", "probes", "rows_of", "timed"]
 
 TOKENS = 64
-"""Of the longest chunk."""
+"""Of a short prompt's chunk."""
 
 PREFIX = 512
 """Tokens before a chunk that has some, if there is room for them."""
@@ -30,6 +30,9 @@ ROWS = 8
 REPEATS = 3
 """Of these the quickest counts: what else the machine does only makes a pass longer."""
 
+ENOUGH_S = 1.0
+"""A pass is not repeated when it has taken so long in all: what disturbs it is short beside it."""
+
 
 class Probe(NamedTuple):
     """A pass over `rows` equal chunks."""
@@ -39,29 +42,38 @@ class Probe(NamedTuple):
     tokens: int
 
 
-def probes(most_tokens: int) -> list[Probe]:
-    """For requests of at most so many tokens, at least 1."""
+def probes(most_tokens: int, batch_tokens: int) -> list[Probe]:
+    """For requests of at most so many tokens, and passes of at most batch_tokens; both at least 1."""
     tokens = max(1, min(TOKENS, most_tokens // 2))
-    prefix = min(PREFIX, most_tokens - tokens)
-    single = [(0, 1), (0, -(-tokens // 2)), (0, tokens), (prefix, 1), (prefix, tokens)]
-    return [*(Probe(1, *shape) for shape in single), Probe(ROWS, 0, 1), Probe(ROWS, prefix, 1)]
+    prefix, longest = min(PREFIX, most_tokens - tokens), min(most_tokens, batch_tokens)
+    # The longest as well: what is quadratic is not to be guessed from short ones.
+    single = [(0, 1), (0, -(-tokens // 2)), (0, tokens), (0, longest), (prefix, 1), (prefix, tokens)]
+    decoding = [Probe(ROWS, min(1, prefix), 1), Probe(ROWS, prefix, 1)]
+    return [*(Probe(1, *shape) for shape in single), *decoding]
 
 
-def cost_of(seconds: Callable[[Probe], float], most_tokens: int) -> ChunkCost:
+def cost_of(seconds: Callable[[Probe], float], most_tokens: int, batch_tokens: int) -> ChunkCost:
     """Fitted to what `seconds` says of each probe. Raises what `lookahead.fit` raises."""
     return fit(
         ([Chunk(number, each.prefix, each.tokens) for number in range(each.rows)], seconds(each))
-        for each in probes(most_tokens)
+        for each in probes(most_tokens, batch_tokens)
     )
+
+
+def rows_of(probe: Probe, blocks: Sequence[int]) -> list[Row]:
+    """What the pass computes. One token behind others is decoded, as it would be."""
+    length = probe.prefix + probe.tokens
+    prompt = probe.prefix if probe.prefix and probe.tokens == 1 else length
+    return [Row(probe.prefix, probe.tokens, prompt, length, list(blocks))] * probe.rows
 
 
 def timed(stage: Stage, blocks: Sequence[int], probe: Probe) -> float:
     """Seconds of this pass. stage: of all layers. blocks: for one request; all of the pass use them, for nobody reads what it
     computes."""
-    length = probe.prefix + probe.tokens
-    rows, least = [Row(probe.prefix, probe.tokens, length, length, list(blocks))] * probe.rows, float("inf")
-    for _ in range(REPEATS):
+    rows = rows_of(probe, blocks)
+    taken = list[float]()
+    while len(taken) < REPEATS and sum(taken) < ENOUGH_S:
         begin = time.perf_counter()
-        stage.compute(rows, None, [[0] * length] * probe.rows)
-        least = min(least, time.perf_counter() - begin)
-    return least
+        stage.compute(rows, None, [[0] * row.length for row in rows])
+        taken.append(time.perf_counter() - begin)
+    return min(taken)

@@ -31,7 +31,10 @@ GCS_PATIENCE_S = 86_400
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MiB: nothing large goes through it
 PLACING_S = 60.0
 THREADS = 8
-"""Calls of one instance at a time: a poll that waits, and commands beside it."""
+"""Commands of one instance at a time."""
+
+APART = {"poll": 1, "submit": 4}
+"""Calls that have threads of their own: however many requests wait for the end of a pass, reports come, and so do commands."""
 
 
 class _Actor:
@@ -47,6 +50,14 @@ class _Actor:
         except Error as error:
             return "error", error
 
+    @ray.method(concurrency_group="poll")
+    def poll(self, method: str, arguments: Sequence[Any]) -> tuple[str, Any]:
+        return self.call(method, arguments)
+
+    @ray.method(concurrency_group="submit")
+    def submit(self, method: str, arguments: Sequence[Any]) -> tuple[str, Any]:
+        return self.call(method, arguments)
+
 
 class RayConnection:
     """A `front.Connection` to an actor."""
@@ -58,7 +69,8 @@ class RayConnection:
     async def call(self, method: str, *arguments: object) -> Any:
         """See `front.Connection`."""
         try:
-            outcome, value = await self._actor.call.remote(method, arguments)
+            entry = getattr(self._actor, method if method in APART else "call")
+            outcome, value = await entry.remote(method, arguments)
         except RayActorError as error:
             returns = not isinstance(error, ActorDiedError)
             raise Lost(
@@ -74,6 +86,13 @@ class RayConnection:
                 instance=self.name,
                 method=method,
                 cause=type(error.cause).__name__,
+            ) from error
+        except RayError as error:  # an answer that was lost, a node that is full
+            raise InstanceFailed(
+                f"the answer of instance {self.name!r} to {method!r} did not come: {error}; it is to be started again",
+                instance=self.name,
+                method=method,
+                cause=type(error).__name__,
             ) from error
         if outcome == "error":
             raise value
@@ -126,7 +145,7 @@ class RayInstances:
                 "nothing was left behind; start fewer, or add nodes",
                 resources=dict(resources),
             )
-        make = ray.remote(_Actor).options
+        make = ray.remote(concurrency_groups=APART)(_Actor).options  # type: ignore[call-overload]  # it is documented
         gpus, cpus = resources.get("GPU", 0), resources.get("CPU", 0)
         more = {key: value for key, value in resources.items() if key not in ("CPU", "GPU")}
         self.connections = [

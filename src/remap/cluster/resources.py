@@ -99,10 +99,13 @@ class Resources:
 
     def _pass_cost(self) -> ChunkCost:
         kv = self.tenant.kv
-        tokens = min(probes.PREFIX + probes.TOKENS, self.limits.positions, kv.free_blocks * kv.block_tokens)
+        batch_tokens = self.limits.max_batch_tokens
+        tokens = min(
+            max(probes.PREFIX + probes.TOKENS, batch_tokens), self.limits.positions, kv.free_blocks * kv.block_tokens
+        )
         stage = Stage(self.decoder, self.tenant, StageKV(kv, 0, self.layers), Whole(self.layers), samples=True)
         blocks = kv.allocate(-(-tokens // kv.block_tokens))
         try:
-            return probes.cost_of(partial(probes.timed, stage, blocks), tokens)
+            return probes.cost_of(partial(probes.timed, stage, blocks), tokens, batch_tokens)
         finally:
             kv.free(blocks)

@@ -111,6 +111,14 @@ def layout_of(model: nn.Module, memory: int | None, swap: int = 0) -> Layout:
         )
     blocks = (capacity - weights) // block.block_bytes
     most, host = capacity // block.block_bytes + 1, swap // block.block_bytes
+    if swap and not host:
+        raise InvalidArgument(
+            f"swap: host memory must have room for one KV block, {show_size(block.block_bytes)}, got {show_size(swap)}; nothing "
+            "was started; give more, or none",
+            field="swap",
+            value=swap,
+            minimum=block.block_bytes,
+        )
     spec = remap.KVSpec(**common, min_blocks=blocks, max_blocks=most, host_blocks=host)
     return Layout(capacity, page_bytes, spec, decoder.max_tokens)
 

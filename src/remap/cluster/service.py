@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from remap.errors import Error
+
 from .ledger import Delivery, Ledger, Submission
 from .messages import (
     Abort,
@@ -34,10 +36,21 @@ from .messages import (
 
 if TYPE_CHECKING:
     from .control import Control
+    from .messages import Report
 
-__all__ = ["Action", "Cancel", "Service", "Submit"]
+__all__ = ["MOST_FAULTS", "Action", "Cancel", "Fatal", "Service", "Submit"]
+
+MOST_FAULTS = 20
+"""A request that was with so many instances when they failed is not started again: it may be why."""
 
 RequestT = TypeVar("RequestT")
+
+
+class Fatal(Error):
+    """The instances that had this request failed, one after another. It is answered with this.
+
+    Fields: request (its id), faults (how many).
+    """
 
 
 @dataclass(frozen=True)
@@ -50,10 +63,11 @@ class Submit(Generic[RequestT]):
 
 @dataclass(frozen=True)
 class Cancel:
-    """Cancel this request at this instance, which may not have it any more."""
+    """Cancel this request at this instance, up to this attempt; it may not have it any more."""
 
     instance: str
     id: str
+    attempt: int
 
 
 Action = Prepare | Commit | Abort | Fetch | Recover | Evict | Submit[RequestT] | Cancel | Move | GiveUp | Decline
@@ -83,10 +97,11 @@ class Service(Generic[RequestT]):
 
     def cancel(self, id: str, now_s: float) -> list[Action[RequestT]]:
         """Nobody wants the request any more. Unknown ids are ignored: it may have ended."""
+        attempt = self.ledger.attempt(id) if id in self.ledger else 0
         where = self.ledger.forget(id)
         members = () if where is None else self.control.members(where)
-        # All of its group: it may be on its way from one to another.
-        return [*(Cancel(name, id) for name in members), *self.on(Finished(id), now_s)]
+        # All of its group: it may be on its way from one to another. Whoever has it later is told when it says so.
+        return [*(Cancel(name, id, attempt) for name in members), *self.on(Finished(id), now_s)]
 
     def take(self, tokens: Tokens, now_s: float) -> Delivery | None:
         """What an instance produced: the part that its caller has not had yet."""
@@ -105,7 +120,12 @@ class Service(Generic[RequestT]):
             for command in self.control.on(current, now_s):
                 match command:
                     case Restart(instances):
-                        events += [Asked(id, self._tokens(id)) for id in self.ledger.restart(instances)]
+                        for id in self.ledger.restart(instances):
+                            if self.ledger.faults(id) < MOST_FAULTS:
+                                events.append(Asked(id, self._tokens(id)))
+                            else:
+                                self.ledger.forget(id)
+                                actions.append(Decline(id, _fatal(id)))
                     case Route(id, instance):
                         submission = self.ledger.send(id, instance)
                         if submission is not None:
@@ -119,8 +139,27 @@ class Service(Generic[RequestT]):
             # handed over since.
             if isinstance(current, Reported) and self.control.epoch_of(current.report.instance) == current.report.epoch:
                 self.ledger.located(current.report.instance, current.report.requests)
+                actions += self._unwanted(current.report)
         return actions
+
+    def _unwanted(self, report: Report) -> list[Action[RequestT]]:
+        """Requests that the instance has and nobody waits for there: they were cancelled on their way to it, or started again
+        elsewhere. The report may be older than their end; then nothing comes of it."""
+        return [
+            Cancel(report.instance, id, attempt)
+            for id, attempt in report.requests
+            if id not in self.ledger or attempt < self.ledger.attempt(id)
+        ]
 
     def _tokens(self, id: str) -> int:
         """Of KV that the request asks for now."""
         return self._size(self.ledger.request(id)) + len(self.ledger.tokens(id))
+
+
+def _fatal(id: str) -> Fatal:
+    return Fatal(
+        f"request {id!r} was with {MOST_FAULTS} instances when they failed, and may be why; it is not started again; look into "
+        "their logs for what ended them",
+        request=id,
+        faults=MOST_FAULTS,
+    )

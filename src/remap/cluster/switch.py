@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from remap.cluster.transport import Link
     from remap.engine.request import Sequence as EngineSequence
 
-__all__ = ["switch"]
+__all__ = ["MOST_BYTES", "switch"]
+
+MOST_BYTES = 256 << 20
+"""Of KV that is on its way from an instance, and so in memory twice, but for the last piece."""
 
 
 def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
@@ -89,7 +92,6 @@ def _exchange(
         return Departure(old.places, held, live if old.part.first < old.part.end else {})
 
     def send(to: int, message: Message, payload: torch.Tensor | None) -> None:
-        # The next piece is made when this one has left: what is cheap to keep waiting is not in memory twice.
         if payload is not None:
             has.counts.kv_sent_bytes += payload.numel()
         mesh.post(to, encode(message), payload, None if payload is None else sent)
@@ -112,5 +114,5 @@ def _exchange(
         freed=partial(room.grow, new),
         network=has.network,
         cost=has.cost,
-        chunk_bytes=chunk_bytes(has.network, seconds),
+        chunk_bytes=min(MOST_BYTES, chunk_bytes(has.network, seconds)),
     )

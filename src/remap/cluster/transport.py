@@ -191,23 +191,28 @@ class Link:
 
 
 class ServedStore:
-    """Where instances find each other: a torch.distributed.TCPStore, which lives as long as this object. address: of it,
-    "host:port"."""
+    """Where instances find each other: a torch.distributed.TCPStore, which lives as long as this object and listens at `host`
+    alone. address: of it, "host:port"."""
 
     def __init__(self, host: str) -> None:
-        self._store = _c10d.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.address = f"{host}:{self._store.port}"
+        # By itself it would listen at every address of the machine.
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = listening.getsockname()[1]
+        self._store = _c10d.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        self.address = f"{host}:{port}"
 
 
-def connect(address: str, prefix: str, names: Sequence[str], name: str, timeout_s: float) -> Link:
+def connect(address: str, prefix: str, names: Sequence[str], name: str, host: str, timeout_s: float) -> Link:
     """The link of these members, of whom each calls this. Waits for all.
 
-    address: "host:port" of a torch.distributed.TCPStore. timeout_s: for all to come, and later for a send. Raises
-    InvalidArgument (field address) for an address that is none; PeerLost (fields peer: "", link) if not all came, or at once if
-    nobody is at the address.
+    address: "host:port" of a torch.distributed.TCPStore. host: this member's, at which it listens. timeout_s: for all to come,
+    and later for a send. Raises InvalidArgument (field address) for an address that is none; PeerLost (fields peer: "", link)
+    if not all came, or at once if nobody is at the address.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    at, _, port = address.rpartition(":")
+    if not at or not port.isdigit():
         raise InvalidArgument(
             f"a rendezvous is 'host:port' of a store, got {address!r}; nothing was made", address=address
         )
@@ -215,14 +220,18 @@ def connect(address: str, prefix: str, names: Sequence[str], name: str, timeout_
     end_s = time.monotonic() + timeout_s
     try:
         # A store whose process is gone refuses this; torch would try again and again, beyond its time limit.
-        socket.create_connection((host, int(port)), timeout_s).close()
-        store = _c10d.PrefixStore(prefix, _c10d.TCPStore(host, int(port), is_master=False, timeout=limit))
+        socket.create_connection((at, int(port)), timeout_s).close()
+        store = _c10d.PrefixStore(prefix, _c10d.TCPStore(at, int(port), is_master=False, timeout=limit))
         # gloo waits for one member after another, for so long each: so all have to be there before.
         store.set(f"here/{rank}", "")
         store.wait(
             [f"here/{other}" for other in range(len(names))], timedelta(seconds=max(0.001, end_s - time.monotonic()))
         )
-        group = _c10d.ProcessGroupGloo(store, rank, len(names), limit)
+        options = _c10d.ProcessGroupGloo._Options()  # noqa: SLF001  # it has no other name
+        # By itself gloo takes the address of the machine's name, which others may not reach.
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+        options._timeout = limit  # noqa: SLF001
+        group = _c10d.ProcessGroupGloo(store, rank, len(names), options)
     except (OSError, RuntimeError) as error:
         raise PeerLost(
             f"not all of {', '.join(names)} came to {address} ({prefix}) within {timeout_s} s; nothing changed; plan anew",

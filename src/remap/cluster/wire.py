@@ -11,6 +11,7 @@ import msgspec
 
 from remap.cluster.stage import Row
 from remap.engine.request import Request, SamplingParams, Sequence
+from remap.errors import InvalidArgument
 
 __all__ = [
     "Chosen",
@@ -28,7 +29,25 @@ __all__ = [
     "Shrink",
     "decode",
     "encode",
+    "require_sendable",
 ]
+
+_MOST = 1 << 63
+
+
+def require_sendable(request: Request) -> None:
+    """Raises InvalidArgument (fields field, value) for numbers of more than 64 bits, which messages cannot have."""
+    sampling = request.sampling
+    numbers = {"max_tokens": [sampling.max_tokens], "top_k": [sampling.top_k], "seed": [sampling.seed]}
+    numbers["stop_token_ids"] = list(sampling.stop_token_ids)
+    for field, values in numbers.items():
+        for value in values:
+            if not -_MOST <= value < _MOST:
+                raise InvalidArgument(
+                    f"request {request.id!r}: {field} must fit into 64 bits, got {value}; nothing was queued",
+                    field=field,
+                    value=value,
+                )
 
 
 class Microbatch(msgspec.Struct, frozen=True, tag=True):

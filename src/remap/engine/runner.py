@@ -82,13 +82,16 @@ def sample(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[int]:
     for index, chunk in enumerate(chunks):
         sampling = chunk.sequence.sampling
         if sampling.temperature > 0:
-            tokens[index] = _draw(wide[index], sampling, chunk.end)
+            tokens[index] = _draw(wide[index], sampling, chunk.end, tokens[index])
     return tokens
 
 
-def _draw(logits: torch.Tensor, sampling: SamplingParams, position: int) -> int:
-    """Invert the cumulative distribution at a number that depends on (seed, position) alone."""
+def _draw(logits: torch.Tensor, sampling: SamplingParams, position: int, greedy: int) -> int:
+    """Invert the cumulative distribution at a number that depends on (seed, position) alone. greedy: the token of the largest
+    logit, where the others' probabilities are too small to be told from 0."""
     logits = logits / sampling.temperature
+    if not bool(logits.isfinite().all()):  # a temperature near 0
+        return greedy
     probabilities, ids = torch.softmax(logits, -1).sort(descending=True, stable=True)
     keep = sampling.top_k or len(ids)
     cumulative = probabilities[:keep].cumsum(0)

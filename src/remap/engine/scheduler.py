@@ -253,12 +253,12 @@ class Scheduler:
             if self._fetch(sequence, pool):
                 self.waiting.popleft()
 
-    def leave_host(self, pool: BlockPool) -> None:
-        """Have nothing in host memory any more, but for what streams: what there is room for comes back, the oldest first, and
-        runs; the rest is computed again. Waits for the copies. Raises the pool's error if they have failed: then those who
-        waited for them wait again, with their KV in host memory."""
+    def leave_host(self, pool: BlockPool, spare: int = 0) -> None:
+        """Have nothing in host memory any more, but for what streams: what there is room for, with so many blocks to spare, comes
+        back, the oldest first, and runs; the rest is computed again. Waits for the copies. Raises the pool's error if they have
+        failed: then those who waited for them wait again, with their KV in host memory."""
         for sequence in [one for one in self.waiting if one.host]:
-            if not self._seat(sequence, sequence.computed, self.blocks_for(sequence.computed), pool):
+            if not self._seat(sequence, sequence.computed, self.blocks_for(sequence.computed) + spare, pool):
                 self._recompute(sequence, pool)
             elif self._fetch(sequence, pool):
                 self.waiting.remove(sequence)
@@ -300,7 +300,7 @@ class Scheduler:
         if end == sequence.length:
             return count
         aligned = end - end % self.chunk_align - sequence.computed
-        return aligned if aligned > 0 or budget < self.max_batch_tokens else count
+        return max(0, aligned) if aligned > 0 or budget < self.max_batch_tokens else count
 
     def _room(self, blocks: int, pool: BlockPool) -> bool:
         """Whether so many blocks are free, or could be made free by letting others stream."""

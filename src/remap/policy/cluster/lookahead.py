@@ -79,7 +79,7 @@ class ChunkCost:
         # half n^2 + linear n = left, solved without subtracting what may be nearly equal.
         half, left = self.pair_s / 2 + self.masked_s, seconds - self.chunk_s
         linear = self.pair_s * prefix + self.token_s
-        if left <= 0.0:
+        if left < 0.0:
             return 0
         # hypot: the square of what is small may be 0.
         divisor = linear + math.hypot(linear, 2.0 * math.sqrt(half) * math.sqrt(left))
