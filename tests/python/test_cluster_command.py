@@ -103,7 +103,7 @@ def test_what_cannot_be_served_is_refused_with_2_before_instances_start(tmp_path
             (("--model", model, "--memory", "12 apples"), "memory must be"),
             (("--model", model, "--memory", "64KiB"), "memory: an instance needs"),
             (("--model", model, "--swap", "12 apples"), "swap must be"),
-            (("--model", model, "--swap", "12"), "swap: host memory must have room"),
+            (("--model", model, "--swap", "12B"), "swap: host memory must have room"),
             (("--model", model, "--policy", "best"), "the policy must be"),
             (("--model", model, "--bandwidth", "fast"), "bandwidth must be"),
             (("--model", model, "--bandwidth", "0"), "bandwidth must be"),
