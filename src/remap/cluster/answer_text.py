@@ -50,9 +50,8 @@ class AnswerText:
         now = self._text(self._tokens[self._context :])
         if now.endswith(UNFINISHED) and not last:
             return ""
-        if len(now) > len(
-            before
-        ):  # else what came has no text of its own, and those before it still say how the next begins
+        # Where what came has no text of its own, those before it still say how the next begins.
+        if len(now) > len(before):
             self._context, self._read = self._read, len(self._tokens)
         return now[len(before) :]
 
