@@ -452,8 +452,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="cluster-pages-of-layers-have-no-place",
         file="src/remap/cluster/served_model.py",
-        text="max_blocks=capacity // block.block_bytes + 1)",
-        replacement="max_blocks=blocks)",
+        text="most, host = capacity // block.block_bytes + 1, swap",
+        replacement="most, host = blocks, swap",
         breaks="The pages of layers that others compute have no place in the KV region.",
         tests=("test_cluster_served_model.py::test_memory_is_weights_and_kv_and_all_of_it_may_be_kv",),
     ),
