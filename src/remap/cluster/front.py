@@ -160,14 +160,17 @@ class Front(Generic[RequestT]):
 
     async def _attend(self, connection: Connection) -> None:
         """One instance's life, and its next ones."""
+        told = False
         while True:
             try:
                 description: Description = await connection.call("describe")
                 if not self._join(description):
                     return
+                told = False
                 await self._poll(connection)
             except Lost as lost:
-                LOG.warning("%s", lost)
+                LOG.log(logging.INFO if told else logging.WARNING, "%s", lost)  # once until it is back
+                told = True
                 self._event(Died(connection.name, bool(lost.returns)))
                 if not lost.returns:
                     self.rejected[connection.name] = lost
