@@ -480,6 +480,16 @@ def test_bad_requests_are_refused_and_one_that_never_fits_ends():
         assert cluster.ends == {"c": "length"}
 
 
+def recovered(cluster, model, requests):
+    """Two instances recover, of which i0 had the requests; the other one answers them."""
+    cluster.epoch += 1
+    for name, instance in cluster.instances.items():
+        assert set(instance.recover(cluster.epoch)) == ({one.id for one in requests} if name == "i0" else set())
+        instance.poll()
+    cluster.submit("i1", requests, attempt=2)
+    assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
 def test_an_error_of_the_model_is_raised_by_poll_until_recovery(monkeypatch):
     model, requests = make("llama"), requests_for(4, count=3)
     with Cluster(model, 2, blocks=30) as cluster:
@@ -493,12 +503,7 @@ def test_an_error_of_the_model_is_raised_by_poll_until_recovery(monkeypatch):
                 cluster.until(lambda: False)
             with pytest.raises(ZeroDivisionError):
                 cluster.instances["i1"].poll()
-        cluster.epoch += 1
-        for name, instance in cluster.instances.items():
-            assert set(instance.recover(cluster.epoch)) == ({one.id for one in requests} if name == "i0" else set())
-            instance.poll()
-        cluster.submit("i1", requests, attempt=2)
-        assert cluster.answers(requests) == expected_tokens(model, requests)
+        recovered(cluster, model, requests)
 
 
 def test_an_error_of_the_session_is_raised_by_poll_and_asked_for_once(monkeypatch):
@@ -625,12 +630,7 @@ def test_a_connection_that_breaks_is_told_when_nobody_recovers(monkeypatch):
             cluster.submit("i0", requests)
             with pytest.raises(PeerLost):
                 cluster.until(lambda: False)
-        cluster.epoch += 1
-        for name, instance in cluster.instances.items():
-            assert set(instance.recover(cluster.epoch)) == ({one.id for one in requests} if name == "i0" else set())
-            instance.poll()
-        cluster.submit("i1", requests, attempt=2)
-        assert cluster.answers(requests) == expected_tokens(model, requests)
+        recovered(cluster, model, requests)
 
 
 def test_a_cancel_of_an_older_attempt_leaves_a_newer_one():

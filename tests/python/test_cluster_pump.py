@@ -40,8 +40,9 @@ class Head:
         self.resumed.append((handed.id, blocks))
 
 
-def exchange_of(head: Head, requests: int) -> tuple[Exchange, list[tuple[int, Message]]]:
-    """Rank 0 of two, which is to head them both; its own old group has so many requests of two blocks each, the other none."""
+def exchange_of(head: Head, requests: int, bytes_per_s: float = 1e9) -> tuple[Exchange, list[tuple[int, Message]]]:
+    """Rank 0 of two, which is to head them both; its own old group has so many requests of two blocks each, the other none.
+    bytes_per_s: of the network between them."""
     sent: list[tuple[int, Message]] = []
     kv: Any = SimpleNamespace(slot_bytes=8, first=0, end=LAYERS)
     whole = [Run(0, 0, LAYERS)]
@@ -63,7 +64,7 @@ def exchange_of(head: Head, requests: int) -> tuple[Exchange, list[tuple[int, Me
         taker=head,
         send=lambda to, message, payload: sent.append((to, message)),
         freed=freed,
-        network=Network(Line(0.0, 0.0), 1e9),
+        network=Network(Line(0.0, 0.0), bytes_per_s),
         cost=ChunkCost(0.0, 0.0, 1.0, 0.0, 1.0),
         chunk_bytes=1 << 20,
     )
@@ -94,3 +95,11 @@ def test_with_room_for_all_it_says_so_and_nothing_is_given_up() -> None:
     assert {message.id for _, message in sent if isinstance(message, Move)} == {"r0", "r1", "r2"}
     exchange.pump(give_up=True)
     assert not head.resumed and not exchange.over
+
+
+def test_any_number_of_requests_is_computed_again() -> None:
+    """Each makes room, and room is asked for: not each within the one before."""
+    head = Head(0)
+    _, sent = exchange_of(head, 2000, bytes_per_s=1e-3)
+    assert [id for id, _ in head.resumed] == [f"r{n}" for n in range(2000)]
+    assert isinstance(sent[-1][1], Over) and len(head.free) == 4000

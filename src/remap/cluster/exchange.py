@@ -122,7 +122,10 @@ class Exchange:
         self._early: list[tuple[int, Move | Forget]] = []  # that came before its own head's handover
         self._pieces: deque[_Send] = deque()
         self._moves: dict[str, list[int]] = {}  # of what leaves from here: the new blocks
-        self._sending: deque[int] = deque()  # bytes of the pieces that were given to `send` and have not left
+        self._sending: deque[int] = (
+            deque()
+        )  # bytes of the pieces that were given to `send` and have not left; and of all
+        self._sending_bytes = 0
         self._written: dict[str, int] = {}
         self._coming: dict[
             str, tuple[Handed, int]
@@ -145,12 +148,17 @@ class Exchange:
     @property
     def busy(self) -> bool:
         """Whether `step` would do something."""
-        return bool(self._pieces) and sum(self._sending) < self.chunk_bytes
+        return bool(self._pieces) and self._sending_bytes < self.chunk_bytes
 
     @property
     def stalled(self) -> list[Handed]:
         """As a new head: requests that do not run yet, the oldest first."""
         return [*(each for each, _, _ in self._transit.values()), *(each for each, _ in self._coming.values())]
+
+    def attempt(self, id: str) -> int | None:
+        """Of a stalled request; None for others."""
+        stalled = self._transit.get(id) or self._coming.get(id)
+        return None if stalled is None else stalled[0].attempt
 
     def cancel(self, id: str) -> Handed | None:
         """As a new head: take a stalled request out. None if it is not one of these."""
@@ -189,7 +197,7 @@ class Exchange:
 
     def sent(self) -> None:
         """The first payload of those that have not left has left."""
-        self._sending.popleft()
+        self._sending_bytes -= self._sending.popleft()
 
     def step(self) -> int:
         """Send, or copy, one piece: its bytes; 0 if none can be sent now."""
@@ -212,6 +220,7 @@ class Exchange:
             self._write(message, data)
         else:
             self._sending.append(payload.numel())
+            self._sending_bytes += payload.numel()
             self._send(piece.to.rank, message, payload)
         return payload.numel()
 
@@ -304,7 +313,7 @@ class Exchange:
         time with `give_up`: where nothing moves that would make room, the last request gives its own up, which takes a while."""
         if self._taker is None or not self._ordered or not self._taker.ready or self._pumping:
             return
-        self._pumping = True  # what is given up here makes room here at once, and elsewhere later
+        self._pumping = True  # a request that is given up makes room, which pumps: not each within the one before
         try:
             self._decide(give_up)
         finally:

@@ -307,7 +307,7 @@ class ClusterInstance:
             self._inbox.get_nowait()()
         if self._halted or self._closing:
             self._mesh_inbox.clear()
-            self._despair()
+            self._tell_broken()
             return count > 0
         self._boundary()
         moved = self._move()
@@ -322,7 +322,8 @@ class ClusterInstance:
         return moved or tokens is not None or count > 0
 
     def _move(self) -> bool:
-        """KV that comes and goes, a chunk of it; whether there was any."""
+        """KV that comes and goes, a chunk of it; whether there was any. Without an exchange, what comes is for a later epoch, or
+        for none."""
         exchange = self._now.exchange
         did, left = False, 1 if exchange is None else exchange.chunk_bytes
         while left > 0:
@@ -418,7 +419,7 @@ class ClusterInstance:
         if self._now.lost is None:
             self._now.lost, self._lost_s = error, time.monotonic()
 
-    def _despair(self) -> None:
+    def _tell_broken(self) -> None:
         """A peer is gone and nobody says `recover`: perhaps it lives, and the connection alone is broken. `poll` says so then."""
         lost = self._now.lost
         if lost is not None and self._failed is None and time.monotonic() - self._lost_s > self._timeout_s:
@@ -453,15 +454,14 @@ class ClusterInstance:
         now.head.submit(request, attempt, tokens)
 
     def _attempt(self, id: str) -> int | None:
-        """Of a request that is here."""
+        """Of a request that is here; None for others."""
         now = self._now
-        stalled = () if now.exchange is None else now.exchange.stalled
-        waits = next((each.attempt for each in stalled if each.id == id), None)
+        waits = None if now.exchange is None else now.exchange.attempt(id)
         return waits if waits is not None or now.head is None else now.head.attempt(id)
 
     def _cancel(self, id: str, attempt: int | None = None) -> None:
-        now = self._now
-        if self._halted or (attempt is not None and attempt < (self._attempt(id) or attempt)):
+        now, here = self._now, self._attempt(id)
+        if self._halted or (attempt is not None and here is not None and here > attempt):
             return
         handed = None if now.exchange is None else now.exchange.cancel(id)
         if handed is not None:

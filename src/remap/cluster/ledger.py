@@ -90,13 +90,17 @@ class Ledger(Generic[RequestT]):
         entry.ends = None
         return Submission(id, entry.request, entry.attempt, tuple(entry.tokens))
 
-    def located(self, instance: str, requests: Iterable[tuple[str, int]]) -> None:
-        """A report of this instance shows these attempts (id and number): they are there now. Others than the last one of a
-        request are ignored."""
+    def located(self, instance: str, requests: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """A report of this instance shows these attempts (id and number): they are there now. Returns those that nobody waits
+        for: of requests that have ended, and older ones than the last."""
+        unwanted = []
         for id, attempt in requests:
             entry = self._entries.get(id)
-            if entry is not None and entry.instance is not None and entry.attempt == attempt:
+            if entry is None or attempt < entry.attempt:
+                unwanted.append((id, attempt))
+            elif entry.instance is not None and entry.attempt == attempt:
                 entry.instance = instance
+        return unwanted
 
     def restart(self, instances: Collection[str]) -> list[str]:
         """The requests that were at these instances, in the order in which they came. They are nowhere now."""

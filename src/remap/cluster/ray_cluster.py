@@ -50,14 +50,6 @@ class _Actor:
         except Error as error:
             return "error", error
 
-    @ray.method(concurrency_group="poll")
-    def poll(self, method: str, arguments: Sequence[Any]) -> tuple[str, Any]:
-        return self.call(method, arguments)
-
-    @ray.method(concurrency_group="submit")
-    def submit(self, method: str, arguments: Sequence[Any]) -> tuple[str, Any]:
-        return self.call(method, arguments)
-
 
 class RayConnection:
     """A `front.Connection` to an actor."""
@@ -65,12 +57,13 @@ class RayConnection:
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self._actor = actor
+        self._apart = {method: actor.call.options(concurrency_group=method) for method in APART}
 
     async def call(self, method: str, *arguments: object) -> Any:
         """See `front.Connection`."""
         try:
-            entry = getattr(self._actor, method if method in APART else "call")
-            outcome, value = await entry.remote(method, arguments)
+            call = self._apart.get(method, self._actor.call)
+            outcome, value = await call.remote(method, arguments)
         except RayActorError as error:
             returns = not isinstance(error, ActorDiedError)
             raise Lost(

@@ -36,7 +36,6 @@ from .messages import (
 
 if TYPE_CHECKING:
     from .control import Control
-    from .messages import Report
 
 __all__ = ["MOST_FAULTS", "Action", "Cancel", "Fatal", "Service", "Submit"]
 
@@ -138,18 +137,12 @@ class Service(Generic[RequestT]):
             # An instance speaks for its requests as long as it is where control knows it: an older report may show what has been
             # handed over since.
             if isinstance(current, Reported) and self.control.epoch_of(current.report.instance) == current.report.epoch:
-                self.ledger.located(current.report.instance, current.report.requests)
-                actions += self._unwanted(current.report)
+                name = current.report.instance
+                # They were cancelled on their way to it, or started again elsewhere. The report may be older than their end;
+                # then nothing comes of it.
+                unwanted = self.ledger.located(name, current.report.requests)
+                actions += [Cancel(name, id, attempt) for id, attempt in unwanted]
         return actions
-
-    def _unwanted(self, report: Report) -> list[Action[RequestT]]:
-        """Requests that the instance has and nobody waits for there: they were cancelled on their way to it, or started again
-        elsewhere. The report may be older than their end; then nothing comes of it."""
-        return [
-            Cancel(report.instance, id, attempt)
-            for id, attempt in report.requests
-            if id not in self.ledger or attempt < self.ledger.attempt(id)
-        ]
 
     def _tokens(self, id: str) -> int:
         """Of KV that the request asks for now."""

@@ -97,6 +97,7 @@ def _exchange(
         mesh.post(to, encode(message), payload, None if payload is None else sent)
 
     whole_s = has.cost.batch_s + has.cost.chunk(0, has.limits.max_batch_tokens)
+    # A stage without layers computes nothing, and may have much to send.
     seconds = whole_s * max(1, new.part.end - new.part.first) / has.layers
     return Exchange(
         mesh.rank,

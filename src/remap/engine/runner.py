@@ -5,6 +5,7 @@ If anything raises, the pass is abandoned; no sequence has advanced, and the sam
 
 from __future__ import annotations
 
+import math
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -90,13 +91,14 @@ def _draw(logits: torch.Tensor, sampling: SamplingParams, position: int, greedy:
     """Invert the cumulative distribution at a number that depends on (seed, position) alone. greedy: the token of the largest
     logit, where the others' probabilities are too small to be told from 0."""
     logits = logits / sampling.temperature
-    if not bool(logits.isfinite().all()):  # a temperature near 0
-        return greedy
     probabilities, ids = torch.softmax(logits, -1).sort(descending=True, stable=True)
     keep = sampling.top_k or len(ids)
     cumulative = probabilities[:keep].cumsum(0)
     if sampling.top_p < 1:
         keep = min(keep, int((cumulative < sampling.top_p * cumulative[-1]).sum()) + 1)
     cumulative = cumulative[:keep]
-    point = random.Random(f"{sampling.seed}:{position}").random() * float(cumulative[-1])
+    total = float(cumulative[-1])
+    if math.isnan(total):  # a temperature near 0: logits left a float's range
+        return greedy
+    point = random.Random(f"{sampling.seed}:{position}").random() * total
     return int(ids[min(int(torch.searchsorted(cumulative, point, right=True)), keep - 1)])

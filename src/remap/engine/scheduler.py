@@ -253,7 +253,7 @@ class Scheduler:
             if self._fetch(sequence, pool):
                 self.waiting.popleft()
 
-    def leave_host(self, pool: BlockPool, spare: int = 0) -> None:
+    def leave_host(self, pool: BlockPool, spare: int) -> None:
         """Have nothing in host memory any more, but for what streams: what there is room for, with so many blocks to spare, comes
         back, the oldest first, and runs; the rest is computed again. Waits for the copies. Raises the pool's error if they have
         failed: then those who waited for them wait again, with their KV in host memory."""
@@ -300,7 +300,9 @@ class Scheduler:
         if end == sequence.length:
             return count
         aligned = end - end % self.chunk_align - sequence.computed
-        return max(0, aligned) if aligned > 0 or budget < self.max_batch_tokens else count
+        if aligned > 0:
+            return aligned
+        return 0 if budget < self.max_batch_tokens else count
 
     def _room(self, blocks: int, pool: BlockPool) -> bool:
         """Whether so many blocks are free, or could be made free by letting others stream."""
