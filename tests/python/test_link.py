@@ -24,7 +24,7 @@ def tenants(draw: st.DrawFn) -> Tenant:
     compute = draw(st.lists(st.integers(1, top), min_size=n, max_size=n))
     transfer = draw(st.lists(st.integers(1, top * 3), min_size=n, max_size=n))
     streamed = sorted(draw(st.lists(st.integers(0, n - 1), unique=True, max_size=n)))
-    chunk = draw(st.sampled_from([0, 0, 1, 7, top]))
+    chunk = draw(st.sampled_from([0, 0, max(1, top // 20), 7 + top // 20, top]))  # few enough pieces to simulate each
     begins = draw(st.integers(0, 100))
     return Tenant(compute, transfer, streamed, draw(st.integers(1, 3)), "fixed", chunk=chunk, begins=begins)
 

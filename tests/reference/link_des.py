@@ -45,7 +45,8 @@ class Tenant(Machine):
 
 
 def pass_ends(tenants: list[Tenant], passes: int, most_events: int = 1_000_000) -> list[list[int]]:
-    """When each tenant's passes end, until each has ended `passes` (others go on meanwhile)."""
+    """When each tenant's passes end, until each has ended `passes`. Others go on meanwhile, if they copy anything: one whose layers
+    all have a buffer would only make events."""
     link: deque[tuple[int, int]] = deque()  # (tenant, duration), in the order of asking
     asked = [False] * len(tenants)
     serving: int | None = None
@@ -83,6 +84,7 @@ def pass_ends(tenants: list[Tenant], passes: int, most_events: int = 1_000_000) 
         if serving is None and link:
             serving, piece = link.popleft()
             after(now, piece, "copied", serving)
-        if tenant.try_compute():
+        done = len(tenant.passes_end) >= passes and len(tenant.streamed) <= tenant.buffers
+        if not done and tenant.try_compute():
             after(now, tenant.compute[tenant.layer], "computed", who)
     raise AssertionError(f"not done after {most_events} events")
