@@ -16,14 +16,13 @@ from collections.abc import Collection
 from remap.arguments import require, require_range
 from remap.config import Knobs
 from remap.errors import InvalidArgument
-from remap.memory.by_hand import check_by_hand, lend_by_hand, remap_by_hand
+from remap.memory.by_hand import check_by_hand, give_back_by_hand, lend_by_hand, remap_by_hand
 from remap.memory.core import Core
 from remap.memory.device import Platform
 from remap.memory.observe import check_books
 from remap.memory.place import check_place
 from remap.memory.place import place as place_layers
 from remap.memory.step import Entries
-from remap.memory.view import view_of
 from remap.policy.donors.supply import Quote
 from remap.report import StepReport
 from remap.session import Session
@@ -33,9 +32,10 @@ __all__ = [
     "Platform",
     "check",
     "declare_registered",
+    "give_back",
     "layer_address",
     "lend",
-    "offer",
+    "offers",
     "place",
     "remap",
     "settle",
@@ -95,20 +95,40 @@ def lend(session: Session, name: str, layers: int, buffers: int = 1, *, to: str 
     return session.change(verb)
 
 
-def offer(session: Session, name: str) -> Quote:
-    """What the tenant's own layers give its KV as far as its certificate allows: what streams now, and what still may (see
-    `Quote`). blocks: of its own, 0 for none; each pass then waits for stall_s, and copies for reload_s, of which `share` is lost
-    to the computation. By the times measured until now; before the first pass, one layer. Changes nothing.
+def give_back(session: Session, name: str) -> StepReport:
+    """Make the pages free that other tenants' layers lent to this tenant's KV. They stay lent until their owners bring them home.
+    Live blocks there move; the report says where (`moved`).
+
+    Raises InvalidArgument for an unknown tenant, OutOfBlocks (field preempt) if live blocks have no room elsewhere, and
+    InvalidState inside a pass. Nothing changes then.
+    """
+
+    def verb(core: Core) -> Entries:
+        tenant = core.tenant(name)
+        tenant.require_idle()
+        return give_back_by_hand(core.changes, core.lending, tenant)
+
+    return session.change(verb)
+
+
+def offers(session: Session, name: str) -> list[Quote]:
+    """What the tenant's KV has now, or may have, beside the pages that it was attached with (see `Quote`): one increment from
+    nothing for each donor and kind. blocks: of its own, at least 1. Changes nothing.
+
+    Its own layers (donor: its name): as far as its certificate allows; each pass then waits for stall_s, and copies for reload_s,
+    of which `share` is lost to the computation. By the times measured until now; before the first pass, one layer.
+    Other tenants: while they are inactive, what they lent and still would. Of active ones only what they lent: what they would
+    give comes and goes with their passes. Free pages, and those that nobody asks back (donor: ""), cost nothing.
 
     Raises InvalidArgument for an unknown tenant, and InvalidState inside a pass.
     """
 
-    def call(core: Core) -> Quote:
+    def call(core: Core) -> list[Quote]:
         tenant = core.tenant(name)
         tenant.require_idle()
-        return tenant.controller.whole_offer(view_of(core.changes, tenant), name)
+        return core.offers.whole(tenant)
 
-    found: Quote = session.exclusively(call)
+    found: list[Quote] = session.exclusively(call)
     return found
 
 

@@ -155,7 +155,7 @@ class Session:
         self._stalls = StallWatch()
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)
         self._registered = Registered(self._arena, self._tenants)
-        self._core = Core(self._arena, self._tenants, self._changes, self._lending, self._registered)
+        self._core = Core(self._arena, self._tenants, self._changes, self._lending, self._offers, self._registered)
         self._log = Log()
         self._departed: list[TenantState] = []  # tenants on their way out: see _release_departed
         self._told: list[Moved] = []  # moves in the report of the call in progress

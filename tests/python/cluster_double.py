@@ -37,7 +37,6 @@ from remap.cluster.messages import (
     Tokens,
 )
 from remap.cluster.service import Cancel, Submit
-from remap.policy.cluster.placement import NO_LAYER
 
 STEP_S = 0.01
 
@@ -49,7 +48,7 @@ class _Place:
         self.name = name
         self.folder = folder
         self.chaos = Chaos()
-        self.streamable = NO_LAYER
+        self.offers = ()
         self.refused: Refused | None = None
         self.bounced = False
         self.doubles = self
@@ -199,17 +198,20 @@ class TinyInstance:
 
 
 class LocalConnection:
-    """To an instance in this process; a killed one comes back at once, as another."""
+    """To an instance in this process; a killed one comes back at once, as another. slow: it does not come up."""
 
     def __init__(self, name: str, returns: bool = True, **arguments: Any) -> None:
         self.name = name
         self.returns = returns
+        self.slow = False
         self.calls: list[str] = []
         self.arguments = arguments
         self.instance = TinyInstance(name, **arguments)
         self._lost = asyncio.Event()
 
     async def call(self, method: str, *arguments: object) -> Any:
+        while self.slow:
+            await asyncio.sleep(STEP_S)
         instance, lost = self.instance, self._lost
         self.calls.append(method)
         work = asyncio.ensure_future(asyncio.to_thread(getattr(instance, method), *arguments))

@@ -26,12 +26,12 @@ PAGE = 4096
 
 
 def attach(
-    model: Any, name: str, blocks: int, config: remap.Config | None = None, **kv: Any
+    model: Any, name: str, blocks: int, config: remap.Config | None = None, spare: int = 0, **kv: Any
 ) -> tuple[remap.Session, Any, Any]:
-    """A session with a copy of the model: (session, tenant, the copy). blocks: of KV, in all layers."""
+    """A session with a copy of the model: (session, tenant, the copy). blocks: of KV, in all layers. spare: bytes for others."""
     mine = copy.deepcopy(model)
     spec = kv_spec(mine, layout="block_major", **{"min_blocks": blocks, "max_blocks": 2000, **kv})
-    session = remap.Session(minimum_bytes(mine, spec, PAGE), page_bytes=PAGE, config=config)
+    session = remap.Session(minimum_bytes(mine, spec, PAGE) + spare, page_bytes=PAGE, config=config)
     return session, session.attach(mine, kv=spec, name=name, hooks=False), mine
 
 

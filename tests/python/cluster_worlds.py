@@ -10,15 +10,14 @@ from remap.errors import OutOfMemory
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
 from remap.policy.cluster.placement import (
-    NO_LAYER,
     Group,
     Instance,
     Layer,
     Load,
     Model,
+    Offer,
     Placement,
     Stage,
-    Streamable,
     alone,
     check,
 )
@@ -88,15 +87,16 @@ def serving(most: int = 6, most_layers: int = 5) -> st.SearchStrategy[Placement]
 
 @st.composite
 def streaming(draw: st.DrawFn, placements: st.SearchStrategy[Placement]) -> Placement:
-    """Instances alone may let some of their layers stream, and may run requests in that room."""
+    """Instances alone may have offers, and may run requests in that room."""
     placement = draw(placements)
     weights = placement.model.weight_bytes(0, len(placement.model.layers))
-    offers = st.builds(Streamable, st.integers(0, weights), st.integers(0, 8).map(lambda n: n / 16))
+    offers = st.builds(Offer, st.integers(1, weights), st.integers(0, 8).map(lambda n: n / 16))
     groups = []
     for group in placement.groups:
-        offer = draw(offers) if len(group.stages) == 1 else NO_LAYER
-        stages = tuple(replace(stage, streamable=offer) for stage in group.stages)
-        if offer.nbytes:
+        found = draw(st.lists(offers, max_size=3)) if weights and len(group.stages) == 1 else []
+        found.sort(key=lambda offer: offer.added_s / offer.nbytes)
+        stages = tuple(replace(stage, offers=tuple(found)) for stage in group.stages)
+        if found:
             instance, room = stages[0].instance, stages[0].capacity(placement.model) - stages[0].instance.load.tokens
             tokens = instance.load.tokens + draw(st.sampled_from([0, max(0, min(room, weights))]))
             stages = (replace(stages[0], instance=replace(instance, load=replace(instance.load, tokens=tokens))),)

@@ -41,15 +41,14 @@ from remap.cluster.service import Cancel, Service, Submit
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
 from remap.policy.cluster.placement import (
-    NO_LAYER,
     Group,
     Instance,
     Layer,
     Load,
     Model,
+    Offer,
     Placement,
     Stage,
-    Streamable,
     check,
 )
 from remap.policy.cluster.stages import Splits
@@ -58,7 +57,7 @@ LAYERS = 8
 MODEL = Model((Layer(10, 1, Line(0.002, 0.0005)),) * LAYERS)
 MEMORY = 80 + 8 * 40
 """Alone an instance has room for 40 tokens; two together for 45 + 40 each, and so on."""
-NETWORK = Network(Line(0.001, 0.0), 200.0, 50.0)
+NETWORK = Network(Line(0.0001, 0.0), 200.0, 50.0)
 TIMEOUT_S = 3.0
 FINGERPRINT = Fingerprint("tiny", "float32", "1", LAYERS)
 
@@ -270,15 +269,14 @@ class Double:
                 del self.requests[held.ask.id]
 
     @property
-    def streamable(self) -> Streamable:
-        return self.world.streamable if len(self.parts) == 1 else NO_LAYER
+    def offers(self) -> tuple[Offer, ...]:
+        return self.world.offers if len(self.parts) == 1 else ()
 
     @property
     def capacity(self) -> int:
-        """Of its group; alone in it, with what may stream."""
+        """Of its group; alone in it, with what is offered."""
         stages = [
-            Stage(Instance(part.instance, MEMORY), part.first, part.end, streamable=self.streamable)
-            for part in self.parts
+            Stage(Instance(part.instance, MEMORY), part.first, part.end, offers=self.offers) for part in self.parts
         ]
         return Group(tuple(stages)).capacity(MODEL) if stages else 0
 
@@ -312,12 +310,12 @@ class Double:
         requests = tuple((held.ask.id, held.attempt) for held in self.requests.values()) if self.head else ()
         arrived = frozenset(self.arrived)
         return Report(
-            self.name, self.epoch, self.phase, load, requests, self.capacity, arrived, self.stuck, self.streamable
+            self.name, self.epoch, self.phase, load, requests, self.capacity, arrived, self.stuck, self.offers
         )
 
 
 class World:
-    """Instances, callers and what lies between them, in virtual time; equal seeds give equal worlds. streamable: of each instance
+    """Instances, callers and what lies between them, in virtual time; equal seeds give equal worlds. offers: of each instance
     alone."""
 
     def __init__(
@@ -326,10 +324,10 @@ class World:
         policy: Policy,
         seed: int = 0,
         chaos: Chaos | None = None,
-        streamable: Streamable = NO_LAYER,
+        offers: tuple[Offer, ...] = (),
     ) -> None:
         self.random = random.Random(seed)
-        self.streamable = streamable
+        self.offers = offers
         self.chaos = chaos if chaos is not None else Chaos()
         self.control = Control(MODEL, NETWORK, policy, TIMEOUT_S)
         self.service = Service[Ask](self.control, lambda ask: ask.prompt)

@@ -50,7 +50,7 @@ from remap.cluster.messages import (
 )
 from remap.errors import InvalidArgument, OutOfMemory
 from remap.policy.activations import Line
-from remap.policy.cluster.placement import NO_LAYER, Layer, Load, Model, Streamable
+from remap.policy.cluster.placement import Layer, Load, Model, Offer
 
 REMAP = Policy()
 FULL = Load(4, 38, (20, 20))
@@ -128,7 +128,7 @@ def burst(world: World, requests: int, until_s: float) -> None:
     die=st.sampled_from([0.0, 0.02, 0.1]),
     hang=st.sampled_from([0.0, 0.03]),
     delay_s=st.sampled_from([0.001, 0.05, 0.5]),
-    streamable=st.sampled_from([NO_LAYER, Streamable(16, 0.0), Streamable(40, 9.0), Streamable(72, 9.0)]),
+    offers=st.sampled_from([(), (Offer(16, 0.0),), (Offer(40, 9.0),), (Offer(16, 0.0), Offer(56, 9.0))]),
 )
 def test_no_request_is_lost_or_answered_twice_whatever_happens(
     policy: str,
@@ -138,9 +138,9 @@ def test_no_request_is_lost_or_answered_twice_whatever_happens(
     die: float,
     hang: float,
     delay_s: float,
-    streamable: Streamable,
+    offers: tuple[Offer, ...],
 ) -> None:
-    world = World(instances, Policy(policy, 2), seed, Chaos(refuse, die, hang, delay_s, until_s=15.0), streamable)
+    world = World(instances, Policy(policy, 2), seed, Chaos(refuse, die, hang, delay_s, until_s=15.0), offers)
     burst(world, 15 * instances, 10.0)
     world.run(60.0)
     world.all_answered()
@@ -399,14 +399,14 @@ def test_load_that_fits_elsewhere_merges_nobody() -> None:
     assert control.on(Tick(), 0.0) == []
 
 
-CHEAP, DEAR = Streamable(16, 1e-6), Streamable(16, 10.0)
+CHEAP, DEAR = Offer(16, 1e-6), Offer(16, 10.0)
 """Two tokens more than the 40 of an instance alone. Two that merge have 90."""
 
 
-def asking(control: Control, load: Load, streamable: Streamable, now_s: float = 0.0) -> list[Command]:
+def asking(control: Control, load: Load, offer: Offer, now_s: float = 0.0) -> list[Command]:
     """Each of two instances alone reports this; and what control does about it."""
     for name in "ab":
-        told(control, name, load, now_s, streamable=streamable)
+        told(control, name, load, now_s, offers=(offer,))
     return control.on(Tick(), now_s)
 
 
@@ -433,7 +433,7 @@ def test_instances_merge_sooner_where_that_costs_less_than_streaming() -> None:
     # More runs in what streams than a group has room for: there is nothing to gain.
     control = Control(MODEL, NETWORK)
     joined(control, "a", "b")
-    assert asking(control, Load(4, 45, (3,)), Streamable(48, 10.0)) == []
+    assert asking(control, Load(4, 45, (3,)), Offer(48, 10.0)) == []
     assert {view.phase for view in control.groups} == {"serving"}
 
 
@@ -441,7 +441,7 @@ def test_requests_go_where_there_is_room_that_streams() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a", "b")
     told(control, "a", Load(1, 20))
-    told(control, "b", Load(1, 21), streamable=Streamable(80, 0.0))  # 21 of 50 are a smaller share than 20 of 40
+    told(control, "b", Load(1, 21), offers=(Offer(80, 0.0),))  # 21 of 50 are a smaller share than 20 of 40
     assert control.on(Asked("r", 5), 0.0) == [Route("r", "b")]
 
 
@@ -497,6 +497,25 @@ def test_a_refused_fetch_ends_the_restoration_for_a_while() -> None:
         assert control.on(Tick(), 1.3) == []
 
 
+def test_a_restoration_that_does_not_go_on_is_given_up() -> None:
+    """Each layer that arrives gives it as long again."""
+    control = merged()
+    before, epoch = shape(control), fetching(control)
+    (part,) = [part for part in control.groups[0].stages if part.instance == "b"]
+    layer = next(layer for layer in range(LAYERS) if not part.first <= layer < part.end)
+
+    def passed(seconds: float) -> list[Command]:
+        now_s = 1.1 + seconds * TIMEOUT_S
+        for name in "ab":
+            told(control, name, now_s=now_s, arrived=frozenset({layer} if name == "b" else ()))
+        return control.on(Tick(), now_s)
+
+    for seconds in (0.5, 0.9, 1.4):
+        assert passed(seconds) == []
+    assert passed(1.6) == [Abort(name, epoch) for name in control.members("a")]
+    assert shape(control) == before
+
+
 def test_a_group_that_is_slower_than_its_parts_pays_rent_until_it_dissolves() -> None:
     control, now_s = merged(), 0.0
     head = control.groups[0].stages[0].instance
@@ -522,7 +541,7 @@ def test_a_group_whose_demand_leaves_no_margin_stays() -> None:
 
 def test_a_group_dissolves_only_when_its_demand_fits_beside_all_layers_and_does_not_merge_again() -> None:
     """Whatever streams, or costs, before and afterwards."""
-    control, now_s, offers = merged(), 0.0, (NO_LAYER, CHEAP, DEAR)
+    control, now_s, offers = merged(), 0.0, ((), (CHEAP,), (CHEAP, DEAR))
     head = control.groups[0].stages[0].instance
 
     def pass_time(tokens: int, until_s: float) -> list[Command]:
@@ -533,7 +552,7 @@ def test_a_group_dissolves_only_when_its_demand_fits_beside_all_layers_and_does_
             alone = len(control.groups) > 1
             for name in "ab":
                 share = Load(4, tokens) if alone else Load(8, 2 * tokens) if name == head else NOTHING
-                told(control, name, share, now_s, **({"streamable": offers[int(now_s) % 3]} if alone else {}))
+                told(control, name, share, now_s, **({"offers": offers[int(now_s) % 3]} if alone else {}))
             if commands := control.on(Tick(), now_s):
                 return commands
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from cluster_worlds import NETWORK, clusters, serving, streaming
@@ -12,23 +13,23 @@ from hypothesis import strategies as st
 
 from reference import cluster_brute
 from remap.policy.activations import Line
-from remap.policy.cluster.drop import EXACT, QUOTES, DropPlan, dropped, greedy, plan, preferred, quotes
-from remap.policy.cluster.pipeline import Network, group_round_s
+from remap.policy.cluster.drop import EXACT, QUOTES, DropPlan, dropped, greedy, plan, preferred, quotes, wider
+from remap.policy.cluster.pipeline import Network, group_round_s, mean_round_s
 from remap.policy.cluster.placement import (
-    NO_LAYER,
     Group,
     Instance,
     Layer,
     Load,
     Model,
+    Offer,
     Placement,
     Stage,
-    Streamable,
     alone,
     check,
 )
 from remap.policy.cluster.stages import Splits
 from remap.policy.donors.supply import choose
+from remap.policy.schedule import RELATIVE_EPSILON
 
 NEEDS = st.one_of(st.integers(0, 3), st.integers(0, 80), st.just(10_000))
 EVEN = Model((Layer(10, 1, Line(1 / 16, 1 / 64)),) * 12)
@@ -55,7 +56,6 @@ def check_plan(before: Placement, need: int, found: DropPlan) -> None:
     assert found.epoch == before.epoch
     assert after.epoch == before.epoch + (after is not before)
     assert found.freed == capacity(after) - capacity(before)
-    assert found.missing == max(0, need - found.freed)
     gone, then = dropped(before, after), before.stages
     assert set(after.stages) == set(then)
     for name, stage in after.stages.items():
@@ -65,27 +65,56 @@ def check_plan(before: Placement, need: int, found: DropPlan) -> None:
         assert set(gone.get(name, ())) == held - kept
         assert after is before or len(after.groups) == len(before.groups) or name in gone or kept == held
     home = {stage.instance.name: group for group in before.groups for stage in group.stages}
-    added, stalled = 0.0, 0
+    added, stalled, worth = 0.0, 0, 0
     for group in after.groups:
         parts = {id(home[stage.instance.name]): home[stage.instance.name] for stage in group.stages}
         assert sum(len(part.stages) for part in parts.values()) == len(group.stages)
         if len(parts) > 1:
             added += added_by(before, list(parts.values()), group)
             stalled += group.load.tokens
+        gain = max(0, group.capacity(model)) - sum(max(0, part.capacity(model)) for part in parts.values())
+        worth += gain if pays(before, list(parts.values()), group) else 0
+    assert found.missing == max(0, need - worth)
     assert found.added_s == pytest.approx(added)
     lengths = [len(group.stages) for group in after.groups]
     assert (found.longest, found.squares) == (max(lengths), sum(length**2 for length in lengths))
     assert found.stalled == stalled
 
 
+def density_of(before: Placement) -> float:
+    """Requests for each token that they ask for."""
+    loads = [group.load for group in before.groups]
+    return sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
+
+
+def filled(before: Placement, groups: list[Group]) -> list[tuple[int, int, float]]:
+    """Of each group when it is full: tokens, requests, seconds of a round."""
+    density = density_of(before)
+    tokens = [max(0, group.capacity(before.model)) for group in groups]
+    counts = [math.ceil(density * each) for each in tokens]
+    rounds = [group_round_s(before.model, group.stages, count, NETWORK) for group, count in zip(groups, counts)]
+    return list(zip(tokens, counts, rounds))
+
+
+def pays(before: Placement, parts: list[Group], now: Group) -> bool:
+    """Whether the merged group computes as many tokens a second as its parts, all of them full."""
+    density = density_of(before)
+    full = [(tokens, mean_round_s(before.model, group.stages, density * tokens, NETWORK)) for group, (tokens, _, _) in
+            zip((*parts, now), filled(before, [*parts, now]))]  # fmt: skip
+    *each, (tokens, round_s) = full
+    if len(parts) == 1 or not round_s:
+        return True
+    if any(few and not few_s for few, few_s in each):
+        return False
+    paces = [Fraction(few) / Fraction(few_s) for few, few_s in each if few]
+    return tokens / Fraction(round_s) >= sum(paces) * (1 - Fraction(RELATIVE_EPSILON))
+
+
 def added_by(before: Placement, parts: list[Group], now: Group) -> float:
     """Over the requests that fill the merged group, how much longer a round is than the mean of its parts when full."""
-    loads = [group.load for group in before.groups]
-    density = sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
-    counts = [math.ceil(density * max(0, group.capacity(before.model))) for group in (*parts, now)]
-    rounds = [group_round_s(before.model, group.stages, count, NETWORK) for group, count in zip((*parts, now), counts)]
-    mean = sum(count * each for count, each in zip(counts[:-1], rounds)) / max(1, sum(counts[:-1]))
-    return counts[-1] * max(0.0, rounds[-1] - mean)
+    *each, (_, requests, round_s) = filled(before, [*parts, now])
+    mean = sum(count * seconds for _, count, seconds in each) / max(1, sum(count for _, count, _ in each))
+    return requests * max(0.0, round_s - mean)
 
 
 def best_of_all(before: Placement, need: int) -> tuple[float, ...]:
@@ -120,6 +149,7 @@ def one_group(before: Placement, part: tuple[int, ...], splits: Splits) -> tuple
     density = sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
     now = Group(splits.split(stages, max(1, math.ceil(math.ceil(density * tokens) / len(stages)))))
     freed = tokens - sum(max(0, group.capacity(before.model)) for group in groups)
+    freed *= pays(before, groups, now)
     return freed, added_by(before, groups, now), len(stages), running
 
 
@@ -150,7 +180,8 @@ def test_a_plan_of_up_to_eight_is_the_best_of_all_partitions(before: Placement, 
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(serving(most=4, most_layers=4), streaming(serving(most=4, most_layers=4))))
 def test_as_much_is_freed_as_any_division_of_any_partition_frees(before: Placement) -> None:
-    """End to end: every partition, every order of stages and every division of layers."""
+    """End to end: every partition, every order of stages and every division of layers; without requests each merger pays."""
+    before = Placement(before.model, tuple(Group(tuple(map(quiet, group.stages))) for group in before.groups))
     tokens: dict[tuple[int, ...], int] = {}
     freed = []
     for parts in cluster_brute.partitions(range(len(before.groups))):
@@ -170,6 +201,36 @@ def test_as_much_is_freed_as_any_division_of_any_partition_frees(before: Placeme
             freed.append(sum(tokens[tuple(part)] for part in parts) - capacity(before))
     most = 10**6
     assert most - plan(before, most, NETWORK).missing == max(freed)
+
+
+def quiet(stage: Stage) -> Stage:
+    """The same tokens, of no request."""
+    return replace(stage, instance=replace(stage.instance, load=replace(stage.instance.load, running=0, waiting=())))
+
+
+def test_who_waits_less_by_taking_turns_does_not_merge() -> None:
+    """A pass takes 1/2 s; two have 5 tokens each, and 20 as a pair. So it pays if a round of the pair takes a second or less: two
+    stages of 1/4 s, and two hops."""
+    model = Model((Layer(10, 1, Line(1 / 24, 0.0)),) * 12)
+    before = alone(model, tuple(Instance(name, 180, Load(1, 5, (5,))) for name in "ab"))
+    for hop_s, merges in ((1 / 8, True), (1 / 4, True), (0.26, False), (10.0, False)):
+        found = plan(before, 10, Network(Line(hop_s, 0.0), 1.0))
+        assert (sizes(found) == [2]) == merges
+        assert found.missing == (0 if merges else 10)
+        assert sizes(greedy(before, 10, Network(Line(hop_s, 0.0), 1.0))) == [2]  # the paper's, in any case
+    ten = alone(model, tuple(Instance(f"i{n}", 180, Load(1, 5, (5,))) for n in range(10)))
+    assert sizes(plan(ten, 50, Network(Line(10.0, 0.0), 1.0))) == [1] * 10
+    # Who is too long for one alone is helped in any case.
+    assert wider(before, 0, 12) is not None
+
+
+def test_of_several_offers_those_are_kept_that_cost_less_than_a_drop() -> None:
+    """As above, a drop costs 2 x 1/4 s for each token: 20 lent bytes cost nothing, 20 streamed ones too much beyond them."""
+    model, network = Model((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
+    full = alone(model, tuple(Instance(name, 180, Load(5, 5, (3,))) for name in "ab"))
+    lent, cheap, dear = Offer(24, 0.0), Offer(24, 0.05), Offer(24, 0.5)
+    for offers, kept in (((lent, cheap), 2), ((lent, dear), 1), ((dear,), 0), ((lent, cheap, dear), 2)):
+        assert preferred(with_offers(full, *offers), network) == with_offers(full, *offers[:kept])
 
 
 @settings(max_examples=200, deadline=None)
@@ -384,23 +445,23 @@ def test_what_drops_offer() -> None:
 # ------------------------------------------------------------------------------------------------- streaming, or a drop
 
 
-def with_streams(before: Placement, offer: Streamable) -> Placement:
-    """The same where each instance alone may let so much stream."""
-    groups = tuple(Group(tuple(replace(stage, streamable=offer) for stage in group.stages)) for group in before.groups)
+def with_offers(before: Placement, *offers: Offer) -> Placement:
+    """The same where each instance alone has these."""
+    groups = tuple(Group(tuple(replace(stage, offers=offers) for stage in group.stages)) for group in before.groups)
     return replace(before, groups=groups)
 
 
 def test_what_streams_is_room_that_a_merger_gives_up() -> None:
     """A copy has 120 bytes, of which 36 may stream at each of two: 3 tokens each, and a pair has 10 - 6 more than they."""
-    before = with_streams(whole(2), Streamable(36, 0.0))
+    before = with_offers(whole(2), Offer(36, 0.0))
     assert capacity(before) == 2 * (5 + 3)
     found = plan(before, 1, NETWORK)
     assert (sizes(found), found.freed) == ([2], 4)
-    assert all(stage.streamable == NO_LAYER for stage in found.placement.stages.values())
+    assert not any(stage.offers for stage in found.placement.stages.values())
     # Where more may stream than a merger frees, nobody merges, however much is needed; four free more than they give up.
-    most = Streamable(72, 0.0)
-    assert plan(with_streams(whole(2), most), 10_000, NETWORK).freed == 0
-    found = plan(with_streams(whole(4), most), 10_000, NETWORK)
+    most = Offer(72, 0.0)
+    assert plan(with_offers(whole(2), most), 10_000, NETWORK).freed == 0
+    found = plan(with_offers(whole(4), most), 10_000, NETWORK)
     assert (sizes(found), found.freed) == ([4], 3 * 10 - 4 * 6)
 
 
@@ -411,35 +472,36 @@ def test_a_drop_that_costs_less_than_streaming_comes_first() -> None:
     full = Load(5, 5, (1,))
     before = alone(model, tuple(Instance(name, 180, full) for name in "abc"))
     for added_s, kept in ((0.0, True), (0.25, True), (0.26, False)):
-        offered = with_streams(before, Streamable(60, added_s))
+        offered = with_offers(before, Offer(60, added_s))
         assert preferred(offered, network) == (offered if kept else before)
     # Instances are judged one by one.
-    cheap, dear = Streamable(60, 0.2), Streamable(60, 0.3)
-    mixed = replace(before, groups=tuple(with_streams(before, each).groups[0] for each in (cheap, dear, NO_LAYER)))
-    assert [stage.streamable for (stage,) in (group.stages for group in preferred(mixed, network).groups)] == [
-        cheap,
-        NO_LAYER,
-        NO_LAYER,
+    cheap, dear = Offer(60, 0.2), Offer(60, 0.3)
+    mixed = replace(before, groups=tuple(with_offers(before, *each).groups[0] for each in ([cheap], [dear], [])))
+    assert [stage.offers for (stage,) in (group.stages for group in preferred(mixed, network).groups)] == [
+        (cheap,),
+        (),
+        (),
     ]
     for load in (Load(), Load(5, 5)):  # nobody asks for more than fits beside all layers
-        calm = with_streams(alone(model, tuple(Instance(name, 180, load) for name in "abc")), dear)
+        calm = with_offers(alone(model, tuple(Instance(name, 180, load) for name in "abc")), dear)
         assert preferred(calm, network) == calm
     # Where nothing can be dropped, streaming is all there is.
     single = Model((Layer(120, 12, Line(3 / 4, 0.0)),))
-    stuck = with_streams(alone(single, tuple(Instance(name, 180, full) for name in "ab")), dear)
+    stuck = with_offers(alone(single, tuple(Instance(name, 180, full) for name in "ab")), dear)
     assert preferred(stuck, network) == stuck
 
 
 def test_what_runs_in_streaming_that_does_not_count_has_to_fit_as_well() -> None:
     """11 tokens run at each of two, where 5 fit beside all layers: a pair has 20."""
+    near = Network(Line(0.0, 0.0), 2.0)
     load = Load(5, 11, (4,))
-    before = with_streams(alone(EVEN, tuple(Instance(name, 180, load) for name in "ab")), Streamable(72, 10.0))
+    before = with_offers(alone(EVEN, tuple(Instance(name, 180, load) for name in "ab")), Offer(72, 10.0))
     check(before)
-    judged = preferred(before, NETWORK)
+    judged = preferred(before, near)
     assert capacity(judged) == 10
-    assert plan(judged, 10, NETWORK).freed == greedy(judged, 10, NETWORK).freed == 0
+    assert plan(judged, 10, near).freed == greedy(judged, 10, near).freed == 0
     ten = replace(before, groups=(before.groups[0], alone(EVEN, (Instance("c", 180, Load(5, 4)),)).groups[0]))
-    found = plan(preferred(ten, NETWORK), 10, NETWORK)
+    found = plan(preferred(ten, near), 10, near)
     check(found.placement)
     assert (sizes(found), found.freed) == ([2], 20 - 11 - 5)
 
@@ -449,9 +511,10 @@ def test_what_runs_in_streaming_that_does_not_count_has_to_fit_as_well() -> None
 def test_a_plan_without_dear_streaming_has_room_for_what_runs(before: Placement, need: int) -> None:
     """Also where they run in what streams already, which does not count."""
     judged = preferred(before, NETWORK)
-    assert replace(before, groups=with_streams(before, NO_LAYER).groups) == with_streams(judged, NO_LAYER)
+    assert with_offers(before) == with_offers(judged)
     for was, now in zip(before.groups, judged.groups):
-        assert now == was or [stage.streamable for stage in now.stages] == [NO_LAYER]
+        for stage, kept in zip(was.stages, now.stages):
+            assert stage.offers[: len(kept.offers)] == kept.offers  # those that cost least
     for find in (plan, greedy):
         found = find(judged, need, NETWORK).placement
         check(replace(found, groups=tuple(group for group in found.groups if len(group.stages) > 1)))

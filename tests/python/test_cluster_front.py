@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,56 @@ def test_without_an_instance_that_may_join_nothing_starts(tmp_path: Path) -> Non
         assert caught.value.instance == "a"
 
     asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_the_start_waits_for_others_only_so_long(tmp_path: Path) -> None:
+    """One of two does not come up, again and again: the other serves."""
+
+    async def run() -> None:
+        connections = [LocalConnection(name, folder=str(tmp_path)) for name in "ab"]
+        connections[1].slow = True
+        front = Front[Request](Control(MODEL, NETWORK), connections, lambda request: len(request.prompt))
+        await front.start(patience_s=0.1)
+        assert [part.instance for view in front.groups for part in view.stages] == ["a"]
+        assert await answer(front, "r") == expected("r")
+        connections[1].slow = False
+        await until(lambda: len(front.groups) == 2)
+        await front.close()
+        for connection in connections:
+            connection.instance.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+def test_a_front_that_did_not_run_for_a_while_blames_nobody(tmp_path: Path) -> None:
+    slept = [0.0]
+
+    async def run() -> None:
+        connections = [LocalConnection(name, folder=str(tmp_path)) for name in "ab"]
+        control = Control(MODEL, NETWORK, Policy("remap"), timeout_s=5.0)
+        clock = lambda: time.monotonic() + slept[0]  # noqa: E731
+        front = Front[Request](control, connections, lambda request: len(request.prompt), clock)
+        await front.start()
+        epoch, ticks = control.epoch, list[Any]()
+        plain = control.on
+
+        def counted(event: Any, now_s: float) -> Any:
+            ticks.append(now_s)
+            return plain(event, now_s)
+
+        control.on = counted  # type: ignore[method-assign]
+        for _ in range(3):
+            slept[0] += 100.0
+            await until(lambda: len(ticks) > 20)
+            assert ticks == sorted(ticks)
+            ticks.clear()
+            assert await answer(front, "r") == expected("r")
+        assert (control.epoch, front.restarts) == (epoch, 0)  # nobody was evicted, nobody recovers
+        await front.close()
+        for connection in connections:
+            connection.instance.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 def test_when_the_last_instance_is_gone_for_good_requests_are_declined(tmp_path: Path) -> None:

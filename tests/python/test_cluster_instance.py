@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import Counter
@@ -15,8 +16,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("msgspec")
 
-from cluster_instances import Cluster, expected_tokens, requests_for  # noqa: E402
-from models import LAYERS, make  # noqa: E402
+from cluster_instances import PAGE, Cluster, expected_tokens, requests_for  # noqa: E402
+from models import LAYERS, kv_spec, make, minimum_bytes  # noqa: E402
 
 import remap  # noqa: E402
 from remap.cluster import passes  # noqa: E402
@@ -28,7 +29,7 @@ from remap.engine import Request, SamplingParams  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState, StalePlan  # noqa: E402
 from remap.policy.activations import Line  # noqa: E402
 from remap.policy.cluster.pipeline import Network  # noqa: E402
-from remap.policy.cluster.placement import NO_LAYER, IncompleteCopy, Instance, Stage  # noqa: E402
+from remap.policy.cluster.placement import IncompleteCopy, Instance, Stage  # noqa: E402
 from remap.policy.cluster.stages import Splits  # noqa: E402
 
 ANY = remap.Config(slowdown=1e9)
@@ -305,13 +306,13 @@ def test_layers_stream_before_a_group_and_after_it_and_recovery_meanwhile_loses_
         block = tenant.kv.spec.block_bytes
         weights = cluster.instances["i0"].describe().model.weight_bytes(0, LAYERS)
         cluster.poll()
-        assert 0 < cluster.reports["i0"].streamable.nbytes < weights
+        assert 0 < sum(each.nbytes for each in cluster.reports["i0"].offers) < weights
         assert not tenant.streamed
         cluster.submit("i0", first)
         cluster.until(lambda: tenant.streamed)
         cluster.change((("i0", 5), ("i1", 6)))
         assert not tenant.streamed
-        assert [cluster.reports[name].streamable for name in cluster.instances] == [NO_LAYER] * 2
+        assert [cluster.reports[name].offers for name in cluster.instances] == [()] * 2
         some_tokens(cluster, first)
         cluster.fetch("i0", "i1")
         cluster.change((("i0", 6),), (("i1", 6),))
@@ -320,7 +321,9 @@ def test_layers_stream_before_a_group_and_after_it_and_recovery_meanwhile_loses_
         cluster.until(lambda: cluster.reports["i0"].capacity > 20 * tenant.kv.block_tokens)
         # Beyond what it said at most a block: of two parts, in the pages of layers that stand together.
         report = cluster.reports["i0"]
-        assert report.capacity <= (20 + report.streamable.nbytes // block + 1) * tenant.kv.block_tokens
+        assert (
+            report.capacity <= (20 + sum(each.nbytes for each in report.offers) // block + 1) * tenant.kv.block_tokens
+        )
         assert set(cluster.answers(first + second).items()) <= set(expected_tokens(model, requests).items())
 
         cluster.submit("i0", third)
@@ -334,6 +337,45 @@ def test_layers_stream_before_a_group_and_after_it_and_recovery_meanwhile_loses_
             if one.id in lost:
                 cluster.instances["i0"].submit(one, 2, cluster.delivered(one.id))
         assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_pages_of_an_idle_model_are_kv_before_a_group_and_after_it_and_go_back_when_it_wakes():
+    model, other = make("llama"), make("qwen2", seed=3)
+    requests = [replace(one, id=f"{turn}{one.id}") for turn in "abc" for one in long_requests(9, 6)]
+    first, second, third = requests[:6], requests[6:12], requests[12:]
+    prompt = torch.arange(1, 12)[None]
+    expected = other(prompt).logits
+    spare = minimum_bytes(other, kv_spec(other), PAGE)
+    with Cluster(model, 2, blocks=20, kv={"config": remap.Config(max_layers=3), "spare": spare}) as cluster:
+        session, tenant, _ = cluster.attached["i0"]
+        idle, block = session.attach(other, kv=kv_spec(other), name="idle", active=False), tenant.kv.spec.block_bytes
+        lent = next(each for each in remap.advanced.offers(session, "i0") if each.donor == "idle")
+        cluster.instances["i0"].exclusively(lambda: session.step({}))
+        cluster.until(lambda: lent.blocks * block in [each.nbytes for each in cluster.reports["i0"].offers])
+        cluster.submit("i0", first)
+        cluster.until(lambda: idle.streamed)
+        # Whatever a group of several has across pages, nobody takes back.
+        cluster.change((("i0", 5), ("i1", 6)))
+        some_tokens(cluster, first, least=4)
+        cluster.instances["i0"].exclusively(lambda: session.activate("idle"))
+        assert not idle.streamed
+        cluster.instances["i0"].exclusively(lambda: session.step({}))
+        some_tokens(cluster, first, least=6)
+        session.deactivate("idle")
+        cluster.fetch("i0", "i1")
+        cluster.change((("i0", 6),), (("i1", 6),))
+        cluster.submit("i0", second)
+        cluster.until(lambda: idle.streamed)
+        some_tokens(cluster, second[:1])
+        # Its pages hold KV of requests that run: they move, or the youngest lose theirs.
+        report = cluster.instances["i0"].exclusively(lambda: session.activate("idle"))
+        assert report.activated and not idle.streamed
+        cluster.submit("i0", third)
+        found = cluster.instances["i0"].exclusively(lambda: session.deactivate("idle") or session.step({}))
+        assert found is not None
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        session.activate("idle")
+        assert torch.equal(other(prompt).logits, expected)
 
 
 def states(cluster):
@@ -490,6 +532,36 @@ def recovered(cluster, model, requests):
     assert cluster.answers(requests) == expected_tokens(model, requests)
 
 
+def test_a_loop_that_hangs_is_told_by_poll(monkeypatch):
+    """And one that waits for work does not hang."""
+    hanging, go_on = threading.Event(), threading.Event()
+    plain = passes.launch
+
+    def stuck(member):
+        if member.head is not None and not member.head.idle:
+            hanging.set()
+            assert go_on.wait(600.0)
+        return plain(member)
+
+    model, requests = make("llama"), requests_for(4, count=1)
+    with Cluster(model, 1, blocks=20) as cluster:
+        one = cluster.instances["i0"]
+        monkeypatch.setattr(passes, "launch", stuck)
+        cluster.until(lambda: one._round_s == math.inf)
+        with monkeypatch.context() as patched:
+            patched.setattr("remap.cluster.instance.HUNG", 0)
+            one.poll(0.05)
+            one.submit(requests[0], 1)
+            assert hanging.wait(600.0)
+            with pytest.raises(InvalidState) as told:
+                one.poll(0.05)
+            assert told.value.fields["busy_s"] > 0.05
+        monkeypatch.setattr(passes, "launch", plain)
+        go_on.set()
+        cluster.until(lambda: one._round_s == math.inf)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
 def test_an_error_of_the_model_is_raised_by_poll_until_recovery(monkeypatch):
     model, requests = make("llama"), requests_for(4, count=3)
     with Cluster(model, 2, blocks=30) as cluster:
@@ -516,7 +588,7 @@ def test_an_error_of_the_session_is_raised_by_poll_and_asked_for_once(monkeypatc
     with Cluster(make("llama"), 1) as cluster:
         one = cluster.instances["i0"]
         with monkeypatch.context() as patched:
-            patched.setattr("remap.cluster.own_layers.streamable", broken)
+            patched.setattr("remap.cluster.beside.offers", broken)
             with pytest.raises(ZeroDivisionError):
                 cluster.until(lambda: one.cancel("nobody"))
             for _ in range(20):
@@ -587,10 +659,9 @@ def test_kv_in_host_memory_comes_back_before_instances_merge(seed, resumed):
         cluster.submit("i0", requests[:8])
         cluster.submit("i1", requests[8:])
         some_tokens(cluster, requests[8:])
-        cluster.until(lambda: cluster.instances["i0"].counts()["swapped_bytes"] > 0)
-        waiting = cluster.reports["i0"].load.waiting
+        cluster.until(lambda: swapped(cluster) > 0 and cluster.reports["i0"].load.waiting)
         cluster.change((("i0", 3), ("i1", 6)))
-        assert waiting and any(moved for _, moved in resumed)
+        assert any(moved for _, moved in resumed)
         for _, tenant, _ in cluster.attached.values():
             assert tenant.kv.host.live_ids() == []
         some_tokens(cluster, requests)

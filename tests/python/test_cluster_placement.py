@@ -21,9 +21,9 @@ from remap.policy.cluster.placement import (
     Layer,
     Load,
     Model,
+    Offer,
     Placement,
     Stage,
-    Streamable,
     alone,
     check,
 )
@@ -43,8 +43,10 @@ def test_capacity_is_what_fits_beside_the_weights_that_do_not_stream(placement: 
             held = [layer for layer in range(len(model.layers)) if stage.holds(layer)]
             memory = stage.instance.memory_bytes
             if len(held) == stage.end - stage.first == len(model.layers):
-                # What streams is room for KV, and not for weights.
-                memory += stage.streamable.nbytes * (memory >= model.weight_bytes(0, len(model.layers)))
+                # What is offered is room for KV, and not for weights.
+                memory += sum(each.nbytes for each in stage.offers) * (
+                    memory >= model.weight_bytes(0, len(model.layers))
+                )
             found = cluster_brute.tokens_of(model, memory, held, (stage.first, stage.end), most)
             assert stage.capacity(model) == (UNLIMITED if found == most else found)
             fits.append(stage.capacity(model))
@@ -122,19 +124,20 @@ def test_running_requests_must_fit_beside_the_weights() -> None:
 
 
 def test_what_streams_counts_for_an_instance_alone() -> None:
-    """Room for 4 tokens beside 32 bytes of weights, and for 2 more where 16 of them stream."""
-    offer = Streamable(16, 0.5)
-    assert Stage(A, 0, 4, streamable=offer).capacity(FOUR) == 4 + 2
+    """Room for 4 tokens beside 32 bytes of weights, and for 2 more where 16 of them stream; or 8 stream and 8 are lent."""
+    offer = Offer(16, 0.5)
+    assert Stage(A, 0, 4, offers=(Offer(8), Offer(8, 0.5))).capacity(FOUR) == 4 + 2
+    assert Stage(A, 0, 4, offers=(offer,)).capacity(FOUR) == 4 + 2
     running = replace(A, load=Load(1, 6))
-    check(Placement(FOUR, (Group((Stage(running, 0, 4, streamable=offer),)),)))
+    check(Placement(FOUR, (Group((Stage(running, 0, 4, offers=(offer,)),)),)))
     with pytest.raises(OutOfMemory):
         check(Placement(FOUR, (Group((Stage(running, 0, 4),)),)))
     # A stage of several lets nothing stream, and weights that do not fit do not begin to.
-    assert Stage(A, 0, 3, streamable=offer).capacity(FOUR) == Stage(A, 0, 3).capacity(FOUR)
-    assert Stage(Instance("small", 31), 0, 4, streamable=offer).capacity(FOUR) == -1
+    assert Stage(A, 0, 3, offers=(offer,)).capacity(FOUR) == Stage(A, 0, 3).capacity(FOUR)
+    assert Stage(Instance("small", 31), 0, 4, offers=(offer,)).capacity(FOUR) == -1
     for wrong in ((-1, 0.0), (0, -0.5), (0, float("nan"))):
         with pytest.raises(InvalidArgument):
-            Streamable(*wrong)
+            Offer(*wrong)
 
 
 def test_a_model_needs_layers_that_make_sense() -> None:

@@ -14,15 +14,14 @@ from remap.policy.activations import Line
 from remap.policy.cluster.drop import plan
 from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import (
-    NO_LAYER,
     Group,
     Instance,
     Layer,
     Load,
     Model,
+    Offer,
     Placement,
     Stage,
-    Streamable,
     alone,
     check,
 )
@@ -166,11 +165,11 @@ def test_who_serves_alone_again_fits_beside_all_of_its_layers() -> None:
     apart = alone(EVEN, tuple(Instance(name, 180, load) for name in "ab"))
     offered = replace(
         apart,
-        groups=tuple(Group((replace(group.stages[0], streamable=Streamable(48)),)) for group in apart.groups),
+        groups=tuple(Group((replace(group.stages[0], offers=(Offer(48),)),)) for group in apart.groups),
     )
     check(offered)
     for placement in (all_alone(offered), dissolved(offered, 0)):
-        assert placement.groups[0].stages[0].streamable == NO_LAYER
+        assert placement.groups[0].stages[0].offers == ()
         with pytest.raises(OutOfMemory):
             check(placement)
     assert not fits(pair(load), 0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from cluster_folder import byte_tokenizer
 from control_worlds import MODEL, NETWORK, token
 from test_cluster_front import until
 
+from remap.cluster import server
 from remap.cluster.control import Control, Policy
 from remap.cluster.front import Front
 from remap.cluster.ledger import Delivery
@@ -272,6 +274,30 @@ def test_a_stop_ends_the_answer_before_it_and_cancels_the_rest(stream: bool) -> 
         assert choices[-1]["finish_reason"] == "stop" and front.closed
 
     scripted(front, body)
+
+
+def test_a_long_prompt_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is, others get their tokens."""
+    reading, other_done = threading.Event(), threading.Event()
+    plain = server.parse
+
+    def parse(body: bytes, *args: Any) -> Any:
+        if b"long" in body:
+            reading.set()
+            assert other_done.wait(60.0)
+        return plain(body, *args)
+
+    monkeypatch.setattr(server, "parse", parse)
+
+    async def body(client: httpx.AsyncClient) -> None:
+        slow = asyncio.create_task(client.post("/v1/completions", json={"prompt": "long"}))
+        while not reading.is_set():
+            await asyncio.sleep(0.01)
+        assert (await client.get("/health")).status_code == 503  # of no group
+        other_done.set()
+        assert (await slow).json()["choices"][0]["text"] == "one"
+
+    scripted(Scripted(*deliveries("one", "length")), body)
 
 
 def test_a_request_for_which_there_is_no_room_is_an_error() -> None:

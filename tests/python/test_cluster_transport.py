@@ -123,6 +123,19 @@ def test_a_store_listens_at_its_host_alone_and_members_at_theirs():
         link.close()
 
 
+def test_a_store_forgets_what_changes_that_are_over_left_in_it():
+    store = ServedStore(HOST)
+    for epoch in (7, 8, 10):
+        for link in links(store.address, f"{epoch}/mesh", ["a", "b"]):
+            link.close()
+    client = dist.TCPStore(HOST, int(store.address.rpartition(":")[2]), is_master=False)
+    assert {key.partition("/")[0] for key in client.list_keys()} >= {"7", "8", "10"}
+    store.forget(10)
+    assert {key.partition("/")[0] for key in client.list_keys()} == {"10"}
+    for link in links(store.address, "11/mesh", ["a", "b"]):
+        link.close()
+
+
 def test_a_store_whose_process_is_gone_is_lost_at_once_and_leaves_no_thread():
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = f"127.0.0.1:{gone.getsockname()[1]}"

@@ -45,8 +45,8 @@ class Tenant(Machine):
 
 
 def pass_ends(tenants: list[Tenant], passes: int, most_events: int = 1_000_000) -> list[list[int]]:
-    """When each tenant's passes end, until each has ended `passes`. Others go on meanwhile, if they copy anything: one whose layers
-    all have a buffer would only make events."""
+    """When each tenant's passes end, until each has ended `passes`. Others go on meanwhile, if they copy anything: one whose
+    layers all have a buffer would only make events."""
     link: deque[tuple[int, int]] = deque()  # (tenant, duration), in the order of asking
     asked = [False] * len(tenants)
     serving: int | None = None

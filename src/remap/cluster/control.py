@@ -30,14 +30,15 @@ Who runs where after a dissolution is the old head's decision, when it knows the
 as if its instances had equal shares of it.
 
 An instance that serves alone lets its own layers stream when its requests ask for more KV than it has, as far as its
-certificate allows. Its reports say how much that is and what it costs (`Streamable`): room like any other, to which requests are
-sent. Groups merge when they ask for more than that; or, where a drop costs less than streaming (`drop.preferred`), for more than
-fits beside all layers. Members of a group say nothing, and have nothing of it: their layers have to come home, and the KV to fit
+certificate allows, and borrows pages of models that are idle in its session. Its reports say how much that is and what it costs
+(`Offer`): room like any other, to which requests are sent. Groups merge when they ask for more than that; or, where a drop costs
+less (`drop.preferred`), for more than fits without it; and not at all where their requests wait less by taking turns
+(`policy.cluster.drop`). Members of a group say nothing, and have nothing of it: their layers have to come home, and the KV to fit
 beside them, before the group is dissolved.
 
 Claim: while no instance dies and demand is constant, groups do not merge again after they were dissolved by "remap". It
 dissolves while demand and the margin fit into each instance alone beside all of its layers. It merges when demand is above
-capacity, which streaming only adds to, whether it counts or not, and however what reports say of it changes. So demand must rise
+capacity, which offers only add to, whether they count or not, and however what reports say of them changes. So demand must rise
 by more than the margin between them (claim 3 of `policy.rental`, with the margin as its sigma). "kunserve" has the other half of
 capacity between them.
 """
@@ -52,7 +53,7 @@ from remap.errors import Error, InvalidArgument, OutOfMemory
 from remap.policy.cluster import drop, restore
 from remap.policy.cluster.dispatch import dispatch, needed, overloaded
 from remap.policy.cluster.pipeline import Network, group_round_s
-from remap.policy.cluster.placement import NO_LAYER, Group, Instance, Load, Model, Placement, Stage, Streamable, check
+from remap.policy.cluster.placement import Group, Instance, Load, Model, Offer, Placement, Stage, check
 from remap.policy.cluster.stages import Splits
 from remap.policy.rental import Rental
 
@@ -166,14 +167,14 @@ class _Change:
 
 @dataclass(eq=False)
 class _Group:
-    """A group as it serves now. reported: the load that its head reported last; streamable: likewise, of one alone. sent: tokens
+    """A group as it serves now. reported: the load that its head reported last; offers: likewise, of one alone. sent: tokens
     of requests that were routed to it and that no report has shown yet. stuck: a request that its head cannot begin
     (`Report.stuck`). quiet_s: before this time no change begins with it, for one was just aborted."""
 
     group: Group
     epoch: int
     reported: Load = NOTHING
-    streamable: Streamable = NO_LAYER
+    offers: tuple[Offer, ...] = ()
     sent: dict[str, int] = field(default_factory=dict)
     stuck: tuple[str, int] | None = None
     change: _Change | None = None
@@ -208,17 +209,17 @@ class _Group:
         return replace(self.reported, waiting=(*self.reported.waiting, *self.sent.values()), longest=longest)
 
     def capacity(self, model: Model) -> int:
-        """Tokens of KV, with what may stream. Asked for at every request."""
-        return (self._offering() if self.streamable.nbytes else self.group).capacity(model)
+        """Tokens of KV, with what is offered. Asked for at every request."""
+        return (self._offering() if self.offers else self.group).capacity(model)
 
     def seen(self) -> Group:
-        """The group with its load, spread over its instances, and with what may stream."""
+        """The group with its load, spread over its instances, and with what is offered."""
         stages = self._offering().stages
         shares = zip(stages, _spread(self.load, len(stages)))
         return Group(tuple(replace(stage, instance=replace(stage.instance, load=load)) for stage, load in shares))
 
     def _offering(self) -> Group:
-        return Group(tuple(replace(stage, streamable=self.streamable) for stage in self.group.stages))
+        return Group(tuple(replace(stage, offers=self.offers) for stage in self.group.stages))
 
 
 class Control:
@@ -393,7 +394,7 @@ class Control:
         # Until all have switched, a new head does not have the requests of the others: the sum of what they had reported is
         # nearer to the truth.
         if group.phase != "switching" and report.instance == group.names[0]:
-            group.reported, group.stuck, group.streamable = report.load, report.stuck, report.streamable
+            group.reported, group.stuck, group.offers = report.load, report.stuck, report.offers
             for id, _ in report.requests:
                 group.sent.pop(id, None)
 
@@ -516,6 +517,8 @@ class Control:
             replace(stage, arrived=report.arrived) if stage.instance.name == report.instance else stage
             for stage in group.group.stages
         ]
+        if tuple(stages) != group.group.stages:
+            change.deadline_s = now_s + self.timeout_s  # it goes on
         group.group = Group(tuple(stages))
         if all(stage.holds(layer) for stage in stages for layer in range(len(self.model.layers))):
             self._prepare(change, now_s)
@@ -590,7 +593,7 @@ class Control:
             change = group.change
             if change is None or now_s <= change.deadline_s:
                 continue
-            if change.phase == "preparing":
+            if change.phase in ("fetching", "preparing"):
                 self._abort(change, now_s)
             elif change.phase == "switching":
                 late = [name for name in change.members if name in change.waiting_for]
@@ -731,9 +734,9 @@ def _parts(group: Group) -> tuple[Part, ...]:
 
 
 def _bare(stage: Stage) -> Stage:
-    """Without load and what may stream, which `_Group` keeps, and without layers that it does not compute."""
+    """Without load and offers, which `_Group` keeps, and without layers that it does not compute."""
     instance = replace(stage.instance, load=NOTHING)
-    return replace(stage, instance=instance, arrived=frozenset(), streamable=NO_LAYER)
+    return replace(stage, instance=instance, arrived=frozenset(), offers=())
 
 
 def _together(loads: Iterable[Load]) -> Load:

@@ -5,7 +5,8 @@ here is locked. Each instance has one task that asks for its tokens and its repo
 instance until there is something); commands go out as tasks of their own, in any order, which the epochs allow for.
 
 An instance counts as dead when its connection says so (`Lost`), and control evicts those that are silent. Then its task asks
-it to describe itself again until it is back, and it joins.
+it to describe itself again until it is back, and it joins. While this process did not run (a suspended machine, a debugger),
+it heard nobody, and that is nobody's fault: such time does not count (`_now`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from remap.errors import Error, InvalidState
@@ -48,8 +50,12 @@ LOG = logging.getLogger(__name__)
 POLL_S = 0.25
 """Seconds that a poll waits for tokens at most; so often an instance reports at least."""
 TICK_S = 0.1
+ASLEEP_S = 1.0
+"""A tick that comes so late: this process did not run."""
 REJOIN_S = 0.2
 """Seconds between two attempts to reach an instance that is being started."""
+PATIENCE_S = 60.0
+"""For so long the start waits for others when one instance serves."""
 
 RequestT = TypeVar("RequestT")
 
@@ -98,17 +104,22 @@ class Front(Generic[RequestT]):
         """Submissions of a request beyond its first: it was lost, or had come to an instance that was no head any more."""
         self._connections = {each.name: each for each in connections}
         self._clock = clock
+        self._looked_s = clock()
+        self._asleep_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._queues: dict[str, asyncio.Queue[Delivery | Error]] = {}
-        self._complete = asyncio.Event()
+        self._serving, self._complete = asyncio.Event(), asyncio.Event()
         self._closing = False
 
-    async def start(self) -> None:
-        """Connect; returns when every instance serves or was rejected. Raises what rejected the first one, if none may join."""
+    async def start(self, patience_s: float = PATIENCE_S) -> None:
+        """Connect; returns when every instance serves or was rejected, or patience_s after the first one serves. The others join
+        when they come. Raises what rejected the first one, if none may join."""
         for connection in self._connections.values():
             self._spawn(self._attend(connection))
         self._spawn(self._ticks())
-        await self._complete.wait()
+        await self._serving.wait()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._complete.wait(), patience_s)
         if len(self.rejected) == len(self._connections):
             await self.close()
             raise next(iter(self.rejected.values()))
@@ -140,7 +151,7 @@ class Front(Generic[RequestT]):
         if self.failure is not None:
             raise InvalidState("the server has failed and serves nobody; restart it") from self.failure
         queue = asyncio.Queue[Delivery | Error]()
-        actions = self.service.ask(id, request, self._clock())
+        actions = self.service.ask(id, request, self._now())
         self._queues[id] = queue
         try:
             self._carry_out(actions)
@@ -154,7 +165,7 @@ class Front(Generic[RequestT]):
         finally:
             self._queues.pop(id, None)
             if self.failure is None:
-                self._carry_out(self.service.cancel(id, self._clock()))  # does nothing if it is answered
+                self._carry_out(self.service.cancel(id, self._now()))  # does nothing if it is answered
 
     # -- Instances ------------------------------------------------------------------------------------------------------------
 
@@ -198,8 +209,10 @@ class Front(Generic[RequestT]):
 
     def _note_complete(self) -> None:
         serving = {part.instance for view in self.groups if view.phase != "recovering" for part in view.stages}
-        known = serving | self.rejected.keys()
-        if known >= self._connections.keys():
+        complete = serving | self.rejected.keys() >= self._connections.keys()
+        if serving or complete:
+            self._serving.set()
+        if complete:
             self._complete.set()
 
     async def _poll(self, connection: Connection) -> None:
@@ -209,13 +222,21 @@ class Front(Generic[RequestT]):
             outputs, report = await connection.call("poll", POLL_S)
             # Tokens first: control may act on the report as if they had been delivered.
             for tokens in outputs:
-                delivery = self.service.take(tokens, self._clock())
+                delivery = self.service.take(tokens, self._now())
                 if delivery is not None and tokens.id in self._queues:
                     self._queues[tokens.id].put_nowait(delivery)
             self.reports[connection.name] = report
             self._event(Reported(report))
             if not self._complete.is_set():
                 self._note_complete()
+
+    def _now(self) -> float:
+        """Seconds on a clock that stands still while this process does not run. Ticks ask for it, so that it is asked often."""
+        now_s = self._clock()
+        if now_s - self._looked_s > TICK_S + ASLEEP_S:
+            self._asleep_s += now_s - self._looked_s - TICK_S
+        self._looked_s = now_s
+        return now_s - self._asleep_s
 
     async def _ticks(self) -> None:
         while True:
@@ -225,7 +246,7 @@ class Front(Generic[RequestT]):
     # -- Commands -------------------------------------------------------------------------------------------------------------
 
     def _event(self, event: Any) -> None:
-        self._carry_out(self.service.on(event, self._clock()))
+        self._carry_out(self.service.on(event, self._now()))
 
     def _carry_out(self, actions: Sequence[Action[RequestT]]) -> None:
         for action in actions:
@@ -258,7 +279,7 @@ class Front(Generic[RequestT]):
                 case Move(_, id):
                     released: int | None = await connection.call("release", id)
                     if released is not None:
-                        self._carry_out(self.service.bounced(id, released, self._clock()))
+                        self._carry_out(self.service.bounced(id, released, self._now()))
                 case GiveUp(_, id):
                     await connection.call("give_up", id)
                 case Submit(_, submission):
@@ -288,7 +309,7 @@ class Front(Generic[RequestT]):
         except Lost:
             raise
         except InvalidState:
-            self._carry_out(self.service.bounced(submission.id, submission.attempt, self._clock()))
+            self._carry_out(self.service.bounced(submission.id, submission.attempt, self._now()))
         except Error as error:
             self._answer(submission.id, error)
 

@@ -20,12 +20,14 @@ sooner than this instance: what they send for an epoch that is still to come wai
 
 What can go wrong: a peer that is gone leaves the instance as it is, waiting for `recover`. An error of its own (the model's, the
 session's) is raised by `poll`, again and again, until `recover`; and so is the loss of a peer when nobody has said `recover` for
-`timeout_s`: control sees processes that end, not connections that break.
+`timeout_s`: control sees processes that end, not connections that break. `poll` raises as well when the loop has been at one
+thing for `HUNG` times as long: its reports are from before then.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
@@ -36,7 +38,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from remap.cluster import own_layers, passes, room
+from remap.cluster import beside, own_layers, passes, room
 from remap.cluster.change import Changes
 from remap.cluster.member import Member, alone
 from remap.cluster.messages import Description, GroupPlan, Report, Tokens
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from remap.cluster.own_layers import ReportT
     from remap.cluster.prepared import Prepared
     from remap.engine.request import Request
     from remap.policy.cluster.pipeline import Network
@@ -65,6 +68,9 @@ STUCK_S = 0.02
 
 HALTED_S = 1.0
 """Between two looks of an instance that waits for `recover` at how long it has."""
+
+HUNG = 10
+"""Times `timeout_s` that one round of the loop takes at most: else it hangs, in a driver or in a lock."""
 
 IDLE_S = 0.1
 """Between two looks of an idle instance at its session, which may want to give pages back."""
@@ -103,6 +109,9 @@ class ClusterInstance:
         self._outputs: list[Tokens] = []
         self._report_taken = False
         self._failed: BaseException | None = None
+        self._round_s = (
+            math.inf
+        )  # when the loop began its round; inf while it waits. It writes, `poll` reads: one number
         # The loop's.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._mesh_inbox: deque[tuple[int, Callable[[], None]]] = deque()  # with the bytes of each
@@ -149,6 +158,7 @@ class ClusterInstance:
         prepared = self._changes.commit(epoch)
         if prepared is not None:
             self._inbox.put(partial(self._begin_switch, prepared))
+            self._store.forget(epoch)
 
     def abort(self, epoch: int) -> None:
         """Undo what was prepared or fetched for this epoch, and refuse it from now on. Nothing else happens; an epoch that was
@@ -196,13 +206,21 @@ class ClusterInstance:
     def poll(self, timeout_s: float = 0.0) -> tuple[list[Tokens], Report]:
         """What has been computed since the last call, and how things are. Waits for so long for any tokens.
 
-        Raises what ended the loop's work, after the tokens before it were taken: the instance has to `recover`, or go.
+        Raises what ended the loop's work, after the tokens before it were taken: the instance has to `recover`, or go. And
+        InvalidState (fields instance, busy_s) if the loop hangs: it has to go.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._outputs or self._failed is not None, timeout_s)
             outputs, self._outputs = self._outputs, []
             if self._failed is not None and not outputs:
                 raise self._failed
+            busy_s = time.monotonic() - self._round_s
+            if busy_s > HUNG * self._timeout_s and not outputs:
+                raise InvalidState(
+                    f"instance {self.name!r} has been in one round of its loop for {busy_s:.0f} s: it hangs; end its process",
+                    instance=self.name,
+                    busy_s=busy_s,
+                )
             self._report_taken = True
             return outputs, self._report
 
@@ -215,6 +233,16 @@ class ClusterInstance:
             "layer_bytes": float(self._has.tenant.stats().copied_bytes),
             "swapped_bytes": float(kv.copied_out_bytes + kv.copied_in_bytes),
         }
+
+    def exclusively(self, call: Callable[[], ReportT]) -> ReportT:
+        """Carry out a call of the session for its other tenants, `activate` or `step`: its report. When they take back pages that
+        they lent, this instance's blocks move: that has to happen between two of its passes, and be followed. Where blocks have
+        no room any more, the youngest requests lose theirs.
+
+        Raises what the call raises, but OutOfBlocks only where no request of this instance has blocks any more.
+        """
+        report: ReportT = self._ask(lambda: own_layers.following(self._now, call))
+        return report
 
     def close(self) -> None:
         """End the loop and leave the group. The session and its tenant stay the caller's. A second call does nothing; at the
@@ -262,6 +290,7 @@ class ClusterInstance:
 
     def _loop(self) -> None:
         while not self._closing:
+            self._round_s = time.monotonic()
             try:
                 if self._round():
                     self._update_report(busy=True)
@@ -284,9 +313,11 @@ class ClusterInstance:
             timeout_s = STUCK_S
         elif now.alone and self._has.tenant.remapped:
             timeout_s = IDLE_S
+        self._round_s = math.inf
         try:
             item = self._inbox.get(timeout=timeout_s)
         except Empty:
+            self._round_s = time.monotonic()
             if self._halted:
                 pass
             elif exchange is not None:
@@ -294,6 +325,7 @@ class ClusterInstance:
             elif head is not None and head.idle and now.alone:
                 head.rest()
         else:
+            self._round_s = time.monotonic()
             item()
 
     @property
@@ -369,7 +401,7 @@ class ClusterInstance:
             return
         report = self._now.report()
         if self._now.alone and not self._halted:
-            report = replace(report, streamable=own_layers.streamable(self._now))
+            report = replace(report, offers=beside.offers(self._now))
         with self._lock:
             self._report, self._report_taken = report, False
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from remap.policy.cluster.placement import NO_LAYER, Load, Streamable
+from remap.policy.cluster.placement import Load
 
 if TYPE_CHECKING:
     from remap.errors import Error
-    from remap.policy.cluster.placement import Model
+    from remap.policy.cluster.placement import Model, Offer
     from remap.policy.cluster.restore import Copy
 
 __all__ = [
@@ -144,8 +144,7 @@ class Report:
     load, requests (id and attempt): what its scheduler has, running and waiting. Nothing unless it is the head, and never
     what it hands over. capacity: tokens of KV that the group has room for, by the head's count. arrived: layers that it holds
     and does not compute. stuck: a request that has the group's KV to itself and still finds no room, and the tokens that it asks
-    for. streamable: of an instance alone, what of its layers streams or may. The report comes after all tokens that were made
-    before it.
+    for. offers: of an instance alone, `Stage.offers`. The report comes after all tokens that were made before it.
     """
 
     instance: str
@@ -156,7 +155,7 @@ class Report:
     capacity: int = 0
     arrived: frozenset[int] = frozenset()
     stuck: tuple[str, int] | None = None
-    streamable: Streamable = NO_LAYER
+    offers: tuple[Offer, ...] = ()
 
 
 # -- Commands: what control asks for ------------------------------------------------------------------------------------------

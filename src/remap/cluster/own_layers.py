@@ -6,54 +6,81 @@ A drop is one call, `hold`, at the switch. Coming home takes two steps, while th
     shrink    the head, when all have and nothing is in flight, moves live blocks below the least of these
     give_up   each stage gives the pages back, and its layers come from the master copies while passes compute others
 
-`unfetch` undoes both, if the change is given up. Layers of an instance alone may stream meanwhile (`streamable`). This is the one
-place where the data plane asks for layers.
+`unfetch` undoes both, if the change is given up. Every call of the session that may move blocks of an instance between two
+passes goes through `following`.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from remap import advanced
 from remap.cluster import room
 from remap.cluster.wire import Shrink, encode
 from remap.errors import InvalidState, OutOfBlocks
-from remap.policy.cluster.placement import Streamable
+from remap.memory.activate import ActivationReport
+from remap.report import StepReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from remap.cluster.member import Member
-    from remap.report import StepReport
 
-__all__ = ["end_streaming", "fetch", "give_up", "hold", "shrink", "streamable", "unfetch"]
+__all__ = ["ReportT", "fetch", "following", "give_up", "hold", "shrink", "unfetch"]
+
+
+ReportT = TypeVar("ReportT", StepReport, ActivationReport)
+"""What calls of the session return that may move blocks."""
 
 
 def hold(member: Member, first: int, end: int, besides: Collection[int] = ()) -> None:
     """Compute the layers first <= i < end from now on, and hold those of `besides` as well. What is missing of them comes from
     the host's master copies.
 
-    Live blocks of a head alone are followed to where they moved; where they have no room, its youngest requests lose theirs.
-    Raises what `advanced.place` raises, with nothing changed; and InvalidState (field moved) if blocks of a stage of several
-    moved: its places straddle blocks, so its KV is torn.
+    Live blocks as in `following`. Raises what `advanced.place` raises, with nothing changed.
     """
     has = member.has
-    _follow(member, partial(advanced.place, has.session, has.name, first, end, hold=besides))
+    following(member, partial(advanced.place, has.session, has.name, first, end, hold=besides))
 
 
-def end_streaming(member: Member) -> None:
-    """Let none of the layers that the instance holds stream: pages that became KV for that come back, and never again move
-    blocks of a stage. Live blocks as in `hold`. Raises what `advanced.remap` raises, with nothing changed."""
-    _follow(member, partial(advanced.remap, member.has.session, member.has.name, 0))
+def following(member: Member, change: Callable[[], ReportT]) -> ReportT:
+    """Carry out a change of the session between two passes: its report. Live blocks of a head alone are followed to where they
+    moved; where they have no room, its youngest requests lose theirs, and it is tried again.
+
+    Raises what the change raises; and InvalidState (field moved) if blocks of a stage of several moved: its places straddle
+    blocks, so its KV is torn.
+    """
+    while True:
+        try:
+            report = change()
+        except OutOfBlocks:
+            if not _preempt(member):
+                raise
+            continue
+        _moved(member, report.moved.get(member.has.name, {}))
+        in_the_way = isinstance(report, ActivationReport) and not report.activated and member.has.name in report.preempt
+        if not in_the_way or not _preempt(member):
+            return report
 
 
-def streamable(member: Member) -> Streamable:
-    """What of an instance's layers streams now or still may, as its certificate allows; between passes. Raises what
-    `advanced.offer` raises."""
-    offer = advanced.offer(member.has.session, member.has.name)
-    block_bytes = member.has.tenant.kv.spec.block_bytes
-    return Streamable(offer.blocks * block_bytes, offer.stall_s + offer.share * offer.reload_s)
+def _preempt(member: Member) -> bool:
+    """Whether a request lost its blocks, which lay in pages that layers need. Of a stage of several, nobody here knows whose they
+    are."""
+    return member.alone and member.head is not None and member.head.preempt()
+
+
+def _moved(member: Member, moved: Mapping[int, int]) -> None:
+    """These live blocks moved."""
+    name = member.has.name
+    if moved and (member.slots is not None or member.exchange is not None):
+        raise InvalidState(
+            f"{len(moved)} blocks moved at {name!r} while a stage had KV across them, which is torn now; recover",
+            instance=name,
+            moved=dict(moved),
+        )
+    if member.head is not None:
+        member.head.follow(moved)
 
 
 def fetch(member: Member, epoch: int) -> None:
@@ -133,25 +160,3 @@ def _come_home(member: Member) -> None:
     hold(member, part.first, part.end, everything)
     member.home = True
     member.arrived = frozenset(everything) - set(range(part.first, part.end))
-
-
-def _follow(member: Member, change: Callable[[], StepReport]) -> None:
-    """Carry out a change of the tenant's layers, and follow live blocks (see `hold`)."""
-    report = None
-    while report is None:
-        try:
-            report = change()
-        except OutOfBlocks:
-            # Live blocks lie in pages that layers need. Of a stage of several, nobody here knows whose they are.
-            if not member.alone or member.head is None or not member.head.preempt():
-                raise
-    name = member.has.name
-    moved: Mapping[int, int] = report.moved.get(name, {})
-    if moved and (member.slots is not None or member.exchange is not None):
-        raise InvalidState(
-            f"{len(moved)} blocks moved at {name!r} while a stage had KV across them, which is torn now; recover",
-            instance=name,
-            moved=dict(moved),
-        )
-    if member.head is not None:
-        member.head.follow(moved)

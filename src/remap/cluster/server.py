@@ -1,7 +1,8 @@
 """OpenAI's endpoints over a `Front`, with /health, /metrics and /cluster. One event loop runs all of it, and the front.
 
 A caller who goes away cancels his request: what is streamed ends with the response, and beside every other wait the server
-listens for the end of the connection.
+listens for the end of the connection. Bodies are read and tokenised in one thread beside the loop: a long prompt holds nobody's
+tokens up, and tokenizers need not bear several threads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -76,10 +78,12 @@ def make_app(front: Front[EngineRequest], served: Served) -> FastAPI:
     """The endpoints. The front was started, and is used in the event loop that runs the app."""
     app = FastAPI(title="remap", openapi_url=None)
     metrics = Metrics(front)
+    reader = ThreadPoolExecutor(1, "bodies")
 
     async def respond(http: HTTPRequest, kind: type[Completion | Chat]) -> Response:
         try:
-            asked = parse(await http.body(), kind, served)
+            body = await http.body()
+            asked = await asyncio.get_running_loop().run_in_executor(reader, parse, body, kind, served)
             pieces = _pieces(front, served, metrics, asked)
             if not asked.stream:
                 return JSONResponse(await _unless_gone(http, _whole(asked, pieces)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from remap.cluster import member, own_layers, room
+from remap.cluster import beside, member, own_layers, room
 from remap.cluster.exchange import Exchange, Run
 from remap.cluster.slots import Departure
 from remap.cluster.wire import Handed, Message, encode
@@ -37,8 +37,8 @@ def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
     new.home = new.part.end - new.part.first == has.layers
     if old.alone and not new.alone:
         # Behind the drop, which makes room for blocks that move. From here on they must not: a stage's places straddle
-        # them, so none of its layers may stream and come home later.
-        own_layers.end_streaming(old)
+        # them, so nobody may take a page back later.
+        beside.end(old)
     leaving = old.head.leave() if old.head is not None else []
     held = set(kv.pool.live_ids())
     if old.ring is not None:

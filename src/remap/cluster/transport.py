@@ -203,6 +203,12 @@ class ServedStore:
         )
         self.address = f"{host}:{port}"
 
+    def forget(self, epoch: int) -> None:
+        """Keep nothing of changes before this epoch: whoever is still to come is too late. Keys begin with their epoch."""
+        for key in self._store.list_keys():
+            if int(key.partition("/")[0]) < epoch:
+                self._store.delete_key(key)
+
 
 def connect(address: str, prefix: str, names: Sequence[str], name: str, host: str, timeout_s: float) -> Link:
     """The link of these members, of whom each calls this. Waits for all.

@@ -1,4 +1,5 @@
-"""The controller's verbs by hand: `advanced.remap` and `advanced.lend`, for tests, ablations and people.
+"""The controller's verbs by hand: `advanced.remap`, `lend` and `give_back`, for tests, ablations, people and
+`remap.cluster`.
 
 Called with the session's lock held, outside of passes.
 """
@@ -20,7 +21,7 @@ from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
 from remap.policy.slices import tail_for
 
-__all__ = ["check_by_hand", "lend_by_hand", "remap_by_hand"]
+__all__ = ["check_by_hand", "give_back_by_hand", "lend_by_hand", "remap_by_hand"]
 
 
 def check_by_hand(tenant: TenantState, layers: Any, buffers: Any, selection: Any) -> None:
@@ -87,6 +88,14 @@ def remap_by_hand(
         "reason": ended_early(reason, result.problem),
     }
     return {tenant.name: entry} | {other: moved_entry(moves, tenant.name) for other, moves in result.moved.items()}
+
+
+def give_back_by_hand(changes: Changes, lending: Lending, tenant: TenantState) -> Entries:
+    """`advanced.give_back`, checked already. Returns the entries of its report."""
+    with AllOrNothing(changes, (tenant,)):
+        moved = lending.give_back(tenant)
+    reason = f"borrowed pages given back by hand; {len(moved)} blocks moved"
+    return {tenant.name: moved_entry(moved, tenant.name) | {"reason": reason, "stall": tenant.predicted_stall_s}}
 
 
 def lend_by_hand(

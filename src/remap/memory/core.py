@@ -8,6 +8,7 @@ from typing import Any
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
 from remap.memory.lend import Lending
+from remap.memory.offers import Offers
 from remap.memory.registered import Registered
 from remap.memory.state import TenantState
 
@@ -22,6 +23,7 @@ class Core:
     tenants: dict[str, TenantState]
     changes: Changes
     lending: Lending
+    offers: Offers
     registered: Registered
 
     def tenant(self, name: str) -> TenantState:

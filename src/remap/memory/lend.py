@@ -208,6 +208,21 @@ class Lending:
                 return found, False
         return found, True
 
+    def borrowed(self, holder: TenantState) -> dict[TenantState, list[int]]:
+        """Whose lent pages the holder has as KV, and which."""
+        held = {each: self.holders(each).get(holder.name, []) for each in self._tenants.values() if each.pages.lent}
+        return {each: pages for each, pages in held.items() if pages}
+
+    def give_back(self, holder: TenantState) -> dict[int, int]:
+        """Free all pages that the holder has borrowed. Returns its moves. Raises OutOfBlocks (field preempt), with nothing
+        changed, if live blocks have no room elsewhere."""
+        pages = sorted(page for held in self.borrowed(holder).values() for page in held)
+        if not pages:
+            return {}
+        self._changes.cancel_draining(holder)
+        plan = plan_free_pages(holder.pages, pages, give=False)
+        return self._changes.exchange(holder, plan, list(holder.slots_of(pages))) or {}
+
     # -- coming home -----------------------------------------------------------------------------------------------
 
     def bring_home(

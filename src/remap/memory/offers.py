@@ -15,6 +15,7 @@ from remap.memory.apply import Changes
 from remap.memory.donors import ActiveLayers, Donor, InactiveLayers, PausedKV, UnusedKV
 from remap.memory.lend import Lending
 from remap.memory.state import TenantState
+from remap.memory.view import free_pages_of, view_of
 from remap.policy.donors.ranking import Candidate, NextUse, may_donate, rank
 from remap.policy.donors.supply import Quote, share_of_pass
 from remap.policy.switching import Switching
@@ -46,6 +47,11 @@ def _ahead(tenants: Mapping[str, TenantState], activity: NextUse) -> float:
     return 0.0 if _stuck(tenants) else activity.turn_s or 0.0
 
 
+def _decode_pass_s(tenant: TenantState) -> float:
+    times = tenant.decode_times()
+    return math.fsum(times.compute_s) if times is not None else 0.0
+
+
 class Offers:
     """A session's offers, and when each tenant was used, by which donors are ranked. config: the session's own."""
 
@@ -59,6 +65,8 @@ class Offers:
         switching: Switching,
     ) -> None:
         self._tenants = tenants
+        self._changes = changes
+        self._lending = lending
         self._config = config
         self._clock = clock
         self._activity = NextUse()
@@ -94,8 +102,7 @@ class Offers:
 
     def to(self, receiver: TenantState, need: int) -> list[list[Quote]]:
         """Increments of all other tenants, in blocks of the receiver. Tenants inside a pass or being detached give
-        nothing. What an inactive tenant has to copy back in its next turn is spread over the receiver's passes until
-        then, as if all were decode passes."""
+        nothing."""
         others = [
             tenant
             for tenant in self._tenants.values()
@@ -111,11 +118,41 @@ class Offers:
         asked += [(self.inactive, giver) for giver in idle if may_donate(self._candidate(giver, now), min_idle=least)]
         asked += [(self.paused_kv, giver) for giver in idle]
         asked += [(self.active, giver) for giver in busy]
-        times = receiver.decode_times()
-        pass_s = math.fsum(times.compute_s) if times is not None else 0.0
-        share = {one.name: share_of_pass(pass_s, self._activity.expected_s(one.name, now)) for one in others}
+        pass_s = _decode_pass_s(receiver)
+        share = {one.name: self._share(pass_s, one, now) for one in others}
         lists = [donor.quotes(giver, receiver, need, share[giver.name]) for donor, giver in asked]
         return [quotes for quotes in lists if quotes]
+
+    def whole(self, receiver: TenantState) -> list[Quote]:
+        """See `advanced.offers`."""
+        own, kv, pages = receiver.pages.kv_from_homes, receiver.kv, len(receiver.kv.pool.owned_slots())
+        borrowed = self._lending.borrowed(receiver)
+        free = len(free_pages_of(self._changes, receiver))
+        for_good = max(0, pages - receiver.reserved - len(own) - sum(map(len, borrowed.values())))
+        quotes = [
+            Quote("", "idle_kv", int((for_good + free) * receiver.blocks_per_page), 0.0, 0.0),
+            receiver.controller.whole_offer(view_of(self._changes, receiver), receiver.name),
+        ]
+        pass_s, now = _decode_pass_s(receiver), self._clock()
+        for giver, held in borrowed.items():
+            seconds = giver.timing.copy_seconds() * len(held) / giver.pages.buffer_pages
+            blocks = int(len(held) * receiver.blocks_per_page)
+            if giver.active:
+                rent = giver.config.contention
+                quotes.append(Quote(giver.name, "active", blocks, giver.predicted_stall_s, seconds, rent))
+            else:
+                quotes.append(Quote(giver.name, "inactive", blocks, 0.0, seconds, self._share(pass_s, giver, now)))
+        more = [each for each in self.to(receiver, kv.max_blocks) if not self._tenants[each[0].donor].active]
+        for first, *others in more:
+            blocks = first.blocks + sum(each.blocks for each in others)
+            seconds = math.fsum(each.reload_s for each in (first, *others))
+            quotes.append(Quote(first.donor, first.kind, blocks, 0.0, seconds, first.share))
+        return [quote for quote in quotes if quote.blocks > 0]
+
+    def _share(self, pass_s: float, giver: TenantState, now: float) -> float:
+        """Of what the giver has to copy back in its next turn, what falls on each pass of the receiver until then, as if all were
+        decode passes of pass_s."""
+        return share_of_pass(pass_s, self._activity.expected_s(giver.name, now))
 
     def give(self, receiver: TenantState, take: Take) -> None:
         """Make the taken part of an offer free pages."""

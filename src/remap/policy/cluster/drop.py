@@ -5,7 +5,7 @@ Merging g groups leaves one copy of the model where there were g. A merged group
 merger that frees tokens has room for what runs in it, since its parts had; no plan below has one that frees none. Plans
 are compared by, in this order:
 
-    missing     tokens of the need that the plan does not free
+    missing     tokens of the need that the plan does not free, by mergers that pay
     added_s     seconds by which requests wait longer for their next token, over all requests of merged groups, when the burst
                 has filled the room that there is: a group then has requests in proportion to its capacity, however they
                 are spread now. A merged group that is quicker than its parts counts as 0: that is no reason to drop
@@ -15,10 +15,16 @@ are compared by, in this order:
 
 Without load this is the paper's rule, as few stages as possible, and says which of {4, 2} and {3, 3} is better.
 
-An instance alone may let layers stream as well (`Streamable`), which is room that it has already: a need is what goes beyond
-it, and a merger frees that much less. That is right where streaming is the cheaper donor. Where it is the dearer one,
-`preferred` leaves it out. Both are measured in the same way: by how many seconds requests wait longer when the room is filled,
-for each token of room; the drop is that of an instance and another like it.
+A drop is one donor among others, and all are measured in the same way: by how many seconds requests wait longer for their next
+tokens when the room is filled, for each token of room.
+
+    layers that stream, pages that are lent    an instance alone offers them (`Offer`). They are room that it has already: a need
+                is what goes beyond them, and a merger frees that much less. That is right where they are the cheaper donors.
+                Where one is dearer than the drop of an instance and another like it, `preferred` leaves it out
+    taking turns    who has no room waits, its KV in host memory if there is any for that (swapped), else computed again later.
+                Where E tokens wait beside C that run, each request is in one round of (C + E) / C. So a merger pays if it
+                computes at least as many tokens a second, when full, as its parts do: else to wait costs less. What it takes to
+                swap or to compute again is not counted, nor is the exchange: each is paid once for a request, not in each round
 
 `plan` is exact for up to EXACT instances: it looks at every partition. With more it takes the better of the paper's greedy and
 of equal sizes, floor and ceil of N / G for the largest number of groups G that suffices, the groups with fewest tokens in the
@@ -39,11 +45,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from remap.policy.donors.supply import Quote
+from remap.policy.schedule import RELATIVE_EPSILON
 
 from . import restore
 from .dispatch import load_share, overloaded
-from .pipeline import Network, group_round_s
-from .placement import NO_LAYER, Group, Load, Model, Placement, Stage
+from .pipeline import Network, group_round_s, mean_round_s
+from .placement import Group, Load, Model, Offer, Placement, Stage
 from .stages import ORDERS, Splits
 
 __all__ = ["EXACT", "QUOTES", "DropPlan", "dropped", "greedy", "plan", "preferred", "quotes", "wider"]
@@ -84,27 +91,36 @@ def plan(placement: Placement, need: int, network: Network) -> DropPlan:
 
 
 def preferred(placement: Placement, network: Network) -> Placement:
-    """The placement without what may stream where a drop costs less (see the module); the same one if nobody asks for more than
-    fits beside all layers. It does not change."""
+    """The placement without those offers than which a drop costs less (see the module); the same one if nobody asks for more than
+    fits without any. It does not change."""
     if not overloaded(replace(placement, groups=tuple(map(_resident, placement.groups)))):
         return placement
     density = _density(placement)
 
+    def filled(stage: Stage) -> tuple[int, int, float]:
+        """Its tokens, the requests that have them, and seconds of their round."""
+        tokens = stage.capacity(placement.model)
+        requests = math.ceil(density * tokens)
+        return tokens, requests, group_round_s(placement.model, [stage], requests, network)
+
     @cache
-    def dear(stage: Stage) -> bool:
-        plain = _resident(Group((stage,)))
-        pair = _Mergers(Placement(placement.model, (plain, plain)), network, density)
-        more = stage.capacity(placement.model)
-        tokens, freed = more - pair.capacity((0,)), pair.gain((0, 1))
-        requests = math.ceil(density * more)
-        rises_s = group_round_s(placement.model, [stage], requests, network) - pair.round_s((0,))
-        return freed > 0 and requests * rises_s * freed > pair.added_s((0, 1)) * tokens
+    def kept(stage: Stage) -> tuple[Offer, ...]:
+        plain = replace(stage, offers=())
+        pair = _Mergers(Placement(placement.model, (Group((plain,)),) * 2), network, density)
+        freed, added_s = pair.gain((0, 1)), pair.added_s((0, 1))
+        here = filled(plain)
+        for count in range(1, len(stage.offers) + 1):
+            more = filled(replace(stage, offers=stage.offers[:count]))
+            if freed > 0 and more[1] * (more[2] - here[2]) * freed > added_s * (more[0] - here[0]):
+                return stage.offers[: count - 1]
+            here = more
+        return stage.offers
 
-    def kept(group: Group) -> Group:
+    def judged(group: Group) -> Group:
         (stage, *others) = group.stages
-        return group if others or not stage.streamable.nbytes or not dear(_like(stage)) else _resident(group)
+        return group if others or not stage.offers else Group((replace(stage, offers=kept(_like(stage))),))
 
-    return replace(placement, groups=tuple(map(kept, placement.groups)))
+    return replace(placement, groups=tuple(map(judged, placement.groups)))
 
 
 def greedy(placement: Placement, need: int, network: Network) -> DropPlan:
@@ -171,8 +187,8 @@ def _density(placement: Placement) -> float:
 
 
 def _resident(group: Group) -> Group:
-    """It, with nothing that may stream."""
-    return Group(tuple(replace(stage, streamable=NO_LAYER) for stage in group.stages))
+    """It, without what it is offered."""
+    return Group(tuple(replace(stage, offers=()) for stage in group.stages))
 
 
 def _like(stage: Stage) -> Stage:
@@ -192,12 +208,14 @@ class _Mergers:
         self.density = _density(placement) if density is None else density
         self.capacity = cache(self._capacity)
         self.group = cache(self._group)
+        self.worth = cache(self._worth)
         self.round_s = cache(self._round_s)
+        self.mean_s = cache(self._mean_s)
         self.added_s = cache(self._added_s)
 
     def _capacity(self, part: tuple[int, ...]) -> int:
-        """Tokens of the group that these become; of one alone its present ones, at least what runs there: layers may stream
-        that do not count (`preferred`)."""
+        """Tokens of the group that these become; of one alone its present ones, at least what runs there: it may have taken
+        offers that do not count (`preferred`)."""
         if len(part) == 1:
             group = self.placement.groups[part[0]]
             return max(0, group.capacity(self.placement.model), group.load.tokens)
@@ -210,6 +228,21 @@ class _Mergers:
     def requests(self, part: tuple[int, ...]) -> int:
         """As many as fill the group that these become."""
         return math.ceil(self.density * self.capacity(part))
+
+    def _worth(self, part: tuple[int, ...]) -> int:
+        """Its gain, if the merger costs less than to take turns (see the module); else 0."""
+        whole_s = self.mean_s(part)
+        if len(part) == 1 or whole_s <= 0.0:
+            return self.gain(part)
+        paces = [(tokens, self.mean_s((number,))) for number in part if (tokens := self.capacity((number,)))]
+        # Of the parts, full, while the group makes one round.
+        before = math.fsum(tokens * whole_s / each_s if each_s else math.inf for tokens, each_s in paces)
+        return self.gain(part) if self.capacity(part) >= before * (1.0 - RELATIVE_EPSILON) else 0
+
+    def _mean_s(self, part: tuple[int, ...]) -> float:
+        """Seconds of a round when it is full, in the mean."""
+        requests = self.density * self.capacity(part)
+        return mean_round_s(self.placement.model, self.group(part).stages, requests, self.network)
 
     def _group(self, part: tuple[int, ...]) -> Group:
         if len(part) == 1:
@@ -231,7 +264,7 @@ class _Mergers:
     def order(self, parts: _Parts, need: int) -> tuple[int, float, int, int, int]:
         """What plans are compared by."""
         groups = self.placement.groups
-        missing = max(0, need - sum(map(self.gain, parts)))
+        missing = max(0, need - sum(map(self.worth, parts)))
         added_s = math.fsum(map(self.added_s, parts))
         sizes = [sum(len(groups[number].stages) for number in part) for part in parts]
         stalled = sum(groups[number].load.tokens for part in parts if len(part) > 1 for number in part)
@@ -316,11 +349,11 @@ class _Mergers:
         return tuple(sorted(found))
 
     def trimmed(self, parts: _Parts, need: int) -> _Parts:
-        """Without mergers that are not needed, the dearest first."""
-        freed, found = sum(map(self.gain, parts)), list[tuple[int, ...]]()
+        """Without mergers that do not pay, or are not needed, the dearest first."""
+        freed, found = sum(map(self.worth, parts)), list[tuple[int, ...]]()
         for part in sorted(parts, key=lambda part: (-self.added_s(part), -len(part), part)):
-            if len(part) > 1 and freed - self.gain(part) >= min(need, freed):
-                freed -= self.gain(part)
+            if len(part) > 1 and freed - self.worth(part) >= min(need, freed):
+                freed -= self.worth(part)
                 found += [(number,) for number in part]
             else:
                 found.append(part)

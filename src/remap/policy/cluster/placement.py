@@ -7,9 +7,9 @@ Capacity in tokens: every request of a group passes all of its stages, and each 
 stage with the least room limits the group. For g equal instances of memory M, weights W and k bytes of KV a token, and layers
 that divide evenly, this is g (M - W / g) / k. Source: derived (KunServe leaves it implicit).
 
-An instance that serves alone may let its own layers stream (Oneiros): what its certificate allows counts as room as well. A
-stage of several lets none stream, and a stage that is planned does not yet: who merges gives that room up, and who is to serve
-alone again has to fit beside all of its weights.
+An instance that serves alone may let its own layers stream (Oneiros), and borrow pages from models that are idle in its session:
+what it says of that (`Offer`) counts as room as well. A stage of several does neither, and a stage that is planned does not yet:
+who merges gives that room up, and who is to serve alone again has to fit beside all of its weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from remap.errors import Error, InvalidArgument, OutOfMemory
 from remap.policy.activations import Line
 
 __all__ = [
-    "NO_LAYER",
     "UNLIMITED",
     "Group",
     "IncompleteCopy",
@@ -31,9 +30,9 @@ __all__ = [
     "Layer",
     "Load",
     "Model",
+    "Offer",
     "Placement",
     "Stage",
-    "Streamable",
     "alone",
     "check",
 ]
@@ -153,8 +152,9 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Streamable:
-    """Weights whose pages may be KV while they stream: nbytes, by which a pass takes added_s longer if all of them do.
+class Offer:
+    """Room for KV beside what an instance has for itself, while it serves alone: nbytes, by which a pass takes added_s longer
+    if all of it is used. Of its own layers, which then stream, or lent by another model.
 
     Raises InvalidArgument (fields nbytes, added_s) for values below 0.
     """
@@ -165,46 +165,42 @@ class Streamable:
     def __post_init__(self) -> None:
         if not (self.nbytes >= 0 and self.added_s >= 0.0):
             raise InvalidArgument(
-                f"what may stream must have bytes and seconds >= 0, got {self.nbytes} and {self.added_s!r}; nothing changed; "
-                "correct the quote",
+                f"an offer must have bytes and seconds >= 0, got {self.nbytes} and {self.added_s!r}; nothing changed; correct "
+                "the quote",
                 nbytes=self.nbytes,
                 added_s=self.added_s,
             )
-
-
-NO_LAYER = Streamable()
-"""Nothing may stream."""
 
 
 @dataclass(frozen=True)
 class Stage:
     """An instance as a part of its group: it computes the layers first <= i < end, none if they are equal, and holds them.
     arrived: layers that it holds besides and does not compute (`restore` brings them before a group is dissolved).
-    streamable: what may stream, of a stage with all layers; of others it counts for nothing."""
+    offers: those that cost least for their bytes first; of a stage without all layers they count for nothing."""
 
     instance: Instance
     first: int
     end: int
     arrived: frozenset[int] = frozenset()
-    streamable: Streamable = NO_LAYER
+    offers: tuple[Offer, ...] = ()
 
     def holds(self, layer: int) -> bool:
         """Whether the layer's weights are on this instance."""
         return self.first <= layer < self.end or layer in self.arrived
 
-    def streams(self, model: Model) -> Streamable:
-        """`streamable`, as far as it counts."""
-        return self.streamable if self.end - self.first == len(model.layers) else NO_LAYER
+    def offered(self, model: Model) -> tuple[Offer, ...]:
+        """`offers`, as far as they count."""
+        return self.offers if self.end - self.first == len(model.layers) else ()
 
     def capacity(self, model: Model) -> int:
-        """Tokens of KV that fit beside the weights, while as many stream as may; -1 if the weights do not fit, which streaming
-        does not help; UNLIMITED if its layers have no KV."""
+        """Tokens of KV that fit beside the weights, with all that is offered; -1 if the weights do not fit, which no offer helps;
+        UNLIMITED if its layers have no KV."""
         held = model.weight_bytes(self.first, self.end)
         held += sum(model.layers[layer].weight_bytes for layer in self.arrived if not self.first <= layer < self.end)
         free, each = self.instance.memory_bytes - held, model.kv_bytes(self.first, self.end)
         if free < 0:
             return -1
-        return (free + self.streams(model).nbytes) // each if each else UNLIMITED
+        return (free + sum([offer.nbytes for offer in self.offered(model)])) // each if each else UNLIMITED
 
 
 @dataclass(frozen=True)

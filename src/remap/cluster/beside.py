@@ -1,0 +1,35 @@
+"""Room for KV that an instance has beside its own memory, while it serves alone: of its layers that stream, and of models that
+are idle in its session. The session gives it when requests need it (`Head.rest`). Reports say how much that may be and what it
+costs; at the switch to a group it ends."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from remap import advanced
+from remap.cluster.own_layers import following
+from remap.policy.cluster.placement import Offer
+
+if TYPE_CHECKING:
+    from remap.cluster.member import Member
+
+__all__ = ["end", "offers"]
+
+
+def offers(member: Member) -> tuple[Offer, ...]:
+    """What it has beside its own memory now, or may have; what costs least for its bytes first. Between passes. Raises what
+    `advanced.offers` raises."""
+    block_bytes = member.has.tenant.kv.spec.block_bytes
+    quotes = advanced.offers(member.has.session, member.has.name)
+    found = [Offer(each.blocks * block_bytes, each.stall_s + each.share * each.reload_s) for each in quotes]
+    return tuple(sorted(found, key=lambda offer: offer.added_s / offer.nbytes))
+
+
+def end(member: Member) -> None:
+    """None of its layers streams any more, and what other models lent is theirs again: so nobody takes pages back, which would
+    move blocks of a stage. Live blocks as in `own_layers.following`. Raises what `advanced.remap` and `advanced.give_back`
+    raise."""
+    has = member.has
+    following(member, partial(advanced.remap, has.session, has.name, 0))
+    following(member, partial(advanced.give_back, has.session, has.name))
