@@ -21,7 +21,10 @@ from remap.memory.core import Core
 from remap.memory.device import Platform
 from remap.memory.observe import check_books
 from remap.memory.place import check_place
+from remap.memory.place import fill_layer as fill_bytes
+from remap.memory.place import filled as note_filled
 from remap.memory.place import place as place_layers
+from remap.memory.place import read_layer as read_bytes
 from remap.memory.step import Entries
 from remap.policy.donors.supply import Quote
 from remap.report import StepReport
@@ -32,11 +35,14 @@ __all__ = [
     "Platform",
     "check",
     "declare_registered",
+    "fill_layer",
+    "filled",
     "give_back",
     "layer_address",
     "lend",
     "offers",
     "place",
+    "read_layer",
     "remap",
     "settle",
     "unsettled",
@@ -132,16 +138,26 @@ def offers(session: Session, name: str) -> list[Quote]:
     return found
 
 
-def place(session: Session, name: str, first: int, end: int, *, hold: Collection[int] = ()) -> StepReport:
+def place(
+    session: Session,
+    name: str,
+    first: int,
+    end: int,
+    *,
+    hold: Collection[int] = (),
+    fill: Collection[int] = (),
+) -> StepReport:
     """Make the tenant's passes compute the layers first <= i < end alone, and hold those of `hold` besides: other instances
     compute the others. Their pages become the tenant's KV, and nothing of them is copied. Layers that come back are loaded
-    from their master copies; those of `hold` may load while passes compute others.
+    from their master copies; those of `hold` may load while passes compute others. fill: layers of `hold` that come back and are
+    not loaded: the caller has their bytes from another instance (`fill_layer`, then `filled`). Until then they are elsewhere; a
+    call that does not name them in `fill` loads those that it holds.
 
     In passes `wait` refuses layers that are computed elsewhere. The engine computes a part of the model itself: with
     attach(hooks=False). place(session, name, 0, layers) brings everything home.
 
     Raises InvalidArgument (fields first, end, hold, layers) for layers that are none, and (pages, max_blocks) if pages have no
-    place in the KV region; OutOfBlocks (field preempt) if live blocks in the pages of layers that come back do not fit into
+    place in the KV region, and (fill, layers) for layers to fill that are computed, or not elsewhere, or not held; OutOfBlocks (field preempt) if live blocks in the pages of layers that come back do not fit into
     the others; InvalidState inside a pass, where layers stream for good (attach(resident_layers=)), or (layers, written) for
     layers that must stay, as something wrote into them or registered their memory. Nothing changes then.
     """
@@ -151,10 +167,52 @@ def place(session: Session, name: str, first: int, end: int, *, hold: Collection
         tenant.require_idle()
         for field, value in (("first", first), ("end", end)):
             require(field, value, int, "an int")
-        check_place(tenant, first, end, hold)
-        return place_layers(core.changes, core.lending, tenant, first, end, hold)
+        check_place(tenant, first, end, hold, fill)
+        return place_layers(core.changes, core.lending, tenant, first, end, hold, fill)
 
     return session.change(verb)
+
+
+def read_layer(session: Session, name: str, layer: int, offset: int, address: int, nbytes: int) -> None:
+    """Copy bytes of a layer to host memory at `address`, behind all work on the layer; another instance has them at the same
+    offset. Waits for the copy.
+
+    Raises InvalidArgument (fields layer, offset, nbytes) for bytes that are none, and InvalidState (field layer) while the layer
+    streams, loads or is elsewhere. Nothing is copied then.
+    """
+
+    def call(core: Core) -> None:
+        read_bytes(core.changes, core.tenant(name), layer, offset, address, nbytes)
+
+    session.exclusively(call)
+
+
+def fill_layer(session: Session, name: str, layer: int, offset: int, address: int, nbytes: int) -> bool:
+    """Copy bytes from host memory at `address` into a layer that waits for them (`place(fill=)`). Waits for the copy. False, with
+    nothing copied, while the layer's addresses do not show its pages yet: call it again.
+
+    Raises InvalidArgument (fields layer, offset, nbytes) for bytes that are none, and InvalidState (field layer) for a layer that
+    does not wait. Nothing is copied then.
+    """
+
+    def call(core: Core) -> bool:
+        return fill_bytes(core.changes, core.tenant(name), layer, offset, address, nbytes)
+
+    return bool(session.exclusively(call))
+
+
+def filled(session: Session, name: str, layer: int) -> None:
+    """This layer has all of its bytes. From now on it is as if it had been loaded from its master copy.
+
+    Raises InvalidState (field layer) for a layer that does not wait for bytes, and inside a pass; nothing changes then.
+    """
+
+    def call(core: Core) -> None:
+        tenant = core.tenant(name)
+        tenant.require_idle()
+        note_filled(core.changes, tenant, layer)
+
+    session.exclusively(call)
 
 
 def settle(session: Session, name: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from functools import partial
 from typing import Any
@@ -99,6 +100,101 @@ def test_layers_arrive_while_passes_compute_others(mode: str) -> None:
         world.place("a", 0, 6)
         world.check()
         assert tenant.stats().copies == copies
+
+
+def fill(world: Shared, name: str, layer: int, first: int = 0, end: int | None = None) -> None:
+    """Its bytes, as another instance would send them."""
+    data = bytearray(world.engines[name].data[layer][first:end])
+    if data:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        remap.advanced.settle(world.session)
+        assert remap.advanced.fill_layer(world.session, name, layer, first, address, len(data))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_come_back_with_bytes_of_another_instance(mode: str) -> None:
+    with Shared(SIZES, mode=mode) as world:
+        session, a = world.session, world.engines["a"]
+        tenant, usable = a.tenant, a.kv.usable_blocks
+        world.place("a", 0, 2)
+        a.poison()
+        copies = tenant.stats().copies
+        world.place("a", 0, 2, hold=range(6), fill=(3, 5))
+        # Their pages are here, and nobody computes them.
+        assert (a.kv.usable_blocks, tenant.elsewhere, tenant.away() >= {3, 5}) == (usable, (3, 5), True)
+        with pytest.raises(InvalidState), tenant.forward():
+            tenant.wait(3)
+        for layer in (3, 5):
+            fill(world, "a", layer, 0, 1000)
+            world.check()
+            fill(world, "a", layer, 1000)
+            remap.advanced.filled(session, "a", layer)
+            world.check()
+        assert tenant.elsewhere == ()
+        world.place("a", 0, 6)
+        a.poison()
+        world.check()
+        assert tenant.stats().copies == copies + 2  # of the layers 2 and 4
+        read = bytearray(1000)
+        remap.advanced.read_layer(session, "a", 3, 24, ctypes.addressof(ctypes.c_char.from_buffer(read)), 1000)
+        assert read == a.data[3][24:1024]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_whose_bytes_do_not_come_are_loaded_or_go_again(mode: str) -> None:
+    with Shared(SIZES, mode=mode) as world:
+        a = world.engines["a"]
+        before, usable = pages(world), a.kv.usable_blocks
+        for again in ({"end": 6}, {"end": 2, "hold": range(6)}, {"end": 2, "hold": (4,), "fill": (4,)}, {"end": 2}):
+            world.place("a", 0, 2)
+            a.poison()
+            world.place("a", 0, 2, hold=range(6), fill=(2, 4, 5))
+            fill(world, "a", 4, 0, 1000)
+            end = again.pop("end")
+            world.place("a", 0, end, **again)
+            world.check()
+        a.fill()
+        world.check()
+        a.free()
+        world.place("a", 0, 2, hold=range(6), fill=(2, 4, 5))
+        world.place("a", 0, 6)
+        world.check()
+        assert (pages(world), a.kv.usable_blocks, a.tenant.elsewhere) == (before, usable, ())
+        # Whoever detaches has its layers from the master copies.
+        world.place("a", 0, 2)
+        world.place("a", 0, 2, hold=range(6), fill=(3,))
+        world.detach("a")
+        world.check()
+
+
+def test_what_cannot_be_filled_is_refused_and_nothing_changes() -> None:
+    with Shared(SIZES) as world:
+        session = world.session
+        world.place("a", 0, 2)
+        for hold, wrong in ((range(6), (1,)), ((3,), (4,)), (range(6), (6,))):
+            before = seen(session)
+            with pytest.raises(InvalidArgument):
+                world.place("a", 0, 2, hold=hold, fill=wrong)
+            assert seen(session) == before
+        world.place("a", 0, 2, hold=(2, 3), fill=(3,))
+        before = seen(session)
+        data = bytearray(10)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        nbytes = len(world.engines["a"].data[3])
+        for layer, offset, error in ((3, nbytes - 9, InvalidArgument), (3, -1, InvalidArgument), (4, 0, InvalidState),
+                                     (1, 0, InvalidState), (9, 0, InvalidArgument)):  # fmt: skip
+            with pytest.raises(error):
+                remap.advanced.fill_layer(session, "a", layer, offset, address, 10)
+        for layer in (3, 5):
+            with pytest.raises(InvalidState):
+                remap.advanced.read_layer(session, "a", layer, 0, address, 10)
+        with pytest.raises(InvalidState):
+            remap.advanced.filled(session, "a", 4)
+        with pytest.raises(InvalidArgument):
+            world.place("a", 0, 2, hold=(2, 3), fill=(2,))  # it is here
+        assert seen(session) == before
+        world.place("a", 0, 6)
+        world.check()
 
 
 def test_an_instance_may_compute_nothing() -> None:
@@ -239,8 +335,14 @@ def test_anything_in_any_order(mode: str, seed: int) -> None:
             deed = rng.random()
             if deed < 0.35:
                 first, end = sorted(rng.choices(range(count + 1), k=2))
-                hold = rng.sample(range(count), rng.randint(0, count)) if rng.random() < 0.3 else ()
-                attempt(partial(world.place, name, first, end, hold=hold))
+                hold = rng.sample(range(count), rng.randint(0, count)) if rng.random() < 0.5 else ()
+                gone = [layer for layer in engine.tenant.elsewhere if layer in hold and not first <= layer < end]
+                late = rng.sample(gone, rng.randint(0, len(gone)))
+                attempt(partial(world.place, name, first, end, hold=hold, fill=late))
+            elif deed < 0.4:
+                for layer in sorted(engine.tenant._state.pages.unfilled)[: rng.randint(0, 2)]:
+                    fill(world, name, layer)
+                    remap.advanced.filled(world.session, name, layer)
             elif deed < 0.5:
                 selection = rng.choice(("uniform", "nested"))
                 attempt(partial(world.remap, name, rng.randint(0, 3), rng.randint(1, 2), selection))

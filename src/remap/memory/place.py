@@ -1,7 +1,8 @@
 """Which layers a tenant holds and computes, where several instances compute one model together.
 
     leave   layers -> elsewhere, their pages: params -> kv          no copy, and no driver call in aliased mode
-    return  live blocks move out, the pages: kv -> params           loaded from the master copies, in layer order
+    return  live blocks move out, the pages: kv -> params           loaded from the master copies, in layer order; or
+    fill    the same, and their bytes come from the caller, who has them from another instance (`fill_layer`, `filled`)
 
 A layer that is elsewhere is in no ring, and nothing of it is copied. Returning layers may load while passes compute
 others. Source: KunServe, section 4.1 (dropping) and 4.4 (restoring).
@@ -16,16 +17,18 @@ from functools import partial
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState
 from remap.memory.apply import Changes
 from remap.memory.lend import Lending
-from remap.memory.plan import Plan, Streaming, TenantPages, plan_held, ring_of
+from remap.memory.plan import Plan, Streaming, TenantPages, plan_filled, plan_held, ring_of
 from remap.memory.restream import require_places
 from remap.memory.state import TenantState
 from remap.memory.step import Entries, ended_early, merge
 from remap.memory.undoing import AllOrNothing
 
-__all__ = ["check_place", "place"]
+__all__ = ["check_place", "fill_layer", "filled", "place", "read_layer"]
 
 
-def check_place(tenant: TenantState, first: int, end: int, hold: Collection[int]) -> None:
+def check_place(
+    tenant: TenantState, first: int, end: int, hold: Collection[int], fill: Collection[int] = ()
+) -> None:
     """Raises InvalidArgument and InvalidState as `advanced.place` says. Changes nothing, but pins layers that were written."""
     count = tenant.layers
     if not 0 <= first <= end <= count or not all(0 <= layer < count for layer in hold):
@@ -36,6 +39,13 @@ def check_place(tenant: TenantState, first: int, end: int, hold: Collection[int]
             end=end,
             hold=tuple(hold),
             layers=count,
+        )
+    here = sorted(layer for layer in fill if first <= layer < end or layer not in hold or layer not in tenant.pages.gone)
+    if here:
+        raise InvalidArgument(
+            f"layers to fill must be elsewhere now, be held and not be computed; {here} are not; nothing changed; leave them out",
+            fill=tuple(fill),
+            layers=tuple(here),
         )
     if tenant.pages.for_good:
         raise InvalidState(
@@ -60,7 +70,13 @@ def check_place(tenant: TenantState, first: int, end: int, hold: Collection[int]
 
 
 def place(
-    changes: Changes, lending: Lending, tenant: TenantState, first: int, end: int, hold: Collection[int]
+    changes: Changes,
+    lending: Lending,
+    tenant: TenantState,
+    first: int,
+    end: int,
+    hold: Collection[int],
+    fill: Collection[int] = (),
 ) -> Entries:
     """`advanced.place`, checked already. Returns the entries of its report."""
     held = {*range(first, end), *hold}
@@ -76,7 +92,7 @@ def place(
             merge(report, tenant, result.moved)
             if result.problem:
                 raise InvalidState(result.problem, tenant=tenant.name)
-        plans = _plans(tenant, held)
+        plans = _plans(tenant, held, frozenset(fill))
         _require_room(changes, tenant, plans)
         if tenant.handle is not None:
             tenant.handle.compute_parts()
@@ -103,21 +119,78 @@ def place(
     return report
 
 
+def read_layer(changes: Changes, tenant: TenantState, layer: int, offset: int, address: int, nbytes: int) -> None:
+    """`advanced.read_layer`."""
+    _check_bytes(tenant, layer, offset, nbytes)
+    if layer in tenant.away():
+        raise InvalidState(
+            f"layer {layer} of {tenant.name!r} streams, is loading or is elsewhere, so its bytes cannot be read; nothing changed; "
+            "take them from a master copy",
+            tenant=tenant.name,
+            layer=layer,
+        )
+    changes.streams.copy([(address, tenant.addresses[layer] + offset, nbytes)])
+
+
+def fill_layer(changes: Changes, tenant: TenantState, layer: int, offset: int, address: int, nbytes: int) -> bool:
+    """`advanced.fill_layer`."""
+    _check_bytes(tenant, layer, offset, nbytes)
+    _require_unfilled(tenant, layer)
+    if tenant.unsettled is not None or not tenant.prefetcher.ready(layer):
+        return False  # its region does not show its pages yet
+    changes.streams.copy([(tenant.addresses[layer] + offset, address, nbytes)])
+    return True
+
+
+def filled(changes: Changes, tenant: TenantState, layer: int) -> None:
+    """`advanced.filled`."""
+    _require_unfilled(tenant, layer)
+    changes.apply_and_settle(tenant, plan_filled(tenant.pages, layer))
+
+
+def _check_bytes(tenant: TenantState, layer: int, offset: int, nbytes: int) -> None:
+    whole = tenant.layer_bytes[layer] if 0 <= layer < tenant.layers else -1
+    if not 0 <= offset <= offset + nbytes <= whole:
+        raise InvalidArgument(
+            f"bytes {offset} to before {offset + nbytes} of layer {layer} are none: {tenant.name!r} has {tenant.layers} layers, and "
+            f"this one {max(0, whole)} bytes; nothing changed",
+            layer=layer,
+            offset=offset,
+            nbytes=nbytes,
+        )
+
+
+def _require_unfilled(tenant: TenantState, layer: int) -> None:
+    if layer not in tenant.pages.unfilled:
+        raise InvalidState(
+            f"layer {layer} of {tenant.name!r} does not wait for bytes: only {sorted(tenant.pages.unfilled)} do; nothing changed; "
+            "see `advanced.place`",
+            tenant=tenant.name,
+            layer=layer,
+        )
+
+
 def _leaving(tenant: TenantState, held: Collection[int]) -> list[int]:
     return [layer for layer in range(tenant.layers) if layer not in held and layer not in tenant.pages.gone]
 
 
-def _plans(tenant: TenantState, held: Collection[int]) -> list[Plan]:
-    """Who leaves and does not stream goes first, and who comes back comes last: so there is room for blocks on the way.
+def _plans(tenant: TenantState, held: Collection[int], fill: frozenset[int]) -> list[Plan]:
+    """Who leaves and does not stream goes first, and who comes back comes last: so there is room for blocks on the way. Pages that
+    wait for their bytes, and go on being held, stay where they are.
 
     Raises InvalidArgument (fields pages, max_blocks) if pages have no place in the KV region.
     """
     now, streamed = tenant.pages, set(tenant.streamed)
     at_home = set(range(tenant.layers)) - now.gone
     found = []
-    for layers in (at_home.intersection({*held, *streamed}), at_home.intersection(held), held):
-        plan = plan_held(now, layers, _rest(now, layers))
-        if plan.elsewhere != now.elsewhere:
+    waiting = now.unfilled.intersection(held)
+    for layers, unfilled in (
+        (at_home.intersection({*held, *streamed}), waiting),
+        (at_home.intersection(held), waiting),
+        (held, fill),
+    ):
+        plan = plan_held(now, layers, _rest(now, layers), unfilled=unfilled)
+        if (plan.elsewhere, plan.unfilled) != (now.elsewhere, now.unfilled):
             require_places(tenant, plan.gained)
             found.append(plan)
             now = now.after(plan)
@@ -150,7 +223,7 @@ def _go_back(changes: Changes, tenant: TenantState, before: TenantPages, moves: 
     """Hold and stream again what it held and streamed before, through exactly the same ring, with each block in its place."""
     layers = set(range(tenant.layers)) - before.gone
     now = tenant.pages
-    coming = plan_held(now, layers, before.streaming, ring=before.ring)
+    coming = plan_held(now, layers, before.streaming, ring=before.ring, unfilled=before.unfilled)
     changes.exchange(tenant, coming, list(tenant.slots_of(coming.lost)))
     if moves:
         changes.move_blocks(tenant, [(new, old) for old, new in moves.items()])

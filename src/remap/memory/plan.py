@@ -15,7 +15,8 @@ A layer without a home streams for good, wholly, through ring buffers that are n
 what streams then (`TenantPages.for_good`).
 
 A layer that another instance computes has no home either while it is away, and nothing of it is copied: all of its pages are
-KV, and its region shows nothing (`TenantPages.elsewhere`). It neither streams nor gives pages to the ring.
+KV, and its region shows nothing (`TenantPages.elsewhere`). It neither streams nor gives pages to the ring. If its bytes are to
+come from another instance, its pages come home first (`TenantPages.unfilled`): until they are filled it is as good as away.
 
 Tails are aligned to the end of the ring's buffers: slot s of a home of p pages shows slot (buffer slots - p) + s of its
 buffer, whatever the tail's length. So one more page of each layer leaves everything that streams already at its place:
@@ -43,6 +44,7 @@ __all__ = [
     "Streaming",
     "TenantPages",
     "copies_of",
+    "plan_filled",
     "plan_free_pages",
     "plan_held",
     "plan_streaming",
@@ -160,6 +162,8 @@ class TenantPages:
     buffer_pages: int = 0  # slots of one buffer in the ring's region: the largest layer's pages
     # Layers that another instance computes, ascending, with the pages that are their homes again when they come back.
     elsewhere: tuple[tuple[int, Pages], ...] = ()
+    # Of these layers: their pages are at home again, and show; their bytes are still to come, from another instance.
+    unfilled: frozenset[int] = frozenset()
     computed: range | None = None  # the layers that passes compute, where that is a part of them
 
     def __post_init__(self) -> None:
@@ -208,7 +212,7 @@ class TenantPages:
     @functools.cached_property
     def kv_from_homes(self) -> frozenset[int]:
         """Pages of its layers, streamed or elsewhere, that are the tenant's own KV now."""
-        gone = [pages for _, pages in self.elsewhere]
+        gone = [pages for layer, pages in self.elsewhere if layer not in self.unfilled]
         return frozenset(chain(*map(self.away, self.streamed), *gone)).difference(*self.ring, self.lent)
 
     @functools.cached_property
@@ -230,7 +234,7 @@ class TenantPages:
             homes[layer] = pages
         for layer, _ in plan.elsewhere:
             homes[layer] = ()
-        return replace(there, homes=tuple(homes), elsewhere=plan.elsewhere, sizes=())
+        return replace(there, homes=tuple(homes), elsewhere=plan.elsewhere, unfilled=plan.unfilled, sizes=())
 
     def to_reclaim(self, target: Streaming) -> frozenset[int]:
         """The lent pages that must be the tenant's KV again before `plan_streaming` can plan the target."""
@@ -255,6 +259,7 @@ class Plan:
     lent: frozenset[int] = frozenset()  # as in TenantPages, after it
     selection: str = ""  # how the layers that stream after it were chosen; "": as before it
     elsewhere: tuple[tuple[int, Pages], ...] | None = None  # as in TenantPages, after it; None: as before it
+    unfilled: frozenset[int] = frozenset()  # of `elsewhere`, as in TenantPages, after it
 
     @functools.cached_property
     def streamed(self) -> tuple[int, ...]:
@@ -322,15 +327,25 @@ def plan_streaming(
     )
 
 
-def plan_held(now: TenantPages, layers: Collection[int], target: Streaming, *, ring: Ring | None = None) -> Plan:
+def plan_held(
+    now: TenantPages,
+    layers: Collection[int],
+    target: Streaming,
+    *,
+    ring: Ring | None = None,
+    unfilled: frozenset[int] = frozenset(),
+) -> Plan:
     """The plan after which the tenant holds exactly these layers, all others are elsewhere, and of those held `target` streams.
     No page of what leaves is lent.
 
-    ring: the ring's pages, to restore an earlier state. What comes home is loaded (`home`).
+    ring: the ring's pages, to restore an earlier state. unfilled: as in TenantPages, after it. All else that comes home is loaded
+    (`home`).
     """
     gone = dict(now.elsewhere)
     whole = replace(now, homes=tuple(gone.get(layer, home) for layer, home in enumerate(now.homes)), sizes=())
-    after = {layer: home for layer, home in enumerate(whole.homes) if layer not in layers}
+    after = {layer: home for layer, home in enumerate(whole.homes) if layer not in layers or layer in unfilled}
+    # Of which layers the pages are KV.
+    was_kv, is_kv = gone.keys() - now.unfilled, after.keys() - unfilled
     ring = _choose_ring(now, target) if ring is None else ring
     if ring == now.ring:
         ring = now.ring  # the same object: `_moves` compares by identity
@@ -339,12 +354,11 @@ def plan_held(now: TenantPages, layers: Collection[int], target: Streaming, *, r
     def tails(of: tuple[int, ...], away: Collection[int]) -> tuple[int, ...]:
         return tuple(whole.sizes[layer] if layer in away else tail for layer, tail in enumerate(of))
 
-    had, has = tails(now.tails, gone), tails(target.tails, after)
-    moves = _moves(replace(whole, tails=had), has, ring, "kv")
+    moves = _moves(replace(whole, tails=tails(now.tails, was_kv)), tails(target.tails, is_kv), ring, "kv")
     regions = [point for point in _region_points(whole, target, ring) if point.layer not in after]
     for layer, home in enumerate(whole.homes):
-        if home and (layer in gone) is not (layer in after) and not target.tails[layer]:
-            shown = (NO_PAGE,) * len(home) if layer in after else home
+        if home and (layer in was_kv) is not (layer in is_kv) and not target.tails[layer]:
+            shown = (NO_PAGE,) * len(home) if layer in is_kv else home
             regions.append(Point(now.layer_regions[layer], 0, shown, deferred=True, layer=layer))
     return Plan(
         steps=(
@@ -357,15 +371,33 @@ def plan_held(now: TenantPages, layers: Collection[int], target: Streaming, *, r
         ring=ring,
         home=tuple(
             (layer, whole.sizes[layer] - before, before - later)
-            for layer, (before, later) in enumerate(zip(had, has))
+            for layer, (before, later) in enumerate(zip(tails(now.tails, gone), tails(target.tails, after)))
             if later < before
         ),
-        held=tuple(point.layer for point in regions if point.layer is not None and point.layer not in after),
+        held=tuple(point.layer for point in regions if point.layer is not None and point.layer not in is_kv),
         gained=joined([pages for (_, becomes), pages in moves.items() if becomes == "kv"]),
         lost=joined([pages for (was, _), pages in moves.items() if was == "kv"]),
         ring_moves=_ring_moves(now, ring),
         lent=now.lent,
         elsewhere=tuple(after.items()),
+        unfilled=unfilled,
+    )
+
+
+def plan_filled(now: TenantPages, layer: int) -> Plan:
+    """This layer of `unfilled` has its bytes. No page changes hands."""
+    return Plan(
+        steps=(),
+        tails=now.tails,
+        ring=now.ring,
+        home=(),
+        held=(),
+        gained=(),
+        lost=(),
+        ring_moves=False,
+        lent=now.lent,
+        elsewhere=tuple((each, pages) for each, pages in now.elsewhere if each != layer),
+        unfilled=now.unfilled - {layer},
     )
 
 
