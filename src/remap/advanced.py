@@ -156,10 +156,11 @@ def place(
     In passes `wait` refuses layers that are computed elsewhere. The engine computes a part of the model itself: with
     attach(hooks=False). place(session, name, 0, layers) brings everything home.
 
-    Raises InvalidArgument (fields first, end, hold, layers) for layers that are none, and (pages, max_blocks) if pages have no
-    place in the KV region, and (fill, layers) for layers to fill that are computed, or not elsewhere, or not held; OutOfBlocks (field preempt) if live blocks in the pages of layers that come back do not fit into
-    the others; InvalidState inside a pass, where layers stream for good (attach(resident_layers=)), or (layers, written) for
-    layers that must stay, as something wrote into them or registered their memory. Nothing changes then.
+    Raises InvalidArgument (fields first, end, hold, layers) for layers that are none, (pages, max_blocks) if pages have no place
+    in the KV region, and (fill, layers) for layers to fill that are computed, or not elsewhere, or not held; OutOfBlocks (field
+    preempt) if live blocks in the pages of layers that come back do not fit into the others; InvalidState inside a pass, where
+    layers stream for good (attach(resident_layers=)), or (layers, written) for layers that must stay, as something wrote into
+    them or registered their memory. Nothing changes then.
     """
 
     def verb(core: Core) -> Entries:

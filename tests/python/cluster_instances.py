@@ -18,9 +18,10 @@ from remap.cluster.messages import GroupPlan, Part
 from remap.engine import LLMEngine, Request, SamplingParams
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
+from remap.policy.cluster.restore import Copy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PAGE = 4096
 
@@ -144,12 +145,22 @@ class Cluster:
         self.commit(plans)
         self.until(lambda: all(self.settled(name, self.epoch) for name in plans))
 
-    def fetch(self, *names: str) -> None:
+    def fetch(self, *names: str, by: Callable[[int], bool] = lambda layer: False) -> None:
         """Bring all layers home to these instances."""
-        self.epoch += 1
-        for name in names:
-            self.instances[name].fetch(self.epoch, ())
+        self.begin_fetch(*names, by=by)
         self.until(lambda: all(self.home(name) for name in names))
+
+    def begin_fetch(self, *names: str, by: Callable[[int], bool] = lambda layer: False) -> None:
+        """by: whether a layer comes from the stage that computes it; else from the host."""
+        self.epoch += 1
+        copies = []
+        for name in names:
+            group = self.groups[name]
+            for part in group:
+                mine = [part.instance] if part.instance != name else []
+                copies += [Copy(n, name, each, 0.0, 0.0) for each in mine for n in range(part.first, part.end) if by(n)]
+        for name in names:
+            self.instances[name].fetch(self.epoch, copies)
 
     def home(self, name: str) -> bool:
         part = next(each for each in self.groups[name] if each.instance == name)

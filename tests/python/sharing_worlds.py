@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -243,6 +244,15 @@ class Faulty(Shared):
         assert kept <= ({"streams", "events"} if silent_failure else set()), self.backend.usage()
 
 
+def fill_layer(world: Shared, name: str, layer: int, first: int = 0, end: int | None = None) -> None:
+    """Its bytes, as another instance would send them."""
+    data = bytearray(world.engines[name].data[layer][first:end])
+    if data:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        remap.advanced.settle(world.session)
+        assert remap.advanced.fill_layer(world.session, name, layer, first, address, len(data))
+
+
 def attempt(call: Callable[[], Any]) -> Error | None:
     """The library's error, if there is one; without its frames, which would keep alive what is released."""
     try:
@@ -274,6 +284,7 @@ def seen(session: remap.Session) -> dict[str, Any]:
         found[f"{name}.slots"] = state.kv.pool.owned_slots()
         found[f"{name}.reclaimed"] = state.reclaimed
         found[f"{name}.ring"] = state.pages.ring
+        found[f"{name}.unfilled"] = state.pages.unfilled
         # What an engine with its own allocator has returned of a change that drains, it is given and asked for again if another
         # change is tried in between and fails: it holds that until then.
         found[f"{name}.blocks"] = () if state.kv.pool.external else (state.kv.pool.live_ids(), state.kv.pool.open_ids())

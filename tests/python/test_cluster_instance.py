@@ -266,7 +266,7 @@ def test_any_changes_with_scarce_memory(seed):
             joined = [group for group in dict.fromkeys(cluster.groups.values()) if len(group) > 1]
             if joined and rng.random() < 0.6:
                 names = [part.instance for part in rng.choice(joined)]
-                cluster.fetch(*names)
+                cluster.fetch(*names, by=lambda layer: rng.random() < 0.5)
                 cluster.change(*(((name, LAYERS),) for name in names))
                 continue
             groups = sorted(set(cluster.groups.values()), key=str)
@@ -337,6 +337,92 @@ def test_layers_stream_before_a_group_and_after_it_and_recovery_meanwhile_loses_
             if one.id in lost:
                 cluster.instances["i0"].submit(one, 2, cluster.delivered(one.id))
         assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+RESIDENT = {"config": remap.Config(max_layers=0)}
+"""A layer that streams is not where its weights are read."""
+
+
+def same_weights(model, mine):
+    """All layers' bytes are the master copy's."""
+    return all(torch.equal(one, other) for one, other in zip(model.parameters(), mine.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("share", ["all", "some"])
+@pytest.mark.parametrize("stages", [(("i0", 2), ("i1", 6)), (("i2", 1), ("i0", 3), ("i1", 6))], ids=str)
+def test_layers_come_home_from_each_other_and_from_the_host(stages, share, monkeypatch):
+    monkeypatch.setattr("remap.cluster.layer_copies.LEAST_BYTES", 5000)  # several pieces of each layer
+    model, requests = make("llama"), long_requests(5, 8)
+    names = sorted(name for name, _ in stages)
+    by = (lambda layer: True) if share == "all" else (lambda layer: layer % 2 == 0)
+    with Cluster(model, len(names), blocks=120, network=Network(Line(0.0, 0.0), 1e6), kv=RESIDENT) as cluster:
+        cluster.change(stages)
+        cluster.submit(stages[0][0], requests)
+        some_tokens(cluster, requests)
+        loaded = {name: tenant.stats().copied_bytes for name, (_, tenant, _) in cluster.attached.items()}
+        cluster.fetch(*names, by=by)
+        layer = cluster.instances["i0"].describe().model.layers[0].weight_bytes
+        lacking = {name: [n for n in range(LAYERS) if n not in cluster.attached[name][1].computed] for name in names}
+        sent = sum(instance.counts()["layers_sent_bytes"] for instance in cluster.instances.values())
+        assert sent == layer * sum(by(n) for layers in lacking.values() for n in layers)
+        cluster.change(*(((name, LAYERS),) for name in names))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        for name, (_, tenant, mine) in cluster.attached.items():
+            host = sum(not by(n) for n in lacking[name])
+            assert tenant.stats().copied_bytes - loaded[name] == layer * host
+            assert same_weights(model, mine)
+
+
+def test_a_layer_that_its_source_cannot_send_comes_from_the_host(monkeypatch):
+    model, requests = make("llama"), long_requests(5, 8)
+    monkeypatch.setattr("remap.cluster.layer_copies.LEAST_BYTES", 5000)
+    plain, reads = remap.advanced.read_layer, []
+
+    def sometimes(session, name, layer, *more):
+        reads.append(layer)
+        if reads.count(layer) > 3:
+            raise InvalidState("it streams now")
+        plain(session, name, layer, *more)
+
+    monkeypatch.setattr(remap.advanced, "read_layer", sometimes)
+    with Cluster(model, 2, blocks=120, network=Network(Line(0.0, 0.0), 1e6), kv=RESIDENT) as cluster:
+        cluster.change((("i0", 2), ("i1", 6)))
+        cluster.submit("i0", requests)
+        some_tokens(cluster, requests)
+        cluster.fetch("i0", "i1", by=lambda layer: True)
+        assert len(reads) > 6 * 3
+        cluster.change((("i0", 6),), (("i1", 6),))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        assert all(same_weights(model, mine) for _, _, mine in cluster.attached.values())
+
+
+@pytest.mark.parametrize("end", ["abort", "recover"])
+def test_layers_on_their_way_from_each_other_may_be_given_up(end, monkeypatch):
+    """Pieces that come later are for nobody; and the next time all of it comes anew."""
+    model, requests = make("llama"), long_requests(5, 6)
+    monkeypatch.setattr("remap.cluster.layer_copies.LEAST_BYTES", 1000)
+    with Cluster(model, 2, blocks=120, network=Network(Line(0.0, 0.0), 1e5), kv=RESIDENT) as cluster:
+        cluster.change((("i0", 2), ("i1", 6)))
+        cluster.submit("i0", requests)
+        some_tokens(cluster, requests)
+        cluster.begin_fetch("i0", "i1", by=lambda layer: layer != 1)
+        cluster.until(lambda: all(one.counts()["layers_sent_bytes"] for one in cluster.instances.values()))
+        if end == "abort":
+            for instance in cluster.instances.values():
+                instance.abort(cluster.epoch)
+            cluster.until(lambda: not any(report.arrived for report in cluster.reports.values()))
+            cluster.fetch("i0", "i1", by=lambda layer: layer != 1)
+            cluster.change((("i0", 6),), (("i1", 6),))
+        else:
+            cluster.epoch += 1
+            for instance in cluster.instances.values():
+                instance.recover(cluster.epoch)
+                instance.poll()
+            for one in requests:
+                if one.id not in cluster.ends:
+                    cluster.instances["i1"].submit(one, 2, cluster.delivered(one.id))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        assert all(same_weights(model, mine) for _, _, mine in cluster.attached.values())
 
 
 def test_pages_of_an_idle_model_are_kv_before_a_group_and_after_it_and_go_back_when_it_wakes():
@@ -446,7 +532,7 @@ def test_what_is_aborted_changes_nothing_and_is_refused_from_then_on():
         cluster.change((("i0", 4), ("i1", 6)))
         # Layers that came home for a change that was given up become KV again.
         capacity = cluster.reports["i0"].capacity
-        cluster.fetch("i0", "i1")
+        cluster.fetch("i0", "i1", by=lambda layer: layer % 2 == 0)
         cluster.until(lambda: cluster.reports["i0"].capacity < capacity)
         for name in plans:
             cluster.instances[name].abort(cluster.epoch)
@@ -614,9 +700,7 @@ def test_a_member_that_is_gone_at_any_moment_of_a_change(seed):
         cluster.commit(plans)
         if rng.random() < 0.5:
             cluster.until(lambda: all(cluster.settled(name, cluster.epoch) for name in plans))
-            cluster.epoch += 1
-            for name in plans:
-                cluster.instances[name].fetch(cluster.epoch, ())
+            cluster.begin_fetch(*plans, by=lambda layer: rng.random() < 0.5)
         for _ in range(rng.randrange(8)):
             cluster.poll()
         cluster.end(rng.choice(sorted(plans)))

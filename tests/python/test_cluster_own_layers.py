@@ -88,7 +88,7 @@ def test_layers_that_are_to_leave_before_they_have_come_leave_when_they_come(mon
     head, member = pair.members
     roomy = pair.pool.usable_blocks
     for each in pair.members:
-        own_layers.fetch(each, 7)
+        own_layers.fetch(each, 7, {})
     pair.deliver()
     assert head.shrinking
     own_layers.shrink(head)
@@ -98,7 +98,7 @@ def test_layers_that_are_to_leave_before_they_have_come_leave_when_they_come(mon
     pair.deliver()
     assert pair.pool.usable_blocks == roomy and not head.home and not member.home
     for each in pair.members:
-        own_layers.fetch(each, 8)
+        own_layers.fetch(each, 8, {})
     pair.deliver()
     assert head.shrinking
     own_layers.shrink(head)
@@ -109,13 +109,13 @@ def test_layers_that_are_to_leave_before_they_have_come_leave_when_they_come(mon
 def test_what_was_said_for_an_epoch_that_is_over_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch)
     head, member = pair.members
-    own_layers.fetch(member, 7)
+    own_layers.fetch(member, 7, {})
     own_layers.unfetch(head, 7)  # it has never heard of it
     own_layers.unfetch(member, 7)
     pair.deliver()
-    own_layers.fetch(head, 8)
+    own_layers.fetch(head, 8, {})
     pair.deliver()
     assert not head.shrinking  # the other stage has not said what it will have
-    own_layers.fetch(member, 8)
+    own_layers.fetch(member, 8, {})
     pair.deliver()
     assert head.shrinking

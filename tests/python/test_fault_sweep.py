@@ -24,7 +24,7 @@ from arena_worlds import (
     visible,
     write_block,
 )
-from sharing_worlds import Faulty, attempt, seen
+from sharing_worlds import Faulty, attempt, fill_layer, seen
 
 import remap
 from remap import _core
@@ -176,6 +176,13 @@ def computing(first: int, end: int, leave: int) -> Callable[[Faulty], None]:
     return prepare
 
 
+def waiting(world: Faulty) -> None:
+    """As `computing`, and two more layers wait for their bytes, of which one has them."""
+    computing(0, 3, leave=5)(world)
+    world.place("a", 0, 3, hold=(4, 6), fill=(4, 6))
+    fill_layer(world, "a", 4)
+
+
 def wanting(world: Faulty) -> None:
     """b and c sleep, c with unused blocks, and a has none left."""
     world.step(c=20)
@@ -189,6 +196,13 @@ def returning(world: Faulty) -> None:
     world.session.deactivate("b")
     world.lend("b", 4, to="a")
     world.engines["a"].fill(14)
+
+
+def spared(world: Faulty) -> None:
+    """a has live blocks in pages of b, and room for them elsewhere."""
+    world.session.deactivate("b")
+    world.lend("b", 4, to="a")
+    world.engines["a"].hold(2)
 
 
 def asleep(world: Faulty) -> None:
@@ -218,8 +232,18 @@ CASES_BETWEEN = [
         ("detach a holder", crowded, lambda w: w.detach("a")),
         ("layers go elsewhere", nothing, lambda w: w.place("a", 0, 3)),
         ("streamed layers go elsewhere", full(2, 1, "nested", leave=9), lambda w: w.place("a", 2, 5)),
-        ("layers come back", computing(0, 3, leave=20), lambda w: w.place("a", 0, 7)),
-        ("layers come back to be held", computing(0, 3, leave=20), lambda w: w.place("a", 0, 3, hold=(4, 6))),
+        ("layers come back", computing(0, 3, leave=5), lambda w: w.place("a", 0, 7)),
+        ("layers come back to be held", computing(0, 3, leave=5), lambda w: w.place("a", 0, 3, hold=(4, 6))),
+        (
+            "pages come back before bytes",
+            computing(0, 3, leave=5),
+            lambda w: w.place("a", 0, 3, hold=(4, 5), fill=(4,)),
+        ),
+        ("a layer has its bytes", waiting, lambda w: remap.advanced.filled(w.session, "a", 4)),
+        ("what waits for bytes is loaded", waiting, lambda w: w.place("a", 0, 3, hold=(4, 6))),
+        ("some of what waits goes again", waiting, lambda w: w.place("a", 0, 3, hold=(5, 6), fill=(6,))),
+        ("what waits is computed", waiting, lambda w: w.place("a", 3, 7)),
+        ("borrowed pages go back", spared, lambda w: w.tell(remap.advanced.give_back(w.session, "a"))),
         ("others are computed", computing(0, 3, leave=9), lambda w: w.place("a", 4, 7)),
         ("a step takes free pages", nothing, lambda w: w.step(a=8)),
         ("a step for one", wanting, lambda w: w.step(a=60)),

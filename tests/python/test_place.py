@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from sharing_worlds import Engine, Shared, attempt, seen, set_times, spec, times_of
+from sharing_worlds import Engine, Shared, attempt, fill_layer, seen, set_times, spec, times_of
 
 import remap
 from remap import _core
@@ -102,15 +102,6 @@ def test_layers_arrive_while_passes_compute_others(mode: str) -> None:
         assert tenant.stats().copies == copies
 
 
-def fill(world: Shared, name: str, layer: int, first: int = 0, end: int | None = None) -> None:
-    """Its bytes, as another instance would send them."""
-    data = bytearray(world.engines[name].data[layer][first:end])
-    if data:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-        remap.advanced.settle(world.session)
-        assert remap.advanced.fill_layer(world.session, name, layer, first, address, len(data))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_come_back_with_bytes_of_another_instance(mode: str) -> None:
     with Shared(SIZES, mode=mode) as world:
@@ -125,9 +116,9 @@ def test_layers_come_back_with_bytes_of_another_instance(mode: str) -> None:
         with pytest.raises(InvalidState), tenant.forward():
             tenant.wait(3)
         for layer in (3, 5):
-            fill(world, "a", layer, 0, 1000)
+            fill_layer(world, "a", layer, 0, 1000)
             world.check()
-            fill(world, "a", layer, 1000)
+            fill_layer(world, "a", layer, 1000)
             remap.advanced.filled(session, "a", layer)
             world.check()
         assert tenant.elsewhere == ()
@@ -149,7 +140,7 @@ def test_layers_whose_bytes_do_not_come_are_loaded_or_go_again(mode: str) -> Non
             world.place("a", 0, 2)
             a.poison()
             world.place("a", 0, 2, hold=range(6), fill=(2, 4, 5))
-            fill(world, "a", 4, 0, 1000)
+            fill_layer(world, "a", 4, 0, 1000)
             end = again.pop("end")
             world.place("a", 0, end, **again)
             world.check()
@@ -341,7 +332,7 @@ def test_anything_in_any_order(mode: str, seed: int) -> None:
                 attempt(partial(world.place, name, first, end, hold=hold, fill=late))
             elif deed < 0.4:
                 for layer in sorted(engine.tenant._state.pages.unfilled)[: rng.randint(0, 2)]:
-                    fill(world, name, layer)
+                    fill_layer(world, name, layer)
                     remap.advanced.filled(world.session, name, layer)
             elif deed < 0.5:
                 selection = rng.choice(("uniform", "nested"))

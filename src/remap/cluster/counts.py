@@ -10,13 +10,14 @@ __all__ = ["Counts"]
 class Counts:
     """Written by the loop, number by number; others read them as they are.
 
-    passes, computing_s (pipeline_computing_s of it as a stage of several), activation_bytes and kv_sent_bytes (sent to others).
+    passes, computing_s (pipeline_computing_s of it as a stage of several), activation_bytes, kv_sent_bytes and
+    layers_sent_bytes (sent to others).
     """
 
     def __init__(self) -> None:
         self.passes = 0
         self.computing_s = self.pipeline_computing_s = 0.0
-        self.activation_bytes = self.kv_sent_bytes = 0
+        self.activation_bytes = self.kv_sent_bytes = self.layers_sent_bytes = 0
         self._pipeline_s = 0.0
         self._since: float | None = None
 
@@ -26,6 +27,13 @@ class Counts:
         self.computing_s += seconds
         if not alone:
             self.pipeline_computing_s += seconds
+
+    def note_sent(self, nbytes: int, layer: bool) -> None:
+        """A piece of a layer goes to another instance, or one of KV."""
+        if layer:
+            self.layers_sent_bytes += nbytes
+        else:
+            self.kv_sent_bytes += nbytes
 
     def note_group(self, alone: bool) -> None:
         """From now on the instance is alone, or a stage of several."""
@@ -43,4 +51,5 @@ class Counts:
             "pipeline_s": self._pipeline_s + (0.0 if since is None else time.perf_counter() - since),
             "activation_bytes": float(self.activation_bytes),
             "kv_sent_bytes": float(self.kv_sent_bytes),
+            "layers_sent_bytes": float(self.layers_sent_bytes),
         }

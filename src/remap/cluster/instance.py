@@ -6,8 +6,8 @@ carried out between two passes; so nothing here is shared but the queue, what co
 takes, which has a lock. In each round the loop does, what others wait for first:
 
     1. commands, and messages of the ring (activations), that are there
-    2. messages of the mesh (KV that comes), and pieces of KV to send or to copy: about as many bytes as the network sends
-       while a stage computes (KunServe, section 4.2)
+    2. messages of the mesh (KV that comes, or layers), and pieces to send or to copy: about as many bytes as the network
+       sends while a stage computes (KunServe, section 4.2)
     3. a microbatch to launch, if it is a head
 
 So activations wait for a chunk of KV at most, and KV for one pass and the activations that are there; neither starves.
@@ -46,7 +46,19 @@ from remap.cluster.prepared import Ears
 from remap.cluster.resources import Resources
 from remap.cluster.switch import switch
 from remap.cluster.transport import PeerLost, ServedStore
-from remap.cluster.wire import Chosen, End, Microbatch, Room, Shrink, decode, encode, require_sendable
+from remap.cluster.wire import (
+    Cannot,
+    Chosen,
+    End,
+    LayerPart,
+    Microbatch,
+    Room,
+    Shrink,
+    Want,
+    decode,
+    encode,
+    require_sendable,
+)
 from remap.errors import Error, InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
@@ -168,12 +180,13 @@ class ClusterInstance:
 
     def fetch(self, epoch: int, copies: Iterable[Copy]) -> None:
         """Make room for the layers that `copies` names for this instance and bring them home, while it serves; the reports show
-        when they are. Each comes from the host's master copy, whatever source is named: that is where the pages get theirs.
+        when they are. Each comes from the source that is named, if that is in its group; else from the host's master copy.
 
         Raises StalePlan as `prepare` does, and InvalidState while KV still moves.
         """
         self._changes.require_newer(epoch)
-        self._ask(partial(self._fetch, epoch))
+        named = {each.layer: each.source for each in copies if each.instance == self.name and each.source is not None}
+        self._ask(partial(self._fetch, epoch, named))
 
     def recover(self, epoch: int) -> tuple[str, ...]:
         """Forget every request and serve alone from this epoch on. Returns the ids of the requests that were here. Raises
@@ -226,8 +239,8 @@ class ClusterInstance:
 
     def counts(self) -> dict[str, float]:
         """Since this instance began: passes, computing_s (pipeline_computing_s of it as a stage of several), pipeline_s (for
-        which it was one), activation_bytes and kv_sent_bytes (sent to others), layer_bytes (copied from the host's master
-        copies), swapped_bytes (KV to host memory and back). As of now, or of a moment ago."""
+        which it was one), activation_bytes, kv_sent_bytes and layers_sent_bytes (sent to others), layer_bytes (copied from the
+        host's master copies), swapped_bytes (KV to host memory and back). As of now, or of a moment ago."""
         kv = self._has.tenant.kv
         return self._has.counts.as_dict() | {
             "layer_bytes": float(self._has.tenant.stats().copied_bytes),
@@ -354,16 +367,17 @@ class ClusterInstance:
         return moved or tokens is not None or count > 0
 
     def _move(self) -> bool:
-        """KV that comes and goes, a chunk of it; whether there was any. Without an exchange, what comes is for a later epoch, or
-        for none."""
+        """KV that comes and goes, or layers that do, a chunk of it; whether there was any. Without either, what comes is for a
+        later epoch, or for none."""
         exchange = self._now.exchange
-        did, left = False, 1 if exchange is None else exchange.chunk_bytes
+        moving = self._now.copies if exchange is None else exchange
+        did, left = False, 1 if moving is None else moving.chunk_bytes
         while left > 0:
             if self._mesh_inbox:
                 nbytes, item = self._mesh_inbox.popleft()
                 item()
-            elif exchange is not None and exchange.busy:
-                nbytes = exchange.step()
+            elif moving is not None and moving.busy:
+                nbytes = moving.step()
             else:
                 break
             left -= nbytes
@@ -440,12 +454,20 @@ class ClusterInstance:
                 now.forward(header, payload)  # not for a stage without layers, or for the head
 
     def _on_mesh(self, source: int, header: bytes, payload: torch.Tensor | None) -> None:
-        if self._now.exchange is not None:
-            self._now.exchange.on(source, decode(header), payload)
+        now, message = self._now, decode(header)
+        if isinstance(message, Want | LayerPart | Cannot):
+            came = None if now.copies is None else now.copies.on(source, message, payload)
+            if came is not None:
+                own_layers.came(now, *came)
+        elif now.exchange is not None:
+            now.exchange.on(source, message, payload)
 
     def _on_sent(self) -> None:
-        if self._now.exchange is not None:
-            self._now.exchange.sent()
+        now = self._now
+        if now.exchange is not None:
+            now.exchange.sent()
+        elif now.copies is not None:
+            now.copies.sent()
 
     def _on_lost(self, error: PeerLost) -> None:
         if self._now.lost is None:
@@ -509,14 +531,21 @@ class ClusterInstance:
         if self._now.head is not None and not self._halted:
             self._emit(self._now.head.give_up(id))
 
-    def _fetch(self, epoch: int) -> None:
+    def _fetch(self, epoch: int, named: dict[int, str]) -> None:
         now = self._now
         if now.exchange is not None or now.next is not None:
             raise InvalidState(
                 f"KV of the last change still moves at {self.name!r}; nothing changed; fetch when it serves",
                 instance=self.name,
             )
-        own_layers.fetch(now, epoch)
+        ranks = {} if now.mesh is None else {name: rank for rank, name in enumerate(now.mesh.names)}
+        mine = range(now.part.first, now.part.end)
+        sources = {
+            layer: ranks[name]
+            for layer, name in named.items()
+            if name in ranks and layer not in mine and self._has.layer_bytes(layer)
+        }
+        own_layers.fetch(now, epoch, sources)
 
     def _begin_switch(self, prepared: Prepared) -> None:
         if prepared.plan.epoch <= self._now.epoch:  # it has recovered since

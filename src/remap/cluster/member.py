@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from remap.cluster.exchange import Exchange
+    from remap.cluster.layer_copies import LayerCopies
     from remap.cluster.messages import GroupPlan
     from remap.cluster.prepared import Prepared
     from remap.cluster.resources import Resources
@@ -44,13 +45,17 @@ class Member:
     stage: Stage
     head: Head | None
     ring: Link | None
-    # How it became this: KV that moves since the last change, and the link of the instances of that change.
+    # How it became this: KV that moves since the last change, and the link of the instances of that change; which a group of
+    # several keeps, for layers that come home from each other (`copies`).
     exchange: Exchange | None = None
     mesh: Link | None = None
-    # Its layers: whether all are here; those that it does not compute (or they are on their way from the host: a pass that
-    # needs one waits for it); the epoch for which they came home, or 0; the last one for which that was undone.
+    copies: LayerCopies | None = None
+    # Its layers: whether the pages of all are here; those that it does not compute and that have come (or are on their way from
+    # the host: a pass that needs one waits for it); those that are to come from other instances (from which, by ranks in the
+    # mesh); the epoch for which they came home, or 0; the last one for which that was undone.
     home: bool = True
     arrived: frozenset[int] = frozenset()
+    sources: dict[int, int] = field(default_factory=dict)
     fetching: int = 0
     unfetched: int = 0
     # As a head, by stage: logical blocks that each has places for, and will have when layers come home (for which epoch);
@@ -91,7 +96,7 @@ class Member:
     def end_exchange(self) -> None:
         """All KV has moved."""
         self.exchange = None
-        if self.mesh is not None:
+        if self.mesh is not None and self.alone:
             self.mesh.close()
             self.mesh = None
         if self.head is not None:

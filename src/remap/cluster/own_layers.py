@@ -4,7 +4,8 @@ A drop is one call, `hold`, at the switch. Coming home takes two steps, while th
 
     fetch     each stage says how many blocks it will have places for, without the pages that other layers had
     shrink    the head, when all have and nothing is in flight, moves live blocks below the least of these
-    give_up   each stage gives the pages back, and its layers come from the master copies while passes compute others
+    give_up   each stage gives the pages back, and its layers come while passes compute others: from the master copies, and
+              those for which control named other instances from these (`layer_copies`)
 
 `unfetch` undoes both, if the change is given up. Every call of the session that may move blocks of an instance between two
 passes goes through `following`.
@@ -27,21 +28,21 @@ if TYPE_CHECKING:
 
     from remap.cluster.member import Member
 
-__all__ = ["ReportT", "fetch", "following", "give_up", "hold", "shrink", "unfetch"]
+__all__ = ["ReportT", "came", "fetch", "following", "give_up", "hold", "shrink", "unfetch"]
 
 
 ReportT = TypeVar("ReportT", StepReport, ActivationReport)
 """What calls of the session return that may move blocks."""
 
 
-def hold(member: Member, first: int, end: int, besides: Collection[int] = ()) -> None:
+def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fill: Collection[int] = ()) -> None:
     """Compute the layers first <= i < end from now on, and hold those of `besides` as well. What is missing of them comes from
-    the host's master copies.
+    the host's master copies, but for the layers of `fill`.
 
     Live blocks as in `following`. Raises what `advanced.place` raises, with nothing changed.
     """
     has = member.has
-    following(member, partial(advanced.place, has.session, has.name, first, end, hold=besides))
+    following(member, partial(advanced.place, has.session, has.name, first, end, hold=besides, fill=fill))
 
 
 def following(member: Member, change: Callable[[], ReportT]) -> ReportT:
@@ -83,11 +84,13 @@ def _moved(member: Member, moved: Mapping[int, int]) -> None:
         member.head.follow(moved)
 
 
-def fetch(member: Member, epoch: int) -> None:
-    """Begin to bring all layers home for this epoch. Does nothing if they are here."""
+def fetch(member: Member, epoch: int, sources: Mapping[int, int]) -> None:
+    """Begin to bring all layers home for this epoch: these from other instances (by their ranks in the mesh), all others from the
+    master copies. Does nothing if they are here."""
     member.fetching = epoch
     if member.home:
         return
+    member.sources = dict(sources)
     if member.slots is None:
         _come_home(member)
     else:
@@ -123,7 +126,7 @@ def give_up(member: Member, message: Shrink) -> None:
     member.has.tenant.kv.free(sorted(others))
     _come_home(member)
     if message.epoch <= member.unfetched:
-        _leave(member)
+        _leave(member, message.epoch)
 
 
 def unfetch(member: Member, epoch: int) -> None:
@@ -134,11 +137,14 @@ def unfetch(member: Member, epoch: int) -> None:
     member.fetching = 0
     if member.head is not None:
         _launch_again(member)
-    _leave(member)
+    _leave(member, epoch)
 
 
-def _leave(member: Member) -> None:
-    """What came home goes again."""
+def _leave(member: Member, epoch: int) -> None:
+    """What came home for this epoch goes again."""
+    member.sources = {}
+    if member.copies is not None:
+        member.copies.drop(epoch)
     if member.home:
         part, kv = member.part, member.has.tenant.kv
         hold(member, part.first, part.end)
@@ -156,7 +162,24 @@ def _launch_again(member: Member) -> None:
 
 def _come_home(member: Member) -> None:
     """All layers, of which the stage goes on computing its own."""
-    part, everything = member.part, range(member.has.layers)
-    hold(member, part.first, part.end, everything)
+    copies, sources = member.copies, member.sources
+    _hold_all(member)
     member.home = True
-    member.arrived = frozenset(everything) - set(range(part.first, part.end))
+    if copies is not None:
+        copies.want(member.fetching, sources)
+
+
+def came(member: Member, layer: int, whole: bool) -> None:
+    """This layer has come from another instance; or it cannot, so it comes from the master copy."""
+    del member.sources[layer]
+    if whole:
+        member.arrived |= {layer}
+    else:
+        _hold_all(member)
+
+
+def _hold_all(member: Member) -> None:
+    """All layers, with pages for those that come from other instances."""
+    part, everything = member.part, range(member.has.layers)
+    hold(member, part.first, part.end, everything, member.sources)
+    member.arrived = frozenset(everything) - set(range(part.first, part.end)) - member.sources.keys()

@@ -86,6 +86,10 @@ class Resources:
         line = Line(self.cost.batch_s / self.layers, self.cost.chunk(TYPICAL_TOKENS, 1) / self.layers)
         self.model = Model(tuple(Layer(size, token_bytes, line) for size in sizes))
 
+    def layer_bytes(self, layer: int) -> int:
+        """Of this layer."""
+        return self.model.layers[layer].weight_bytes
+
     def _require_addresses(self) -> None:
         kv = self.tenant.kv
         needed = -(-self.memory_bytes // kv.spec.block_bytes)

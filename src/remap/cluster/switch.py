@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from remap.cluster import beside, member, own_layers, room
 from remap.cluster.exchange import Exchange, Run
+from remap.cluster.layer_copies import LayerCopies
 from remap.cluster.slots import Departure
-from remap.cluster.wire import Handed, Message, encode
+from remap.cluster.wire import Handed, LayerPart, Message, encode
 from remap.policy.cluster.exchange import chunk_bytes
 
 if TYPE_CHECKING:
@@ -16,21 +17,24 @@ if TYPE_CHECKING:
 
     import torch
 
+    from remap.cluster.counts import Counts
     from remap.cluster.member import Member
     from remap.cluster.messages import GroupPlan
     from remap.cluster.prepared import Prepared
     from remap.cluster.transport import Link
     from remap.engine.request import Sequence as EngineSequence
 
+    Send = Callable[[int, Message, torch.Tensor | None], None]
+
 __all__ = ["MOST_BYTES", "switch"]
 
 MOST_BYTES = 256 << 20
-"""Of KV that is on its way from an instance, and so in memory twice, but for the last piece."""
+"""Of KV or layers on their way from an instance, and so in memory twice, but for the last piece."""
 
 
 def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
     """What the plan says. Nothing of the old group is in flight here. sent: called in another thread, each time that a piece of
-    KV has left."""
+    KV or of a layer has left."""
     has, plan, kv = old.has, prepared.plan, old.has.tenant.kv
     new = member.alone(has, plan.epoch) if prepared.ring is None else member.stage_of(has, plan, prepared.ring)
     own_layers.hold(old, new.part.first, new.part.end)
@@ -41,11 +45,15 @@ def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
         beside.end(old)
     leaving = old.head.leave() if old.head is not None else []
     held = set(kv.pool.live_ids())
-    if old.ring is not None:
-        old.ring.close()
+    for link in (old.ring, old.mesh):
+        if link is not None:
+            link.close()
     if prepared.mesh is not None:
         new.mesh = prepared.mesh
-        new.exchange = _exchange(old, new, plan, prepared.mesh, held, sent)
+        send = partial(_send, has.counts, prepared.mesh, sent)
+        new.exchange = _exchange(old, new, plan, prepared.mesh, held, send)
+        if not new.alone:
+            new.copies = LayerCopies(has.session, has.name, has.layer_bytes, send, new.exchange.chunk_bytes)
         if new.head is not None:
             new.head.exchanging = True
     if new.slots is not None:
@@ -57,6 +65,14 @@ def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
             [Handed.of(sequence, attempt, to, kv.block_tokens) for (sequence, attempt), to in zip(leaving, ranks)]
         )
     return new
+
+
+def _send(
+    counts: Counts, mesh: Link, sent: Callable[[], None], to: int, message: Message, payload: torch.Tensor | None
+) -> None:
+    if payload is not None:
+        counts.note_sent(payload.numel(), layer=isinstance(message, LayerPart))
+    mesh.post(to, encode(message), payload, None if payload is None else sent)
 
 
 def _next_heads(plan: GroupPlan, mesh: Link, leaving: Sequence[EngineSequence]) -> list[int]:
@@ -73,9 +89,7 @@ def _next_heads(plan: GroupPlan, mesh: Link, leaving: Sequence[EngineSequence]) 
     return found
 
 
-def _exchange(
-    old: Member, new: Member, plan: GroupPlan, mesh: Link, held: set[int], sent: Callable[[], None]
-) -> Exchange:
+def _exchange(old: Member, new: Member, plan: GroupPlan, mesh: Link, held: set[int], send: Send) -> Exchange:
     """held: the physical blocks in which the old group's KV lies."""
     has = old.has
     ranks = {name: rank for rank, name in enumerate(mesh.names)}
@@ -90,11 +104,6 @@ def _exchange(
 
     def departing(live: dict[str, Sequence[int]]) -> Departure:
         return Departure(old.places, held, live if old.part.first < old.part.end else {})
-
-    def send(to: int, message: Message, payload: torch.Tensor | None) -> None:
-        if payload is not None:
-            has.counts.kv_sent_bytes += payload.numel()
-        mesh.post(to, encode(message), payload, None if payload is None else sent)
 
     whole_s = has.cost.batch_s + has.cost.chunk(0, has.limits.max_batch_tokens)
     # A stage without layers computes nothing, and may have much to send.

@@ -2,7 +2,8 @@
 
 The *ring* joins the stages of a group: each stage sends to the next, the last to the head. So everything that concerns the group
 passes all stages in one order: a block that is reused after a message cannot be read by a microbatch before it. The *mesh*
-joins all instances of one change, each with each, until KV has moved. Ranks are places in the ring or in the mesh.
+joins all instances of one change, each with each, until KV has moved; in a group of several, until that ends: its layers come
+home by it. Ranks are places in the ring or in the mesh.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from remap.engine.request import Request, SamplingParams, Sequence
 from remap.errors import InvalidArgument
 
 __all__ = [
+    "Cannot",
     "Chosen",
     "Done",
     "End",
     "Forget",
     "Handed",
     "Handover",
+    "LayerPart",
     "Message",
     "Microbatch",
     "Move",
@@ -27,6 +30,7 @@ __all__ = [
     "Piece",
     "Room",
     "Shrink",
+    "Want",
     "decode",
     "encode",
     "require_sendable",
@@ -185,7 +189,45 @@ class Over(msgspec.Struct, frozen=True, tag=True):
     """Mesh, from a new head, to all: it waits for no KV any more."""
 
 
-Message = Microbatch | Chosen | Room | Shrink | End | Handover | Move | Piece | Done | Forget | Over
+class Want(msgspec.Struct, frozen=True, tag=True):
+    """Mesh, to a stage that has this layer: send its bytes, so many; they are to come home for this epoch."""
+
+    epoch: int
+    layer: int
+    nbytes: int
+
+
+class LayerPart(msgspec.Struct, frozen=True, tag=True):
+    """Mesh, to who wants the layer: its bytes from `offset` on come along. In order."""
+
+    epoch: int
+    layer: int
+    offset: int
+
+
+class Cannot(msgspec.Struct, frozen=True, tag=True):
+    """Mesh, to who wants the layer: its bytes cannot be read here."""
+
+    epoch: int
+    layer: int
+
+
+Message = (
+    Microbatch
+    | Chosen
+    | Room
+    | Shrink
+    | End
+    | Handover
+    | Move
+    | Piece
+    | Done
+    | Forget
+    | Over
+    | Want
+    | LayerPart
+    | Cannot
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

@@ -26,9 +26,7 @@ from remap.memory.undoing import AllOrNothing
 __all__ = ["check_place", "fill_layer", "filled", "place", "read_layer"]
 
 
-def check_place(
-    tenant: TenantState, first: int, end: int, hold: Collection[int], fill: Collection[int] = ()
-) -> None:
+def check_place(tenant: TenantState, first: int, end: int, hold: Collection[int], fill: Collection[int] = ()) -> None:
     """Raises InvalidArgument and InvalidState as `advanced.place` says. Changes nothing, but pins layers that were written."""
     count = tenant.layers
     if not 0 <= first <= end <= count or not all(0 <= layer < count for layer in hold):
@@ -40,7 +38,9 @@ def check_place(
             hold=tuple(hold),
             layers=count,
         )
-    here = sorted(layer for layer in fill if first <= layer < end or layer not in hold or layer not in tenant.pages.gone)
+    here = sorted(
+        layer for layer in fill if first <= layer < end or layer not in hold or layer not in tenant.pages.gone
+    )
     if here:
         raise InvalidArgument(
             f"layers to fill must be elsewhere now, be held and not be computed; {here} are not; nothing changed; leave them out",
@@ -124,8 +124,8 @@ def read_layer(changes: Changes, tenant: TenantState, layer: int, offset: int, a
     _check_bytes(tenant, layer, offset, nbytes)
     if layer in tenant.away():
         raise InvalidState(
-            f"layer {layer} of {tenant.name!r} streams, is loading or is elsewhere, so its bytes cannot be read; nothing changed; "
-            "take them from a master copy",
+            f"layer {layer} of {tenant.name!r} streams, is loading or is elsewhere, so its bytes cannot be read; nothing "
+            "changed; take them from a master copy",
             tenant=tenant.name,
             layer=layer,
         )
@@ -152,8 +152,8 @@ def _check_bytes(tenant: TenantState, layer: int, offset: int, nbytes: int) -> N
     whole = tenant.layer_bytes[layer] if 0 <= layer < tenant.layers else -1
     if not 0 <= offset <= offset + nbytes <= whole:
         raise InvalidArgument(
-            f"bytes {offset} to before {offset + nbytes} of layer {layer} are none: {tenant.name!r} has {tenant.layers} layers, and "
-            f"this one {max(0, whole)} bytes; nothing changed",
+            f"bytes {offset} to before {offset + nbytes} of layer {layer} are none: {tenant.name!r} has {tenant.layers} "
+            f"layers, and this one {max(0, whole)} bytes; nothing changed",
             layer=layer,
             offset=offset,
             nbytes=nbytes,
@@ -163,8 +163,8 @@ def _check_bytes(tenant: TenantState, layer: int, offset: int, nbytes: int) -> N
 def _require_unfilled(tenant: TenantState, layer: int) -> None:
     if layer not in tenant.pages.unfilled:
         raise InvalidState(
-            f"layer {layer} of {tenant.name!r} does not wait for bytes: only {sorted(tenant.pages.unfilled)} do; nothing changed; "
-            "see `advanced.place`",
+            f"layer {layer} of {tenant.name!r} does not wait for bytes: only {sorted(tenant.pages.unfilled)} do; nothing "
+            "changed; see `advanced.place`",
             tenant=tenant.name,
             layer=layer,
         )
@@ -175,8 +175,8 @@ def _leaving(tenant: TenantState, held: Collection[int]) -> list[int]:
 
 
 def _plans(tenant: TenantState, held: Collection[int], fill: frozenset[int]) -> list[Plan]:
-    """Who leaves and does not stream goes first, and who comes back comes last: so there is room for blocks on the way. Pages that
-    wait for their bytes, and go on being held, stay where they are.
+    """Who leaves and does not stream goes first, and who comes back comes last: so there is room for blocks on the way. Pages
+    that wait for their bytes, and go on being held, stay where they are.
 
     Raises InvalidArgument (fields pages, max_blocks) if pages have no place in the KV region.
     """
