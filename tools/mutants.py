@@ -268,6 +268,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        name="cluster-layer-is-here-before-its-bytes",
+        file="src/remap/cluster/layer_copies.py",
+        text="if come + nbytes < self._layer_bytes(layer):",
+        replacement="if come + nbytes < self._layer_bytes(layer) // 2:",
+        breaks="A layer counts as complete when half of its bytes have come from another instance.",
+        tests=("test_cluster_instance.py::test_layers_come_home_from_each_other_and_from_the_host",),
+    ),
+    Mutant(
+        name="layer-that-waits-for-bytes-is-not-loaded",
+        file="src/remap/memory/plan.py",
+        text="enumerate(zip(tails(now.tails, gone), tails(target.tails, after)))",
+        replacement="enumerate(zip(tails(now.tails, was_kv), tails(target.tails, is_kv)))",
+        breaks="A layer whose bytes were to come from another instance, and do not, is computed without them.",
+        tests=("test_place.py::test_layers_whose_bytes_do_not_come_are_loaded_or_go_again",),
+    ),
+    Mutant(
         name="cluster-sender-is-always-free",
         file="src/remap/policy/cluster/restore.py",
         text="begin = max(arrives[name], sends[source])",

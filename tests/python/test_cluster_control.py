@@ -339,6 +339,11 @@ def test_layers_come_from_hosts_at_the_least_measured_rate() -> None:
     for name, rate in (("b", 30.0), ("c", 20.0), ("d", 40.0)):
         control.on(Joined(replace(description(name), host_bytes_per_s=rate)), 0.0)
     assert control.network == replace(NETWORK, host_bytes_per_s=20.0)
+    # What pieces on their way have shown of the network, in the middle.
+    for name, rate in (("a", 5e8), ("b", 0.0), ("c", 7e8), ("d", 1e6)):
+        told(control, name, bytes_per_s=rate)
+    control.on(Tick(), 0.0)
+    assert control.network == replace(NETWORK, bytes_per_s=5e8, host_bytes_per_s=20.0)
 
 
 def test_a_group_that_is_being_made_counts_requests_until_a_report_shows_them() -> None:

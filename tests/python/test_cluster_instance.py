@@ -352,6 +352,7 @@ def same_weights(model, mine):
 @pytest.mark.parametrize("stages", [(("i0", 2), ("i1", 6)), (("i2", 1), ("i0", 3), ("i1", 6))], ids=str)
 def test_layers_come_home_from_each_other_and_from_the_host(stages, share, monkeypatch):
     monkeypatch.setattr("remap.cluster.layer_copies.LEAST_BYTES", 5000)  # several pieces of each layer
+    monkeypatch.setattr("remap.cluster.throughput.LEAST_BYTES", 5000)
     model, requests = make("llama"), long_requests(5, 8)
     names = sorted(name for name, _ in stages)
     by = (lambda layer: True) if share == "all" else (lambda layer: layer % 2 == 0)
@@ -365,6 +366,7 @@ def test_layers_come_home_from_each_other_and_from_the_host(stages, share, monke
         lacking = {name: [n for n in range(LAYERS) if n not in cluster.attached[name][1].computed] for name in names}
         sent = sum(instance.counts()["layers_sent_bytes"] for instance in cluster.instances.values())
         assert sent == layer * sum(by(n) for layers in lacking.values() for n in layers)
+        cluster.until(lambda: all(cluster.reports[name].bytes_per_s > 0 for name in names))
         cluster.change(*(((name, LAYERS),) for name in names))
         assert cluster.answers(requests) == expected_tokens(model, requests)
         for name, (_, tenant, mine) in cluster.attached.items():

@@ -59,7 +59,7 @@ def test_messages_come_whole_and_in_order_from_everybody(address):
     for rank, messages in sent.items():
         three[rank].open((), [0], lambda *message: None, inbox.put)
         for header, payload in messages:
-            three[rank].post(0, header, payload, lambda rank=rank: left.put(rank))
+            three[rank].post(0, header, payload, lambda seconds, rank=rank: left.put(rank))
     got: dict[int, list] = {1: [], 2: []}
     for _ in range(2 * len(sizes)):
         source, header, payload = inbox.get(timeout=LIMIT_S)

@@ -47,6 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Literal
 
 from remap.errors import Error, InvalidArgument, OutOfMemory
@@ -225,9 +226,9 @@ class _Group:
 class Control:
     """The state machine (see the module). Not thread-safe: one thread calls `on`.
 
-    model: of the instances that may join. network: between them; the rate from their hosts is the least that they measured, once
-    they have joined. timeout_s: without a report for so long, or without an answer to what was asked, an
-    instance counts as dead, and a change that was not decided is aborted.
+    model: of the instances that may join. network: between them, until they have measured it (the median of their rates); the
+    rate from their hosts is the least that they measured, once they have joined. timeout_s: without a report for so long, or
+    without an answer to what was asked, an instance counts as dead, and a change that was not decided is aborted.
 
     Raises InvalidArgument (fields timeout_s) unless the timeout is above 0.
     """
@@ -247,6 +248,7 @@ class Control:
         self._groups: list[_Group] = []
         self._of: dict[str, _Group] = {}
         self._heard_s: dict[str, float] = {}
+        self._rates: dict[str, float] = {}  # of the network, as instances measured it
         self._returning: set[str] = set()
         self._held: dict[str, int] = {}
         # Requests that were stuck and moved, and the tokens that they asked for: more than whoever asks again may know.
@@ -378,6 +380,8 @@ class Control:
         if group is None:
             return  # evicted, or not joined yet
         self._heard_s[report.instance] = now_s
+        if report.bytes_per_s:
+            self._rates[report.instance] = report.bytes_per_s
         change = group.change
         if change is not None and change.phase in ("switching", "exchanging"):
             done = report.phase == "serving" or (change.phase == "switching" and report.phase == "exchanging")
@@ -546,6 +550,7 @@ class Control:
         for name in names:
             del self._of[name]
         del self._known[instance], self._heard_s[instance]
+        self._rates.pop(instance, None)
         self._recover([_bare(stage) for stage in stages if stage.instance.name != instance], now_s)
         # Last: when these requests are asked for again, nobody must still count as able to serve them who is not.
         self._commands.append(Restart(tuple(names)))
@@ -565,6 +570,8 @@ class Control:
     # -- Ticks ----------------------------------------------------------------------------------------------------------------
 
     def _tick(self, now_s: float) -> None:
+        if self._rates:
+            self.network = replace(self.network, bytes_per_s=median(self._rates.values()))
         self._deadlines(now_s)
         for each in list(self._groups):
             if each.phase == "fetching" and not self._fits(each):

@@ -112,13 +112,14 @@ class Member:
         """How things are."""
         name, head, exchange = self.has.name, self.head, self.exchange
         phase: Literal["serving", "exchanging"] = "serving" if exchange is None else "exchanging"
+        rate = self.has.throughput.bytes_per_s
         if head is None:
-            return Report(name, self.epoch, phase, arrived=self.arrived)
+            return Report(name, self.epoch, phase, arrived=self.arrived, bytes_per_s=rate)
         stalled = [] if exchange is None else exchange.stalled
         load = head.load(each.length for each in stalled)
         requests = head.requests + tuple((each.id, each.attempt) for each in stalled)
         capacity = head.kv.usable_blocks * self.has.tenant.kv.block_tokens
-        return Report(name, self.epoch, phase, load, requests, capacity, self.arrived, head.stuck)
+        return Report(name, self.epoch, phase, load, requests, capacity, self.arrived, head.stuck, (), rate)
 
     # -- as `exchange.Taker`, of a new head -----------------------------------------------------------------------------------
 

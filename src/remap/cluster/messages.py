@@ -144,7 +144,8 @@ class Report:
     load, requests (id and attempt): what its scheduler has, running and waiting. Nothing unless it is the head, and never
     what it hands over. capacity: tokens of KV that the group has room for, by the head's count. arrived: layers that it holds
     and does not compute. stuck: a request that has the group's KV to itself and still finds no room, and the tokens that it asks
-    for. offers: of an instance alone, `Stage.offers`. The report comes after all tokens that were made before it.
+    for. offers: of an instance alone, `Stage.offers`. bytes_per_s: of the network from here, as measured; 0: unknown. The report
+    comes after all tokens that were made before it.
     """
 
     instance: str
@@ -156,6 +157,7 @@ class Report:
     arrived: frozenset[int] = frozenset()
     stuck: tuple[str, int] | None = None
     offers: tuple[Offer, ...] = ()
+    bytes_per_s: float = 0.0
 
 
 # -- Commands: what control asks for ------------------------------------------------------------------------------------------

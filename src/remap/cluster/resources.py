@@ -14,6 +14,7 @@ from remap.cluster.messages import Fingerprint
 from remap.cluster.slots import Whole
 from remap.cluster.stage import Stage
 from remap.cluster.stage_kv import StageKV
+from remap.cluster.throughput import Throughput
 from remap.engine.models import decoder_of
 from remap.errors import InvalidArgument
 from remap.policy.activations import Line
@@ -42,12 +43,12 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
 
 
 class Resources:
-    """One instance's model, tenant and memory. Nothing of it changes but `counts`.
+    """One instance's model, tenant and memory. Nothing of it changes but `counts` and `throughput`.
 
     layers: of the model. own_blocks: those that are KV while every layer is here and none streams. memory_bytes: for layers
     and KV together. model: the layers' bytes, and seconds of a microbatch by its requests that decode. host_bytes_per_s: at which
     layers come from the host's master copy, as the tenant measured at attach; 0 if it did not. cost: of a pass through all
-    layers. network: to other instances.
+    layers. throughput: to other instances.
 
     Measures some short passes (`probes`). Raises InvalidArgument (field layout) for KV that is not block_major, and (fields
     max_blocks, needed) if the KV region could not take the pages of all layers.
@@ -66,7 +67,7 @@ class Resources:
     ) -> None:
         self.name = name
         self.decoder: Decoder = decoder_of(model)
-        self.session, self.tenant, self.network = session, tenant, network
+        self.session, self.tenant, self.throughput = session, tenant, Throughput(network)
         self.layers = len(self.decoder.layers)
         self.limits = Limits(
             self.decoder.vocabulary, self.decoder.max_tokens, max_num_seqs, max_batch_tokens, decode_cost

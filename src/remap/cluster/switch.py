@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from remap.cluster.counts import Counts
     from remap.cluster.member import Member
     from remap.cluster.messages import GroupPlan
     from remap.cluster.prepared import Prepared
+    from remap.cluster.resources import Resources
     from remap.cluster.transport import Link
     from remap.engine.request import Sequence as EngineSequence
 
@@ -50,7 +50,7 @@ def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
             link.close()
     if prepared.mesh is not None:
         new.mesh = prepared.mesh
-        send = partial(_send, has.counts, prepared.mesh, sent)
+        send = partial(_send, has, prepared.mesh, sent)
         new.exchange = _exchange(old, new, plan, prepared.mesh, held, send)
         if not new.alone:
             new.copies = LayerCopies(has.session, has.name, has.layer_bytes, send, new.exchange.chunk_bytes)
@@ -68,11 +68,19 @@ def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
 
 
 def _send(
-    counts: Counts, mesh: Link, sent: Callable[[], None], to: int, message: Message, payload: torch.Tensor | None
+    has: Resources, mesh: Link, sent: Callable[[], None], to: int, message: Message, payload: torch.Tensor | None
 ) -> None:
-    if payload is not None:
-        counts.note_sent(payload.numel(), layer=isinstance(message, LayerPart))
-    mesh.post(to, encode(message), payload, None if payload is None else sent)
+    if payload is None:
+        mesh.post(to, encode(message))
+        return
+    nbytes = payload.numel()
+    has.counts.note_sent(nbytes, layer=isinstance(message, LayerPart))
+
+    def left(seconds: float) -> None:
+        has.throughput.note(nbytes, seconds)
+        sent()
+
+    mesh.post(to, encode(message), payload, left)
 
 
 def _next_heads(plan: GroupPlan, mesh: Link, leaving: Sequence[EngineSequence]) -> list[int]:
@@ -105,6 +113,7 @@ def _exchange(old: Member, new: Member, plan: GroupPlan, mesh: Link, held: set[i
     def departing(live: dict[str, Sequence[int]]) -> Departure:
         return Departure(old.places, held, live if old.part.first < old.part.end else {})
 
+    network = has.throughput.network
     whole_s = has.cost.batch_s + has.cost.chunk(0, has.limits.max_batch_tokens)
     # A stage without layers computes nothing, and may have much to send.
     seconds = whole_s * max(1, new.part.end - new.part.first) / has.layers
@@ -122,7 +131,7 @@ def _exchange(old: Member, new: Member, plan: GroupPlan, mesh: Link, held: set[i
         taker=new if new.head is not None else None,
         send=send,
         freed=partial(room.grow, new),
-        network=has.network,
+        network=network,
         cost=has.cost,
-        chunk_bytes=min(MOST_BYTES, chunk_bytes(has.network, seconds)),
+        chunk_bytes=min(MOST_BYTES, chunk_bytes(network, seconds)),
     )
