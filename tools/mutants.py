@@ -123,7 +123,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="planner-elsewhere-is-lendable",
         file="src/remap/memory/plan.py",
-        text="gone = [pages for _, pages in self.elsewhere]",
+        text="gone = [pages for layer, pages in self.elsewhere if layer not in self.unfilled]",
         replacement="gone: list[Pages] = []",
         breaks="Pages of layers that are computed elsewhere count as anybody's KV, and are given to other tenants for good.",
         tests=("test_place.py::test_pages_that_come_back_are_lent_to_nobody",),
@@ -131,7 +131,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="planner-elsewhere-region-stays",
         file="src/remap/memory/plan.py",
-        text="shown = (NO_PAGE,) * len(home) if layer in after else home",
+        text="shown = (NO_PAGE,) * len(home) if layer in is_kv else home",
         replacement="shown = home",
         breaks="The region of a layer that is computed elsewhere is to show pages that are KV.",
         tests=("test_place.py::test_what_others_compute_is_kv_and_comes_back",),
@@ -276,7 +276,7 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_cluster_instance.py::test_layers_come_home_from_each_other_and_from_the_host",),
     ),
     Mutant(
-        name="layer-that-waits-for-bytes-is-not-loaded",
+        name="planner-what-waits-for-bytes-is-not-loaded",
         file="src/remap/memory/plan.py",
         text="enumerate(zip(tails(now.tails, gone), tails(target.tails, after)))",
         replacement="enumerate(zip(tails(now.tails, was_kv), tails(target.tails, is_kv)))",

@@ -121,9 +121,8 @@ class ClusterInstance:
         self._outputs: list[Tokens] = []
         self._report_taken = False
         self._failed: BaseException | None = None
-        self._round_s = (
-            math.inf
-        )  # when the loop began its round; inf while it waits. It writes, `poll` reads: one number
+        # When the loop began its round; inf while it waits. The loop writes it, `poll` reads it: one number.
+        self._round_s = math.inf
         # The loop's.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._mesh_inbox: deque[tuple[int, Callable[[], None]]] = deque()  # with the bytes of each
