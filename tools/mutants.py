@@ -250,14 +250,6 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_cluster_placement.py::test_what_streams_counts_for_an_instance_alone",),
     ),
     Mutant(
-        name="cluster-every-drop-pays",
-        file="src/remap/policy/cluster/drop.py",
-        text="return self.gain(part) if self.capacity(part) >= before * (1.0 - RELATIVE_EPSILON) else 0",
-        replacement="return self.gain(part)",
-        breaks="Instances merge over a network on which their requests would wait less by taking turns.",
-        tests=("test_cluster_drop.py::test_who_waits_less_by_taking_turns_does_not_merge",),
-    ),
-    Mutant(
         name="cluster-borrowed-pages-stay",
         file="src/remap/cluster/beside.py",
         text="    following(member, partial(advanced.give_back, has.session, has.name))\n",

@@ -57,7 +57,7 @@ LAYERS = 8
 MODEL = Model((Layer(10, 1, Line(0.002, 0.0005)),) * LAYERS)
 MEMORY = 80 + 8 * 40
 """Alone an instance has room for 40 tokens; two together for 45 + 40 each, and so on."""
-NETWORK = Network(Line(0.0001, 0.0), 200.0, 50.0)
+NETWORK = Network(Line(0.001, 0.0), 200.0, 50.0)
 TIMEOUT_S = 3.0
 FINGERPRINT = Fingerprint("tiny", "float32", "1", LAYERS)
 

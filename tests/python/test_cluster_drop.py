@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 from cluster_worlds import NETWORK, clusters, serving, streaming
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 
 from reference import cluster_brute
 from remap.policy.activations import Line
-from remap.policy.cluster.drop import EXACT, QUOTES, DropPlan, dropped, greedy, plan, preferred, quotes, wider
-from remap.policy.cluster.pipeline import Network, group_round_s, mean_round_s
+from remap.policy.cluster.drop import EXACT, QUOTES, DropPlan, dropped, greedy, plan, preferred, quotes
+from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import (
     Group,
     Instance,
@@ -29,7 +28,6 @@ from remap.policy.cluster.placement import (
 )
 from remap.policy.cluster.stages import Splits
 from remap.policy.donors.supply import choose
-from remap.policy.schedule import RELATIVE_EPSILON
 
 NEEDS = st.one_of(st.integers(0, 3), st.integers(0, 80), st.just(10_000))
 EVEN = Model((Layer(10, 1, Line(1 / 16, 1 / 64)),) * 12)
@@ -65,16 +63,14 @@ def check_plan(before: Placement, need: int, found: DropPlan) -> None:
         assert set(gone.get(name, ())) == held - kept
         assert after is before or len(after.groups) == len(before.groups) or name in gone or kept == held
     home = {stage.instance.name: group for group in before.groups for stage in group.stages}
-    added, stalled, worth = 0.0, 0, 0
+    added, stalled = 0.0, 0
     for group in after.groups:
         parts = {id(home[stage.instance.name]): home[stage.instance.name] for stage in group.stages}
         assert sum(len(part.stages) for part in parts.values()) == len(group.stages)
         if len(parts) > 1:
             added += added_by(before, list(parts.values()), group)
             stalled += group.load.tokens
-        gain = max(0, group.capacity(model)) - sum(max(0, part.capacity(model)) for part in parts.values())
-        worth += gain if pays(before, list(parts.values()), group) else 0
-    assert found.missing == max(0, need - worth)
+    assert found.missing == max(0, need - found.freed)
     assert found.added_s == pytest.approx(added)
     lengths = [len(group.stages) for group in after.groups]
     assert (found.longest, found.squares) == (max(lengths), sum(length**2 for length in lengths))
@@ -94,20 +90,6 @@ def filled(before: Placement, groups: list[Group]) -> list[tuple[int, int, float
     counts = [math.ceil(density * each) for each in tokens]
     rounds = [group_round_s(before.model, group.stages, count, NETWORK) for group, count in zip(groups, counts)]
     return list(zip(tokens, counts, rounds))
-
-
-def pays(before: Placement, parts: list[Group], now: Group) -> bool:
-    """Whether the merged group computes as many tokens a second as its parts, all of them full."""
-    density = density_of(before)
-    full = [(tokens, mean_round_s(before.model, group.stages, density * tokens, NETWORK)) for group, (tokens, _, _) in
-            zip((*parts, now), filled(before, [*parts, now]))]  # fmt: skip
-    *each, (tokens, round_s) = full
-    if len(parts) == 1 or not round_s:
-        return True
-    if any(few and not few_s for few, few_s in each):
-        return False
-    paces = [Fraction(few) / Fraction(few_s) for few, few_s in each if few]
-    return tokens / Fraction(round_s) >= sum(paces) * (1 - Fraction(RELATIVE_EPSILON))
 
 
 def added_by(before: Placement, parts: list[Group], now: Group) -> float:
@@ -149,7 +131,6 @@ def one_group(before: Placement, part: tuple[int, ...], splits: Splits) -> tuple
     density = sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
     now = Group(splits.split(stages, max(1, math.ceil(math.ceil(density * tokens) / len(stages)))))
     freed = tokens - sum(max(0, group.capacity(before.model)) for group in groups)
-    freed *= pays(before, groups, now)
     return freed, added_by(before, groups, now), len(stages), running
 
 
@@ -180,8 +161,7 @@ def test_a_plan_of_up_to_eight_is_the_best_of_all_partitions(before: Placement, 
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(serving(most=4, most_layers=4), streaming(serving(most=4, most_layers=4))))
 def test_as_much_is_freed_as_any_division_of_any_partition_frees(before: Placement) -> None:
-    """End to end: every partition, every order of stages and every division of layers; without requests each merger pays."""
-    before = Placement(before.model, tuple(Group(tuple(map(quiet, group.stages))) for group in before.groups))
+    """End to end: every partition, every order of stages and every division of layers."""
     tokens: dict[tuple[int, ...], int] = {}
     freed = []
     for parts in cluster_brute.partitions(range(len(before.groups))):
@@ -201,27 +181,6 @@ def test_as_much_is_freed_as_any_division_of_any_partition_frees(before: Placeme
             freed.append(sum(tokens[tuple(part)] for part in parts) - capacity(before))
     most = 10**6
     assert most - plan(before, most, NETWORK).missing == max(freed)
-
-
-def quiet(stage: Stage) -> Stage:
-    """The same tokens, of no request."""
-    return replace(stage, instance=replace(stage.instance, load=replace(stage.instance.load, running=0, waiting=())))
-
-
-def test_who_waits_less_by_taking_turns_does_not_merge() -> None:
-    """A pass takes 1/2 s; two have 5 tokens each, and 20 as a pair. So it pays if a round of the pair takes a second or less: two
-    stages of 1/4 s, and two hops."""
-    model = Model((Layer(10, 1, Line(1 / 24, 0.0)),) * 12)
-    before = alone(model, tuple(Instance(name, 180, Load(1, 5, (5,))) for name in "ab"))
-    for hop_s, merges in ((1 / 8, True), (1 / 4, True), (0.26, False), (10.0, False)):
-        found = plan(before, 10, Network(Line(hop_s, 0.0), 1.0))
-        assert (sizes(found) == [2]) == merges
-        assert found.missing == (0 if merges else 10)
-        assert sizes(greedy(before, 10, Network(Line(hop_s, 0.0), 1.0))) == [2]  # the paper's, in any case
-    ten = alone(model, tuple(Instance(f"i{n}", 180, Load(1, 5, (5,))) for n in range(10)))
-    assert sizes(plan(ten, 50, Network(Line(10.0, 0.0), 1.0))) == [1] * 10
-    # Who is too long for one alone is helped in any case.
-    assert wider(before, 0, 12) is not None
 
 
 def test_of_several_offers_those_are_kept_that_cost_less_than_a_drop() -> None:
@@ -493,15 +452,14 @@ def test_a_drop_that_costs_less_than_streaming_comes_first() -> None:
 
 def test_what_runs_in_streaming_that_does_not_count_has_to_fit_as_well() -> None:
     """11 tokens run at each of two, where 5 fit beside all layers: a pair has 20."""
-    near = Network(Line(0.0, 0.0), 2.0)
     load = Load(5, 11, (4,))
     before = with_offers(alone(EVEN, tuple(Instance(name, 180, load) for name in "ab")), Offer(72, 10.0))
     check(before)
-    judged = preferred(before, near)
+    judged = preferred(before, NETWORK)
     assert capacity(judged) == 10
-    assert plan(judged, 10, near).freed == greedy(judged, 10, near).freed == 0
+    assert plan(judged, 10, NETWORK).freed == greedy(judged, 10, NETWORK).freed == 0
     ten = replace(before, groups=(before.groups[0], alone(EVEN, (Instance("c", 180, Load(5, 4)),)).groups[0]))
-    found = plan(preferred(ten, near), 10, near)
+    found = plan(preferred(ten, NETWORK), 10, NETWORK)
     check(found.placement)
     assert (sizes(found), found.freed) == ([2], 20 - 11 - 5)
 

@@ -32,9 +32,8 @@ as if its instances had equal shares of it.
 An instance that serves alone lets its own layers stream when its requests ask for more KV than it has, as far as its
 certificate allows, and borrows pages of models that are idle in its session. Its reports say how much that is and what it costs
 (`Offer`): room like any other, to which requests are sent. Groups merge when they ask for more than that; or, where a drop costs
-less (`drop.preferred`), for more than fits without it; and not at all where their requests wait less by taking turns
-(`policy.cluster.drop`). Members of a group say nothing, and have nothing of it: their layers have to come home, and the KV to fit
-beside them, before the group is dissolved.
+less (`drop.preferred`), for more than fits without it. Members of a group say nothing, and have nothing of it: their layers have
+to come home, and the KV to fit beside them, before the group is dissolved.
 
 Claim: while no instance dies and demand is constant, groups do not merge again after they were dissolved by "remap". It
 dissolves while demand and the margin fit into each instance alone beside all of its layers. It merges when demand is above

@@ -22,16 +22,7 @@ from remap.policy.activations import Line
 
 from .placement import Model, Stage
 
-__all__ = [
-    "Network",
-    "bubble_share",
-    "equal_stages_round_s",
-    "equal_stages_s",
-    "group_round_s",
-    "makespan",
-    "mean_round_s",
-    "round_s",
-]
+__all__ = ["Network", "bubble_share", "equal_stages_round_s", "equal_stages_s", "group_round_s", "makespan", "round_s"]
 
 
 @dataclass(frozen=True)
@@ -71,41 +62,17 @@ def round_s(stage_s: Sequence[float], hop_s: float, microbatches: int) -> float:
 def group_round_s(model: Model, stages: Sequence[Stage], requests: int, network: Network) -> float:
     """Seconds of a round of so many requests with the best number of microbatches, at most two for each stage; 0 without
     requests. Stages without layers are passed by; all that is offered is used."""
-    runs = _runs(model, stages)
-    counts = range(1, min(requests, _most_microbatches(runs)) + 1)
-    rounds = [_equal_round_s(model, runs, -(-requests // count), count, network) for count in counts]
-    return min(rounds) if requests else 0.0
-
-
-def mean_round_s(model: Model, stages: Sequence[Stage], requests: float, network: Network) -> float:
-    """As `group_round_s`, where so many requests run in the mean, which need not be whole, and microbatches are equal: so it
-    rises evenly with the requests, and groups can be compared in which few run."""
-    runs = _runs(model, stages)
-    counts = range(1, _most_microbatches(runs) + 1)
-    rounds = [_equal_round_s(model, runs, requests / count, count, network) for count in counts]
-    return min(rounds) if requests > 0.0 else 0.0
-
-
-_Run = tuple[int, int, float]
-"""Of a stage: its first layer, its end, and by what a pass takes longer there."""
-
-
-def _runs(model: Model, stages: Sequence[Stage]) -> list[_Run]:
-    return [
+    runs = [
         (stage.first, stage.end, math.fsum(offer.added_s for offer in stage.offered(model)))
         for stage in stages
         if stage.first < stage.end
     ]
-
-
-def _most_microbatches(runs: Sequence[_Run]) -> int:
-    return 2 * len(runs) if len(runs) > 1 else 1
-
-
-def _equal_round_s(model: Model, runs: Sequence[_Run], tokens: float, microbatches: int, network: Network) -> float:
-    """tokens: of each microbatch."""
-    stage_s = [model.seconds(first, end, tokens) + added_s for first, end, added_s in runs]
-    return round_s(stage_s, network.hop_s(tokens), microbatches)
+    least = math.inf if requests else 0.0
+    for microbatches in range(1, min(requests, 2 * len(runs) if len(runs) > 1 else 1) + 1):
+        tokens = -(-requests // microbatches)
+        stage_s = [model.seconds(first, end, tokens) + added_s for first, end, added_s in runs]
+        least = min(least, round_s(stage_s, network.hop_s(tokens), microbatches))
+    return least
 
 
 def makespan(seconds: Sequence[Sequence[float]], hop_s: Sequence[float] = ()) -> float:
