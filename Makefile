@@ -61,7 +61,7 @@ help:
 	@echo 'make cpp-example      C++ tests; the core installed as a CMake package; examples/cpp built against it and run'
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
 	@echo 'make check-quick      the same without the sanitizers'
-	@echo 'make mutants          45 mistakes in the core, each of which the suite has to notice (MUTANTS_ARGS="--only pool --jobs 4")'
+	@echo 'make mutants          mistakes in the core, each of which the suite has to notice (MUTANTS_ARGS="--only pool --jobs 4")'
 	@echo 'make bench            benchmarks (bench/results/)'
 	@echo 'make bench-check      each benchmark once, without measuring: that it still runs and what it asserts holds'
 	@echo 'make ablations        three models, each choice of the controller against its alternatives (hours; ABLATION_ARGS=--quick)'

@@ -252,7 +252,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="cluster-borrowed-pages-stay",
         file="src/remap/cluster/beside.py",
-        text="    following(member, partial(advanced.give_back, has.session, has.name))\n",
+        text="    changed(member, partial(advanced.give_back, has.session, has.name))\n",
         replacement="",
         breaks="A stage keeps KV in pages that another model lent and may take back.",
         tests=(
@@ -266,6 +266,22 @@ MUTANTS: tuple[Mutant, ...] = (
         replacement="if come + nbytes < self._layer_bytes(layer) // 2:",
         breaks="A layer counts as complete when half of its bytes have come from another instance.",
         tests=("test_cluster_instance.py::test_layers_come_home_from_each_other_and_from_the_host",),
+    ),
+    Mutant(
+        name="cluster-two-restorations-at-once",
+        file="src/remap/cluster/own_layers.py",
+        text="        unfetch(member, member.fetching)\n",
+        replacement="        pass\n",
+        breaks="A restoration that begins before the abort of the last one has come asks nobody for its layers.",
+        tests=("test_cluster_instance.py::test_a_restoration_may_begin_before_the_last_one_is_known_to_be_over",),
+    ),
+    Mutant(
+        name="place-overwritten-bytes-count",
+        file="src/remap/memory/place.py",
+        text="        tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}\n",
+        replacement="",
+        breaks="A layer is computed with KV in its place: a change that was undone had moved blocks over bytes that had come.",
+        tests=("test_fault_sweep.py::test_bytes_that_an_undone_place_has_overwritten_do_not_count",),
     ),
     Mutant(
         name="planner-what-waits-for-bytes-is-not-loaded",

@@ -160,7 +160,8 @@ def place(
     in the KV region, and (fill, layers) for layers to fill that are computed, or not elsewhere, or not held; OutOfBlocks (field
     preempt) if live blocks in the pages of layers that come back do not fit into the others; InvalidState inside a pass, where
     layers stream for good (attach(resident_layers=)), or (layers, written) for layers that must stay, as something wrote into
-    them or registered their memory. Nothing changes then.
+    them or registered their memory. Nothing changes then. After an error of the driver all is as before, but layers that waited
+    for bytes and are not in `fill` need all of theirs again; `filled` refuses them until then.
     """
 
     def verb(core: Core) -> Entries:
@@ -205,7 +206,8 @@ def fill_layer(session: Session, name: str, layer: int, offset: int, address: in
 def filled(session: Session, name: str, layer: int) -> None:
     """This layer has all of its bytes. From now on it is as if it had been loaded from its master copy.
 
-    Raises InvalidState (field layer) for a layer that does not wait for bytes, and inside a pass; nothing changes then.
+    Raises InvalidState (field layer) for a layer that does not wait for bytes, or (fields come, nbytes) of which not all have
+    come (a `place` that failed may have overwritten what had), and inside a pass; nothing changes then.
     """
 
     def call(core: Core) -> None:

@@ -153,14 +153,20 @@ class Cluster:
     def begin_fetch(self, *names: str, by: Callable[[int], bool] = lambda layer: False) -> None:
         """by: whether a layer comes from the stage that computes it; else from the host."""
         self.epoch += 1
-        copies = []
-        for name in names:
-            group = self.groups[name]
-            for part in group:
-                mine = [part.instance] if part.instance != name else []
-                copies += [Copy(n, name, each, 0.0, 0.0) for each in mine for n in range(part.first, part.end) if by(n)]
+        copies = self.copies(*names, by=by)
         for name in names:
             self.instances[name].fetch(self.epoch, copies)
+
+    def copies(self, *names: str, by: Callable[[int], bool] = lambda layer: True) -> list[Copy]:
+        """Of these layers that they lack, from the stages that compute them."""
+        return [
+            Copy(layer, name, part.instance, 0.0, 0.0)
+            for name in names
+            for part in self.groups[name]
+            if part.instance != name
+            for layer in range(part.first, part.end)
+            if by(layer)
+        ]
 
     def home(self, name: str) -> bool:
         part = next(each for each in self.groups[name] if each.instance == name)

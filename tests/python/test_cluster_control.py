@@ -521,6 +521,26 @@ def test_a_restoration_that_does_not_go_on_is_given_up() -> None:
     assert shape(control) == before
 
 
+def test_a_restoration_has_as_long_as_its_longest_copy_takes() -> None:
+    """A layer that takes longer than the deadline would never come else, however often it is tried."""
+    control = merged()
+    rate = MODEL.layers[0].weight_bytes / (3 * TIMEOUT_S)
+    for name in "ab":
+        told(control, name, bytes_per_s=rate)
+    control.network = replace(control.network, host_bytes_per_s=rate / 100)
+    epoch = fetching(control)
+
+    def passed(seconds: float) -> list[Command]:
+        now_s = 1.1 + seconds * TIMEOUT_S
+        for name in "ab":
+            told(control, name, now_s=now_s)
+        return control.on(Tick(), now_s)
+
+    for seconds in (0.9, 1.8, 2.7, 3.5, 4.4, 5.3, 6.2, 6.9):
+        assert passed(seconds) == []
+    assert passed(7.2) == [Abort(name, epoch) for name in control.members("a")]
+
+
 def test_a_group_that_is_slower_than_its_parts_pays_rent_until_it_dissolves() -> None:
     control, now_s = merged(), 0.0
     head = control.groups[0].stages[0].instance

@@ -22,9 +22,11 @@ from models import LAYERS, kv_spec, make, minimum_bytes  # noqa: E402
 import remap  # noqa: E402
 from remap.cluster import passes  # noqa: E402
 from remap.cluster.exchange import Exchange  # noqa: E402
+from remap.cluster.instance import ClusterInstance  # noqa: E402
 from remap.cluster.member import Member  # noqa: E402
 from remap.cluster.messages import Part  # noqa: E402
 from remap.cluster.transport import PeerLost  # noqa: E402
+from remap.cluster.wire import Shrink, decode  # noqa: E402
 from remap.engine import Request, SamplingParams  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState, StalePlan  # noqa: E402
 from remap.policy.activations import Line  # noqa: E402
@@ -351,7 +353,6 @@ def same_weights(model, mine):
 @pytest.mark.parametrize("share", ["all", "some"])
 @pytest.mark.parametrize("stages", [(("i0", 2), ("i1", 6)), (("i2", 1), ("i0", 3), ("i1", 6))], ids=str)
 def test_layers_come_home_from_each_other_and_from_the_host(stages, share, monkeypatch):
-    monkeypatch.setattr("remap.cluster.layer_copies.LEAST_BYTES", 5000)  # several pieces of each layer
     monkeypatch.setattr("remap.cluster.throughput.LEAST_BYTES", 5000)
     model, requests = make("llama"), long_requests(5, 8)
     names = sorted(name for name, _ in stages)
@@ -376,8 +377,8 @@ def test_layers_come_home_from_each_other_and_from_the_host(stages, share, monke
 
 
 def test_a_layer_that_its_source_cannot_send_comes_from_the_host(monkeypatch):
+    monkeypatch.setattr("remap.cluster.throughput.LEAST_BYTES", 5000)
     model, requests = make("llama"), long_requests(5, 8)
-    monkeypatch.setattr("remap.cluster.layer_copies.LEAST_BYTES", 5000)
     plain, reads = remap.advanced.read_layer, []
 
     def sometimes(session, name, layer, *more):
@@ -401,8 +402,8 @@ def test_a_layer_that_its_source_cannot_send_comes_from_the_host(monkeypatch):
 @pytest.mark.parametrize("end", ["abort", "recover"])
 def test_layers_on_their_way_from_each_other_may_be_given_up(end, monkeypatch):
     """Pieces that come later are for nobody; and the next time all of it comes anew."""
+    monkeypatch.setattr("remap.cluster.throughput.LEAST_BYTES", 1000)
     model, requests = make("llama"), long_requests(5, 6)
-    monkeypatch.setattr("remap.cluster.layer_copies.LEAST_BYTES", 1000)
     with Cluster(model, 2, blocks=120, network=Network(Line(0.0, 0.0), 1e5), kv=RESIDENT) as cluster:
         cluster.change((("i0", 2), ("i1", 6)))
         cluster.submit("i0", requests)
@@ -464,6 +465,93 @@ def test_pages_of_an_idle_model_are_kv_before_a_group_and_after_it_and_go_back_w
         assert cluster.answers(requests) == expected_tokens(model, requests)
         session.activate("idle")
         assert torch.equal(other(prompt).logits, expected)
+
+
+@pytest.mark.parametrize("at", [("i0",), ("i1",), ("i0", "i1")], ids="+".join)
+@pytest.mark.parametrize("again", [True, False], ids=["brought home", "given up"])
+def test_a_restoration_may_begin_before_the_last_one_is_known_to_be_over(at, again, monkeypatch):
+    """Commands are tasks of their own, and one may overtake another: at some instances the new fetch comes before the abort."""
+    monkeypatch.setattr("remap.cluster.throughput.LEAST_BYTES", 1000)
+    model, requests = make("llama"), long_requests(5, 6)
+    with Cluster(model, 2, blocks=120, network=Network(Line(0.0, 0.0), 1e5), kv=RESIDENT) as cluster:
+        cluster.change((("i0", 2), ("i1", 6)))
+        cluster.submit("i0", requests)
+        some_tokens(cluster, requests)
+        cluster.begin_fetch("i0", "i1", by=lambda layer: True)
+        cluster.until(lambda: all(one.counts()["layers_sent_bytes"] for one in cluster.instances.values()))
+        first, copies = cluster.epoch, cluster.copies("i0", "i1")
+        cluster.epoch += 1
+        for name, instance in cluster.instances.items():
+            calls = [lambda one: one.abort(first), lambda one: one.fetch(cluster.epoch, copies)]
+            for call in reversed(calls) if name in at else calls:
+                call(instance)
+            instance.fetch(cluster.epoch, copies)  # and the same again
+        if not again:
+            for instance in cluster.instances.values():
+                instance.abort(cluster.epoch)
+            cluster.until(lambda: not any(report.arrived for report in cluster.reports.values()))
+            cluster.fetch("i0", "i1", by=lambda layer: True)
+        cluster.until(lambda: cluster.home("i0") and cluster.home("i1"))
+        cluster.change((("i0", 6),), (("i1", 6),))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        assert all(same_weights(model, mine) for _, _, mine in cluster.attached.values())
+
+
+def test_a_stage_hears_to_shrink_for_a_restoration_that_is_over_when_the_next_one_has_begun(monkeypatch):
+    monkeypatch.setattr("remap.cluster.throughput.LEAST_BYTES", 1000)
+    model, requests = make("llama"), long_requests(5, 6)
+    plain, held, holding = ClusterInstance._from_ring, [], [True]
+
+    def late(self, epoch, source, header, payload):
+        """The ring to i1 stands still from the first Shrink on."""
+        if holding and self.name == "i1" and (held or isinstance(decode(header), Shrink)):
+            held.append((self, epoch, source, header, payload))
+        else:
+            plain(self, epoch, source, header, payload)
+
+    monkeypatch.setattr(ClusterInstance, "_from_ring", late)
+    with Cluster(model, 2, blocks=120, network=Network(Line(0.0, 0.0), 1e5), kv=RESIDENT) as cluster:
+        cluster.change((("i0", 2), ("i1", 6)))
+        cluster.submit("i0", requests)
+        some_tokens(cluster, requests)
+        cluster.begin_fetch("i0", "i1", by=lambda layer: True)
+        cluster.until(lambda: held)
+        for instance in cluster.instances.values():
+            instance.abort(cluster.epoch)
+        cluster.begin_fetch("i0", "i1", by=lambda layer: True)
+        holding.clear()
+        for each in held:
+            plain(*each)
+        cluster.until(lambda: cluster.home("i0") and cluster.home("i1"))
+        cluster.change((("i0", 6),), (("i1", 6),))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        assert all(same_weights(model, mine) for _, _, mine in cluster.attached.values())
+
+
+def test_an_instance_whose_pages_hold_another_models_kv_stays_alone():
+    model, other = make("llama"), make("qwen2", seed=3)
+    requests = long_requests(9, 4)
+    spare = minimum_bytes(other, kv_spec(other), PAGE)
+    with Cluster(model, 2, blocks=40, kv={"config": ANY, "spare": spare}) as cluster:
+        session, tenant, _ = cluster.attached["i0"]
+        beside = session.attach(other, kv=kv_spec(other, max_blocks=900), name="b")
+        cluster.submit("i0", requests)
+        some_tokens(cluster, requests)
+        other(torch.arange(1, 12)[None])
+        cluster.instances["i0"].exclusively(lambda: session.step({"b": beside.kv.free_blocks + 30}))
+        assert tenant.lent_pages
+        theirs = beside.kv.allocate(beside.kv.free_blocks)
+        before = states(cluster)["i0"][:2]
+        (refused,) = cluster.prepare(cluster.plans((("i0", 3), ("i1", 6))))[:1]
+        assert isinstance(refused, InvalidState | PeerLost)
+        with pytest.raises(InvalidState) as found:
+            cluster.instances["i0"].prepare(cluster.plans((("i0", 3), ("i1", 6)))["i0"])
+        assert found.value.fields["neighbours"] == {"b": len(theirs)}
+        some_tokens(cluster, requests, least=2)
+        assert states(cluster)["i0"][:2] == before
+        beside.kv.free(theirs)
+        cluster.change((("i0", 3), ("i1", 6)))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
 
 
 def states(cluster):

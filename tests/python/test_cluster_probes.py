@@ -16,6 +16,7 @@ from models import LAYERS, make
 
 from remap.cluster.probes import Probe, cost_of, probes, rows_of
 from remap.cluster.resources import Resources
+from remap.errors import InvalidState
 from remap.policy.activations import Line
 from remap.policy.cluster.lookahead import Chunk, ChunkCost
 from remap.policy.cluster.pipeline import Network
@@ -59,5 +60,10 @@ def test_an_instance_measures_its_own_and_keeps_no_block(blocks: int) -> None:
         has = Resources("m", model, session, tenant, Network(Line(0.0, 0.0), 1e9), 6, 64, 0)
         assert tenant.kv.live_blocks == 0
         assert has.cost.microbatch([Chunk(0, 0, 8)]) > 0.0
+        # What its own calls move of others, somebody has to hear.
+        assert has.tell({"m": {1: 2}, "b": {}}) is None
+        with pytest.raises(InvalidState) as lost:
+            has.tell({"m": {1: 2}, "b": {3: 4}})
+        assert lost.value.fields["moved"] == {"b": {3: 4}}
         # A round of one request, as plans see it, is a pass over it.
         assert has.model.seconds(0, LAYERS, 1) == pytest.approx(has.cost.microbatch([Chunk(0, 256, 1)]))

@@ -494,3 +494,47 @@ def test_close_after_a_failed_close_finishes(call: str) -> None:
     assert error is None or type(error) is DriverError
     assert world.session.closed == (error is None)
     world.close()
+
+
+def test_bytes_that_an_undone_place_has_overwritten_do_not_count() -> None:
+    """Layer 4 waits for its last bytes and is to leave; live blocks move into its pages, and then a call fails."""
+
+    def almost_filled() -> Faulty:
+        world = Faulty("aliased")
+        world.place("a", 0, 3)
+        world.place("a", 0, 3, hold=(4,), fill=(4,))
+        fill_layer(world, "a", 4, 0, len(world.engines["a"].data[4]) - 100)
+        world.engines["a"].fill()  # what lies in the pages of 5 and 6 can only go to those of 4
+        world.settle()
+        return world
+
+    def leave(world: Faulty) -> Any:
+        return world.place("a", 0, 3, hold=(5,))
+
+    world = almost_filled()
+    before = world.fault.calls()
+    assert leave(world).moved["a"]
+    calls = world.fault.calls() - before
+    world.close()
+    undone = 0
+    for nth in range(1, calls + 1):
+        world = almost_filled()
+        was = seen(world.session)
+        world.fault.arm_any(nth, False, _core.ErrorKind.driver)
+        failed = attempt(lambda world=world: leave(world))
+        world.session._executor.drain()
+        world.fault.disarm()
+        if failed is not None and seen(world.session) == was:
+            undone += 1
+            size = len(world.engines["a"].data[4])
+            fill_layer(world, "a", 4, size - 100)
+            with pytest.raises(InvalidState) as refused:
+                remap.advanced.filled(world.session, "a", 4)
+            assert refused.value.fields["come"] == ((size - 100, size),)
+            fill_layer(world, "a", 4, 0, size - 100)
+            remap.advanced.filled(world.session, "a", 4)
+        world.engines["a"].free()
+        world.place("a", 0, 7)
+        world.check()
+        world.close()
+    assert undone

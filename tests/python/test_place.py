@@ -158,6 +158,45 @@ def test_layers_whose_bytes_do_not_come_are_loaded_or_go_again(mode: str) -> Non
         world.check()
 
 
+@pytest.mark.parametrize("step", [1, 777, 5000])
+def test_a_layer_is_filled_by_pieces_in_any_order_and_by_nothing_less(step: int) -> None:
+    with Shared(SIZES) as world:
+        world.place("a", 0, 2)
+        world.place("a", 0, 2, hold=(3,), fill=(3,))
+        nbytes = len(world.engines["a"].data[3])
+        cuts = [*range(0, min(nbytes, 40 * step), step), nbytes]
+        pieces = list(zip(cuts, cuts[1:]))
+        random.Random(step).shuffle(pieces)
+        for first, end in pieces:
+            with pytest.raises(InvalidState) as refused:
+                remap.advanced.filled(world.session, "a", 3)
+            assert refused.value.fields["nbytes"] == nbytes
+            fill_layer(world, "a", 3, first, end)
+            fill_layer(world, "a", 3, first, end)  # again
+        remap.advanced.filled(world.session, "a", 3)
+        world.place("a", 0, 6)
+        world.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_came_of_a_layer_that_leaves_and_returns_has_to_come_again(mode: str) -> None:
+    with Shared(SIZES, mode=mode) as world:
+        a = world.engines["a"]
+        world.place("a", 0, 2)
+        world.place("a", 0, 2, hold=(3,), fill=(3,))
+        fill_layer(world, "a", 3)
+        world.place("a", 0, 2)
+        a.poison()
+        world.place("a", 0, 2, hold=(3,), fill=(3,))
+        with pytest.raises(InvalidState):
+            remap.advanced.filled(world.session, "a", 3)
+        fill_layer(world, "a", 3)
+        world.place("a", 0, 2, hold=(3, 4), fill=(3,))  # it goes on waiting, with what has come
+        remap.advanced.filled(world.session, "a", 3)
+        world.place("a", 0, 6)
+        world.check()
+
+
 def test_what_cannot_be_filled_is_refused_and_nothing_changes() -> None:
     with Shared(SIZES) as world:
         session = world.session

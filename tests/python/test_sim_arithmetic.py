@@ -179,6 +179,18 @@ def test_what_no_remapping_makes_room_for_is_refused(sharing: str, monkeypatch: 
         tiny(context=1)
 
 
+@pytest.mark.parametrize("sharing", ["temporal", "spatial"])
+def test_what_has_outgrown_the_memory_is_refused_though_its_kv_is_kept(
+    sharing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The region has place for it, and it ran until the last block was full; then its KV went to host memory, for good."""
+    monkeypatch.setattr(running, "_STUCK", 64)
+    setup = one(sharing, on=ON.with_(iteration_gap_s=0.0), kv_blocks=24, cost=None)
+    items = [Item("t", 0.0, 24 * BLOCK - 3, 9), Item("t", 0.0, 50, 9)]
+    found = only(simulate(setup, items, "remap:max_layers=0+swap"))
+    assert (found.requests, found.finished, found.preemptions) == (2, 1, 1)
+
+
 def test_tables_are_no_wider_than_the_terminal(tmp_path: Path) -> None:
     found = [simulate(one(), [Item("t", 0.0, 10, 3)], name) for name in ("recompute", "swap", "pie", "static", "remap")]
     for width, count in ((400, 1), (60, 4)):

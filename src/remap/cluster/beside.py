@@ -1,6 +1,7 @@
 """Room for KV that an instance has beside its own memory, while it serves alone: of its layers that stream, and of models that
 are idle in its session. The session gives it when requests need it (`Head.rest`). Reports say how much that may be and what it
-costs; at the switch to a group it ends."""
+costs; at the switch to a group it ends. Such a model may wake and serve, and borrow pages of the instance's layers in its turn:
+then those cannot leave, and the instance stays alone (`check`)."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from remap import advanced
-from remap.cluster.own_layers import following
+from remap.cluster.own_layers import changed
+from remap.errors import InvalidState
 from remap.policy.cluster.placement import Offer
 
 if TYPE_CHECKING:
     from remap.cluster.member import Member
 
-__all__ = ["end", "offers"]
+__all__ = ["check", "end", "offers"]
 
 
 def offers(member: Member) -> tuple[Offer, ...]:
@@ -26,10 +28,25 @@ def offers(member: Member) -> tuple[Offer, ...]:
     return tuple(sorted(found, key=lambda offer: offer.added_s / offer.nbytes))
 
 
+def check(member: Member) -> None:
+    """Between passes. Raises InvalidState (field neighbours: name -> live blocks) if another model's KV lies in pages of this
+    instance's layers, which are to come home for a merger."""
+    tenants = member.has.session.snapshot().tenants
+    lent = tenants[member.has.name].lent_to
+    neighbours = {name: tenants[name].live_blocks for name in lent if tenants[name].live_blocks}
+    if neighbours:
+        raise InvalidState(
+            f"pages of {member.has.name!r}'s layers hold KV of {sorted(neighbours)}, with {sum(neighbours.values())} live "
+            "blocks; nothing changed; prepare when their requests have ended",
+            instance=member.has.name,
+            neighbours=neighbours,
+        )
+
+
 def end(member: Member) -> None:
     """None of its layers streams any more, and what other models lent is theirs again: so nobody takes pages back, which would
-    move blocks of a stage. Live blocks as in `own_layers.following`. Raises what `advanced.remap` and `advanced.give_back`
+    move blocks of a stage. Live blocks as in `own_layers.changed`. Raises what `advanced.remap` and `advanced.give_back`
     raise."""
     has = member.has
-    following(member, partial(advanced.remap, has.session, has.name, 0))
-    following(member, partial(advanced.give_back, has.session, has.name))
+    changed(member, partial(advanced.remap, has.session, has.name, 0))
+    changed(member, partial(advanced.give_back, has.session, has.name))

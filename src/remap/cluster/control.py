@@ -149,8 +149,8 @@ class GroupView:
 
 @dataclass(eq=False)
 class _Change:
-    """From `before` to `after`. waiting_for: instances that have not answered in this phase. Its members are those of `before`,
-    and of `after` as well."""
+    """From `before` to `after`. waiting_for: instances that have not answered in this phase. slowest_s: what one of its
+    copies takes at most, by plan. Its members are those of `before`, and of `after` as well."""
 
     epoch: int
     before: list[_Group]
@@ -159,6 +159,7 @@ class _Change:
     plans: list[GroupPlan] = field(default_factory=list)
     waiting_for: set[str] = field(default_factory=set)
     deadline_s: float = 0.0
+    slowest_s: float = 0.0
 
     @property
     def members(self) -> list[str]:
@@ -468,7 +469,12 @@ class Control:
     def _enter(self, change: _Change, phase: Phase, now_s: float) -> None:
         change.phase = phase
         change.waiting_for = set(change.members)
-        change.deadline_s = now_s + self.timeout_s
+        self._extend(change, now_s)
+
+    def _extend(self, change: _Change, now_s: float) -> None:
+        """Behind activations a copy takes longer than planned; twice as long is enough."""
+        copying_s = 2 * change.slowest_s if change.phase == "fetching" else 0.0
+        change.deadline_s = now_s + self.timeout_s + copying_s
 
     def _answered(self, change: _Change, instance: str, now_s: float) -> None:
         """This instance is ready with the present phase; the last one ends it."""
@@ -521,7 +527,7 @@ class Control:
             for stage in group.group.stages
         ]
         if tuple(stages) != group.group.stages:
-            change.deadline_s = now_s + self.timeout_s  # it goes on
+            self._extend(change, now_s)  # it goes on
         group.group = Group(tuple(stages))
         if all(stage.holds(layer) for stage in stages for layer in range(len(self.model.layers))):
             self._prepare(change, now_s)
@@ -704,8 +710,9 @@ class Control:
         after = restore.dissolved(here, 0)
         change = self._begin([each], list(after.groups), "fetching", now_s)
         if change is not None:
-            self._enter(change, "fetching", now_s)
             copies = tuple(restore.copies(here, after, self.network))
+            change.slowest_s = max((copy.end_s - copy.begin_s for copy in copies), default=0.0)
+            self._enter(change, "fetching", now_s)
             self._commands += [Fetch(name, change.epoch, copies) for name in each.names]
 
     def _pays(self, each: _Group, now_s: float) -> bool:

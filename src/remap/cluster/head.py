@@ -106,8 +106,8 @@ class _Shared:
 
 
 class Head:
-    """See the module. tenant: `name` and `kv`; of a group, kv is its `GroupPool`. session: of the instance. lanes: as many as
-    the group has stages with layers. cost: of a pass through all layers."""
+    """See the module. tenant: `name` and `kv`; of a group, kv is its `GroupPool`. session: what is asked between passes
+    (`step`). lanes: as many as the group has stages with layers. cost: of a pass through all layers."""
 
     def __init__(
         self, tenant: Any, session: Any, lanes: int, limits: Limits, cost: ChunkCost, *, kv: Any = None

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
     from remap.cluster.own_layers import ReportT
     from remap.cluster.prepared import Prepared
+    from remap.cluster.resources import Others
     from remap.engine.request import Request
     from remap.policy.cluster.pipeline import Network
     from remap.policy.cluster.restore import Copy
@@ -91,7 +92,9 @@ IDLE_S = 0.1
 class ClusterInstance:
     """See the module. model: a transformers causal LM whose layers the tenant owns, attached with hooks=False and KV in
     block_major layout. network: to other instances. host: under which others reach it. timeout_s: for others to come, and
-    to take a message. The other arguments are the scheduler's.
+    to take a message. others(tenant, moved): is called by the loop, between two passes, when the instance's own calls of the
+    session have moved live blocks (old -> new) of another tenant; without it such a move fails the instance. The other arguments
+    are the scheduler's.
 
     Measures some short passes. Raises InvalidArgument (field layout) for another layout, and (fields max_blocks, needed) if the
     KV region could not take the pages of all layers.
@@ -110,9 +113,12 @@ class ClusterInstance:
         max_num_seqs: int = 32,
         max_batch_tokens: int = 512,
         decode_cost: int = 0,
+        others: Others | None = None,
     ) -> None:
         self.name = name
-        self._has = Resources(name, model, session, tenant, network, max_num_seqs, max_batch_tokens, decode_cost)
+        self._has = Resources(
+            name, model, session, tenant, network, max_num_seqs, max_batch_tokens, decode_cost, others
+        )
         self._store = ServedStore(host)
         self._timeout_s = timeout_s
         self._changes = Changes(name, host, Ears(self._from_ring, self._from_mesh, self._peer_lost), timeout_s)
@@ -158,9 +164,12 @@ class ClusterInstance:
 
         Raises, with nothing changed: StalePlan (fields plan_epoch, epoch) for an epoch that is over or was aborted;
         InvalidArgument (field instance; or differs, expected, got) for a plan without this instance, of another model, or
-        from groups other than the present ones; IncompleteCopy; InvalidState while KV still moves, or (field layers) if it
-        does not hold what it is to compute; PeerLost if the others do not come.
+        from groups other than the present ones; IncompleteCopy; InvalidState while KV still moves, (field layers) if it
+        does not hold what it is to compute, or (field neighbours) if another model's KV lies in its layers' pages; PeerLost if
+        the others do not come.
         """
+        if len(plan.stages) > 1:
+            self._ask(lambda: beside.check(self._now))
         self._changes.prepare(plan, self._now)
 
     def commit(self, epoch: int) -> None:

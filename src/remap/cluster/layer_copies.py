@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Came", "LayerCopies"]
 
 
-LEAST_BYTES = 64 << 10
-"""Of a piece: smaller ones take as long."""
-
-
 class Came(NamedTuple):
     """What came of a message: this layer has all of its bytes, or (not whole) its source cannot send it."""
 
@@ -64,7 +60,7 @@ class LayerCopies:
     ) -> None:
         self._session, self._name, self._layer_bytes = session, name, layer_bytes
         self._send = send
-        self.chunk_bytes = max(LEAST_BYTES, chunk_bytes)
+        self.chunk_bytes = chunk_bytes
         self._epoch = 0
         self._wanted: dict[int, tuple[int, int]] = {}  # layer -> its source, and the bytes that have come
         self._asked: deque[_Send] = deque()
@@ -116,7 +112,10 @@ class LayerCopies:
         if come + nbytes < self._layer_bytes(layer):
             return None
         del self._wanted[layer]
-        advanced.filled(self._session, self._name, layer)
+        try:
+            advanced.filled(self._session, self._name, layer)
+        except InvalidState:
+            return Came(layer, whole=False)  # a change of the session that failed has overwritten some
         return Came(layer, whole=True)
 
     # -- as a source ---------------------------------------------------------------------------------------------------------

@@ -93,6 +93,12 @@ class Member:
             self.has.counts.activation_bytes += payload.numel()
         ring.post((ring.rank + 1) % len(ring.names), header, payload)
 
+    def go_on(self) -> None:
+        """As a head: it need not drain to shrink any more."""
+        assert self.head is not None
+        self.leaving, self.shrinking = {}, False
+        self.head.draining = self.next is not None
+
     def end_exchange(self) -> None:
         """All KV has moved."""
         self.exchange = None
@@ -148,7 +154,7 @@ def alone(has: Resources, epoch: int) -> Member:
     """A group of one, of all layers, with the tenant's own blocks."""
     kv, places = StageKV(has.tenant.kv, 0, has.layers), Whole(has.layers)
     stage = Stage(has.decoder, has.tenant, kv, places, samples=True)
-    head = Head(has.tenant, has.session, 1, has.limits, has.cost)
+    head = Head(has.tenant, has, 1, has.limits, has.cost)
     return Member(has, epoch, (Part(has.name, 0, has.layers),), 0, kv, places, None, stage, head, None)
 
 
@@ -164,5 +170,5 @@ def stage_of(has: Resources, plan: GroupPlan, ring: Link) -> Member:
     head = None
     if place == 0:
         pool = GroupPool(has.tenant.kv.block_tokens)
-        head = Head(has.tenant, has.session, len(working), has.limits, has.cost, kv=pool)
+        head = Head(has.tenant, has, len(working), has.limits, has.cost, kv=pool)
     return Member(has, plan.epoch, plan.stages, place, kv, places, slots, stage, head, ring)

@@ -8,13 +8,13 @@ A drop is one call, `hold`, at the switch. Coming home takes two steps, while th
               those for which control named other instances from these (`layer_copies`)
 
 `unfetch` undoes both, if the change is given up. Every call of the session that may move blocks of an instance between two
-passes goes through `following`.
+passes goes through `following`; the instance's own go through `changed`.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from remap import advanced
 from remap.cluster import room
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from remap.cluster.member import Member
 
-__all__ = ["ReportT", "came", "fetch", "following", "give_up", "hold", "shrink", "unfetch"]
+__all__ = ["ReportT", "came", "changed", "fetch", "following", "give_up", "hold", "shrink", "unfetch"]
 
 
 ReportT = TypeVar("ReportT", StepReport, ActivationReport)
@@ -39,10 +39,15 @@ def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fi
     """Compute the layers first <= i < end from now on, and hold those of `besides` as well. What is missing of them comes from
     the host's master copies, but for the layers of `fill`.
 
-    Live blocks as in `following`. Raises what `advanced.place` raises, with nothing changed.
+    Live blocks as in `changed`. Raises what `advanced.place` raises, with nothing changed.
     """
     has = member.has
-    following(member, partial(advanced.place, has.session, has.name, first, end, hold=besides, fill=fill))
+    changed(member, partial(advanced.place, has.session, has.name, first, end, hold=besides, fill=fill))
+
+
+def changed(member: Member, change: Callable[[], ReportT]) -> None:
+    """As `following`, and whoever has the session's other tenants hears where their live blocks moved. Raises what both raise."""
+    member.has.tell(following(member, change).moved)
 
 
 def following(member: Member, change: Callable[[], ReportT]) -> ReportT:
@@ -55,8 +60,10 @@ def following(member: Member, change: Callable[[], ReportT]) -> ReportT:
     while True:
         try:
             report = change()
-        except OutOfBlocks:
-            if not _preempt(member):
+        except OutOfBlocks as error:
+            if member.has.name not in cast("Mapping[str, object]", error.fields.get("preempt", {})) or not _preempt(
+                member
+            ):
                 raise
             continue
         _moved(member, report.moved.get(member.has.name, {}))
@@ -86,7 +93,12 @@ def _moved(member: Member, moved: Mapping[int, int]) -> None:
 
 def fetch(member: Member, epoch: int, sources: Mapping[int, int]) -> None:
     """Begin to bring all layers home for this epoch: these from other instances (by their ranks in the mesh), all others from the
-    master copies. Does nothing if they are here."""
+    master copies. What was begun for an earlier epoch is undone, for commands may overtake each other. Does nothing if they are
+    here, or if this epoch is over."""
+    if epoch <= member.unfetched or epoch < member.fetching:
+        return
+    if member.fetching and member.fetching < epoch:
+        unfetch(member, member.fetching)
     member.fetching = epoch
     if member.home:
         return
@@ -104,7 +116,7 @@ def shrink(member: Member) -> None:
     moves = list(member.head.shrink(limit).items())
     member.rooms = {}
     message = Shrink(member.leaving_for, limit, moves)
-    _launch_again(member)
+    member.go_on()
     if member.ring is not None:
         member.forward(encode(message))
     give_up(member, message)
@@ -112,7 +124,8 @@ def shrink(member: Member) -> None:
 
 def give_up(member: Member, message: Shrink) -> None:
     """Logical blocks end, and live ones change their number, as the head says; then the layers come home to the pages of those
-    that others' layers had. They leave again if that was undone meanwhile: commands and messages come by different ways."""
+    that others' layers had. If that was undone meanwhile (commands and messages come by different ways), those pages go on as
+    KV."""
     slots, kv, limit = member.slots, member.kv, message.limit
     if slots is None:
         return
@@ -123,10 +136,11 @@ def give_up(member: Member, message: Shrink) -> None:
     shifts = slots.shrink(limit, others)
     if shifts:
         kv.write([to for _, to in shifts], kv.first, kv.end, kv.read([at for at, _ in shifts], kv.first, kv.end))
+    if message.epoch != member.fetching:
+        room.grow(member, others)
+        return
     member.has.tenant.kv.free(sorted(others))
     _come_home(member)
-    if message.epoch <= member.unfetched:
-        _leave(member, message.epoch)
 
 
 def unfetch(member: Member, epoch: int) -> None:
@@ -135,13 +149,8 @@ def unfetch(member: Member, epoch: int) -> None:
     if member.fetching != epoch or member.alone:
         return
     member.fetching = 0
-    if member.head is not None:
-        _launch_again(member)
-    _leave(member, epoch)
-
-
-def _leave(member: Member, epoch: int) -> None:
-    """What came home for this epoch goes again."""
+    if member.head is not None and member.leaving_for <= epoch:
+        member.go_on()
     member.sources = {}
     if member.copies is not None:
         member.copies.drop(epoch)
@@ -151,13 +160,6 @@ def _leave(member: Member, epoch: int) -> None:
         member.home = part.end - part.first == member.has.layers
         member.arrived = frozenset()
         room.grow(member, kv.allocate(kv.free_blocks))
-
-
-def _launch_again(member: Member) -> None:
-    """The head need not drain to shrink any more."""
-    assert member.head is not None
-    member.leaving, member.shrinking = {}, False
-    member.head.draining = member.next is not None
 
 
 def _come_home(member: Member) -> None:

@@ -16,16 +16,22 @@ from remap.cluster.stage import Stage
 from remap.cluster.stage_kv import StageKV
 from remap.cluster.throughput import Throughput
 from remap.engine.models import decoder_of
-from remap.errors import InvalidArgument
+from remap.errors import InvalidArgument, InvalidState
 from remap.policy.activations import Line
 from remap.policy.cluster.placement import Layer, Model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import nn
 
     from remap.engine.models import Decoder
     from remap.policy.cluster.lookahead import ChunkCost
     from remap.policy.cluster.pipeline import Network
+    from remap.policy.views import Demand
+    from remap.report import StepReport
+
+    Others = Callable[[str, Mapping[int, int]], None]
 
 __all__ = ["Resources", "fingerprint_of"]
 
@@ -48,7 +54,7 @@ class Resources:
     layers: of the model. own_blocks: those that are KV while every layer is here and none streams. memory_bytes: for layers
     and KV together. model: the layers' bytes, and seconds of a microbatch by its requests that decode. host_bytes_per_s: at which
     layers come from the host's master copy, as the tenant measured at attach; 0 if it did not. cost: of a pass through all
-    layers. throughput: to other instances.
+    layers. throughput: to other instances. others: see `ClusterInstance`.
 
     Measures some short passes (`probes`). Raises InvalidArgument (field layout) for KV that is not block_major, and (fields
     max_blocks, needed) if the KV region could not take the pages of all layers.
@@ -64,10 +70,12 @@ class Resources:
         max_num_seqs: int,
         max_batch_tokens: int,
         decode_cost: int,
+        others: Others | None = None,
     ) -> None:
         self.name = name
         self.decoder: Decoder = decoder_of(model)
         self.session, self.tenant, self.throughput = session, tenant, Throughput(network)
+        self._others = others
         self.layers = len(self.decoder.layers)
         self.limits = Limits(
             self.decoder.vocabulary, self.decoder.max_tokens, max_num_seqs, max_batch_tokens, decode_cost
@@ -90,6 +98,27 @@ class Resources:
     def layer_bytes(self, layer: int) -> int:
         """Of this layer."""
         return self.model.layers[layer].weight_bytes
+
+    def step(self, demand: Mapping[str, Demand]) -> StepReport:
+        """`Session.step`, and `tell`. Raises what both raise."""
+        report: StepReport = self.session.step(demand)
+        self.tell(report.moved)
+        return report
+
+    def tell(self, moved: Mapping[str, Mapping[int, int]]) -> None:
+        """By tenant, live blocks (old -> new) that a call of this instance moved: the other tenants' are for `others`. Raises
+        InvalidState (field moved) if there are such, and nobody to tell."""
+        strange = {name: blocks for name, blocks in moved.items() if blocks and name != self.name}
+        if strange and self._others is None:
+            raise InvalidState(
+                f"{sum(map(len, strange.values()))} live blocks of {sorted(strange)} moved beside {self.name!r}, and nobody is "
+                "told, so their KV is lost; give the instance others=, or keep the session's other tenants idle",
+                instance=self.name,
+                moved=strange,
+            )
+        for name, blocks in strange.items():
+            assert self._others is not None
+            self._others(name, blocks)
 
     def _require_addresses(self) -> None:
         kv = self.tenant.kv

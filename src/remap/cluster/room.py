@@ -39,7 +39,8 @@ def hear(member: Member, message: Room) -> None:
         if message.leaving <= member.unfetched or message.leaving < member.leaving_for:
             return
         if message.leaving > member.leaving_for:
-            member.leaving, member.leaving_for = {}, message.leaving
+            member.go_on()  # what it may drain for is an earlier epoch's
+            member.leaving_for = message.leaving
     rooms = member.leaving if message.leaving else member.rooms
     rooms[message.stage] = message.blocks
     if any(place not in rooms for place in member.working):

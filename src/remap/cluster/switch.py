@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from remap.cluster import beside, member, own_layers, room
+from remap.cluster import beside, member, own_layers, room, throughput
 from remap.cluster.exchange import Exchange, Run
 from remap.cluster.layer_copies import LayerCopies
 from remap.cluster.slots import Departure
@@ -133,5 +133,6 @@ def _exchange(old: Member, new: Member, plan: GroupPlan, mesh: Link, held: set[i
         freed=partial(room.grow, new),
         network=network,
         cost=has.cost,
-        chunk_bytes=min(MOST_BYTES, chunk_bytes(network, seconds)),
+        # Pieces that are too small to show the network's rate would leave it at whatever was measured last, for good.
+        chunk_bytes=min(MOST_BYTES, max(throughput.LEAST_BYTES, chunk_bytes(network, seconds))),
     )

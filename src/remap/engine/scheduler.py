@@ -131,7 +131,7 @@ class Scheduler:
         """
         wanted, size = 0, self.block_tokens
         held = [*self.running, *self.arriving]
-        sequences = [*held, *islice(self._queued(), max(0, self.max_num_seqs - len(held)))]
+        sequences = [*held, *islice(self.queued(), max(0, self.max_num_seqs - len(held)))]
         for sequence in sequences:
             wanted += -(-sequence.length // size) - len(sequence.blocks)
         return wanted + self.lookahead_blocks * len(sequences)
@@ -147,6 +147,10 @@ class Scheduler:
                     ticket, blocks = sequence.homing
                     sequence.homing = ticket, [moved.get(block, block) for block in blocks]
 
+    def queued(self) -> Iterable[Sequence]:
+        """Who does not run yet, in the order in which they will."""
+        return self.waiting
+
     def schedule(self, pool: BlockPool) -> Schedule:
         """Choose the chunks of the next pass and allocate their blocks. Counts as nothing until `commit`: repeating is
         harmless. Raises the pool's error if copies in have failed: their sequences wait again, with their KV in host memory.
@@ -158,7 +162,7 @@ class Scheduler:
         self._arrive(pool)
         self._settle(pool)
         found = self._schedule(pool)
-        if self.stream and not self.arriving and not any(self._queued()):
+        if self.stream and not self.arriving and not any(self.queued()):
             streaming.bring_home(self.running, pool.free_blocks - self.lookahead_blocks * len(self.running), pool)
         if found.chunks or not self.arriving:
             return found
@@ -282,10 +286,6 @@ class Scheduler:
             self._unqueue(sequence)
         streaming.forget_host(sequence, 0, pool)
         sequence.state = State.FINISHED
-
-    def _queued(self) -> Iterable[Sequence]:
-        """Who does not run yet, in the order in which they will."""
-        return self.waiting
 
     def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
         """How many tokens of `sequence` `schedule` computes next: all that is known, else up to a multiple of `chunk_align`. A

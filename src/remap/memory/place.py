@@ -94,6 +94,9 @@ def place(
                 raise InvalidState(result.problem, tenant=tenant.name)
         plans = _plans(tenant, held, frozenset(fill))
         _require_room(changes, tenant, plans)
+        # Before the first call that can fail: from here on the pages of what waits for bytes and is not to wait any more may
+        # be written to. If that is undone, the layer waits again, and its bytes have to come again.
+        tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}
         if tenant.handle is not None:
             tenant.handle.compute_parts()
         with AllOrNothing(changes, (tenant,)) as undo:
@@ -139,13 +142,36 @@ def fill_layer(changes: Changes, tenant: TenantState, layer: int, offset: int, a
     if tenant.unsettled is not None or not tenant.prefetcher.ready(layer):
         return False  # its region does not show its pages yet
     changes.streams.copy([(tenant.addresses[layer] + offset, address, nbytes)])
+    tenant.come[layer] = _joined([*tenant.come.get(layer, ()), (offset, offset + nbytes)])
     return True
 
 
 def filled(changes: Changes, tenant: TenantState, layer: int) -> None:
     """`advanced.filled`."""
     _require_unfilled(tenant, layer)
+    come, nbytes = tenant.come.get(layer, []), tenant.layer_bytes[layer]
+    if come != [(0, nbytes)] and nbytes:
+        raise InvalidState(
+            f"of the {nbytes} bytes of layer {layer} of {tenant.name!r} only {come} (offset, end) have come since it waits; "
+            "nothing changed; fill in the others, or call `advanced.place` without it in fill=",
+            tenant=tenant.name,
+            layer=layer,
+            come=tuple(come),
+            nbytes=nbytes,
+        )
     changes.apply_and_settle(tenant, plan_filled(tenant.pages, layer))
+    tenant.come.pop(layer, None)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes, as few ranges (offset, end), ascending."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(each for each in ranges if each[0] < each[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((first, end))
+    return found
 
 
 def _check_bytes(tenant: TenantState, layer: int, offset: int, nbytes: int) -> None:

@@ -75,10 +75,11 @@ class SimEngine(Engine):
     def give_up(self) -> bool:
         """Refuse the request whose turn it is, if it has the engine to itself and still is too long for the memory. Whether it
         was: what may be remapped is bounded by more than layers, so nobody knew when it came."""
-        waiting, kv = self.scheduler.waiting, self.tenant.kv
-        if self.scheduler.running or not waiting or self.scheduler.blocks_for(waiting[0].length) <= kv.usable_blocks:
+        scheduler, kv = self.scheduler, self.tenant.kv
+        first = next(iter(scheduler.queued()), None)
+        if scheduler.running or first is None or scheduler.blocks_for(first.length) <= kv.usable_blocks:
             return False
-        self._drop(waiting[0])
+        self._drop(first)
         self.refused += 1
         return True
 

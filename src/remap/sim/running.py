@@ -79,7 +79,7 @@ class Serving(SharedEngines):
         refused = [engine.give_up() for engine in self._simulated.values()]  # of every tenant that can
         if any(refused):
             return
-        waiting = {name: len(engine.scheduler.waiting) for name, engine in self.engines.items()}
+        waiting = {name: sum(1 for _ in engine.scheduler.queued()) for name, engine in self.engines.items()}
         raise InvalidState(
             f"no request got on for {_STUCK} iterations, {sum(waiting.values())} wait ({waiting}); the run was given up: give "
             "the tenants more memory, or shorter requests",

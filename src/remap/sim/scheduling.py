@@ -81,7 +81,7 @@ class PrefillFirst(Scheduler):
     def bring_back(self, pool: BlockPool) -> None:
         self._swap_in(pool)
 
-    def _queued(self) -> Iterable[Sequence]:
+    def queued(self) -> Iterable[Sequence]:
         return chain(self.swapped, self.waiting)
 
     def _admit(self, pool: BlockPool) -> list[Chunk]:
