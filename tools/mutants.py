@@ -273,10 +273,12 @@ MUTANTS: tuple[Mutant, ...] = (
         text="        unfetch(member, member.fetching)\n",
         replacement="        pass\n",
         breaks="A restoration that begins before the abort of the last one has come asks nobody for its layers.",
-        tests=("test_cluster_instance.py::test_a_restoration_may_begin_before_the_last_one_is_known_to_be_over",),
+        tests=(
+            "test_cluster_instance.py::test_a_restoration_may_begin_before_the_last_one_is_known_to_be_over[given up-i0+i1]",
+        ),
     ),
     Mutant(
-        name="place-overwritten-bytes-count",
+        name="planner-overwritten-bytes-count",
         file="src/remap/memory/place.py",
         text="        tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}\n",
         replacement="",
