@@ -116,9 +116,7 @@ class TinyInstance:
     def __init__(self, name: str, folder: str, memory: int = MEMORY, config: str = "tiny") -> None:
         self._place = _Place(name, Path(folder))
         self._double = Double(name, self._place)
-        self._description = replace(
-            description(name, memory, replace(FINGERPRINT, config=config)), pid=os.getpid(), block_tokens=1
-        )
+        self._description = replace(description(name, memory, replace(FINGERPRINT, config=config)), pid=os.getpid())
         self._news = threading.Condition()
         self._place.publish(0)
         threading.Thread(target=self._loop, daemon=True).start()

@@ -706,6 +706,8 @@ def test_when_nobody_is_left_requests_are_declined_by_name() -> None:
         (Fingerprint("huge", "float32", "1", LAYERS), ("config",)),
         (Fingerprint("tiny", "bfloat16", "2", LAYERS), ("dtype", "version")),
         (Fingerprint("tiny", "float32", "1", LAYERS + 1), ("layers",)),
+        (Fingerprint("tiny", "float32", "1", LAYERS, "finetuned"), ("weights",)),
+        (Fingerprint("tiny", "float32", "1", LAYERS, block_tokens=32), ("block_tokens",)),
     ],
 )
 def test_an_instance_of_another_model_is_refused_by_name(other: Fingerprint, differs: tuple[str, ...]) -> None:

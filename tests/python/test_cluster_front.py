@@ -13,8 +13,8 @@ from cluster_double import LocalConnection, TinyInstance
 from control_worlds import MODEL, NETWORK, token
 
 from remap.cluster.control import Control, NoCopy, OtherModel, Policy
-from remap.cluster.front import Front
-from remap.cluster.messages import Report
+from remap.cluster.front import Front, InstanceFailed
+from remap.cluster.messages import Report, Tick
 from remap.engine.request import Request, SamplingParams
 from remap.errors import InvalidArgument, InvalidState
 
@@ -111,6 +111,51 @@ def test_a_call_that_fails_ends_nothing_but_itself(tmp_path: Path, monkeypatch: 
 
     serving(tmp_path, "abc", body, "pipeline")
     assert failed
+
+
+def test_who_refuses_a_request_is_not_asked_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have lost a peer, and control hears of that later: no more than once in a tick."""
+    refused, ticks, plain, on = [], [], TinyInstance.submit, Control.on
+
+    def submit(self: TinyInstance, request: Request, attempt: int, tokens: Any) -> None:
+        if len(refused) < 10:
+            refused.append(attempt)
+            raise InvalidState("a peer is gone")
+        plain(self, request, attempt, tokens)
+
+    def counted(self: Control, event: Any, now_s: float) -> Any:
+        ticks.append(event) if refused and isinstance(event, Tick) else None
+        return on(self, event, now_s)
+
+    monkeypatch.setattr(TinyInstance, "submit", submit)
+    monkeypatch.setattr(Control, "on", counted)
+
+    async def body(front: Front[Request], _: list[LocalConnection]) -> None:
+        assert await answer(front, "r") == expected("r")
+        assert len(refused) == 10 and len(ticks) >= 8
+
+    serving(tmp_path, "a", body)
+
+
+def test_an_instance_that_fails_at_a_submission_is_replaced_and_the_request_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, plain = [], LocalConnection.call
+
+    async def call(self: LocalConnection, method: str, *arguments: object) -> Any:
+        if method == "submit" and not failed:
+            failed.append(self.instance)
+            raise InstanceFailed("the answer was lost")
+        return await plain(self, method, *arguments)
+
+    monkeypatch.setattr(LocalConnection, "call", call)
+
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        assert await answer(front, "r") == expected("r")
+        assert failed[0] not in [connection.instance for connection in connections]
+        assert front.restarts == 1
+
+    serving(tmp_path, "ab", body)
 
 
 def test_who_comes_back_as_another_model_is_not_waited_for(tmp_path: Path) -> None:
@@ -235,7 +280,7 @@ def test_a_front_that_did_not_run_for_a_while_blames_nobody(tmp_path: Path) -> N
 
     async def run() -> None:
         connections = [LocalConnection(name, folder=str(tmp_path)) for name in "ab"]
-        control = Control(MODEL, NETWORK, Policy("remap"), timeout_s=5.0)
+        control = Control(MODEL, NETWORK, Policy("remap"), timeout_s=600.0)
         clock = lambda: time.monotonic() + slept[0]  # noqa: E731
         front = Front[Request](control, connections, lambda request: len(request.prompt), clock)
         await front.start()
@@ -248,7 +293,7 @@ def test_a_front_that_did_not_run_for_a_while_blames_nobody(tmp_path: Path) -> N
 
         control.on = counted  # type: ignore[method-assign]
         for _ in range(3):
-            slept[0] += 100.0
+            slept[0] += 10_000.0
             await until(lambda: len(ticks) > 20)
             assert ticks == sorted(ticks)
             ticks.clear()

@@ -20,7 +20,7 @@ from cluster_instances import PAGE, Cluster, expected_tokens, requests_for  # no
 from models import LAYERS, kv_spec, make, minimum_bytes  # noqa: E402
 
 import remap  # noqa: E402
-from remap.cluster import passes  # noqa: E402
+from remap.cluster import beside, own_layers, passes  # noqa: E402
 from remap.cluster.exchange import Exchange  # noqa: E402
 from remap.cluster.instance import ClusterInstance  # noqa: E402
 from remap.cluster.member import Member  # noqa: E402
@@ -120,7 +120,7 @@ def test_requests_run_on_while_instances_merge_and_part(again, resumed):
 def test_a_request_that_is_too_long_for_one_instance_waits_for_two():
     model, requests = make("llama"), [Request("long", tuple(range(1, 60)), SamplingParams(max_tokens=60))]
     with Cluster(model, 2, blocks=20, kv={"config": remap.Config(max_layers=0)}) as cluster:
-        size = cluster.instances["i0"].describe().block_tokens
+        size = cluster.instances["i0"].describe().fingerprint.block_tokens
         cluster.submit("i0", requests)
         cluster.until(lambda: cluster.reports["i0"].stuck is not None)
         assert cluster.reports["i0"].stuck == ("long", cluster.reports["i0"].capacity + size)
@@ -552,6 +552,57 @@ def test_an_instance_whose_pages_hold_another_models_kv_stays_alone():
         beside.kv.free(theirs)
         cluster.change((("i0", 3), ("i1", 6)))
         assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_who_may_wake_waits_while_a_change_is_prepared(monkeypatch):
+    """Between the look at the neighbours and the switch none of them may take or borrow pages."""
+    model, requests = make("llama"), long_requests(5, 4)
+    found = []
+    with Cluster(model, 2, blocks=40) as cluster:
+        session, first = cluster.attached["i0"][0], cluster.instances["i0"]
+        looked = beside.check
+
+        def look(member):
+            looked(member)
+            with pytest.raises(InvalidState) as refused:
+                plain_exclusively(lambda: session.step({}))
+            found.append(refused.value.fields["instance"])
+
+        # In the loop itself, as `exclusively` would be carried out right behind the look.
+        plain_exclusively = lambda call: ClusterInstance.exclusively(first, call)  # noqa: E731
+        monkeypatch.setattr(first, "_ask", lambda call: call())
+        monkeypatch.setattr(beside, "check", look)
+        plans = cluster.plans((("i0", 3), ("i1", 6)))
+        assert cluster.prepare(plans) == []
+        monkeypatch.undo()
+        with pytest.raises(InvalidState):
+            first.exclusively(lambda: session.step({}))
+        cluster.commit(plans)
+        cluster.until(lambda: all(cluster.settled(name, cluster.epoch) for name in plans))
+        assert first.exclusively(lambda: session.step({})) is not None
+        cluster.submit("i0", requests)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+    assert found[:1] == ["i0"]
+
+
+def test_a_change_that_ended_early_is_no_change():
+    """`advanced.place` may end before all is done, where part of it cannot be undone: nobody goes on as if it had."""
+    model = make("llama")
+    with Cluster(model, 1) as cluster:
+        session, tenant, _ = cluster.attached["i0"]
+        remap.advanced.place(session, "i0", 0, 4)
+        plain = remap.advanced.place
+        has = SimpleNamespace(session=session, name="i0", layers=LAYERS, tenant=tenant, tell=lambda moved: None)
+        member = SimpleNamespace(has=has, slots=None, exchange=None, head=None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(remap.advanced, "place", lambda *_, **__: plain(session, "i0", 0, 4))
+            with pytest.raises(InvalidState) as refused:
+                own_layers.hold(member, 0, LAYERS)
+        assert refused.value.fields["got"] == (range(4), [4, 5])
+        own_layers.hold(member, 0, 2, range(LAYERS), (4,))
+        assert tenant.elsewhere == (4,)
+        own_layers.hold(member, 0, LAYERS)
+        assert same_weights(model, cluster.attached["i0"][2])
 
 
 def states(cluster):

@@ -11,11 +11,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("msgspec")
 pytest.importorskip("scipy", reason="costs are fitted with scipy, of the extra `cluster`")
 
+import torch
 from cluster_instances import attached
 from models import LAYERS, make
 
 from remap.cluster.probes import Probe, cost_of, probes, rows_of
-from remap.cluster.resources import Resources
+from remap.cluster.resources import Resources, fingerprint_of
 from remap.errors import InvalidState
 from remap.policy.activations import Line
 from remap.policy.cluster.lookahead import Chunk, ChunkCost
@@ -67,3 +68,14 @@ def test_an_instance_measures_its_own_and_keeps_no_block(blocks: int) -> None:
         assert lost.value.fields["moved"] == {"b": {3: 4}}
         # A round of one request, as plans see it, is a pass over it.
         assert has.model.seconds(0, LAYERS, 1) == pytest.approx(has.cost.microbatch([Chunk(0, 256, 1)]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_told_apart_though_all_else_is_equal(dtype: str) -> None:
+    models = [make("llama", seed=seed).to(getattr(torch, dtype)) for seed in (0, 0, 1)]
+    first, same, other = (fingerprint_of(model, 16) for model in models)
+    assert first == same
+    assert [key for key in vars(first) if vars(first)[key] != vars(other)[key]] == ["weights"]
+    with torch.no_grad():
+        next(models[1].parameters()).add_(1.0)  # one tensor is another
+    assert fingerprint_of(models[1], 16).weights != first.weights

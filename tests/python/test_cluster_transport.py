@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,7 @@ pytest.importorskip("msgspec")
 
 import torch.distributed as dist  # noqa: E402
 
+from remap.cluster import transport  # noqa: E402
 from remap.cluster.transport import FRAME, Link, PeerLost, ServedStore, bytes_of, connect, tensor_of  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 
@@ -218,3 +221,24 @@ def test_the_interpreter_ends_well_though_peers_die_meanwhile():
     """A thread that waited in gloo then would abort the process."""
     leaving = subprocess.run([sys.executable, "-c", LEAVING, PEER], env=os.environ, timeout=LIMIT_S)
     assert leaving.returncode == 0
+
+
+def test_a_thread_that_has_nothing_more_to_do_is_known_until_it_has_ended():
+    """What it was given goes with it, a process group perhaps, which takes a while."""
+    begin, go = threading.Event(), threading.Event()
+
+    class Slow:
+        def __del__(self):
+            go.wait(LIMIT_S)
+
+    running = {}
+    link = SimpleNamespace(_prefix="ends", names=("a",), rank=0)
+    transport.Link._start(link, running, None, lambda given: begin.wait(LIMIT_S), Slow())
+    begin.set()  # from here on the thread alone has it
+    while running:
+        time.sleep(0.001)
+    (thread,) = [each for each in transport._ending if each.name == "ends a"]
+    assert thread.is_alive()
+    go.set()
+    transport._end_threads()
+    assert not thread.is_alive()

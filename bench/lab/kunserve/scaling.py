@@ -76,7 +76,7 @@ def _messages(names: list[str]) -> dict[str, Any]:
     """A whole change there and back under control: messages of each kind but reports, and how long a tick takes."""
     hardware, now = CLUSTER_A, 0.0
     control = Control(hardware.model, hardware.network, Policy("kunserve"), timeout_s=60.0)
-    fingerprint = Fingerprint(hardware.model_name, "bfloat16", "", len(hardware.model.layers))
+    fingerprint = Fingerprint(hardware.model_name, "bfloat16", "", len(hardware.model.layers), "", 64)
     epochs: dict[str, int] = {}
     arrived: dict[str, frozenset[int]] = {}
     full = True
@@ -100,7 +100,7 @@ def _messages(names: list[str]) -> dict[str, Any]:
                     arrived[instance] = frozenset(each.layer for each in copies if each.instance == instance)
 
     for name in names:
-        tell(Joined(Description(name, fingerprint, hardware.model, hardware.memory_bytes, 64)))
+        tell(Joined(Description(name, fingerprint, hardware.model, hardware.memory_bytes)))
     for period in range(40):
         now = period * _PERIOD_S
         full = period < 10

@@ -67,10 +67,13 @@ def serve(
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = 512,
     bandwidth: Annotated[
         str | None,
-        typer.Option(help="Bytes a second between two instances, such as 1GB.", show_default="2GB; not measured"),
+        typer.Option(
+            help="Bytes a second between two instances, such as 1GB, until it is measured.",
+            show_default="2GB, until pieces show more",
+        ),
     ] = None,
     latency_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="From instance to instance.", show_default="0.5; not measured")
+        float | None, typer.Option(min=0.0, help="From instance to instance; never measured.", show_default="0.5")
     ] = None,
 ) -> None:
     """Serve a model with several instances. Interrupt it to end it."""
@@ -89,8 +92,8 @@ def serve(
         network = _network(bandwidth, latency_ms)
         if instances > 1 and (bandwidth is None or latency_ms is None):
             text = (
-                f"taken, not measured: between instances {network.bytes_per_s / 1e9:g} GB/s and {1e3 * network.hop_s.base_s:g} "
-                "ms; --bandwidth and --latency-ms say otherwise"
+                f"taken, not measured: between instances {network.bytes_per_s / 1e9:g} GB/s, until they have sent something, "
+                f"and {1e3 * network.hop_s.base_s:g} ms; --bandwidth and --latency-ms say otherwise"
             )
             Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
         folder, served = _model(model, budget, room)
@@ -186,7 +189,8 @@ async def _serve(
             console.print(f"{name} does not serve: {error}", style="yellow", markup=False, highlight=False)
         host, port = listening.getsockname()[:2]
         url = f"http://{host}:{port}"
-        ready = f"{len(front.groups)} instances of {served.name} answer at {url}/v1; remap top --url {url}"
+        count = sum(len(view.stages) for view in front.groups)
+        ready = f"{count} instances of {served.name} answer at {url}/v1; remap top --url {url}"
         await serve_http(front, served, listening, lambda: console.print(ready, markup=False, highlight=False))
     finally:
         await front.close()

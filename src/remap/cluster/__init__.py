@@ -13,8 +13,9 @@ These are pure, and the simulator drives the same code. What decides who merges 
     member     what it is between two changes; resources: what it has, whatever group it is in; counts: what it did
     probes     what passes cost, measured before it serves
     passes     a microbatch's way through a member: head (schedules, in as many lanes as the group has stages), stage (layers)
-    own_layers how layers leave, and come home; room: what the group has room for then
-    exchange   KV that moves when groups change
+    own_layers how layers leave, and come home; layer_copies: from other instances; room: what the group has room for then
+    beside     KV's room in layers that stream, and in idle models, while an instance is alone
+    exchange   KV that moves when groups change; throughput: how fast the network was
     slots      where the logical blocks of a stage lie; pool: their numbers; stage_kv: the views of its layers
     transport  messages and tensors between instances; wire: the messages
 

@@ -14,6 +14,8 @@ from remap.errors import InvalidArgument, InvalidState, StalePlan
 from remap.policy.cluster.placement import Group, Instance, Placement, Stage, check
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from remap.cluster.member import Member
     from remap.cluster.messages import GroupPlan
 
@@ -34,14 +36,26 @@ class Changes:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._prepared: Prepared | None = None
+        self._meeting = 0
         self._committed = 0
         self._aborted = 0
 
-    def prepare(self, plan: GroupPlan, member: Member) -> None:
-        """See `ClusterInstance.prepare`. member: what the instance is now. Waits for the other instances."""
+    def prepare(self, plan: GroupPlan, member: Member, check: Callable[[], None]) -> None:
+        """See `ClusterInstance.prepare`. member: what the instance is now. check: raises what stands against it; from before it
+        is called, the change is pending. Waits for the other instances."""
         with self._lock:
             self._require_newer(plan.epoch)
             _check_plan(plan, member, self._committed)
+            self._meeting += 1
+        try:
+            check()
+            self._meet(plan)
+        finally:
+            with self._lock:
+                self._meeting -= 1
+
+    def _meet(self, plan: GroupPlan) -> None:
+        with self._lock:
             older, self._prepared = self._prepared, None
         if older is not None:
             older.close()
@@ -56,6 +70,12 @@ class Changes:
             made.open(self._ears)
         if older is not None:
             older.close()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a change is being prepared, or is prepared."""
+        with self._lock:
+            return self._meeting > 0 or self._prepared is not None
 
     def commit(self, epoch: int) -> Prepared | None:
         """What the instance has to switch to; None the second time. Raises StalePlan (fields plan_epoch, epoch) if this epoch is

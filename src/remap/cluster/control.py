@@ -593,7 +593,8 @@ class Control:
             self._restore(now_s)
 
     def _deadlines(self, now_s: float) -> None:
-        """Evict who is silent or late. What is not decided is aborted instead: nothing was asked of them that they had to do."""
+        """Evict who is silent or late. What is not decided is aborted instead: nothing was asked of them that they had to do. An
+        exchange has no deadline: it waits for room that requests free, and a connection that breaks is told by `poll`."""
         for name in [name for name, heard_s in self._heard_s.items() if now_s - heard_s > self.timeout_s]:
             if name in self._of:
                 self._evict(name, f"no report for {self.timeout_s} s", now_s)
@@ -710,10 +711,13 @@ class Control:
         after = restore.dissolved(here, 0)
         change = self._begin([each], list(after.groups), "fetching", now_s)
         if change is not None:
-            copies = tuple(restore.copies(here, after, self.network))
+            copies = restore.copies(here, after, self.network)
             change.slowest_s = max((copy.end_s - copy.begin_s for copy in copies), default=0.0)
             self._enter(change, "fetching", now_s)
-            self._commands += [Fetch(name, change.epoch, copies) for name in each.names]
+            self._commands += [
+                Fetch(name, change.epoch, tuple(copy for copy in copies if copy.instance == name))
+                for name in each.names
+            ]
 
     def _pays(self, each: _Group, now_s: float) -> bool:
         """Whether this group should dissolve now."""

@@ -189,11 +189,14 @@ class Front(Generic[RequestT]):
                     return
                 await asyncio.sleep(REJOIN_S)
             except Error as error:
-                # It answers, but not as agreed: another process in its place may do better.
-                LOG.error("instance %s failed and is killed: %s", connection.name, error)
-                self._event(Died(connection.name))
-                connection.kill()
+                self._replace(connection, error)
                 await asyncio.sleep(REJOIN_S)
+
+    def _replace(self, connection: Connection, error: Error) -> None:
+        """It answers, but not as agreed: another process in its place may do better."""
+        LOG.error("instance %s failed and is killed: %s", connection.name, error)
+        self._event(Died(connection.name))
+        connection.kill()
 
     def _join(self, description: Description) -> bool:
         """Whether it may join. One that may not is asked nothing more."""
@@ -286,8 +289,10 @@ class Front(Generic[RequestT]):
                     await self._submit(connection, submission)
         except Lost:
             LOG.info("instance %s was lost before it answered %s", name, type(action).__name__)  # its task notices too
+        except InstanceFailed as error:
+            self._replace(connection, error)
         except Error as error:
-            LOG.warning("instance %s failed to %s: %s", name, type(action).__name__, error)  # as its task will notice
+            LOG.warning("instance %s failed to %s: %s", name, type(action).__name__, error)
 
     async def _ask_of(self, connection: Connection, epoch: int, method: str, *arguments: object) -> None:
         """A step of a change: control hears of what is refused, and of what is prepared."""
@@ -309,7 +314,11 @@ class Front(Generic[RequestT]):
         except Lost:
             raise
         except InvalidState:
+            # It hands over; or it has lost a peer, which control does not know yet, and would send it there again, and again.
+            await asyncio.sleep(TICK_S)
             self._carry_out(self.service.bounced(submission.id, submission.attempt, self._now()))
+        except InstanceFailed:
+            raise
         except Error as error:
             self._answer(submission.id, error)
 

@@ -153,7 +153,6 @@ class ClusterInstance:
             has.fingerprint,
             has.model,
             has.memory_bytes,
-            has.tenant.kv.block_tokens,
             self._store.address,
             os.getpid(),
             has.host_bytes_per_s,
@@ -168,9 +167,8 @@ class ClusterInstance:
         does not hold what it is to compute, or (field neighbours) if another model's KV lies in its layers' pages; PeerLost if
         the others do not come.
         """
-        if len(plan.stages) > 1:
-            self._ask(lambda: beside.check(self._now))
-        self._changes.prepare(plan, self._now)
+        alone = len(plan.stages) == 1
+        self._changes.prepare(plan, self._now, lambda: None if alone else self._ask(lambda: beside.check(self._now)))
 
     def commit(self, epoch: int) -> None:
         """Switch to the prepared plan at the next pass boundary; the reports show when it has. A second call does nothing. Raises
@@ -260,9 +258,20 @@ class ClusterInstance:
         they lent, this instance's blocks move: that has to happen between two of its passes, and be followed. Where blocks have
         no room any more, the youngest requests lose theirs.
 
-        Raises what the call raises, but OutOfBlocks only where no request of this instance has blocks any more.
+        Raises what the call raises, but OutOfBlocks only where no request of this instance has blocks any more. And InvalidState
+        (field instance), with nothing changed, while a change of groups is prepared or carried out: it goes by what the
+        others have now.
         """
-        report: ReportT = self._ask(lambda: own_layers.following(self._now, call))
+
+        def between() -> ReportT:
+            if self._changes.pending or self._now.next is not None:
+                raise InvalidState(
+                    f"{self.name!r} is about to change its group; nothing changed; call again when it serves",
+                    instance=self.name,
+                )
+            return own_layers.following(self._now, call)
+
+        report: ReportT = self._ask(between)
         return report
 
     def close(self) -> None:

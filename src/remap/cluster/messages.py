@@ -63,25 +63,27 @@ NOTHING = Load()
 @dataclass(frozen=True)
 class Fingerprint:
     """What must be equal for instances to compute parts of one model. config: a digest of the model's configuration and of
-    its weights' names and shapes; version: of this library; layers: transformer layers."""
+    its weights' names and shapes; version: of this library; layers: transformer layers; weights: a digest of values that lie all
+    over each tensor, "" where there are none (in simulations); block_tokens: of a KV block."""
 
     config: str
     dtype: str
     version: str
     layers: int
+    weights: str = ""
+    block_tokens: int = 16
 
 
 @dataclass(frozen=True)
 class Description:
     """An instance that is ready. model: its layers, with their bytes and measured seconds. memory_bytes: for layers and KV
-    together. block_tokens: of a KV block. rendezvous: where those that merge with it find each other ("host:port" of the
-    store that it serves). host_bytes_per_s: at which layers come from the host's master copy, measured; 0: unknown."""
+    together. rendezvous: where those that merge with it find each other ("host:port" of the store that it serves).
+    host_bytes_per_s: at which layers come from the host's master copy, measured; 0: unknown."""
 
     name: str
     fingerprint: Fingerprint
     model: Model
     memory_bytes: int
-    block_tokens: int = 16
     rendezvous: str = ""
     pid: int = 0
     host_bytes_per_s: float = 0.0
@@ -140,17 +142,18 @@ class Report:
     """How things are at an instance. epoch: of the group that it serves in; it rises when the instance switches.
 
     phase: "exchanging" from the switch until every old head of the change has handed its requests over, and all KV has moved
-    that this instance needs or that others need from it; "recovering" while it brings home what `recover` asks for.
+    that this instance needs or that others need from it.
     load, requests (id and attempt): what its scheduler has, running and waiting. Nothing unless it is the head, and never
     what it hands over. capacity: tokens of KV that the group has room for, by the head's count. arrived: layers that it holds
-    and does not compute. stuck: a request that has the group's KV to itself and still finds no room, and the tokens that it asks
-    for. offers: of an instance alone, `Stage.offers`. bytes_per_s: of the network from here, as measured; 0: unknown. The report
-    comes after all tokens that were made before it.
+    and does not compute; from the host they may still be on their way, and the first pass that needs one waits. stuck: a request
+    that has the group's KV to itself and still finds no room, and the tokens that it asks for. offers: of an instance alone,
+    `Stage.offers`. bytes_per_s: of the network from here, as measured; 0: unknown. The report comes after all tokens that were
+    made before it.
     """
 
     instance: str
     epoch: int
-    phase: Literal["serving", "exchanging", "recovering"] = "serving"
+    phase: Literal["serving", "exchanging"] = "serving"
     load: Load = NOTHING
     requests: tuple[tuple[str, int], ...] = ()
     capacity: int = 0
@@ -189,8 +192,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Bring the layers home that `copies` names for this instance, and send those that it names it as the source of, behind
-    all else; free the room first. copies: of the whole group."""
+    """Bring these layers home, behind all else, when there is room; who is named as their source is asked for them."""
 
     instance: str
     epoch: int

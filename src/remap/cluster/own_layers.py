@@ -39,15 +39,28 @@ def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fi
     """Compute the layers first <= i < end from now on, and hold those of `besides` as well. What is missing of them comes from
     the host's master copies, but for the layers of `fill`.
 
-    Live blocks as in `changed`. Raises what `advanced.place` raises, with nothing changed.
+    Live blocks as in `changed`. Raises what `advanced.place` raises, with nothing changed; and InvalidState (fields expected,
+    got) if that ended before all was done.
     """
     has = member.has
-    changed(member, partial(advanced.place, has.session, has.name, first, end, hold=besides, fill=fill))
+    report = changed(member, partial(advanced.place, has.session, has.name, first, end, hold=besides, fill=fill))
+    elsewhere = sorted({*range(has.layers)} - ({*range(first, end), *besides} - {*fill}))
+    got = has.tenant.computed, sorted(has.tenant.elsewhere)
+    if got != (range(first, end), elsewhere):
+        raise InvalidState(
+            f"{has.name!r} was to compute {first} to before {end}, without the layers {elsewhere}; it computes {got[0].start} to "
+            f"before {got[0].stop}, without {got[1]} ({report.reason.get(has.name)}); recover",
+            instance=has.name,
+            expected=(range(first, end), elsewhere),
+            got=got,
+        )
 
 
-def changed(member: Member, change: Callable[[], ReportT]) -> None:
+def changed(member: Member, change: Callable[[], ReportT]) -> ReportT:
     """As `following`, and whoever has the session's other tenants hears where their live blocks moved. Raises what both raise."""
-    member.has.tell(following(member, change).moved)
+    report = following(member, change)
+    member.has.tell(report.moved)
+    return report
 
 
 def following(member: Member, change: Callable[[], ReportT]) -> ReportT:

@@ -6,6 +6,8 @@ import hashlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import remap
 from remap.cluster import probes
 from remap.cluster.counts import Counts
@@ -39,13 +41,22 @@ TYPICAL_TOKENS = 256
 """KV of a request that decodes, as plans weigh it."""
 
 
-def fingerprint_of(model: nn.Module) -> Fingerprint:
-    """What has to be equal for two instances to compute parts of one model (see `Fingerprint`). Weights are not read."""
+SAMPLES = 1024
+"""Values of each tensor, about, by which weights are told apart: all of them would take as long as to load the model."""
+
+
+def fingerprint_of(model: nn.Module, block_tokens: int) -> Fingerprint:
+    """What has to be equal for two instances to compute parts of one model (see `Fingerprint`). All layers are resident."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())  # type: ignore[union-attr, operator]
+    values = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        flat = tensor.detach().reshape(-1)
+        sampled = flat[:: max(1, flat.numel() // SAMPLES)].cpu().contiguous()
+        values.update(sampled.view(torch.uint8).numpy().tobytes())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return Fingerprint(digest.hexdigest(), dtype, remap.__version__, len(decoder_of(model).layers))
+    layers = len(decoder_of(model).layers)
+    return Fingerprint(digest.hexdigest(), dtype, remap.__version__, layers, values.hexdigest(), block_tokens)
 
 
 class Resources:
@@ -81,7 +92,7 @@ class Resources:
             self.decoder.vocabulary, self.decoder.max_tokens, max_num_seqs, max_batch_tokens, decode_cost
         )
         self.own_blocks = frozenset(tenant.kv.pool.open_ids())
-        self.fingerprint = fingerprint_of(model)
+        self.fingerprint = fingerprint_of(model, tenant.kv.block_tokens)
         self.counts = Counts()
         sizes = [int(size) for size in tenant.layer_bytes[: self.layers]]
         self.memory_bytes = sum(sizes) + tenant.kv.usable_blocks * tenant.kv.spec.block_bytes

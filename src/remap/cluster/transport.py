@@ -52,6 +52,7 @@ LEAVE_S = 1.0
 
 _senders: dict[threading.Thread, Callable[[], None]] = {}  # and what ends each
 _listeners: dict[threading.Thread, tuple[dist.ProcessGroup, int]] = {}  # and to whom each listens
+_ending: set[threading.Thread] = set()  # those that are in neither any more; some still take their process group down
 
 Deliver = Callable[[int, bytes, torch.Tensor | None], None]
 
@@ -133,8 +134,10 @@ class Link:
             try:
                 target(*args)
             finally:
+                _ending.add(threading.current_thread())
                 running.pop(threading.current_thread(), None)
 
+        _ending.difference_update([each for each in tuple(_ending) if not each.is_alive()])
         thread = threading.Thread(target=run, name=f"{self._prefix} {self.names[self.rank]}", daemon=True)
         running[thread] = entry
         thread.start()
@@ -258,6 +261,8 @@ def _end_threads() -> None:
         # gloo breaks the connections of a receive whose time is over, and so ends the thread's receive as well.
         with suppress(RuntimeError):
             group.recv([torch.empty(1, dtype=torch.uint8)], source, 1).wait(timedelta(milliseconds=1))
+        thread.join(LEAVE_S)
+    for thread in tuple(_ending):
         thread.join(LEAVE_S)
 
 

@@ -107,9 +107,9 @@ class World:
     def run(self, most_s: float = 1e5) -> Result:
         """Until every request is answered, or so much virtual time is over."""
         hardware = self.hardware
-        fingerprint = Fingerprint(hardware.model_name, "bfloat16", "", len(hardware.model.layers))
+        fingerprint = Fingerprint(hardware.model_name, "bfloat16", "", len(hardware.model.layers), "", BLOCK_TOKENS)
         for name in hardware.names:
-            self._tell(Joined(Description(name, fingerprint, hardware.model, hardware.memory_bytes, BLOCK_TOKENS)))
+            self._tell(Joined(Description(name, fingerprint, hardware.model, hardware.memory_bytes)))
         for number, item in enumerate(self.items):
             self.events.at(item.time_s, lambda number=number, item=item: self._come(number, item))  # type: ignore[misc]
         self._tick()
