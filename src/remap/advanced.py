@@ -1,4 +1,5 @@
-"""For tests, ablations and experts, not for engines: the controller's verbs by hand, and a look inside a session.
+"""For tests, ablations and what several instances do together (`remap.cluster`): the controller's verbs by hand, layers that are
+computed elsewhere, and a look inside a session. An engine needs none of it.
 
     from remap import advanced
     advanced.remap(session, "llama", layers=4, buffers=2)

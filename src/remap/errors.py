@@ -68,7 +68,8 @@ class LimitExceeded(Error):
 
 
 class StalePlan(Error):
-    """The plan was made for another epoch. No driver call was made. Fields: plan_epoch, arena_epoch."""
+    """The plan was made for another epoch. No driver call was made. Fields: plan_epoch, arena_epoch; of an instance of a cluster
+    plan_epoch, epoch, aborted (the last epoch that was)."""
 
 
 class DriverError(Error):

@@ -2,8 +2,9 @@
 
 python -m bench.lab.cluster.kills [KILLS] [RESULT]      200 kills of three instances of a tiny model, and a line of JSON
 
-Requests are asked for without a pause, so that groups merge and part all the time; each answer is compared with that of one
-engine with room for everybody. Which change the victim was in is counted.
+Bursts of requests and silences alternate, so that groups merge and part all the time; each answer is compared with that of one
+engine with room for everybody. Each kill waits for an instance in the phase of a change in which the fewest were killed so far
+(`PHASES`), as long as such a phase comes within `PATIENCE_S`; else it hits whoever is there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from remap.cluster.control import Control, Policy
-from remap.cluster.front import Front
+from remap.cluster.front import Front, Lost
 from remap.cluster.ray_cluster import RayInstances
 from remap.cluster.transport import ASSUMED
 from remap.engine.request import Request
@@ -36,6 +37,14 @@ INSTANCES = 3
 AT_ONCE = 24
 MEAN_GAP_S = 2.0
 """Between two kills. An instance takes some seconds to come back."""
+LOAD_S = 5.0
+"""A burst lasts, on average."""
+SILENCE_S = 15.0
+"""A silence, at most: until every instance serves alone."""
+PHASES = ("serving, alone", "serving, in a group", "preparing", "switching", "exchanging", "fetching")
+PATIENCE_S = 20.0
+WITHIN_S = 0.03
+"""A kill comes so long after its phase has begun, at most."""
 
 
 async def _client(
@@ -43,12 +52,13 @@ async def _client(
     pool: list[Request],
     wanted: dict[str, Any],
     found: Counter[str],
+    load: asyncio.Event,
     stop: asyncio.Event,
     number: int,
 ) -> None:
-    """Ask for one request after another; compare each answer."""
+    """Ask for one request after another, during a load; compare each answer."""
     turn = 0
-    while not stop.is_set():
+    while await load.wait() and not stop.is_set():
         one = pool[(number + turn * AT_ONCE) % len(pool)]
         turn += 1
         tokens: list[int] = []
@@ -65,23 +75,47 @@ async def _client(
         found["ended twice"] += ends != 1
 
 
+async def _loads(front: Front[Request], load: asyncio.Event, rng: random.Random) -> None:
+    """Bursts, and silences in which layers come home."""
+    while True:
+        load.set()
+        await asyncio.sleep(rng.expovariate(1.0 / LOAD_S))
+        load.clear()
+        end = time.monotonic() + SILENCE_S
+        while time.monotonic() < end and (front.unfinished or any(len(view.stages) > 1 for view in front.groups)):
+            await asyncio.sleep(0.05)
+
+
+def _alive(front: Front[Request], pids: dict[str, int]) -> list[tuple[str, str]]:
+    """(instance, phase), of all that serve."""
+    found = []
+    for view in front.groups:
+        serving = "serving, alone" if len(view.stages) == 1 else "serving, in a group"
+        phase = serving if view.phase == "serving" else view.phase
+        found += [(part.instance, phase) for part in view.stages if part.instance in pids and phase in PHASES]
+    return found
+
+
 async def _kill(
     front: Front[Request], pids: dict[str, int], kills: int, phases: Counter[str], rng: random.Random
 ) -> None:
-    done = 0
-    while done < kills:
+    while phases.total() < kills:
         await asyncio.sleep(rng.expovariate(1.0 / MEAN_GAP_S))
-        alive = [(part.instance, view.phase, len(view.stages)) for view in front.groups for part in view.stages]
-        alive = [each for each in alive if each[0] in pids and each[1] != "recovering"]
-        if not alive:
+        rarest = min(PHASES, key=phases.__getitem__)
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end and rarest not in [phase for _, phase in _alive(front, pids)]:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(rng.uniform(0.0, WITHIN_S))
+        alive = _alive(front, pids)
+        victims = [each for each in alive if each[1] == rarest] or alive
+        if not victims:
             continue
-        name, phase, stages = rng.choice(alive)
+        name, phase = rng.choice(victims)
         try:
             os.kill(pids.pop(name), signal.SIGKILL)
         except ProcessLookupError:
             continue  # it was evicted a moment ago
-        phases[phase if phase != "serving" else f"serving, {'alone' if stages == 1 else 'in a group'}"] += 1
-        done += 1
+        phases[phase] += 1
 
 
 async def _pids(front: Front[Request], instances: RayInstances, pids: dict[str, int]) -> None:
@@ -103,7 +137,7 @@ def _gone(pid: int) -> bool:
 
 
 class _Heard(logging.Handler):
-    """What the front has to say: an instance that failed by itself, or had to be evicted."""
+    """What the front has to say but that somebody is gone: an instance that failed by itself, or had to be evicted."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -111,7 +145,8 @@ class _Heard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep it."""
-        self.messages.append(record.getMessage())
+        if not (isinstance(record.args, tuple) and any(isinstance(each, Lost) for each in record.args)):
+            self.messages.append(record.getMessage())
 
 
 async def _run(case: Case, instances: RayInstances, kills: int, seed: int) -> dict[str, Any]:
@@ -123,12 +158,18 @@ async def _run(case: Case, instances: RayInstances, kills: int, seed: int) -> di
     logging.getLogger("remap").addHandler(heard)
     front = Front[Request](control, instances.connections, lambda request: len(request.prompt))
     await front.start()
-    found, phases, stop, pids = Counter[str](), Counter[str](), asyncio.Event(), dict[str, int]()
+    found, phases, pids = Counter[str](), Counter[str](), dict[str, int]()
+    load, stop = asyncio.Event(), asyncio.Event()
     begin = time.monotonic()
     watch = asyncio.create_task(_pids(front, instances, pids))
-    clients = [asyncio.create_task(_client(front, pool, wanted, found, stop, number)) for number in range(AT_ONCE)]
+    clients = [
+        asyncio.create_task(_client(front, pool, wanted, found, load, stop, number)) for number in range(AT_ONCE)
+    ]
+    loads = asyncio.create_task(_loads(front, load, random.Random(f"loads {seed}")))
     await _kill(front, pids, kills, phases, random.Random(f"kills {seed}"))
+    loads.cancel()
     stop.set()
+    load.set()
     await asyncio.gather(*clients)
     watch.cancel()
     epoch, restarts, unfinished = control.epoch, front.restarts, front.unfinished

@@ -5,7 +5,8 @@
     ledger     every request: where it is, and which of its tokens were delivered
     service    control and ledger together: from a question to its last token
 
-These are pure, and the simulator drives the same code. What decides who merges is `remap.policy.cluster`. One instance:
+These are pure, and the simulator drives control with the same messages. What decides who merges is `remap.policy.cluster`. One
+instance:
 
     instance   the loop of one instance, and what control asks of it: a stage of a group, always, if only of a group of one
     change     what was prepared, committed, aborted; prepared: the links of a group that is to be

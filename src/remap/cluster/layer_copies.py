@@ -75,11 +75,6 @@ class LayerCopies:
             self._wanted[layer] = rank, 0
             self._send(rank, Want(epoch, layer, self._layer_bytes(layer)), None)
 
-    @property
-    def wanted(self) -> frozenset[int]:
-        """Layers that have not come."""
-        return frozenset(self._wanted)
-
     def drop(self, epoch: int) -> None:
         """Nobody needs what was asked for in this epoch, here or elsewhere."""
         self._asked = deque(each for each in self._asked if each.want.epoch != epoch)
