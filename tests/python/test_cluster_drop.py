@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reference import cluster_brute
 from remap.policy.activations import Line
-from remap.policy.cluster.drop import EXACT, QUOTES, DropPlan, dropped, greedy, plan, preferred, quotes
+from remap.policy.cluster.drop import EXACT, QUOTES, DropPlan, greedy, plan, preferred, quotes
 from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import (
     Group,
@@ -31,6 +31,16 @@ from remap.policy.donors.supply import choose
 
 NEEDS = st.one_of(st.integers(0, 3), st.integers(0, 80), st.just(10_000))
 EVEN = Model((Layer(10, 1, Line(1 / 16, 1 / 64)),) * 12)
+
+
+def dropped(before: Placement, after: Placement) -> dict[str, tuple[int, ...]]:
+    """The layers that each instance gives up, by its name; instances that give up none are left out."""
+    count, then = len(before.model.layers), before.stages
+    found = {
+        name: tuple(layer for layer in range(count) if then[name].holds(layer) and not stage.holds(layer))
+        for name, stage in after.stages.items()
+    }
+    return {name: layers for name, layers in found.items() if layers}
 
 
 def capacity(placement: Placement) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -26,8 +27,8 @@ from remap.policy.cluster.placement import (
     check,
 )
 from remap.policy.cluster.restore import (
+    Copy,
     all_alone,
-    arrived,
     copies,
     dissolved,
     fits,
@@ -42,6 +43,19 @@ IDLE = Load()
 NETWORKS = st.builds(
     lambda rate, host: Network(Line(1 / 16, 0), rate / 4, host / 4), st.integers(1, 16), st.integers(0, 16)
 )
+
+
+def arrived(placement: Placement, come: Collection[Copy]) -> Placement:
+    """The placement in which these copies have come and nobody computes them yet; with the next epoch. They take room that
+    was KV's: `check` tells whether it suffices."""
+    layers: dict[str, set[int]] = {}
+    for copy in come:
+        layers.setdefault(copy.instance, set()).add(copy.layer)
+    groups = tuple(
+        Group(tuple(replace(s, arrived=s.arrived | layers.get(s.instance.name, set())) for s in group.stages))
+        for group in placement.groups
+    )
+    return Placement(placement.model, groups, placement.epoch + 1)
 
 
 def pair(load: Load = IDLE) -> Placement:

@@ -52,7 +52,7 @@ from .pipeline import Network, group_round_s
 from .placement import Group, Load, Model, Offer, Placement, Stage
 from .stages import ORDERS, Splits
 
-__all__ = ["EXACT", "QUOTES", "DropPlan", "dropped", "greedy", "plan", "preferred", "quotes", "wider"]
+__all__ = ["EXACT", "QUOTES", "DropPlan", "greedy", "plan", "preferred", "quotes", "wider"]
 
 EXACT = 8
 """Instances up to which every partition is looked at: 4,140 for 8."""
@@ -140,16 +140,6 @@ def wider(placement: Placement, number: int, tokens: int) -> Group | None:
         if splits.tokens(stages) >= needs:
             return Group(splits.split(stages, 1.0))
     return None
-
-
-def dropped(before: Placement, after: Placement) -> dict[str, tuple[int, ...]]:
-    """The layers that each instance gives up, by its name; instances that give up none are left out."""
-    count, then = len(before.model.layers), before.stages
-    found = {
-        name: tuple(layer for layer in range(count) if then[name].holds(layer) and not stage.holds(layer))
-        for name, stage in after.stages.items()
-    }
-    return {name: layers for name, layers in found.items() if layers}
 
 
 def quotes(placement: Placement, network: Network, block_tokens: int, donor: str = "replicas") -> list[Quote]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from remap.errors import InvalidState
 from remap.policy.rental import income
@@ -27,7 +27,7 @@ from remap.policy.rental import income
 from .pipeline import Network, group_round_s
 from .placement import Group, Placement, Stage
 
-__all__ = ["Copy", "all_alone", "arrived", "copies", "dissolved", "fits", "half_used", "income_of", "seconds"]
+__all__ = ["Copy", "all_alone", "copies", "dissolved", "fits", "half_used", "income_of", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -100,19 +100,6 @@ def copies(before: Placement, after: Placement, network: Network, lost: Collecti
             arrives[name] = sends[chosen] = end
         found.append(Copy(layer, name, chosen, begin, end))
     return found
-
-
-def arrived(placement: Placement, come: Collection[Copy]) -> Placement:
-    """The placement in which these copies have come and nobody computes them yet; with the next epoch. They take room that
-    was KV's: `check` tells whether it suffices."""
-    layers: dict[str, set[int]] = {}
-    for copy in come:
-        layers.setdefault(copy.instance, set()).add(copy.layer)
-    groups = tuple(
-        Group(tuple(replace(s, arrived=s.arrived | layers.get(s.instance.name, set())) for s in group.stages))
-        for group in placement.groups
-    )
-    return Placement(placement.model, groups, placement.epoch + 1)
 
 
 def seconds(before: Placement, after: Placement, network: Network) -> float:
