@@ -71,11 +71,10 @@ class Changes:
         if older is not None:
             older.close()
 
-    @property
-    def pending(self) -> bool:
-        """Whether a change is being prepared, or is prepared."""
+    def pending(self, epoch: int) -> bool:
+        """Whether a change is being prepared, is prepared, or is decided and the instance, at this epoch, has not switched."""
         with self._lock:
-            return self._meeting > 0 or self._prepared is not None
+            return self._meeting > 0 or self._prepared is not None or self._committed != epoch
 
     def commit(self, epoch: int) -> Prepared | None:
         """What the instance has to switch to; None the second time. Raises StalePlan (fields plan_epoch, epoch) if this epoch is

@@ -311,14 +311,12 @@ class Front(Generic[RequestT]):
         self.restarts += submission.attempt > 1
         try:
             await connection.call("submit", submission.request, submission.attempt, submission.tokens)
-        except Lost:
+        except (Lost, InstanceFailed):
             raise
         except InvalidState:
             # It hands over; or it has lost a peer, which control does not know yet, and would send it there again, and again.
             await asyncio.sleep(TICK_S)
             self._carry_out(self.service.bounced(submission.id, submission.attempt, self._now()))
-        except InstanceFailed:
-            raise
         except Error as error:
             self._answer(submission.id, error)
 

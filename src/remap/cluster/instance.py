@@ -167,8 +167,7 @@ class ClusterInstance:
         does not hold what it is to compute, or (field neighbours) if another model's KV lies in its layers' pages; PeerLost if
         the others do not come.
         """
-        alone = len(plan.stages) == 1
-        self._changes.prepare(plan, self._now, lambda: None if alone else self._ask(lambda: beside.check(self._now)))
+        self._changes.prepare(plan, self._now, lambda: self._ask(lambda: beside.check(self._now)))
 
     def commit(self, epoch: int) -> None:
         """Switch to the prepared plan at the next pass boundary; the reports show when it has. A second call does nothing. Raises
@@ -264,7 +263,7 @@ class ClusterInstance:
         """
 
         def between() -> ReportT:
-            if self._changes.pending or self._now.next is not None:
+            if self._changes.pending(self._now.epoch):
                 raise InvalidState(
                     f"{self.name!r} is about to change its group; nothing changed; call again when it serves",
                     instance=self.name,

@@ -14,7 +14,7 @@ passes goes through `following`; the instance's own go through `changed`.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from remap import advanced
 from remap.cluster import room
@@ -74,14 +74,13 @@ def following(member: Member, change: Callable[[], ReportT]) -> ReportT:
         try:
             report = change()
         except OutOfBlocks as error:
-            if member.has.name not in cast("Mapping[str, object]", error.fields.get("preempt", {})) or not _preempt(
-                member
-            ):
-                raise
+            in_the_way = error.fields.get("preempt")
+            if not isinstance(in_the_way, dict) or member.has.name not in in_the_way or not _preempt(member):
+                raise  # others' blocks, or nobody has any more
             continue
         _moved(member, report.moved.get(member.has.name, {}))
-        in_the_way = isinstance(report, ActivationReport) and not report.activated and member.has.name in report.preempt
-        if not in_the_way or not _preempt(member):
+        blocks = isinstance(report, ActivationReport) and not report.activated and member.has.name in report.preempt
+        if not blocks or not _preempt(member):
             return report
 
 
@@ -110,7 +109,7 @@ def fetch(member: Member, epoch: int, sources: Mapping[int, int]) -> None:
     here, or if this epoch is over."""
     if epoch <= member.unfetched or epoch < member.fetching:
         return
-    if member.fetching and member.fetching < epoch:
+    if 0 < member.fetching < epoch:
         unfetch(member, member.fetching)
     member.fetching = epoch
     if member.home:

@@ -120,7 +120,9 @@ class Resources:
         """By tenant, live blocks (old -> new) that a call of this instance moved: the other tenants' are for `others`. Raises
         InvalidState (field moved) if there are such, and nobody to tell."""
         strange = {name: blocks for name, blocks in moved.items() if blocks and name != self.name}
-        if strange and self._others is None:
+        if not strange:
+            return
+        if self._others is None:
             raise InvalidState(
                 f"{sum(map(len, strange.values()))} live blocks of {sorted(strange)} moved beside {self.name!r}, and nobody is "
                 "told, so their KV is lost; give the instance others=, or keep the session's other tenants idle",
@@ -128,7 +130,6 @@ class Resources:
                 moved=strange,
             )
         for name, blocks in strange.items():
-            assert self._others is not None
             self._others(name, blocks)
 
     def _require_addresses(self) -> None:

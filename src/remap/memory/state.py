@@ -100,9 +100,8 @@ class TenantState:
     detached: bool = False
 
     # -- bytes that are not where they should be
-    come: dict[int, list[tuple[int, int]]] = field(
-        default_factory=dict
-    )  # layer of pages.unfilled -> (offset, end), ascending
+    # Of layers in pages.unfilled, which bytes have come: (offset, end), ascending, with gaps between.
+    come: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
     absent: set[int] = field(default_factory=set)  # noted when the tenant leaves: layers not all at their addresses
     asleep: bool = (
