@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 from cluster_worlds import NETWORK, clusters, serving, streaming
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import cluster_brute
 from remap.policy.activations import Line
-from remap.policy.cluster.drop import EXACT, QUOTES, DropPlan, greedy, plan, preferred, quotes
+from remap.policy.cluster.drop import EXACT, DropPlan, greedy, plan, preferred
 from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import (
     Group,
@@ -27,7 +27,6 @@ from remap.policy.cluster.placement import (
     check,
 )
 from remap.policy.cluster.stages import Splits
-from remap.policy.donors.supply import choose
 
 NEEDS = st.one_of(st.integers(0, 3), st.integers(0, 80), st.just(10_000))
 EVEN = Model((Layer(10, 1, Line(1 / 16, 1 / 64)),) * 12)
@@ -367,48 +366,6 @@ def test_groups_of_equal_size_have_room_for_what_runs() -> None:
         assert all(
             group.capacity(model) > len(group.stages) for group in found.placement.groups if len(group.stages) > 1
         )
-
-
-@example(whole(5, requests=2), 7)
-@settings(max_examples=60, deadline=None)
-@given(st.one_of(serving(5), streaming(serving(5))), st.integers(1, 4))
-def test_drops_are_one_donor_among_others(before: Placement, block_tokens: int) -> None:
-    offered = quotes(before, NETWORK, block_tokens)
-    loads = [group.load for group in before.groups]
-    density = sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
-    blocks, stall = 0, 0.0
-    for quote in offered:
-        assert (quote.donor, quote.kind, quote.share) == ("replicas", "active", 0.0)
-        assert quote.blocks >= 0
-        assert quote.reload_s >= 0.0
-        blocks, stall = blocks + quote.blocks, stall + quote.stall_s
-        step = quote.step
-        assert isinstance(step, DropPlan)
-        assert blocks == step.freed // block_tokens
-        full = sum(math.ceil(density * max(0, group.capacity(before.model))) for group in step.placement.groups)
-        assert stall == pytest.approx(step.added_s / max(1, full))
-    assert len(offered) <= min(QUOTES, max(0, len(before.groups) - 1))
-    if offered:
-        last = offered[-1].step
-        assert isinstance(last, DropPlan)
-        assert last.freed == plan(before, 10**6, NETWORK).freed
-        supply = choose(blocks, [offered])
-        assert supply.unmet == 0
-        assert sum(portion.blocks for portion in supply.taken) == blocks
-    else:
-        assert plan(before, 1, NETWORK).freed == 0
-
-
-def test_what_drops_offer() -> None:
-    """Four copies: one, two, and the last one by merging two pairs. A layer takes as long for any number of tokens."""
-    model = Model((Layer(10, 1, Line(1 / 16, 0.0)),) * 12)
-    offered = quotes(whole(4, model, requests=8), Network(Line(0.25, 0.0), 10.0), 5)
-    assert [quote.blocks for quote in offered] == [2, 2, 2]
-    assert [sizes(quote.step) for quote in offered] == [[2, 1, 1], [2, 2], [4]]  # type: ignore[arg-type]
-    # A pair has 20 of 30 tokens, so two thirds of the requests wait for two hops; then all of them; then all for four.
-    assert [quote.stall_s for quote in offered] == pytest.approx([1 / 3, 1 / 6, 0.5])
-    # Half of 120 bytes to each, at 10 bytes/s; pairs restore side by side; then three quarters.
-    assert [quote.reload_s for quote in offered] == [6.0, 0.0, 3.0]
 
 
 # ------------------------------------------------------------------------------------------------- streaming, or a drop

@@ -22,8 +22,8 @@ from models import LAYERS, kv_spec, make, minimum_bytes  # noqa: E402
 import remap  # noqa: E402
 from remap.cluster import beside, own_layers, passes  # noqa: E402
 from remap.cluster.exchange import Exchange  # noqa: E402
+from remap.cluster.head import Head  # noqa: E402
 from remap.cluster.instance import ClusterInstance  # noqa: E402
-from remap.cluster.member import Member  # noqa: E402
 from remap.cluster.messages import Part  # noqa: E402
 from remap.cluster.transport import PeerLost  # noqa: E402
 from remap.cluster.wire import Shrink, decode  # noqa: E402
@@ -85,13 +85,13 @@ def long_requests(seed, count):
 def resumed(monkeypatch):
     """What new heads did with the requests that they took over: (id, whether its KV came along)."""
     found = []
-    plain = Member.resume
+    plain = Head.adopt
 
-    def resume(self, handed, blocks):
-        found.append((handed.id, bool(blocks)))
-        plain(self, handed, blocks)
+    def adopt(self, request, attempt, tokens, computed, blocks):
+        found.append((request.id, bool(blocks)))
+        plain(self, request, attempt, tokens, computed, blocks)
 
-    monkeypatch.setattr(Member, "resume", resume)
+    monkeypatch.setattr(Head, "adopt", adopt)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("msgspec")
 from remap.cluster.exchange import Exchange, Run
 from remap.cluster.slots import Departure, Whole
 from remap.cluster.wire import Forget, Handed, Handover, Message, Move, Over
+from remap.engine.request import Request
 from remap.policy.activations import Line
 from remap.policy.cluster.lookahead import ChunkCost
 from remap.policy.cluster.pipeline import Network
@@ -21,12 +23,12 @@ LAYERS = 4
 
 
 class Head:
-    """A taker with so many blocks. resumed: (id, blocks), in order."""
+    """A taker with so many blocks. adopted: (id, blocks), in order."""
 
     def __init__(self, blocks: int) -> None:
         self.ready = True
         self.free = list(range(blocks))
-        self.resumed: list[tuple[str, list[int]]] = []
+        self.adopted: list[tuple[str, list[int]]] = []
 
     def room(self, blocks: int) -> list[int] | None:
         if len(self.free) < blocks:
@@ -36,8 +38,9 @@ class Head:
     def unused(self, blocks: list[int]) -> None:
         self.free += blocks
 
-    def resume(self, handed: Handed, blocks: list[int]) -> None:
-        self.resumed.append((handed.id, blocks))
+    def adopt(self, request: Request, attempt: int, tokens: Iterable[int], computed: int, blocks: list[int]) -> None:
+        assert computed == (8 if blocks else 0)
+        self.adopted.append((request.id, blocks))
 
 
 def exchange_of(head: Head, requests: int, bytes_per_s: float = 1e9) -> tuple[Exchange, list[tuple[int, Message]]]:
@@ -46,9 +49,6 @@ def exchange_of(head: Head, requests: int, bytes_per_s: float = 1e9) -> tuple[Ex
     sent: list[tuple[int, Message]] = []
     kv: Any = SimpleNamespace(slot_bytes=8, first=0, end=LAYERS)
     whole = [Run(0, 0, LAYERS)]
-
-    def freed(blocks: list[int]) -> None:
-        head.free += blocks
 
     found = Exchange(
         0,
@@ -63,7 +63,6 @@ def exchange_of(head: Head, requests: int, bytes_per_s: float = 1e9) -> tuple[Ex
         places=Whole(LAYERS),
         taker=head,
         send=lambda to, message, payload: sent.append((to, message)),
-        freed=freed,
         network=Network(Line(0.0, 0.0), bytes_per_s),
         cost=ChunkCost(0.0, 0.0, 1.0, 0.0, 1.0),
         chunk_bytes=1 << 20,
@@ -74,17 +73,25 @@ def exchange_of(head: Head, requests: int, bytes_per_s: float = 1e9) -> tuple[Ex
     return found, sent
 
 
+def reuse(exchange: Exchange, head: Head) -> None:
+    """What the instance does behind each round of messages."""
+    while blocks := exchange.take_freed():
+        head.free += blocks
+        exchange.pump()
+
+
 def test_without_room_nothing_is_given_up_before_it_is_time_and_then_one_request() -> None:
     head = Head(0)
     exchange, sent = exchange_of(head, 3)
     for _ in range(5):
         exchange.pump()
-    assert not head.resumed and not any(isinstance(message, Forget) for _, message in sent)
+        reuse(exchange, head)
+    assert not head.adopted and not any(isinstance(message, Forget) for _, message in sent)
     exchange.pump(give_up=True)
+    reuse(exchange, head)
     # What it gave up is room for another here, but elsewhere that is not known yet: nobody else is given up for it.
-    assert [id for id, _ in head.resumed] == ["r2"]
+    assert [id for id, _ in head.adopted] == ["r2"]
     assert [message for _, message in sent if isinstance(message, Forget)] == [Forget("r2")]
-    exchange.pump()
     assert [message.id for _, message in sent if isinstance(message, Move)] == ["r0"]
     assert not any(isinstance(message, Over) for _, message in sent)
 
@@ -94,12 +101,14 @@ def test_with_room_for_all_it_says_so_and_nothing_is_given_up() -> None:
     exchange, sent = exchange_of(head, 3)
     assert {message.id for _, message in sent if isinstance(message, Move)} == {"r0", "r1", "r2"}
     exchange.pump(give_up=True)
-    assert not head.resumed and not exchange.over
+    assert not head.adopted and not exchange.over
 
 
 def test_any_number_of_requests_is_computed_again() -> None:
-    """Each makes room, and room is asked for: not each within the one before."""
+    """Each makes room; it is over when that was taken."""
     head = Head(0)
-    _, sent = exchange_of(head, 2000, bytes_per_s=1e-3)
-    assert [id for id, _ in head.resumed] == [f"r{n}" for n in range(2000)]
-    assert isinstance(sent[-1][1], Over) and len(head.free) == 4000
+    exchange, sent = exchange_of(head, 2000, bytes_per_s=1e-3)
+    assert [id for id, _ in head.adopted] == [f"r{n}" for n in range(2000)]
+    assert isinstance(sent[-1][1], Over) and not exchange.over
+    reuse(exchange, head)
+    assert len(head.free) == 4000 and exchange.over

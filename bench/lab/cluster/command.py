@@ -39,6 +39,7 @@ COLUMNS = (
     Column("pipeline_computing_s", "of these computing, s"),
     Column("activation_bytes", "activations, MB", 1e-6),
     Column("kv_sent_bytes", "KV sent, MB", 1e-6),
+    Column("layers_sent_bytes", "layers sent, MB", 1e-6),
     Column("layer_bytes", "layers loaded, MB", 1e-6),
     Column("swapped_bytes", "KV to the host and back, MB", 1e-6),
 )
@@ -58,7 +59,8 @@ where both are within 5 %.
 Drop: from the plan until all instances have switched; exchange: until all KV of running requests has moved; restore: from the
 first layer that comes home until every instance serves alone and the KV has moved back. Each is the median over the changes of
 a run. As stages, computing: sums over the instances; computing is the time of passes, in which an instance may wait for a
-core. Layers loaded: from the host's master copies, at restores.
+core. Layers that come home at restores are sent by another instance of the group, or loaded from the host's master copies,
+whichever is sooner.
 
 {table}
 {text}"""

@@ -13,7 +13,9 @@ until it is not needed any more; then the physical blocks go to whatever the ins
 An instance is through when it has handed everything on and every new head said Over. Nobody waits for anybody in a circle:
 pieces are sent from a copy by a thread of their own, and received in full before they are looked at.
 
-The loop thread of the instance owns this object; `sent` is called by it too, when the sender thread says so.
+The loop thread of the instance owns this object; `sent` is called by it too, when the sender thread says so. It calls the new
+group's head (`Taker`) and nobody above: physical blocks that the old group does not need any more are for who asks for them
+(`take_freed`), and then `pump` may find room.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from remap.cluster.stage_kv import StageKV
+    from remap.engine.request import Request
     from remap.policy.cluster.lookahead import ChunkCost
     from remap.policy.cluster.pipeline import Network
 
@@ -47,7 +50,7 @@ class Run(NamedTuple):
 
 
 class Taker(Protocol):
-    """What a new head does with the requests that it takes over."""
+    """What a new head (`head.Head`) does with the requests that it takes over."""
 
     @property
     def ready(self) -> bool:
@@ -62,8 +65,8 @@ class Taker(Protocol):
         """Blocks of `room` that are not needed any more."""
         ...
 
-    def resume(self, handed: Handed, blocks: list[int]) -> None:
-        """The request runs on: these blocks hold its KV; with none, it is computed again."""
+    def adopt(self, request: Request, attempt: int, tokens: Iterable[int], computed: int, blocks: list[int]) -> None:
+        """The request runs on: these blocks hold the KV of `computed` of its tokens. Without any it is computed again."""
         ...
 
 
@@ -84,8 +87,8 @@ class Exchange:
     rank: its own; members: how many there are. old: where its old KV is, held: in which physical blocks. heads: ranks of the
     old heads; head: that of its own old group. runs: of each new head, who computes what in its group. new, places: where KV
     goes here; None, None without layers. taker: if the instance is a new head. send(to, message, payload): enqueue; `sent` is
-    called for each payload, in their order. freed(blocks): physical blocks that the instance can use for something else.
-    chunk_bytes: a piece has at most so many, or a block of a layer run; while fewer are on their way from here, the next goes.
+    called for each payload, in their order. chunk_bytes: a piece has at most so many, or a block of a layer run; while fewer are
+    on their way from here, the next goes.
     """
 
     def __init__(
@@ -103,7 +106,6 @@ class Exchange:
         places: Places,
         taker: Taker | None,
         send: Callable[[int, Message, torch.Tensor | None], None],
-        freed: Callable[[list[int]], None],
         network: Network,
         cost: ChunkCost,
         chunk_bytes: int,
@@ -116,7 +118,7 @@ class Exchange:
         self._heads, self._head = set(heads), head
         self._before, self._runs = before, runs
         self._taker = taker
-        self._send, self._freed = send, freed
+        self._send = send
         self._network, self._cost = network, cost
         self.chunk_bytes = chunk_bytes
         self._early: list[tuple[int, Move | Forget]] = []  # that came before its own head's handover
@@ -131,7 +133,7 @@ class Exchange:
             str, tuple[Handed, int]
         ] = {}  # as a new head: not decided yet, with the head that it comes from
         self._queue: deque[tuple[str, bool]] = deque()
-        self._pumping = False
+        self._freed: list[int] = []  # physical blocks
         self._transit: dict[str, tuple[Handed, list[int], int]] = {}  # blocks, and how many stages are not done
         self._cancelled: set[str] = set()
         self._takers = set(runs)
@@ -142,7 +144,7 @@ class Exchange:
     @property
     def over(self) -> bool:
         """Nothing is left to send or to wait for, here and at any new head."""
-        gone = self._departure is not None and not self._departure.live
+        gone = self._departure is not None and not self._departure.live and not self._freed
         return gone and not self._takers and not self._pieces and not self._sending and not self._heads
 
     @property
@@ -199,6 +201,11 @@ class Exchange:
         """The first payload of those that have not left has left."""
         self._sending_bytes -= self._sending.popleft()
 
+    def take_freed(self) -> list[int]:
+        """Physical blocks, since the last call, that the instance can use for something else."""
+        freed, self._freed = self._freed, []
+        return freed
+
     def step(self) -> int:
         """Send, or copy, one piece: its bytes; 0 if none can be sent now."""
         if not self.busy:
@@ -215,7 +222,7 @@ class Exchange:
         if piece.last:
             # `data` is a copy: what it was made from is not needed any more.
             del self._moves[piece.id]
-            self._free(self._departure.leave(piece.id))
+            self._freed += self._departure.leave(piece.id)
         if piece.to.rank == self._rank:
             self._write(message, data)
         else:
@@ -233,7 +240,7 @@ class Exchange:
         if message.id not in departure.live:
             return
         if isinstance(message, Forget):
-            self._free(departure.leave(message.id))
+            self._freed += departure.leave(message.id)
             return
         self._moves[message.id] = message.blocks
         found = []
@@ -251,12 +258,7 @@ class Exchange:
             self._pieces += [*found[:-1], found[-1]._replace(last=True)]
         else:  # a stage without layers has nothing
             del self._moves[message.id]
-            self._free(departure.leave(message.id))
-
-    def _free(self, blocks: list[int]) -> None:
-        if blocks:
-            self._freed(blocks)
-            self.pump()
+            self._freed += departure.leave(message.id)
 
     # -- as a stage of a new group -------------------------------------------------------------------------------------------
 
@@ -279,7 +281,7 @@ class Exchange:
         if source == self._head:
             live = {each.id: each.blocks for each in message.requests if each.computed}
             self._departure = self._departing(dict(live))
-            self._free(self._departure.unused())
+            self._freed += self._departure.unused()
             early, self._early = self._early, []
             for owner, waited in early:
                 self._leaves(owner, waited)
@@ -311,19 +313,14 @@ class Exchange:
     def pump(self, give_up: bool = False) -> None:
         """As a new head: decide about as many requests as there is room for. Call it when there may be more; and from time to
         time with `give_up`: where nothing moves that would make room, the last request gives its own up, which takes a while."""
-        if self._taker is None or not self._ordered or not self._taker.ready or self._pumping:
+        if self._taker is None or not self._ordered or not self._taker.ready:
             return
-        self._pumping = True  # a request that is given up makes room, which pumps: not each within the one before
-        try:
-            self._decide(give_up)
-        finally:
-            self._pumping = False
+        self._decide(self._taker, give_up)
         if not self._queue and not self._transit and not self._said_over:
             self._said_over = True
             self._tell(Over())
 
-    def _decide(self, give_up: bool) -> None:
-        assert self._taker is not None  # it asks
+    def _decide(self, taker: Taker, give_up: bool) -> None:
         while self._queue:
             id, again = self._queue[0]
             if id not in self._coming:  # cancelled
@@ -332,12 +329,12 @@ class Exchange:
             handed, _ = self._coming[id]
             if again or not handed.computed:
                 self._queue.popleft()
-                self._anew(id)
+                self._anew(taker, id)
                 continue
-            blocks = self._taker.room(len(handed.blocks))
+            blocks = taker.room(len(handed.blocks))
             if blocks is None:
                 if not self._transit and give_up:
-                    self._anew(self._queue.pop()[0])
+                    self._anew(taker, self._queue.pop()[0])
                 return
             self._queue.popleft()
             del self._coming[id]
@@ -345,15 +342,14 @@ class Exchange:
             self._transit[id] = handed, blocks, stages
             self._tell(Move(id, blocks))
 
-    def _anew(self, id: str) -> None:
+    def _anew(self, taker: Taker, id: str) -> None:
         """This request is computed again, if it was not cancelled."""
         if id not in self._coming:
             return
         handed, _ = self._coming.pop(id)
-        assert self._taker is not None  # it asks
         if handed.computed:
             self._tell(Forget(id))
-        self._taker.resume(handed, [])
+        taker.adopt(handed.request, handed.attempt, handed.tokens, 0, [])
 
     def _done(self, id: str) -> None:
         handed, blocks, left = self._transit[id]
@@ -366,7 +362,7 @@ class Exchange:
             self._cancelled.discard(id)
             self._taker.unused(blocks)
         else:
-            self._taker.resume(handed, blocks)
+            self._taker.adopt(handed.request, handed.attempt, handed.tokens, handed.computed, blocks)
         self.pump()
 
     def _tell(self, message: Message) -> None:

@@ -140,6 +140,8 @@ class Head:
         self._attempts: dict[str, int] = {}
         self._cancelled: set[str] = set()
         self._orders = count()
+        self.ready = kv is None
+        """Whether it knows how much room there is: of a group, when all stages have said so."""
         self.exchanging = False
         """KV of requests is on its way: blocks may become free that no lane has, and none may move."""
         self.draining = False
@@ -240,6 +242,10 @@ class Head:
         finally:
             self.kv.free(held)
         return found
+
+    def unused(self, blocks: list[int]) -> None:
+        """Blocks of `room` that are not needed any more."""
+        self.kv.free(blocks)
 
     # -- passes ------------------------------------------------------------------------------------------------------------
 

@@ -398,6 +398,7 @@ class ClusterInstance:
                 break
             left -= nbytes
             did = True
+        did = room.reuse(self._now) or did
         if exchange is not None and exchange.over:
             self._now.end_exchange()
             return True

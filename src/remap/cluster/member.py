@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from remap.cluster.prepared import Prepared
     from remap.cluster.resources import Resources
     from remap.cluster.transport import Link, PeerLost
-    from remap.cluster.wire import Handed
 
 __all__ = ["Member", "alone", "stage_of"]
 
@@ -126,28 +125,6 @@ class Member:
         requests = head.requests + tuple((each.id, each.attempt) for each in stalled)
         capacity = head.kv.usable_blocks * self.has.tenant.kv.block_tokens
         return Report(name, self.epoch, phase, load, requests, capacity, self.arrived, head.stuck, (), rate)
-
-    # -- as `exchange.Taker`, of a new head -----------------------------------------------------------------------------------
-
-    @property
-    def ready(self) -> bool:
-        """`Taker.ready`."""
-        return self.alone or all(place in self.rooms for place in self.working)
-
-    def room(self, blocks: int) -> list[int] | None:
-        """`Taker.room`."""
-        assert self.head is not None  # only a head takes requests over
-        return self.head.room(blocks)
-
-    def unused(self, blocks: list[int]) -> None:
-        """`Taker.unused`."""
-        assert self.head is not None
-        self.head.kv.free(blocks)
-
-    def resume(self, handed: Handed, blocks: list[int]) -> None:
-        """`Taker.resume`."""
-        assert self.head is not None
-        self.head.adopt(handed.request, handed.attempt, handed.tokens, handed.computed if blocks else 0, blocks)
 
 
 def alone(has: Resources, epoch: int) -> Member:

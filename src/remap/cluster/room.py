@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from remap.cluster.member import Member
 
-__all__ = ["grow", "hear", "tell"]
+__all__ = ["grow", "hear", "reuse", "tell"]
 
 
 def grow(member: Member, blocks: Iterable[int]) -> None:
@@ -20,6 +20,16 @@ def grow(member: Member, blocks: Iterable[int]) -> None:
         member.has.tenant.kv.free(blocks)
     else:
         tell(member, member.slots.grow(blocks))
+
+
+def reuse(member: Member) -> bool:
+    """What the old group's KV does not need any more is the stage's; then more requests may have room. Whether there was any."""
+    did = False
+    while member.exchange is not None and (blocks := member.exchange.take_freed()):
+        grow(member, blocks)
+        member.exchange.pump()
+        did = True
+    return did
 
 
 def tell(member: Member, blocks: int, leaving: int = 0) -> None:
@@ -49,3 +59,4 @@ def hear(member: Member, message: Room) -> None:
         member.shrinking = member.head.draining = True
     else:
         member.head.kv.grow(min(rooms[place] for place in member.working))
+        member.head.ready = True

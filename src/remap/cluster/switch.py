@@ -128,9 +128,8 @@ def _exchange(old: Member, new: Member, plan: GroupPlan, mesh: Link, held: set[i
         runs=runs,
         new=new.kv,
         places=new.places,
-        taker=new if new.head is not None else None,
+        taker=new.head,
         send=send,
-        freed=partial(room.grow, new),
         network=network,
         cost=has.cost,
         # Pieces that are too small to show the network's rate would leave it at whatever was measured last, for good.

@@ -39,26 +39,19 @@ from __future__ import annotations
 
 import heapq
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from remap.policy.donors.supply import Quote
-
-from . import restore
 from .dispatch import load_share, overloaded
 from .pipeline import Network, group_round_s
 from .placement import Group, Load, Model, Offer, Placement, Stage
 from .stages import ORDERS, Splits
 
-__all__ = ["EXACT", "QUOTES", "DropPlan", "greedy", "plan", "preferred", "quotes", "wider"]
+__all__ = ["EXACT", "DropPlan", "greedy", "plan", "preferred", "wider"]
 
 EXACT = 8
 """Instances up to which every partition is looked at: 4,140 for 8."""
-
-QUOTES = 8
-"""Increments that drops are offered in, at most."""
 
 _Parts = tuple[tuple[int, ...], ...]
 """Which groups become one, by their numbers; each in one part."""
@@ -140,33 +133,6 @@ def wider(placement: Placement, number: int, tokens: int) -> Group | None:
         if splits.tokens(stages) >= needs:
             return Group(splits.split(stages, 1.0))
     return None
-
-
-def quotes(placement: Placement, network: Network, block_tokens: int, donor: str = "replicas") -> list[Quote]:
-    """Drops as one donor among others (`donors.supply.choose`): nested increments, up to QUOTES equal parts of all that drops
-    can free; the step of the last one taken is the `DropPlan` to carry out.
-
-    blocks: of block_tokens tokens, of the whole cluster. stall_s: `added_s` of the plan for a mean request, less that of the
-    plan before. reload_s: of the copies that bring all layers back, likewise. The kind is "active": the layers are of a
-    model that serves; nothing is copied meanwhile, so share is 0.
-    """
-    mergers = _Mergers(placement, network)
-    most = mergers.plan(mergers.best(sys.maxsize), sys.maxsize).freed
-    parts = min(QUOTES, len(placement.groups) - 1)
-    found: list[Quote] = []
-    blocks, stall_s, reload_s, freed = 0, 0.0, 0.0, 0
-    for number in range(1, parts + 1):
-        need = -(-most * number // parts)
-        if need <= freed:
-            continue
-        best = mergers.best(need)
-        chosen = mergers.plan(best, need)
-        freed, stall = chosen.freed, chosen.added_s / max(1, sum(map(mergers.requests, best)))
-        reload = max(reload_s, restore.seconds(chosen.placement, restore.all_alone(chosen.placement), network))
-        more = freed // block_tokens - blocks
-        found.append(Quote(donor, "active", more, stall - stall_s, reload - reload_s, 0.0, chosen))
-        blocks, stall_s, reload_s = freed // block_tokens, stall, reload
-    return found
 
 
 def _density(placement: Placement) -> float:

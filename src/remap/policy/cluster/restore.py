@@ -18,7 +18,6 @@ the rent are derived.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from remap.errors import InvalidState
@@ -57,13 +56,12 @@ def all_alone(placement: Placement) -> Placement:
     return Placement(placement.model, singles, placement.epoch + 1)
 
 
-def copies(before: Placement, after: Placement, network: Network, lost: Collection[str] = ()) -> list[Copy]:
+def copies(before: Placement, after: Placement, network: Network) -> list[Copy]:
     """The layers that the stages of `after` need and do not hold, in the order in which they are assigned: the first of each
     instance, then the second of each, and so on. Each begins with the layer behind those that it computes, so that
     equal instances of a group receive from each other in turn, and nobody waits for a sender.
 
-    lost: instances that failed and send nothing; they may be missing in `after`. Raises InvalidState (fields layer,
-    instance) if nobody has a layer: no instance of the group, and no master copy.
+    Raises InvalidState (fields layer, instance) if nobody has a layer: no instance of the group, and no master copy.
     """
     model, then = before.model, before.stages
     mates = {stage.instance.name: group.stages for group in before.groups for stage in group.stages}
@@ -81,7 +79,7 @@ def copies(before: Placement, after: Placement, network: Network, lost: Collecti
         ways: list[tuple[float, float, str | None]] = []
         for mate in mates[name]:
             source = mate.instance.name
-            if source != name and source not in lost and mate.holds(layer):
+            if source != name and mate.holds(layer):
                 begin = max(arrives[name], sends[source])
                 ways.append((begin + size / network.bytes_per_s, begin, source))
         if network.host_bytes_per_s:
@@ -124,12 +122,9 @@ def half_used(placement: Placement, number: int) -> bool:
     return 2 * group.load.tokens < sum(max(0, Stage(s.instance, 0, count).capacity(model)) for s in group.stages)
 
 
-def income_of(placement: Placement, number: int, network: Network, contention: float = 0.0) -> float:
-    """The share of a restoration that one more round in this group costs, as `rental.income`.
-
-    Saved is what a mean request waits less for a token if its instance serves alone, with the requests of its own load.
-    contention: the cost of hidden copies to the computation, as a share of their time.
-    """
+def income_of(placement: Placement, number: int, network: Network) -> float:
+    """The share of a restoration that one more round in this group costs, as `rental.income`. Saved is what a mean request waits
+    less for a token if its instance serves alone, with the requests of its own load."""
     group, model, count = placement.groups[number], placement.model, len(placement.model.layers)
     whole = group_round_s(model, group.stages, group.load.requests, network)
     saved = math.fsum(
@@ -138,4 +133,4 @@ def income_of(placement: Placement, number: int, network: Network, contention: f
         for load in [stage.instance.load]
     )
     copied = seconds(placement, dissolved(placement, number), network)
-    return income(saved / max(1, group.load.requests), contention, copied, 0.0)
+    return income(saved / max(1, group.load.requests), 0.0, copied, 0.0)
