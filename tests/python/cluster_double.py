@@ -171,11 +171,11 @@ class TinyInstance:
     def recover(self, epoch: int) -> None:
         self._command(Recover(self._double.name, epoch))
 
-    def submit(self, request: Any, attempt: int, tokens: tuple[int, ...]) -> None:
+    def submit(self, request: Any, attempt: int, tokens: tuple[int, ...], epoch: int) -> None:
         if len(request.prompt) + request.sampling.max_tokens > 150:
             raise errors.InvalidArgument("the request must have 150 tokens at most; nothing was queued")
         ask = Ask(request.id, len(request.prompt), request.sampling.max_tokens)
-        self._command(Submit(self._double.name, Submission(request.id, ask, attempt, tokens)))
+        self._command(Submit(self._double.name, Submission(request.id, ask, attempt, tokens), epoch))
 
     def cancel(self, id: str, attempt: int) -> None:
         self._command(Cancel(self._double.name, id, attempt))

@@ -116,6 +116,7 @@ class Double:
     name: str
     world: World
     epoch: int = 0
+    since: int = 0
     ended: int = 0
     alive: bool = True
     returns: bool = True
@@ -179,7 +180,7 @@ class Double:
                         self.world.later(copy.end_s, lambda layer=copy.layer: self.come(epoch, layer))
             case Recover(_, epoch):
                 if epoch > self.epoch:
-                    self.epoch, self.phase = epoch, "recovering"
+                    self.epoch, self.since, self.phase = epoch, epoch, "recovering"
                     self.parts = (Part(self.name, 0, LAYERS),)
                     self.prepared = self.committed = None
                     self.fetched = 0
@@ -187,8 +188,8 @@ class Double:
                     self.requests.clear()
                     self.expects.clear()
                     self.world.later(self.world.delay() * 5, lambda: self.recovered(epoch))
-            case Submit(_, submission):
-                if not self.head or self.phase == "recovering":
+            case Submit(_, submission, epoch):
+                if not self.head or self.phase == "recovering" or epoch < self.since:
                     self.world.bounce(submission.request.id, submission.attempt)
                 else:
                     held = Held(submission.request, submission.attempt, len(submission.tokens))
@@ -309,8 +310,9 @@ class Double:
         )
         requests = tuple((held.ask.id, held.attempt) for held in self.requests.values()) if self.head else ()
         arrived = frozenset(self.arrived)
+        stuck, counts = self.stuck, {"passes": 7.0}
         return Report(
-            self.name, self.epoch, self.phase, load, requests, self.capacity, arrived, self.stuck, self.offers
+            self.name, self.epoch, self.phase, load, requests, self.capacity, arrived, stuck, self.offers, counts=counts
         )
 
 

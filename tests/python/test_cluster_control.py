@@ -718,6 +718,12 @@ def test_an_instance_of_another_model_is_refused_by_name(other: Fingerprint, dif
         control.on(Joined(description("b", fingerprint=other)), 0.0)
     assert (caught.value.instance, caught.value.differs) == ("b", differs)
     assert (shape(control), control.epoch) == (before, epoch)
+    # Nor is it taken when nobody else is left: requests may be half answered.
+    control.on(Died("a"), 1.0)
+    with pytest.raises(OtherModel) as caught:
+        control.on(Joined(description("a", fingerprint=other)), 1.0)
+    assert (caught.value.instance, caught.value.differs) == ("a", differs)
+    assert control.groups == []
 
 
 def test_an_instance_whose_layers_have_other_sizes_is_refused_by_name() -> None:

@@ -23,6 +23,7 @@ from remap.policy.cluster.exchange import (
     longest_wait,
     moves,
     resumptions,
+    takers,
 )
 from remap.policy.cluster.lookahead import ChunkCost
 from remap.policy.cluster.pipeline import Network
@@ -62,6 +63,18 @@ def test_equal_stages_move_all_but_one_share(g: int) -> None:
     for single in dissolved(merged, 0).groups:
         for pair in ((single, merged.groups[0]), (merged.groups[0], single)):
             assert sum(moves(model, *pair, 7).values()) * g == (g - 1) * 7 * 5 * 12
+
+
+@given(st.lists(st.integers(0, 50), max_size=12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
+def test_each_request_goes_where_most_room_is_left(sizes: list[int], rooms: list[int]) -> None:
+    found = takers(sizes, rooms)
+    for number, place in enumerate(found):
+        left = [
+            room - sum(size for size, other in zip(sizes[:number], found) if other == each)
+            for each, room in enumerate(rooms)
+        ]
+        assert place == left.index(max(left))
+    assert len(found) == len(sizes)
 
 
 def test_a_chunk_takes_as_long_as_a_stage() -> None:

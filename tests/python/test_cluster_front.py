@@ -14,6 +14,7 @@ from control_worlds import MODEL, NETWORK, token
 
 from remap.cluster.control import Control, NoCopy, OtherModel, Policy
 from remap.cluster.front import Front, InstanceFailed
+from remap.cluster.ledger import Submission
 from remap.cluster.messages import Report, Tick
 from remap.engine.request import Request, SamplingParams
 from remap.errors import InvalidArgument, InvalidState
@@ -117,11 +118,11 @@ def test_who_refuses_a_request_is_not_asked_again_at_once(tmp_path: Path, monkey
     """It may have lost a peer, and control hears of that later: no more than once in a tick."""
     refused, ticks, plain, on = [], [], TinyInstance.submit, Control.on
 
-    def submit(self: TinyInstance, request: Request, attempt: int, tokens: Any) -> None:
+    def submit(self: TinyInstance, request: Request, attempt: int, tokens: Any, epoch: int) -> None:
         if len(refused) < 10:
             refused.append(attempt)
             raise InvalidState("a peer is gone")
-        plain(self, request, attempt, tokens)
+        plain(self, request, attempt, tokens, epoch)
 
     def counted(self: Control, event: Any, now_s: float) -> Any:
         ticks.append(event) if refused and isinstance(event, Tick) else None
@@ -133,6 +134,17 @@ def test_who_refuses_a_request_is_not_asked_again_at_once(tmp_path: Path, monkey
     async def body(front: Front[Request], _: list[LocalConnection]) -> None:
         assert await answer(front, "r") == expected("r")
         assert len(refused) == 10 and len(ticks) >= 8
+
+    serving(tmp_path, "a", body)
+
+
+def test_what_an_older_attempt_is_refused_for_is_not_the_callers(tmp_path: Path) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        asking = asyncio.create_task(answer(front, "r"))
+        await until(lambda: "r" in front.service.ledger and front.service.ledger.attempt("r") == 1)
+        too_long = Request("r", (1,) * 200, SamplingParams(max_tokens=1))
+        await front._submit(connections[0], Submission("r", too_long, 0, ()), 1)
+        assert await asking == expected("r")
 
     serving(tmp_path, "a", body)
 

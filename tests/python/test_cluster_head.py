@@ -16,7 +16,7 @@ from remap.cluster.pool import GroupPool
 from remap.engine import Request, SamplingParams
 from remap.engine.attention import decode_first
 from remap.engine.engine import STUCK_STEPS
-from remap.errors import InvalidArgument
+from remap.errors import InvalidArgument, InvalidState
 from remap.policy.cluster.lookahead import Chunk, ChunkCost
 
 COST = ChunkCost(0.0, 0.0, 1.0, 0.0, 4.0)
@@ -354,6 +354,8 @@ def test_a_request_of_another_head_runs_on_or_waits():
     line.resume(request, 2, line.arrive(request, 2))
     again = Request("again", tuple(range(1, 10)), SamplingParams(max_tokens=6))
     line.head.adopt(again, 2, expected(again)[:3], 0, [])
+    with pytest.raises(InvalidState):  # another attempt of what is here
+        line.head.adopt(request, 3, [], 0, [])
     assert dict(line.head.requests) == {"r": 1, "again": 2}
     assert line.head.load().tokens == 12 and line.head.load().waiting == (12,)
     line.tokens["again"] = list(expected(again)[:3])

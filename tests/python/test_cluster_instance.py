@@ -20,11 +20,12 @@ from cluster_instances import PAGE, Cluster, expected_tokens, requests_for  # no
 from models import LAYERS, kv_spec, make, minimum_bytes  # noqa: E402
 
 import remap  # noqa: E402
-from remap.cluster import beside, own_layers, passes  # noqa: E402
+from remap.cluster import beside, change, own_layers, passes  # noqa: E402
 from remap.cluster.exchange import Exchange  # noqa: E402
 from remap.cluster.head import Head  # noqa: E402
 from remap.cluster.instance import ClusterInstance  # noqa: E402
 from remap.cluster.messages import Part  # noqa: E402
+from remap.cluster.resources import KVLost  # noqa: E402
 from remap.cluster.transport import PeerLost  # noqa: E402
 from remap.cluster.wire import Shrink, decode  # noqa: E402
 from remap.engine import Request, SamplingParams  # noqa: E402
@@ -965,3 +966,86 @@ def test_numbers_that_messages_cannot_have_are_refused(field, sampling):
         with pytest.raises(InvalidArgument) as refused:
             cluster.submit("i0", [Request("r", (3, 4), sampling)])
         assert refused.value.field == field
+
+
+def test_what_was_sent_before_a_recovery_is_refused_after_it():
+    """It comes late, and was started again elsewhere: two attempts of one request must never meet."""
+    model, requests = make("llama"), requests_for(8, count=2)
+    with Cluster(model, 2, blocks=20) as cluster:
+        cluster.change((("i0", 3), ("i1", LAYERS)))
+        cluster.end("i1")
+        assert cluster.instances["i0"].recover(7) == ()
+        with pytest.raises(InvalidState, match="recovered at epoch 7"):
+            cluster.instances["i0"].submit(requests[0], 1, (), 6)
+        cluster.poll()
+        assert cluster.reports["i0"].requests == ()
+        for request in requests:
+            cluster.instances["i0"].submit(request, 2, (), 7)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_kv_that_is_lost_in_a_call_fails_the_instance():
+    """Whoever made the call hears of it; and so does control, for nobody may go on with that KV."""
+    model, requests = make("llama"), requests_for(9, count=2)
+
+    def torn():
+        raise KVLost("blocks moved", instance="i0", moved={1: 2})
+
+    with Cluster(model, 1, blocks=20) as cluster:
+        one = cluster.instances["i0"]
+        with pytest.raises(KVLost):
+            one.exclusively(torn)
+        with pytest.raises(KVLost):
+            one.poll(60.0)
+        one.recover(1)
+        cluster.epoch = 1
+        cluster.submit("i0", requests)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_a_prepare_that_was_overtaken_leaves_the_newer_one_alone(monkeypatch):
+    closed = []
+    meet = lambda plan, *_: SimpleNamespace(plan=plan, open=lambda ears: None, close=lambda: closed.append(plan.epoch))  # noqa: E731
+    monkeypatch.setattr(change, "meet", meet)
+    monkeypatch.setattr(change, "_check_plan", lambda *_: None)
+    changes = change.Changes("a", "127.0.0.1", None, 1.0)
+    older, newer = (SimpleNamespace(epoch=epoch) for epoch in (5, 7))
+
+    def quicker():
+        changes.prepare(newer, None, lambda: None)
+        changes.abort(5)
+
+    with pytest.raises(StalePlan):
+        changes.prepare(older, None, quicker)
+    assert closed == [] and changes.commit(7).plan is newer
+
+
+def test_what_was_aborted_leaves_nothing_in_the_store():
+    with Cluster(make("llama"), 2, blocks=20) as cluster:
+        one = cluster.instances["i0"]
+        for _ in range(5):
+            plans = cluster.plans((("i0", 3), ("i1", LAYERS)))
+            assert cluster.prepare(plans) == []
+            for instance in cluster.instances.values():
+                instance.abort(cluster.epoch)
+        assert {int(key.partition("/")[0]) for key in one._store._store.list_keys()} <= {cluster.epoch}
+
+
+def test_who_ends_an_instance_that_hangs_is_told(monkeypatch):
+    hanging, go_on = threading.Event(), threading.Event()
+
+    def stuck():
+        hanging.set()
+        assert go_on.wait(600.0)
+
+    with Cluster(make("llama"), 1, blocks=20) as cluster:
+        one = cluster.instances["i0"]
+        caller = threading.Thread(target=one.exclusively, args=(stuck,))
+        caller.start()
+        assert hanging.wait(600.0)
+        with monkeypatch.context() as patched:
+            patched.setattr("remap.cluster.instance.HUNG", 0)
+            with pytest.raises(InvalidState, match="hangs"):
+                one.close()
+        go_on.set()
+        caller.join()

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference import lookahead_brute
+from reference.flow_shop import bubble_share, makespan
 from remap.errors import InvalidArgument
 from remap.policy.cluster import lookahead as module
 from remap.policy.cluster.lookahead import (
@@ -21,12 +22,10 @@ from remap.policy.cluster.lookahead import (
     Microbatch,
     Waiting,
     balanced,
-    by_tokens,
     fit,
     halved,
     lookahead,
 )
-from remap.policy.cluster.pipeline import bubble_share, makespan
 
 # Multiples of 1/16 with few tokens: sums are exact.
 PARTS = [st.integers(0, 8).map(lambda n: n / 16) for _ in range(5)]
@@ -35,6 +34,23 @@ QUEUES = st.lists(st.builds(Waiting, st.integers(0, 20), st.integers(0, 8)), max
 TOKENS_ONLY = ChunkCost(0.0, 0.0, 1.0, 0.0, 0.0)
 
 Divided = list[Microbatch]
+
+
+def by_tokens(requests: list[Waiting], budget: int, grain: int) -> Divided:
+    """As Sarathi-Serve divides: microbatches of at most `budget` tokens, or of one piece, filled in order."""
+    found, room = list[list[Chunk]](), 0
+    for piece in lookahead_brute.places(requests, grain):
+        number, first = piece[0]
+        if len(piece) > room:
+            found.append([])
+            room = max(budget, grain)
+        room -= len(piece)
+        microbatch = found[-1]
+        if microbatch and microbatch[-1].request == number:
+            microbatch[-1] = replace(microbatch[-1], tokens=microbatch[-1].tokens + len(piece))
+        else:
+            microbatch.append(Chunk(number, requests[number].prefix + first, len(piece)))
+    return [tuple(each) for each in found]
 
 
 SECONDS = st.floats(0.0, 500.0, allow_subnormal=False)

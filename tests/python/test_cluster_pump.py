@@ -15,6 +15,7 @@ from remap.cluster.exchange import Exchange, Run
 from remap.cluster.slots import Departure, Whole
 from remap.cluster.wire import Forget, Handed, Handover, Message, Move, Over
 from remap.engine.request import Request
+from remap.errors import InvalidState
 from remap.policy.activations import Line
 from remap.policy.cluster.lookahead import ChunkCost
 from remap.policy.cluster.pipeline import Network
@@ -43,9 +44,16 @@ class Head:
         self.adopted.append((request.id, blocks))
 
 
-def exchange_of(head: Head, requests: int, bytes_per_s: float = 1e9) -> tuple[Exchange, list[tuple[int, Message]]]:
+def handed(number: int, attempt: int = 1) -> Handed:
+    """Of two blocks, to rank 0."""
+    return Handed(f"r{number}", attempt, 0, [1] * 8, 9, 0.0, 0, 1.0, 0, [], [], 8, [2 * number, 2 * number + 1])
+
+
+def exchange_of(
+    head: Head, requests: int, bytes_per_s: float = 1e9, heads: tuple[int, ...] = (0, 1)
+) -> tuple[Exchange, list[tuple[int, Message]]]:
     """Rank 0 of two, which is to head them both; its own old group has so many requests of two blocks each, the other none.
-    bytes_per_s: of the network between them."""
+    bytes_per_s: of the network between them. heads: the old ones; of more than two the last has not handed over."""
     sent: list[tuple[int, Message]] = []
     kv: Any = SimpleNamespace(slot_bytes=8, first=0, end=LAYERS)
     whole = [Run(0, 0, LAYERS)]
@@ -55,7 +63,7 @@ def exchange_of(head: Head, requests: int, bytes_per_s: float = 1e9) -> tuple[Ex
         2,
         old=kv,
         departing=lambda live: Departure(Whole(LAYERS), range(2 * requests), live),
-        heads=[0, 1],
+        heads=heads,
         head=0,
         before={0: whole, 1: [Run(1, 0, LAYERS)]},
         runs={0: [Run(0, 0, 2), Run(1, 2, LAYERS)]},
@@ -67,8 +75,7 @@ def exchange_of(head: Head, requests: int, bytes_per_s: float = 1e9) -> tuple[Ex
         cost=ChunkCost(0.0, 0.0, 1.0, 0.0, 1.0),
         chunk_bytes=1 << 20,
     )
-    handed = [Handed(f"r{n}", 1, 0, [1] * 8, 9, 0.0, 0, 1.0, 0, [], [], 8, [2 * n, 2 * n + 1]) for n in range(requests)]
-    found.hand_over(handed)
+    found.hand_over([handed(number) for number in range(requests)])
     found.on(1, Handover([]))
     return found, sent
 
@@ -94,6 +101,15 @@ def test_without_room_nothing_is_given_up_before_it_is_time_and_then_one_request
     assert [message for _, message in sent if isinstance(message, Forget)] == [Forget("r2")]
     assert [message.id for _, message in sent if isinstance(message, Move)] == ["r0"]
     assert not any(isinstance(message, Over) for _, message in sent)
+
+
+@pytest.mark.parametrize("room", [0, 6])
+def test_two_attempts_of_one_request_are_refused(room: int) -> None:
+    """Whoever has them cannot tell whose KV is whose: the change ends as a fault, instead of in wrong tokens."""
+    exchange, _ = exchange_of(Head(room), 3, heads=(0, 1, 2))
+    with pytest.raises(InvalidState) as caught:
+        exchange.on(2, Handover([handed(1, attempt=2)]))
+    assert caught.value.fields["request"] == "r1"
 
 
 def test_with_room_for_all_it_says_so_and_nothing_is_given_up() -> None:

@@ -1,4 +1,4 @@
-"""What `bench.lab kunserve` runs, and how the paper's numbers are reckoned from it. Pure description."""
+"""What `bench.lab kunserve` runs, and how the paper's numbers are computed from it. Pure description."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ FIGURES = (
     Figure(
         "What the groups did",
         (_BURSTGPT, _SHAREGPT, _LONGBENCH, _LARGE),
-        ("vllm", "vllm-pp", *_BOTH, "remap-sticky"),
+        ("vllm", "vllm-pp", *_BOTH, "remap-tokens", "remap-sticky"),
         (
             *("demand_share", "over_share", "grouped_share", "largest", "merges", "dissolutions", "bubble_share"),
             *("exchanged_gb", "restored_gb"),
@@ -111,7 +111,7 @@ FIGURES = (
     Figure(
         "Figure 14: step by step",
         (_LONGBENCH,),
-        ("vllm", *_SLOW, *_BOTH, "remap-sticky"),
+        ("vllm", *_SLOW, *_BOTH, "remap-tokens", "remap-sticky"),
         (*_LATENCY, "tokens_per_s", "bubble_share"),
     ),
     Figure(
@@ -191,7 +191,7 @@ def _fullness(result: Result) -> dict[str, float]:
 
 At = Callable[[str, str], Point]
 """The point of (setup, system), of one seed. Raises KeyError where it was not run."""
-Reckoned = Callable[[At, str], tuple[float, ...]]
+Computed = Callable[[At, str], tuple[float, ...]]
 _P50, _P99 = ("tpot_p50_s",), ("tpot_p99_s",)
 
 
@@ -204,7 +204,7 @@ def late(point: Point, seconds: float) -> float:
     return 1.0 if seconds < LATE_S[0] else 0.0
 
 
-def _times(key: str, setups: Sequence[str], bases: Sequence[str] = BASELINES) -> Reckoned:
+def _times(key: str, setups: Sequence[str], bases: Sequence[str] = BASELINES) -> Computed:
     """How many times lower than with the best and with the worst of these, over all setups."""
 
     def of(at: At, system: str) -> tuple[float, ...]:
@@ -214,7 +214,7 @@ def _times(key: str, setups: Sequence[str], bases: Sequence[str] = BASELINES) ->
     return of
 
 
-def _more(keys: Sequence[str], setup: str, bases: Sequence[str], sign: float = 1.0) -> Reckoned:
+def _more(keys: Sequence[str], setup: str, bases: Sequence[str], sign: float = 1.0) -> Computed:
     """% more (sign -1: less) than with these, the least and the most."""
 
     def of(at: At, system: str) -> tuple[float, ...]:
@@ -224,11 +224,11 @@ def _more(keys: Sequence[str], setup: str, bases: Sequence[str], sign: float = 1
     return of
 
 
-def _less(keys: Sequence[str], setup: str, base: str) -> Reckoned:
+def _less(keys: Sequence[str], setup: str, base: str) -> Computed:
     return _more(keys, setup, [base], -1.0)
 
 
-def _step(key: str, base: str) -> Reckoned:
+def _step(key: str, base: str) -> Computed:
     return _times(key, [_LONGBENCH], [base])
 
 
@@ -257,19 +257,19 @@ def _lost(at: At, system: str) -> tuple[float, ...]:
     return min(found), max(found)
 
 
-def _one(key: str, setup: str, times: float = 1.0) -> Reckoned:
+def _one(key: str, setup: str, times: float = 1.0) -> Computed:
     return lambda at, system: (times * at(setup, system)[key],)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A number of the paper, by its id: what it says, and how it is reckoned. systems: whose it is, the paper's way first."""
+    """A number of the paper, by its id: what it says, and how it is computed. systems: whose it is, the paper's way first."""
 
     id: str
     figure: str
     about: str
     paper: str
-    of: Reckoned
+    of: Computed
     systems: tuple[str, ...] = _BOTH
 
 

@@ -75,20 +75,20 @@ def _one(instances: int) -> dict[str, Any]:
 def _messages(names: list[str]) -> dict[str, Any]:
     """A whole change there and back under control: messages of each kind but reports, and how long a tick takes."""
     hardware, now = CLUSTER_A, 0.0
-    control = Control(hardware.model, hardware.network, Policy("kunserve"), timeout_s=60.0)
+    control = Control(hardware.model, hardware.network, Policy("remap"), timeout_s=60.0)
     fingerprint = Fingerprint(hardware.model_name, "bfloat16", "", len(hardware.model.layers), "", 64)
     epochs: dict[str, int] = {}
     arrived: dict[str, frozenset[int]] = {}
     full = True
-    told: Counter[str] = Counter()
+    messages: Counter[str] = Counter()
     ticks: list[float] = []
 
     def tell(event: Any) -> None:
         commands = list(control.on(event, now))
         if not isinstance(event, (Reported, Tick, Joined)):
-            told[type(event).__name__] += 1
+            messages[type(event).__name__] += 1
         for command in commands:
-            told[type(command).__name__] += 1
+            messages[type(command).__name__] += 1
         for command in commands:
             match command:
                 case Recover(instance, epoch) | Commit(instance, epoch):
@@ -105,7 +105,7 @@ def _messages(names: list[str]) -> dict[str, Any]:
         now = period * _PERIOD_S
         full = period < 10
         for number, name in enumerate(names):
-            load = (_load(number, 6) if full else Load(1, 6000)) if control.members(name)[:1] == (name,) else Load()
+            load = _load(number, 6) if full and control.members(name)[:1] == (name,) else Load()
             tell(Reported(Report(name, epochs[name], "serving", load, (), 0, arrived.get(name, frozenset()))))
         begin = time.perf_counter()
         tell(Tick())
@@ -113,8 +113,8 @@ def _messages(names: list[str]) -> dict[str, Any]:
     begin = time.perf_counter()
     tell(Asked("x", 6000))
     return {
-        "messages": sum(told.values()) - 2 - told["Recover"],
-        "kinds": dict(told),
+        "messages": sum(messages.values()) - 2 - messages["Recover"],
+        "kinds": dict(messages),
         "quiet_tick_ms": [statistics.median(ticks[-5:]), min(ticks[-5:]), max(ticks[-5:])],
         "dearest_tick_ms": max(ticks),
         "route_ms": 1e3 * (time.perf_counter() - begin),

@@ -56,14 +56,15 @@ class Changes:
 
     def _meet(self, plan: GroupPlan) -> None:
         with self._lock:
-            older, self._prepared = self._prepared, None
+            self._require_newer(plan.epoch)
+            older, self._prepared = self._replaced(plan.epoch), None
         if older is not None:
             older.close()
         made = meet(plan, self._name, self._host, self._timeout_s)
         with self._lock:
             try:
                 self._require_newer(plan.epoch)
-                older = self._replace(made)
+                older, self._prepared = self._replaced(plan.epoch), made
             except StalePlan:
                 made.close()
                 raise
@@ -131,12 +132,11 @@ class Changes:
 
     # -- under the lock ------------------------------------------------------------------------------------------------------
 
-    def _replace(self, made: Prepared) -> Prepared | None:
-        """Keep this one, and return the one before. Raises StalePlan if a call for a later epoch was quicker."""
+    def _replaced(self, epoch: int) -> Prepared | None:
+        """What this epoch takes the place of. Raises StalePlan if a call for a later one was quicker."""
         older = self._prepared
-        if older is not None and older.plan.epoch > made.plan.epoch:
-            raise self._stale(made.plan.epoch)
-        self._prepared = made
+        if older is not None and older.plan.epoch > epoch:
+            raise self._stale(epoch)
         return older
 
     def _take(self) -> Prepared:

@@ -44,6 +44,7 @@ capacity between them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -69,6 +70,7 @@ from .messages import (
     Event,
     Evict,
     Fetch,
+    Fingerprint,
     Finished,
     GiveUp,
     GroupPlan,
@@ -244,6 +246,9 @@ class Control:
         self.timeout_s = timeout_s
         self.epoch = 0
         """The highest epoch that was given out."""
+        self.changes = Counter[str]()
+        """Changes of groups: "merged", "dissolved", "aborted"."""
+        self._fingerprint: Fingerprint | None = None  # of the first that joined: requests may be half answered by it
         self._known: dict[str, Description] = {}
         self._groups: list[_Group] = []
         self._of: dict[str, _Group] = {}
@@ -342,6 +347,7 @@ class Control:
             self._lose(name, now_s)  # it was started again before its death was noticed
         self._returning.discard(name)
         self._known[name] = description
+        self._fingerprint = description.fingerprint
         rates = [each.host_bytes_per_s for each in self._known.values() if each.host_bytes_per_s]
         if rates:
             self.network = replace(self.network, host_bytes_per_s=min(rates))
@@ -349,13 +355,12 @@ class Control:
         self._recover([whole.stages[0]], now_s)
 
     def _require_same(self, description: Description) -> None:
-        """Raises OtherModel unless it serves what the others serve."""
+        """Raises OtherModel unless it serves what the first one served, even if all others are gone."""
         sizes = [
             [(layer.weight_bytes, layer.kv_bytes) for layer in model.layers]
             for model in (self.model, description.model)
         ]
-        others = [each.fingerprint for name, each in self._known.items() if name != description.name]
-        expected, got = others[0] if others else description.fingerprint, description.fingerprint
+        expected, got = self._fingerprint or description.fingerprint, description.fingerprint
         differs = tuple(key for key in vars(expected) if getattr(expected, key) != getattr(got, key))
         if sizes[0] != sizes[1]:
             differs = (*differs, "layers' bytes")
@@ -500,6 +505,7 @@ class Control:
             _Group(Group(tuple(map(_bare, group.stages))), change.epoch, load, change=change)
             for group, load in zip(change.after, loads)
         ]
+        self.changes["merged" if len(made) < len(change.before) else "dissolved"] += 1
         made[0].sent = sent  # the old head, or the one that took its place, has them until a report shows them
         place = min(self._groups.index(each) for each in change.before)
         kept = [each for each in self._groups if each not in change.before]
@@ -510,6 +516,7 @@ class Control:
 
     def _abort(self, change: _Change, now_s: float, quiet: bool = True, lost: str | None = None) -> None:
         """Nothing has changed: tell all of it but the one that died."""
+        self.changes["aborted"] += 1
         for each in change.before:
             each.change = None
             each.group = Group(tuple(replace(stage, arrived=frozenset()) for stage in each.group.stages))

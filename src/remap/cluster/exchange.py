@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from remap.cluster.slots import Departure, Places
 from remap.cluster.transport import bytes_of, tensor_of
 from remap.cluster.wire import Done, Forget, Handed, Handover, Message, Move, Over, Piece
+from remap.errors import InvalidState
 from remap.policy.cluster.exchange import Running, resumptions
 
 if TYPE_CHECKING:
@@ -287,6 +288,11 @@ class Exchange:
                 self._leaves(owner, waited)
         for each in message.requests:
             if each.to == self._rank:
+                if self.attempt(each.id) is not None:
+                    raise InvalidState(
+                        f"two heads hand request {each.id!r} over, attempts {self.attempt(each.id)} and {each.attempt}; recover",
+                        request=each.id,
+                    )
                 self._coming[each.id] = each, source
         if self._taker is not None and not self._heads:
             self._order()

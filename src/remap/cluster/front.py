@@ -171,17 +171,17 @@ class Front(Generic[RequestT]):
 
     async def _attend(self, connection: Connection) -> None:
         """One instance's life, and its next ones."""
-        told = False
+        logged = False
         while True:
             try:
                 description: Description = await connection.call("describe")
                 if not self._join(description):
                     return
-                told = False
+                logged = False
                 await self._poll(connection)
             except Lost as lost:
-                LOG.log(logging.INFO if told else logging.WARNING, "%s", lost)  # once until it is back
-                told = True
+                LOG.log(logging.INFO if logged else logging.WARNING, "%s", lost)  # once until it is back
+                logged = True
                 self._event(Died(connection.name, bool(lost.returns)))
                 if not lost.returns:
                     self.rejected[connection.name] = lost
@@ -285,8 +285,8 @@ class Front(Generic[RequestT]):
                         self._carry_out(self.service.bounced(id, released, self._now()))
                 case GiveUp(_, id):
                     await connection.call("give_up", id)
-                case Submit(_, submission):
-                    await self._submit(connection, submission)
+                case Submit(_, submission, epoch):
+                    await self._submit(connection, submission, epoch)
         except Lost:
             LOG.info("instance %s was lost before it answered %s", name, type(action).__name__)  # its task notices too
         except InstanceFailed as error:
@@ -307,10 +307,10 @@ class Front(Generic[RequestT]):
         if method == "prepare":
             self._event(Prepared(connection.name, epoch))
 
-    async def _submit(self, connection: Connection, submission: Any) -> None:
+    async def _submit(self, connection: Connection, submission: Any, epoch: int) -> None:
         self.restarts += submission.attempt > 1
         try:
-            await connection.call("submit", submission.request, submission.attempt, submission.tokens)
+            await connection.call("submit", submission.request, submission.attempt, submission.tokens, epoch)
         except (Lost, InstanceFailed):
             raise
         except InvalidState:
@@ -318,7 +318,8 @@ class Front(Generic[RequestT]):
             await asyncio.sleep(TICK_S)
             self._carry_out(self.service.bounced(submission.id, submission.attempt, self._now()))
         except Error as error:
-            self._answer(submission.id, error)
+            if self.service.is_last(submission.id, submission.attempt):
+                self._answer(submission.id, error)
 
     # -- Callers --------------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from remap.cluster.messages import Tokens
 from remap.engine.engine import Engine
 from remap.engine.request import Sequence, State
 from remap.engine.scheduler import TILE, Schedule
-from remap.errors import OutOfBlocks
+from remap.errors import InvalidState, OutOfBlocks
 from remap.policy.cluster.allowances import Allowances
 
 if TYPE_CHECKING:
@@ -161,7 +161,13 @@ class Head:
         self._attempts[request.id] = attempt
 
     def adopt(self, request: Request, attempt: int, tokens: Iterable[int], computed: int, blocks: list[int]) -> None:
-        """A request of another head runs on: these blocks hold the KV of `computed` of its tokens. Without any it waits."""
+        """A request of another head runs on: these blocks hold the KV of `computed` of its tokens. Without any it waits. Raises
+        InvalidState (field request), with nothing changed, if an attempt of it is here."""
+        if request.id in self._attempts:
+            raise InvalidState(
+                f"attempt {attempt} of request {request.id!r} comes to where {self._attempts[request.id]} is; recover",
+                request=request.id,
+            )
         sequence = Sequence.of(request, next(self._orders), time.perf_counter())
         sequence.tokens += tokens
         self._attempts[request.id] = attempt

@@ -43,7 +43,7 @@ from remap.cluster.change import Changes
 from remap.cluster.member import Member, alone
 from remap.cluster.messages import Description, GroupPlan, Report, Tokens
 from remap.cluster.prepared import Ears
-from remap.cluster.resources import Resources
+from remap.cluster.resources import KVLost, Resources
 from remap.cluster.switch import switch
 from remap.cluster.transport import PeerLost, ServedStore
 from remap.cluster.wire import (
@@ -135,6 +135,7 @@ class ClusterInstance:
         self._early: dict[int, list[Callable[[], None]]] = {}
         self._unmoved = 0  # microbatches that were launched since KV moved, during an exchange
         self._lost_s = 0.0
+        self._recovered = 0  # the epoch of the last `recover`
         self._closing = False
         self._now = alone(self._has, 0)
         self._report = self._now.report()
@@ -181,6 +182,7 @@ class ClusterInstance:
         """Undo what was prepared or fetched for this epoch, and refuse it from now on. Nothing else happens; an epoch that was
         committed goes on."""
         if self._changes.abort(epoch):
+            self._store.forget(epoch)
             self._inbox.put(lambda: own_layers.unfetch(self._now, epoch))
 
     def fetch(self, epoch: int, copies: Iterable[Copy]) -> None:
@@ -199,13 +201,15 @@ class ClusterInstance:
         ids: tuple[str, ...] = self._ask(partial(self._recover, epoch))
         return ids
 
-    def submit(self, request: Request, attempt: int, tokens: Sequence[int] = ()) -> None:
-        """Queue a request behind the tokens that it has generated until now.
+    def submit(self, request: Request, attempt: int, tokens: Sequence[int] = (), epoch: int | None = None) -> None:
+        """Queue a request behind the tokens that it has generated until now. epoch: of this instance, when the request was sent
+        to it; None: now.
 
-        Raises, with nothing queued: InvalidState (field instance) if this is no head, is about to hand over, or still has an
-        older attempt; InvalidArgument for a request that the model cannot serve, or whose id is in use.
+        Raises, with nothing queued: InvalidState (field instance) if this is no head, is about to hand over, has recovered since
+        that epoch, or still has an older attempt; InvalidArgument for a request that the model cannot serve, or whose id is in
+        use.
         """
-        self._ask(partial(self._submit, request, attempt, tuple(tokens)))
+        self._ask(partial(self._submit, request, attempt, tuple(tokens), epoch))
 
     def cancel(self, id: str, attempt: int | None = None) -> None:
         """Take a request out; its end comes with the reason "abort". attempt: not if a later one is here. Unknown ids are
@@ -257,8 +261,9 @@ class ClusterInstance:
         they lent, this instance's blocks move: that has to happen between two of its passes, and be followed. Where blocks have
         no room any more, the youngest requests lose theirs.
 
-        Raises what the call raises, but OutOfBlocks only where no request of this instance has blocks any more. And InvalidState
-        (field instance), with nothing changed, while a change of groups is prepared or carried out: it goes by what the
+        Raises what the call raises, but OutOfBlocks only where no request of this instance has blocks any more; KVLost (fields
+        instance, moved) if blocks moved that cannot be followed, and then `poll` raises that as well. And InvalidState (field
+        instance), with nothing changed, while a change of groups is prepared or carried out: it goes by what the
         others have now.
         """
 
@@ -275,9 +280,14 @@ class ClusterInstance:
 
     def close(self) -> None:
         """End the loop and leave the group. The session and its tenant stay the caller's. A second call does nothing; at the
-        interpreter's end it is called, if nobody has."""
+        interpreter's end it is called, if nobody has. Raises InvalidState (field instance) if the loop hangs (see `poll`)."""
         self._inbox.put(self._close)
-        self._thread.join()
+        self._thread.join(HUNG * self._timeout_s)
+        if self._thread.is_alive():
+            raise InvalidState(
+                f"instance {self.name!r} did not end its loop within {HUNG * self._timeout_s:g} s: it hangs; end its process",
+                instance=self.name,
+            )
         atexit.unregister(self.close)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
@@ -287,6 +297,9 @@ class ClusterInstance:
         def run() -> None:
             try:
                 answer.set_result(call())
+            except KVLost as error:
+                answer.set_exception(error)
+                self._fail(error)
             except Exception as error:  # noqa: BLE001
                 answer.set_exception(error)  # the caller's, whatever it is; the loop goes on
 
@@ -430,7 +443,7 @@ class ClusterInstance:
         """Say how things are; while busy only if somebody took the last report, for that takes as long as there are requests."""
         if busy and not self._report_taken:
             return
-        report = self._now.report()
+        report = replace(self._now.report(), counts=self._report.counts if self._halted else self.counts())
         if self._now.alone and not self._halted:
             report = replace(report, offers=beside.offers(self._now))
         with self._lock:
@@ -503,7 +516,7 @@ class ClusterInstance:
 
     # -- commands, one by one --------------------------------------------------------------------------------------------------
 
-    def _submit(self, request: Request, attempt: int, tokens: tuple[int, ...]) -> None:
+    def _submit(self, request: Request, attempt: int, tokens: tuple[int, ...], epoch: int | None) -> None:
         now = self._now
         if now.head is None or now.next is not None or self._halted:
             raise InvalidState(
@@ -511,10 +524,16 @@ class ClusterInstance:
                 "to the head of its group",
                 instance=self.name,
             )
+        if epoch is not None and epoch < self._recovered:
+            # It came after `recover`, which was to forget it: whoever sent it has started it again elsewhere since.
+            raise InvalidState(
+                f"instance {self.name!r} has recovered at epoch {self._recovered}, and request {request.id!r} was sent to it "
+                f"at {epoch}; nothing was queued; submit it again",
+                instance=self.name,
+            )
         require_sendable(request)
         here = self._attempt(request.id)
         if here is not None and here < attempt:
-            # It came after `recover`, which was to forget it.
             self._cancel(request.id)
             raise InvalidState(
                 f"an older attempt of request {request.id!r} was here and is cancelled; nothing was queued; submit it again",
@@ -581,6 +600,8 @@ class ClusterInstance:
 
     def _recover(self, epoch: int) -> tuple[str, ...]:
         self._changes.recover(epoch)
+        self._recovered = epoch
+        self._store.forget(epoch)
         old, kv = self._now, self._has.tenant.kv
         ids = [] if old.head is None else [id for id, _ in old.head.requests]
         ids += [] if old.exchange is None else [each.id for each in old.exchange.stalled]

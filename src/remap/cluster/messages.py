@@ -16,12 +16,14 @@ how things are and not what happened. So a report that is lost costs nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from remap.policy.cluster.placement import Load
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from remap.errors import Error
     from remap.policy.cluster.placement import Model, Offer
     from remap.policy.cluster.restore import Copy
@@ -147,8 +149,8 @@ class Report:
     what it hands over. capacity: tokens of KV that the group has room for, by the head's count. arrived: layers that it holds
     and does not compute; from the host they may still be on their way, and the first pass that needs one waits. stuck: a request
     that has the group's KV to itself and still finds no room, and the tokens that it asks for. offers: of an instance alone,
-    `Stage.offers`. bytes_per_s: of the network from here, as measured; 0: unknown. The report comes after all tokens that were
-    made before it.
+    `Stage.offers`. bytes_per_s: of the network from here, as measured; 0: unknown. counts: `ClusterInstance.counts`. The report
+    comes after all tokens that were made before it.
     """
 
     instance: str
@@ -161,6 +163,7 @@ class Report:
     stuck: tuple[str, int] | None = None
     offers: tuple[Offer, ...] = ()
     bytes_per_s: float = 0.0
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 # -- Commands: what control asks for ------------------------------------------------------------------------------------------

@@ -69,6 +69,10 @@ class _Now(Collector):
         yield CounterMetricFamily(
             "remap_cluster_restarts", "Submissions of a request beyond its first", value=front.restarts
         )
+        changes = CounterMetricFamily("remap_cluster_changes", "Changes of groups, by how they ended", labels=["kind"])
+        for kind in ("merged", "dissolved", "aborted"):
+            changes.add_metric([kind], front.service.control.changes[kind])
+        yield changes
         yield GaugeMetricFamily("remap_cluster_epoch", "Of the last change", value=front.service.control.epoch)
         yield GaugeMetricFamily("remap_cluster_groups", "Groups of instances", value=len(front.groups))
         yield GaugeMetricFamily("remap_cluster_unfinished", "Requests without their answer", value=front.unfinished)
@@ -89,3 +93,11 @@ class _Now(Collector):
             families["used"].add_metric(name, view.load.tokens)
             families["capacity"].add_metric(name, view.capacity)
         yield from families.values()
+        # Each begins anew with its process.
+        counted = CounterMetricFamily(
+            "remap_cluster_instance", "What an instance has done (ClusterInstance.counts)", labels=["instance", "what"]
+        )
+        for instance, report in sorted(front.reports.items()):
+            for what, value in report.counts.items():
+                counted.add_metric([instance, what], value)
+        yield counted

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from remap import advanced
 from remap.cluster import room
+from remap.cluster.resources import KVLost
 from remap.cluster.wire import Shrink, encode
 from remap.errors import InvalidState, OutOfBlocks
 from remap.memory.activate import ActivationReport
@@ -67,7 +68,7 @@ def following(member: Member, change: Callable[[], ReportT]) -> ReportT:
     """Carry out a change of the session between two passes: its report. Live blocks of a head alone are followed to where they
     moved; where they have no room, its youngest requests lose theirs, and it is tried again.
 
-    Raises what the change raises; and InvalidState (field moved) if blocks of a stage of several moved: its places straddle
+    Raises what the change raises; and KVLost (fields instance, moved) if blocks of a stage of several moved: its places straddle
     blocks, so its KV is torn.
     """
     while True:
@@ -94,7 +95,7 @@ def _moved(member: Member, moved: Mapping[int, int]) -> None:
     """These live blocks moved."""
     name = member.has.name
     if moved and (member.slots is not None or member.exchange is not None):
-        raise InvalidState(
+        raise KVLost(
             f"{len(moved)} blocks moved at {name!r} while a stage had KV across them, which is torn now; recover",
             instance=name,
             moved=dict(moved),

@@ -59,6 +59,11 @@ def fingerprint_of(model: nn.Module, block_tokens: int) -> Fingerprint:
     return Fingerprint(digest.hexdigest(), dtype, remap.__version__, layers, values.hexdigest(), block_tokens)
 
 
+class KVLost(InvalidState):
+    """Live blocks moved and could not be followed, so KV is torn or lost: the instance has to recover. Fields: instance, moved
+    (old -> new)."""
+
+
 class Resources:
     """One instance's model, tenant and memory. Nothing of it changes but `counts` and `throughput`.
 
@@ -118,12 +123,12 @@ class Resources:
 
     def tell(self, moved: Mapping[str, Mapping[int, int]]) -> None:
         """By tenant, live blocks (old -> new) that a call of this instance moved: the other tenants' are for `others`. Raises
-        InvalidState (field moved) if there are such, and nobody to tell."""
+        KVLost (fields instance, moved) if there are such, and nobody to tell."""
         strange = {name: blocks for name, blocks in moved.items() if blocks and name != self.name}
         if not strange:
             return
         if self._others is None:
-            raise InvalidState(
+            raise KVLost(
                 f"{sum(map(len, strange.values()))} live blocks of {sorted(strange)} moved beside {self.name!r}, and nobody is "
                 "told, so their KV is lost; give the instance others=, or keep the session's other tenants idle",
                 instance=self.name,

@@ -54,10 +54,12 @@ class Fatal(Error):
 
 @dataclass(frozen=True)
 class Submit(Generic[RequestT]):
-    """Submit to this instance. If it refuses with InvalidState, it is no head any more: call `Service.bounced`."""
+    """Submit to this instance, which is at this epoch, by what was decided. If it refuses with InvalidState, it is no head any
+    more, or has recovered since: call `Service.bounced`."""
 
     instance: str
     submission: Submission[RequestT]
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,13 @@ class Service(Generic[RequestT]):
 
     def bounced(self, id: str, attempt: int, now_s: float) -> list[Action[RequestT]]:
         """The instance that this attempt was submitted to refused it, or let go of it (`Move`): it goes elsewhere."""
-        if id not in self.ledger or self.ledger.attempt(id) != attempt:
+        if not self.is_last(id, attempt):
             return []
         return self.on(Asked(id, self._tokens(id)), now_s)
+
+    def is_last(self, id: str, attempt: int) -> bool:
+        """Whether the request is unfinished and this is its last attempt: what comes of older ones is nobody's."""
+        return id in self.ledger and self.ledger.attempt(id) == attempt
 
     def cancel(self, id: str, now_s: float) -> list[Action[RequestT]]:
         """Nobody wants the request any more. Unknown ids are ignored: it may have ended."""
@@ -128,7 +134,9 @@ class Service(Generic[RequestT]):
                     case Route(id, instance):
                         submission = self.ledger.send(id, instance)
                         if submission is not None:
-                            actions.append(Submit(instance, submission))
+                            epoch = self.control.epoch_of(instance)
+                            assert epoch is not None  # it is routed to who is in the cluster
+                            actions.append(Submit(instance, submission, epoch))
                     case Decline(id):
                         self.ledger.forget(id)
                         actions.append(command)

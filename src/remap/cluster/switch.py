@@ -10,7 +10,7 @@ from remap.cluster.exchange import Exchange, Run
 from remap.cluster.layer_copies import LayerCopies
 from remap.cluster.slots import Departure
 from remap.cluster.wire import Handed, LayerPart, Message, encode
-from remap.policy.cluster.exchange import chunk_bytes
+from remap.policy.cluster.exchange import chunk_bytes, takers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from remap.cluster.prepared import Prepared
     from remap.cluster.resources import Resources
     from remap.cluster.transport import Link
-    from remap.engine.request import Sequence as EngineSequence
 
     Send = Callable[[int, Message, torch.Tensor | None], None]
 
@@ -60,7 +59,9 @@ def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
         room.grow(new, kv.allocate(kv.free_blocks))
     if old.head is not None and new.exchange is not None and new.mesh is not None:
         # Requests come in at several heads; each is handed on by exactly one, with its blocks as they are now.
-        ranks = _next_heads(plan, new.mesh, [sequence for sequence, _ in leaving])
+        # Where a group is dissolved its instances have equal room, as far as this one knows.
+        heads = range(len(new.mesh.names)) if new.alone else [new.mesh.names.index(plan.head)]
+        ranks = [heads[place] for place in takers((one.length for one, _ in leaving), [0] * len(heads))]
         new.exchange.hand_over(
             [Handed.of(sequence, attempt, to, kv.block_tokens) for (sequence, attempt), to in zip(leaving, ranks)]
         )
@@ -81,20 +82,6 @@ def _send(
         sent()
 
     mesh.post(to, encode(message), payload, left)
-
-
-def _next_heads(plan: GroupPlan, mesh: Link, leaving: Sequence[EngineSequence]) -> list[int]:
-    """Who goes on with which request, by rank: the one new head; or, where a group is dissolved, whoever has the fewest
-    tokens."""
-    if len(plan.stages) > 1:
-        return [mesh.names.index(plan.head)] * len(leaving)
-    tokens = [0] * len(mesh.names)
-    found = []
-    for sequence in leaving:
-        rank = min(range(len(tokens)), key=tokens.__getitem__)
-        tokens[rank] += sequence.length
-        found.append(rank)
-    return found
 
 
 def _exchange(old: Member, new: Member, plan: GroupPlan, mesh: Link, held: set[int], send: Send) -> Exchange:

@@ -8,7 +8,7 @@ Later the layers come back and the group is dissolved. Where what is decided:
     dispatch    how loaded a group is, where requests go, how many tokens the cluster lacks
     stages      which consecutive layers each instance of a group computes
     pipeline    how long a pass through such stages takes: rounds of decoding, queues of microbatches, their bubbles
-    drop        which groups merge, and what that costs; a drop as an offer to `donors.supply`
+    drop        which groups merge, what that costs, and which offers of instances alone cost more
     restore     what has to be copied to dissolve a group, from where, and whether that pays
     exchange    which KV moves when groups change, in which chunks, and how long activations wait for them
     lookahead   what a microbatch costs, and how queued requests are divided into microbatches

@@ -165,6 +165,8 @@ class _Mergers:
         self.group = cache(self._group)
         self.round_s = cache(self._round_s)
         self.added_s = cache(self._added_s)
+        self.gain = cache(self._gain)
+        self.weight = cache(self._weight)
 
     def _capacity(self, part: tuple[int, ...]) -> int:
         """Tokens of the group that these become; of one alone its present ones, at least what runs there: it may have taken
@@ -174,7 +176,7 @@ class _Mergers:
             return max(0, group.capacity(self.placement.model), group.load.tokens)
         return self.splits.tokens([stage for number in part for stage in self.placement.groups[number].stages])
 
-    def gain(self, part: tuple[int, ...]) -> int:
+    def _gain(self, part: tuple[int, ...]) -> int:
         """Tokens that the merger frees; below 0 if it loses some."""
         return self.capacity(part) - sum(self.capacity((number,)) for number in part)
 
@@ -199,14 +201,17 @@ class _Mergers:
         before = math.fsum(count * each for count, each in zip(counts, rounds)) / max(1, sum(counts))
         return self.requests(part) * max(0.0, self.round_s(part) - before)
 
+    def _weight(self, part: tuple[int, ...]) -> tuple[int, float, int, int, int]:
+        """What it adds to each number that plans are compared by, but the tokens that it frees for those that are missing."""
+        groups = [self.placement.groups[number] for number in part]
+        size = sum(len(group.stages) for group in groups)
+        stalled = sum(group.load.tokens for group in groups) if len(part) > 1 else 0
+        return self.gain(part), self.added_s(part), size, size * size, stalled
+
     def order(self, parts: _Parts, need: int) -> tuple[int, float, int, int, int]:
         """What plans are compared by."""
-        groups = self.placement.groups
-        missing = max(0, need - sum(map(self.gain, parts)))
-        added_s = math.fsum(map(self.added_s, parts))
-        sizes = [sum(len(groups[number].stages) for number in part) for part in parts]
-        stalled = sum(groups[number].load.tokens for part in parts if len(part) > 1 for number in part)
-        return missing, added_s, max(sizes), sum(size * size for size in sizes), stalled
+        freed, added_s, sizes, squares, stalled = zip(*map(self.weight, parts))
+        return max(0, need - sum(freed)), math.fsum(added_s), max(sizes), sum(squares), sum(stalled)
 
     def plan(self, parts: _Parts, need: int) -> DropPlan:
         after, epoch = self.placement, self.placement.epoch

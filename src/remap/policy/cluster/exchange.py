@@ -14,7 +14,7 @@ fixed priorities and no interruption). tests/reference/priority_link_des.py simu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -22,7 +22,7 @@ from .lookahead import ChunkCost
 from .pipeline import Network
 from .placement import Group, Model
 
-__all__ = ["Flow", "Priority", "Resumption", "Running", "chunk_bytes", "longest_wait", "moves", "resumptions"]
+__all__ = ["Flow", "Priority", "Resumption", "Running", "chunk_bytes", "longest_wait", "moves", "resumptions", "takers"]
 
 
 class Priority(IntEnum):
@@ -72,6 +72,16 @@ def moves(model: Model, before: Group, after: Group, tokens: int) -> dict[tuple[
             size = tokens * model.kv_bytes(first, end) if first < end else 0
             if size and source.instance.name != target.instance.name:
                 found[source.instance.name, target.instance.name] = size
+    return found
+
+
+def takers(sizes: Iterable[int], rooms: Sequence[int]) -> list[int]:
+    """Which of the new groups goes on with each request, in the order given: the one with the most room left, the first of
+    these. sizes: of the requests; rooms: of the groups, in the same unit. A group may get more than it has room for."""
+    left, found = list(rooms), list[int]()
+    for size in sizes:
+        found.append(max(range(len(left)), key=left.__getitem__))
+        left[found[-1]] -= size
     return found
 
 

@@ -16,7 +16,7 @@ and (stages - 1) times the largest; so `balanced` minimises the largest, and `lo
 microbatches come back for their next token, as many as stages are enough: a round takes as long as the largest.
 
 The paper's division is `halved`: cut the queue where the cost is halved, and each half again. It is a heuristic: cuts
-that were right for two parts need not be for four. Token counts, as in Sarathi-Serve, are `by_tokens`.
+that were right for two parts need not be for four.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from remap.policy.least_squares import shares
 
 from .pipeline import equal_stages_s
 
-__all__ = ["Chunk", "ChunkCost", "Microbatch", "Waiting", "balanced", "by_tokens", "fit", "halved", "lookahead"]
+__all__ = ["Chunk", "ChunkCost", "Microbatch", "Waiting", "balanced", "fit", "halved", "lookahead"]
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,6 @@ def fit(passes: Iterable[tuple[Sequence[Chunk], float]]) -> ChunkCost:
         for chunks, _ in given
     ]
     return ChunkCost(*shares(rows, [seconds for _, seconds in given]))
-
-
-def by_tokens(requests: Sequence[Waiting], budget: int, grain: int = 1) -> list[Microbatch]:
-    """The baseline: microbatches of at most `budget` tokens, or of one grain if that is more, filled in order."""
-    queue = _Queue(requests, ChunkCost(0.0, 0.0, 1.0, 0.0, 0.0), grain)
-    return queue.microbatches(queue.filled(max(budget, grain), queue.cuts)[0])
 
 
 def halved(requests: Sequence[Waiting], cost: ChunkCost, count: int, grain: int = 1) -> list[Microbatch]:

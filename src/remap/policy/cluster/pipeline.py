@@ -1,7 +1,7 @@
 """How long a pass through the stages of a group takes: rounds of decoding, and queues of microbatches. Pure.
 
 A link between two stages sends one microbatch's activations at a time, while both stages compute: it is a machine like a
-stage. So a queue of microbatches is a flow shop in which nobody overtakes, and `makespan` is its exact recurrence.
+stage. So a queue of microbatches is a flow shop in which nobody overtakes (tests/reference/flow_shop.py has its recurrence).
 
 A round of decoding gives each request of the group one token. Its m equal microbatches go round: a microbatch comes back to
 the first stage when its token is known. Such a round takes as long as the busiest machine needs for all microbatches, or as
@@ -22,7 +22,7 @@ from remap.policy.activations import Line
 
 from .placement import Model, Stage
 
-__all__ = ["Network", "bubble_share", "equal_stages_round_s", "equal_stages_s", "group_round_s", "makespan", "round_s"]
+__all__ = ["Network", "equal_stages_s", "group_round_s", "round_s"]
 
 
 @dataclass(frozen=True)
@@ -75,39 +75,8 @@ def group_round_s(model: Model, stages: Sequence[Stage], requests: int, network:
     return least
 
 
-def makespan(seconds: Sequence[Sequence[float]], hop_s: Sequence[float] = ()) -> float:
-    """Seconds until all microbatches have passed all stages, one after another.
-
-    seconds: of each microbatch in each stage, as many stages for each. hop_s: of each microbatch on each link; without
-    entries links take no time.
-    """
-    stages = len(seconds[0]) if seconds else 0
-    free, sent = [0.0] * stages, [0.0] * stages
-    for number, row in enumerate(seconds):
-        arrived = 0.0
-        for stage, takes in enumerate(row):
-            free[stage] = max(free[stage], arrived) + takes
-            arrived = sent[stage] = max(sent[stage], free[stage]) + (hop_s[number] if hop_s else 0.0)
-    return free[-1] if stages else 0.0
-
-
-def bubble_share(seconds: Sequence[Sequence[float]], hop_s: Sequence[float] = ()) -> float:
-    """The share of all stages' time in `makespan` for which they have nothing to compute; 0 if there is nothing at all."""
-    whole = makespan(seconds, hop_s)
-    return 1.0 - math.fsum(map(math.fsum, seconds)) / (whole * len(seconds[0])) if whole else 0.0
-
-
 def equal_stages_s(costs: Sequence[float], stages: int) -> float:
-    """`makespan` of microbatches that take as long in every stage, without hops: all costs, and the largest once more for
-    each further stage. So of queues with equal work the one with the least largest microbatch is the shortest."""
+    """Seconds until microbatches that take as long in every stage have passed all stages, one after another, without hops: all
+    costs, and the largest once more for each further stage. So of queues with equal work the one with the least largest
+    microbatch is the shortest."""
     return math.fsum(costs) + (stages - 1) * max(costs, default=0.0)
-
-
-def equal_stages_round_s(costs: Sequence[float], stages: int) -> float:
-    """Seconds of a round of unequal microbatches, which go round as in `round_s`; costs: of each in all stages together, as
-    many seconds in each; without hops. Exact, by the same argument.
-
-    A stage has nothing to compute for the rest of the round beyond its share of the costs: with as many microbatches as
-    stages that is what the largest has more than the mean one.
-    """
-    return max(math.fsum(costs) / stages, max(costs, default=0.0))

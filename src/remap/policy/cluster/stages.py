@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from .placement import UNLIMITED, Model, Stage
@@ -66,6 +67,7 @@ class Splits:
         self._kinds: list[_Kind] = []
         self._numbers: dict[tuple[object, ...], int] = {}  # of kinds, and of the stages that were found to be one
         self._sets: dict[tuple[int, ...], _Row] = {(): self._nothing}
+        self._runs = cache(self._divided)
 
     def tokens(self, stages: Sequence[Stage]) -> int:
         """The capacity of these instances as one group, if its layers are divided for most tokens. The stages are those of
@@ -78,7 +80,15 @@ class Splits:
         of_kind: dict[int, list[Stage]] = {}
         for stage in stages:
             of_kind.setdefault(self._number(stage), []).append(stage)
-        row = self._row([number for number, equal in of_kind.items() for _ in equal])
+        numbers = tuple(sorted(number for number, equal in of_kind.items() for _ in equal))
+        runs = [
+            Stage(of_kind[number].pop().instance, first, end) for number, first, end in self._runs(numbers, microbatch)
+        ]
+        return tuple(reversed(runs))
+
+    def _divided(self, numbers: tuple[int, ...], microbatch: float) -> list[tuple[int, int, int]]:
+        """Of instances of these kinds, from the last stage to the first: its kind, first layer and end."""
+        row = self._row(numbers)
         tokens, order = row.best[-1], list[int]()
         k = len(row.best) - 1
         while row is not self._nothing:
@@ -90,11 +100,11 @@ class Splits:
         for number in order:
             best, begins = _extended(best, self._quickness(number, tokens, microbatch))
             rows.append(begins)
-        found, end = list[Stage](), len(self.model.layers)
+        found, end = list[tuple[int, int, int]](), len(self.model.layers)
         for number, begins in zip(reversed(order), reversed(rows)):
-            found.append(Stage(of_kind[number].pop().instance, begins[end], end))
+            found.append((number, begins[end], end))
             end = begins[end]
-        return tuple(reversed(found))
+        return found
 
     def _number(self, stage: Stage) -> int:
         """Of the instance's kind."""

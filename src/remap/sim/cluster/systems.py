@@ -39,6 +39,7 @@ SYSTEMS = {
         System("kunserve", Policy("kunserve"), "halved", shares=True),
         System("remap", Policy("remap"), "balanced", shares=True),
         System("remap-sticky", Policy("remap"), "balanced"),
+        System("remap-tokens", Policy("remap"), "tokens", shares=True),
         # KunServe's own steps (its Figure 14, and 16).
         System("drop", Policy("kunserve", restores=False), "tokens", coordinated=False, shares=True),
         System("drop+exchange", Policy("kunserve", restores=False), "tokens", shares=True),
@@ -47,4 +48,5 @@ SYSTEMS = {
 }
 """vllm: each instance alone, preemption by recompute. vllm-pp: fixed pairs. infercept, llumnix: the essentials of swapping and of
 migration. kunserve: the paper's greedy plan, its lookahead and its rule for restoring. remap: the exact plan, the balanced
-lookahead, ski rental; remap-sticky is that without `shares`. drop...: KunServe without what follows, and without restoring."""
+lookahead, ski rental; remap-sticky is that without `shares`, remap-tokens with prompts cut by tokens. drop...: KunServe without
+what follows, and without restoring."""

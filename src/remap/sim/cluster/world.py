@@ -32,7 +32,7 @@ from remap.cluster.messages import (
     Route,
     Tick,
 )
-from remap.policy.cluster.exchange import Priority, Running, chunk_bytes, moves, resumptions
+from remap.policy.cluster.exchange import Priority, Running, chunk_bytes, moves, resumptions, takers
 from remap.policy.cluster.placement import Group, Instance, Load, Stage
 from remap.policy.cluster.restore import Copy
 from remap.sim.pools import CountedPool
@@ -268,21 +268,20 @@ class World:
         running: list[tuple[Request, int, Pipeline, dict[tuple[str, str], int]]] = []
         asked: list[Running] = []
         room = [pipeline.pool.usable_blocks for pipeline in new]
-        for pipeline in old:
-            head = pipeline.names[0]
-            for request in pipeline.requests:
-                blocks, computed = pipeline.take(request), request.computed
-                wanted = max(blocks, -(-request.length // BLOCK_TOKENS))
-                place = max(range(len(new)), key=lambda one: room[one])
-                kept = 0 < blocks <= room[place]
-                room[place] -= wanted
-                if kept:
-                    moved = moves(self.hardware.model, before[head], groups[place], computed)
-                    running.append((request, blocks, new[place], moved))
-                    asked.append(Running(head, computed, sum(moved.values())))
-                else:
-                    request.computed = 0
-                    new[place].add(request)
+        handed = [
+            (request, pipeline.take(request), pipeline.names[0]) for pipeline in old for request in pipeline.requests
+        ]
+        wanted = [max(blocks, -(-request.length // BLOCK_TOKENS)) for request, blocks, _ in handed]
+        for (request, blocks, head), size, place in zip(handed, wanted, takers(wanted, room)):
+            kept = 0 < blocks <= room[place]
+            room[place] -= size
+            if kept:
+                moved = moves(self.hardware.model, before[head], groups[place], request.computed)
+                running.append((request, blocks, new[place], moved))
+                asked.append(Running(head, request.computed, sum(moved.values())))
+            else:
+                request.computed = 0
+                new[place].add(request)
         for one in resumptions(asked, self.hardware.network, self.hardware.chunk_cost):
             request, blocks, target, moved = running[one.request]
             if one.again and moved:
