@@ -310,7 +310,7 @@ class Double:
         )
         requests = tuple((held.ask.id, held.attempt) for held in self.requests.values()) if self.head else ()
         arrived = frozenset(self.arrived)
-        stuck, counts = self.stuck, {"passes": 7.0}
+        stuck, counts = self.stuck, {"passes": 7.0, "computing_s": 0.5}
         return Report(
             self.name, self.epoch, self.phase, load, requests, self.capacity, arrived, stuck, self.offers, counts=counts
         )

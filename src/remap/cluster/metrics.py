@@ -93,11 +93,13 @@ class _Now(Collector):
             families["used"].add_metric(name, view.load.tokens)
             families["capacity"].add_metric(name, view.capacity)
         yield from families.values()
-        # Each begins anew with its process.
-        counted = CounterMetricFamily(
-            "remap_cluster_instance", "What an instance has done (ClusterInstance.counts)", labels=["instance", "what"]
-        )
-        for instance, report in sorted(front.reports.items()):
-            for what, value in report.counts.items():
-                counted.add_metric([instance, what], value)
-        yield counted
+        # Of `ClusterInstance.counts`; each begins anew with its process.
+        counts = {instance: report.counts for instance, report in sorted(front.reports.items())}
+        for what in sorted({what for each in counts.values() for what in each}):
+            suffix = what.removesuffix("_s") + "_seconds" if what.endswith("_s") else what
+            counted = CounterMetricFamily(
+                f"remap_cluster_instance_{suffix}", "Since the instance's process began", labels=["instance"]
+            )
+            for instance, each in counts.items():
+                counted.add_metric([instance], each.get(what, 0.0))
+            yield counted
