@@ -1,6 +1,6 @@
 """A transformers model whose KV cache outgrows its memory budget: layers become KV cache, and come home afterwards.
 
-pip install 'remap[transformers]' && python examples/transformers_generate.py
+pip install '.[transformers]' && python examples/transformers_generate.py
 """
 
 import torch

@@ -49,7 +49,7 @@ OPTIONAL_PACKAGES = (
 
 # What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, engine,
 # cluster, sim, cli) may import any of it; nothing here may import them, but for the table of machines that "sim:NAME" names.
-BASE = ("errors", "config", "sizes", "locking", "nvtx", "report")
+BASE = ("errors", "config", "sizes", "locking", "nvtx", "report", "extras")
 FLOORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
     "policy": BASE,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from remap.extras import install
+
 
 def main() -> None:
     try:
@@ -11,7 +13,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"The command line needs the package {error.name}: pip install 'remap[cli]'")
+        sys.stderr.write(f"The command line needs the package {error.name}: {install('cli')}\n")
+        sys.exit(2)
     app(prog_name="python -m bench.lab")
 
 

@@ -13,6 +13,8 @@ from bench.lab.commands import app
 from bench.lab.vllm import compare
 from typer.testing import CliRunner
 
+from remap.extras import install
+
 LONGER = "1" * 6000  # Python refuses to read or print an int of so many digits
 
 
@@ -72,7 +74,7 @@ def test_a_file_that_is_no_result_is_refused(command: str, text: str, tmp_path: 
 def test_without_vllm_its_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
     found = run("vllm", "--model", "x")
-    assert found.exit_code == 2 and "remap[vllm]" in found.output.replace("\n", " ")
+    assert found.exit_code == 2 and install("vllm") in found.output.replace("\n", " ")
 
 
 def test_the_page_of_the_headline_is_written_again(tmp_path: Path) -> None:

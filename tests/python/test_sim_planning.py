@@ -297,9 +297,26 @@ def test_adapters_accept_every_setting_that_is_advised() -> None:
     settings = Settings.read(found.environment())
     assert settings is not None
     assert settings.controller() == found.advice.config()
-    assert settings.capacity == found.memory_bytes - found.activation_bytes
+    assert (
+        settings.arena
+        and settings.capacity == memory + sum(each.weight_bytes for each in donors) - found.activation_bytes
+    )
     assert settings.link == GH200.h2d_bytes_per_s
     assert found.as_dict()["environment"] == found.environment()
+
+
+def test_models_on_one_device_are_told_one_capacity_that_it_has() -> None:
+    h100, three = machine("H100-SXM"), [model(name) for name in ("Llama-3-8b", "OPT-13b", "Qwen2.5-14B")]
+    told = [
+        Settings.read(plan(h100, one, donors=[each for each in three if each is not one]).environment())
+        for one in three
+    ]
+    # They share the arena of this size: nothing is added up.
+    (capacity,) = {each.capacity for each in told if each is not None}
+    assert sum(each.weight_bytes for each in three) < capacity < h100.hbm_bytes
+    assert len({each.arena for each in told if each is not None}) == 1
+    alone = Settings.read(plan(h100, three[0]).environment())
+    assert alone is not None and not alone.arena
 
 
 def test_the_most_requests_are_a_setting_and_named_where_they_limit() -> None:

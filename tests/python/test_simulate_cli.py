@@ -24,6 +24,7 @@ from remap.cli.simulate import Options, prepare, simulate
 from remap.cli.simulate_html import page
 from remap.cli.simulate_report import change, part, seconds, table_rows
 from remap.errors import InvalidState
+from remap.extras import install
 from remap.sim import serving
 from remap.sim.results import HEADLINE, PolicyResult, Sample, TenantResult, ascending
 from remap.sim.workload import Item
@@ -206,7 +207,7 @@ def test_without_a_package_the_page_is_refused_before_anything_runs(
 
     monkeypatch.setattr(errors, "import_module", missing)
     result = invoke("--html", str(tmp_path / "out.html"))
-    assert result.exit_code == 2 and f"remap[{extra}]" in result.output
+    assert result.exit_code == 2 and install(extra) in result.output
     assert not engine and not (tmp_path / "out.html").exists()
     with pytest.raises(InvalidState) as caught:
         page({}, [], "")

@@ -131,7 +131,7 @@ def test_projections_have_the_last_word():
 
 
 def _lora(model):
-    peft = pytest.importorskip("peft", reason="peft is not installed (pip install 'remap[test-transformers]')")
+    peft = pytest.importorskip("peft", reason="peft is not installed (pip install '.[test-transformers]')")
     torch.manual_seed(5)
     made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])).eval()
     with torch.no_grad():

@@ -24,7 +24,7 @@ checks = load_tool("wheel_check")
 
 @pytest.fixture
 def elftools() -> None:
-    pytest.importorskip("elftools", reason="pyelftools comes with auditwheel: pip install 'remap[dev]'")
+    pytest.importorskip("elftools", reason="pyelftools comes with auditwheel: pip install '.[dev]'")
 
 
 @pytest.mark.usefixtures("elftools")
@@ -45,7 +45,7 @@ def test_what_counts_as_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("elftools")
 def test_auditwheel_calls_a_wheel_of_it_manylinux(tmp_path: Path) -> None:
-    pytest.importorskip("auditwheel", reason="auditwheel is not installed: pip install 'remap[dev]'")
+    pytest.importorskip("auditwheel", reason="auditwheel is not installed: pip install '.[dev]'")
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     wheel = tmp_path / f"remap-0-{tag}-{tag}-linux_{checks.os.uname().machine}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -10,6 +10,7 @@ from typing import Any
 
 from remap.cli.errors import Missing
 from remap.errors import InvalidArgument
+from remap.extras import install
 
 from .operators import Operators, Sizes, flops_of
 
@@ -124,7 +125,7 @@ def need_torch(cuda: bool) -> Any:
         import torch
     except ImportError as error:
         raise Missing(
-            "`bench.lab machine` measures with torch, which is not installed; nothing was measured; install remap[torch]"
+            "`bench.lab machine` measures with torch, which is not installed; nothing was measured; " + install("torch")
         ) from error
     if cuda and not torch.cuda.is_available():
         raise Missing(

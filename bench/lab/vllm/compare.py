@@ -24,6 +24,7 @@ from bench.lab import ROOT
 
 from remap.cli.errors import Missing
 from remap.errors import InvalidState
+from remap.extras import install
 from remap.sim.workload import SHAREGPT, Arrivals, Load, generate
 
 __all__ = ["LOADS", "SIDES", "VllmBench", "measure", "need_vllm"]
@@ -89,8 +90,8 @@ def need_vllm() -> None:
     """Raises Missing where vLLM is not installed: each run would end in its import."""
     if importlib.util.find_spec("vllm") is None:
         raise Missing(
-            "`bench.lab vllm` compares with vLLM, which is not installed here; nothing was run; install remap[vllm], or run it "
-            "with the Python that has vLLM",
+            "`bench.lab vllm` compares with vLLM, which is not installed here; nothing was run; run it with the Python that has "
+            f"vLLM, or {install('vllm')}",
             package="vllm",
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from remap.extras import install
+
 __all__ = ["main"]
 
 
@@ -14,5 +16,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"The command line needs the package {error.name}: pip install 'remap[cli]'")
+        sys.stderr.write(f"The command line needs the package {error.name}: {install('cli')}\n")
+        sys.exit(2)
     app(prog_name="remap")

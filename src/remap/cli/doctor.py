@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from remap.errors import Error, InvalidArgument
+from remap.extras import install
 from remap.sizes import show_size
 
 from . import doctor_cuda, smollm2
@@ -117,7 +118,7 @@ def _cores() -> Check:
 def _packages(gpu: bool) -> Iterator[Check]:
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
-            fix = "the engine and the demo need it: pip install 'remap[torch,demo]'"
+            fix = f"the engine and the demo need it: {install('torch' if name == 'torch' else 'demo')}"
             yield Check("note", name, "not installed", fix)
         elif name == "torch" and gpu:
             import torch  # takes seconds, so only here: the version alone does not say whether it was built for CUDA

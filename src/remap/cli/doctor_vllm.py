@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 
 from remap.adapters.touched import known, unlike
 from remap.errors import Error
+from remap.extras import install
 
 from .check import Check
 
@@ -26,7 +27,7 @@ def checks() -> Iterator[Check]:
 
     found = internals.installed_version()
     if found is None:
-        yield Check("bad", "vllm", "not installed", "pip install 'remap[vllm]'")
+        yield Check("bad", "vllm", "not installed", install("vllm"))
         return
     if known(found, internals.TESTED):
         yield Check("ok", "vllm", f"{found}, a version that the adapter was tested with")

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from remap.errors import Error, InvalidArgument, InvalidState
+from remap.extras import install
 
 __all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "exit_on_error", "needed", "writable"]
 
@@ -42,7 +43,7 @@ def needed(package: str, extra: str, what: str) -> Any:
         return import_module(package)
     except ImportError as error:
         raise Missing(
-            f"{what} needs {package}, of the extra `{extra}`: pip install 'remap[{extra}]'; nothing was begun",
+            f"{what} needs {package}, of the extra `{extra}`: {install(extra)}; nothing was begun",
             package=package,
             extra=extra,
         ) from error

@@ -122,10 +122,15 @@ def show(found: Plan, console: Console) -> None:
         say()
         console.print(_donors(found.donors))
     say()
-    say("What to set, for the engine's process", style="bold")
+    say(
+        "What to set, for the engines' process" if found.donors else "What to set, for the engine's process",
+        style="bold",
+    )
     reasons = {setting.variable: setting.reason for setting in found.advice.settings} | {
-        "REMAP_CAPACITY": "the memory less activations, of this model; engines on one REMAP_ARENA are given the sum of "
-        "theirs",
+        "REMAP_ARENA": "the models' engines share this arena, in one process; give each of them the same lines",
+        "REMAP_CAPACITY": "the memory of all weights and KV together, less activations"
+        if found.donors
+        else "the memory less activations",
         "REMAP_LINK": "bytes/s from the host, until copies have been measured",
     }
     for name, value in found.environment().items():

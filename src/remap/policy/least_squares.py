@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from remap.errors import InvalidState
+from remap.extras import install
 
 __all__ = ["line", "minimise", "shares"]
 
@@ -19,7 +20,7 @@ def _optimise() -> Any:
         return import_module("scipy.optimize")
     except ImportError as error:
         raise InvalidState(
-            "fitting needs scipy, of the extras `sim` and `cluster`: pip install 'remap[sim]'; nothing was fitted",
+            f"fitting needs scipy, of the extras `sim` and `cluster`: {install('sim')}; nothing was fitted",
             extra="sim",
             package="scipy",
         ) from error

@@ -70,10 +70,17 @@ class Plan(Numbers):
     assumed: tuple[str, ...]
 
     def environment(self) -> dict[str, str]:
-        """What to set for an engine's adapter (`remap.adapters.settings` reads it): the advice, on one device."""
+        """What to set for an engine's adapter (`remap.adapters.settings` reads it): the advice, on one device.
+
+        With donors it is one block for all models: they share an arena, whose capacity is the same whichever of them is
+        planned for.
+        """
+        shared = {"REMAP_ARENA": "shared"} if self.donors else {}
+        beside = sum(donor.weight_bytes for donor in self.donors)
         return {
             "REMAP_ENABLE": "1",
-            "REMAP_CAPACITY": str(self.memory_bytes - self.activation_bytes),
+            **shared,
+            "REMAP_CAPACITY": str(self.memory_bytes + beside - self.activation_bytes),
             "REMAP_LINK": str(int(self.machine.h2d_bytes_per_s)),
             **{setting.variable: str(setting.value) for setting in self.advice.settings},
         }
@@ -280,7 +287,7 @@ def _donor(machine: Machine, giver: Model, taker: Model) -> Donor:
     def tokens(layers: int) -> int:
         return layers * giver.layer_bytes // taker.kv_bytes_per_token
 
-    return Donor(giver.name, reload, free, tokens(free), half, tokens(half))
+    return Donor(giver.name, giver.weight_bytes, reload, free, tokens(free), half, tokens(half))
 
 
 # ---------------------------------------------------------------------------------------------- all of it

@@ -84,10 +84,14 @@ class Reload:
 
 @dataclass(frozen=True)
 class Donor:
-    """What an idle model on the same machine can give. tokens_free: KV tokens of the layers that its 512-token prefill hides
-    the reload of; tokens_half: of half of its layers."""
+    """What an idle model on the same machine can give.
+
+    weight_bytes: of one device. tokens_free: KV tokens of the layers that its 512-token prefill hides the reload of;
+    tokens_half: of half of its layers.
+    """
 
     model: str
+    weight_bytes: int
     reload: Reload
     layers_free: int
     tokens_free: int
