@@ -24,7 +24,6 @@ from test_engine_runner import (  # noqa: E402
     tokens_of,
 )  # fmt: skip
 
-from remap.adapters.transformers import CACHE  # noqa: E402
 from remap.engine import LLMEngine, ModelRunner  # noqa: E402
 from remap.engine.models import (  # noqa: E402
     LlamaLike,
@@ -166,7 +165,7 @@ def test_keys_and_values_are_those_of_transformers(kind, dtype):
         for layer in range(LAYERS):
             x = stock.hidden_states[layer][0]
             made = kv_from_activations(decoder, layer, x, torch.arange(ids.shape[1]))
-            cached = getattr(stock, CACHE).layers[layer]
+            cached = stock.past_key_values.layers[layer]
             for one, expected in zip(made, (cached.keys, cached.values)):
                 assert_near(one, expected[0].transpose(0, 1), tolerance(decoder, layer, x))
 

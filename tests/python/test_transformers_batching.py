@@ -11,10 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from attached_models import llama, prompts, watched  # noqa: E402
 from test_transformers_families import make, one_thread  # noqa: E402, F401  (the fixture: for every test)
-from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING  # noqa: E402
 
-from remap.adapters.transformers import CACHE  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 
 TOKENS = 40
@@ -41,10 +39,6 @@ def _batch(model, texts, how, tokens=TOKENS):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 def test_tokens_are_those_of_each_prompt_alone_under_pressure(family):
-    if family == "opt" and CACHE == "cache" and not hasattr(PagedAttentionCache, "get_seq_length"):
-        pytest.skip(
-            "OPT of this transformers asks the paged cache for its length: generate_batch fails without remap, too"
-        )
     model, texts = make(family), _texts(6)
     expected = [_alone(model, text) for text in texts]
     with watched(model, spare=60) as rig:

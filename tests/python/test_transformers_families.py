@@ -11,7 +11,6 @@ from attached_models import SHAPE, llama, prompts, randomised, watched  # noqa: 
 from torch import nn  # noqa: E402
 
 import remap  # noqa: E402
-from remap.adapters.transformers import CACHE  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 
 GREEDY = {"max_new_tokens": 60, "do_sample": False}
@@ -162,7 +161,7 @@ def test_a_lora_adapter_is_switched_off_and_on_while_attached():
         assert torch.equal(model.generate(**given, **GREEDY), on)
         with torch.no_grad():  # a direct call goes around the inner model's __call__
             cache = rig.attached.cache()
-            logits = model(given["input_ids"], **{CACHE: cache}).logits
+            logits = model(given["input_ids"], past_key_values=cache).logits
             assert cache.get_seq_length() == 9
         rig.assert_moved()
     with torch.no_grad():

@@ -66,11 +66,9 @@ class Decoding:
     def __init__(self, torch: Any, model: Any, batch: Batch) -> None:
         from transformers import StaticCache
 
-        from remap.adapters.transformers import CACHE
-
         self._torch, self._model = torch, model
         self._cache = StaticCache(config=model.config, max_cache_len=batch.tokens + batch.steps)
-        self._tokens, self._name = 0, CACHE
+        self._tokens = 0
 
     def __call__(self, ids: Any) -> Any:
         """The logits behind the last of these tokens, (sequences, vocabulary)."""
@@ -78,7 +76,7 @@ class Decoding:
         at = torch.arange(self._tokens, self._tokens + ids.shape[1], device=ids.device)
         self._tokens += ids.shape[1]
         with torch.inference_mode():
-            out = self._model(ids, **{self._name: self._cache}, use_cache=True, position_ids=at[None], logits_to_keep=1)
+            out = self._model(ids, past_key_values=self._cache, use_cache=True, position_ids=at[None], logits_to_keep=1)
         return out.logits[:, -1]
 
 

@@ -1,7 +1,7 @@
 """Check, before any change, that an engine has the names that an adapter uses and that they take its arguments.
 
 The check sees names and parameters only. It does not see the meaning of a function or the attributes of instances, so
-an adapter tries an unknown version once before it serves.
+an adapter serves an unknown version that passes with a warning.
 """
 
 from __future__ import annotations
@@ -48,19 +48,16 @@ def admit(
     touched: Sequence[Touched],
     warn: Callable[[str], None],
     otherwise: str,
-) -> bool:
+) -> None:
     """Refuse a version of the engine `what` that the adapter cannot work with.
 
     Raises InvalidState (fields version, tested, unlike) if there is none, if it is older than the tested ones, or if it
     is newer and something in `touched` is not as expected. For a newer version in which all is as expected, calls
     `warn` once in this process. otherwise: the error's advice to the user.
-
-    Returns whether the version is newer than the tested ones: names do not show what calls mean, so the adapter tries it
-    once before it serves.
     """
     order = _order(found, tested)
     if order == 0 or (what, found) in _warned:
-        return order != 0
+        return
     span = " to ".join(dict.fromkeys((tested[0], tested[-1])))
     if order is None or order < 0:
         raise InvalidState(
@@ -81,9 +78,8 @@ def admit(
     _warned.add((what, found))
     warn(
         f"remap was tested with {what} {span}, this is {found}: it has the {len(touched)} names that remap uses, with "
-        "the expected parameters"
+        "the expected parameters; nobody tested that they still do the same"
     )
-    return True
 
 
 def _order(found: str | None, tested: Sequence[str]) -> int | None:

@@ -10,8 +10,7 @@ layers home.
 `attach` replaces two attributes of the instance. Its `forward` makes room for a pass's tokens before the pass
 (`Session.attach` makes each call a pass). Its `_prepare_cache_for_generation`, where transformers makes a DynamicCache
 for calls of `generate()` without a cache, returns a cache of ours. The latter is not a public name:
-`attach(implicit=False)` does not replace it, and `cache=attached.cache()` passes a cache explicitly
-(`past_key_values=` in transformers before 5.24).
+`attach(implicit=False)` does not replace it, and `past_key_values=attached.cache()` passes a cache explicitly.
 `generate_batch` has a paged cache of its own: see `continuous_batching`.
 
 Two things need memory outside of the arena: activations, and one workspace of one layer's keys and values of the
@@ -21,7 +20,6 @@ longest batch.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import sys
 import weakref
@@ -50,7 +48,6 @@ from .kv_of_config import kv_shape
 from .paged_cache import BlockStore, PagedCache
 from .settings import COPY_CHUNK_BYTES
 from .touched import Touched, admit
-from .transformers_trial import try_once
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -62,14 +59,7 @@ _PATIENT = Knobs(slowdown=100.0)
 _LEAST = 2  # blocks: the padding of generate_batch takes them
 _FACTORY = "_prepare_cache_for_generation"
 
-# What generate() and forward() call the cache: "cache" from 5.24 on, "past_key_values" before.
-CACHE = next(
-    name
-    for name in ("cache", "past_key_values")
-    if name in inspect.signature(transformers.GenerationMixin.prepare_inputs_for_generation).parameters
-)
-
-TESTED = ("5.16", "5.24")
+TESTED = ("5.16", "5.23")
 TOUCHED = (
     Touched("transformers.cache_utils", "Cache.__init__", "self layers="),
     Touched("transformers.cache_utils", "CacheLayerMixin.update", "self key_states value_states"),
@@ -115,7 +105,7 @@ def attach(
     the instance; OutOfMemory (field minimum_bytes). Nothing has changed then.
     """
     otherwise = f"install transformers=={TESTED[-1]}.*"
-    untested = admit("transformers", transformers.__version__, TESTED, TOUCHED, logger.warning, otherwise)
+    admit("transformers", transformers.__version__, TESTED, TOUCHED, logger.warning, otherwise)
     inner = _inner(model)
     if (session is None) == (capacity is None):
         raise InvalidArgument(
@@ -130,7 +120,7 @@ def attach(
     if implicit and not callable(getattr(inner, _FACTORY, None)):
         raise InvalidState(
             f"{type(inner).__name__} has no {_FACTORY}, where generate() makes its cache; nothing was attached; pass "
-            f"implicit=False, and {CACHE}=attached.cache() to generate()",
+            "implicit=False, and past_key_values=attached.cache() to generate()",
             missing=_FACTORY,
         )
     modules = resolve_layers(inner, find_layers(inner) if layers is None else layers)
@@ -154,30 +144,10 @@ def attach(
         spec = replace(one, min_blocks=least, max_blocks=max(least, most))
         tenant = home.attach(inner, list(modules), name=name, kv=spec, config=config or _PATIENT, **attach_options)
         attached = Attached(home, tenant, session is None, inner, shape.windows, implicit)
-        if untested:
-            _try(attached, implicit)
     finally:
         if attached is None:
             _abandon(home, name, owned=session is None)
     return attached
-
-
-def _try(attached: Attached, implicit: bool) -> None:
-    """One trial of an untested version. Detaches the model if it fails."""
-    tried = False
-    try:
-        try_once(
-            attached.model,
-            attached.cache,
-            CACHE,
-            implicit,
-            transformers.__version__,
-            " to ".join((TESTED[0], TESTED[-1])),
-        )
-        tried = True
-    finally:
-        if not tried:
-            attached.close()
 
 
 class Attached:
@@ -211,7 +181,7 @@ class Attached:
         self.closed = False
 
     def cache(self) -> PagedCache:
-        """A new cache for one batch: pass it as `cache` (before transformers 5.24: as `past_key_values`).
+        """A new cache for one batch: pass it as `past_key_values`.
 
         `reset()` frees its blocks, and so does its end of life.
         """
@@ -301,8 +271,8 @@ class Attached:
         def prepared(*args: Any, **kwargs: Any) -> Any:
             cache = _cache_of(args, kwargs)
             if cache is None:
-                # A call of generate_batch has indexed its blocks by now; its scheduler has made the step.
-                if not _batched(kwargs):
+                # A call of generate_batch (cache=) has indexed its blocks by now; its scheduler has made the step.
+                if kwargs.get("cache") is None:
                     self._step(0)
                 return forward(*args, **kwargs)
             shape = call_shape(args, kwargs)
@@ -367,8 +337,8 @@ class Attached:
                 None,
                 "dynamic",
             )
-            if ours and model_kwargs.get(CACHE) is None:
-                model_kwargs[CACHE] = self.cache()
+            if ours and model_kwargs.get("past_key_values") is None:
+                model_kwargs["past_key_values"] = self.cache()
                 return None
             return prepare(generation_config, model_kwargs, *args, **kwargs)
 
@@ -406,14 +376,10 @@ def _inner(model: Any) -> Any:
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedCache | None:
-    """The cache of ours among the arguments, whatever their names: those change."""
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, PagedCache)), None)
-
-
-def _batched(kwargs: dict[str, Any]) -> bool:
-    """Whether the call comes from generate_batch: it passes the paged cache of transformers."""
-    module = sys.modules.get("transformers.generation.continuous_batching.cache")
-    return module is not None and any(isinstance(value, module.PagedAttentionCache) for value in kwargs.values())
+    given = kwargs.get("past_key_values")
+    if given is None:
+        given = next((value for value in args if isinstance(value, PagedCache)), None)
+    return given if isinstance(given, PagedCache) else None
 
 
 def _blocks(name: str, tokens: int, block_tokens: int) -> int:
