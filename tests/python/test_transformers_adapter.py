@@ -273,6 +273,24 @@ def test_a_cache_goes_by_any_name_and_place_that_the_model_takes():
         assert refused.value.caches == 2
 
 
+@pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": 2}])
+def test_assisted_decoding_crops_a_cache_of_the_callers_and_an_attached_assistants(how):
+    model, given, how = llama(), prompts(1, 12), dict(how)
+    if layers := how.get("assistant_model"):
+        how["assistant_model"] = llama(layers=layers)
+    expected = model.generate(**given, **GREEDY, **how)
+    with watched(model) as rig:
+        cache = rig.attached.cache()
+        if assistant := how.get("assistant_model"):
+            options = {"config": EAGER, "block_tokens": 4, "session_options": {"page_bytes": PAGE}}
+            with remap.attach(assistant, "2MiB", **options) as helper:
+                assert torch.equal(model.generate(**given, **GREEDY, **how, **as_cache(cache)), expected)
+                assert helper.cached_tokens > 0
+        else:
+            assert torch.equal(model.generate(**given, **GREEDY, **how, **as_cache(cache)), expected)
+        assert cache.get_seq_length() == 12 + LONG - 1
+
+
 @pytest.mark.parametrize(("implementation", "ours"), [("static", False), ("offloaded", False), ("dynamic", True)])
 def test_caches_that_the_caller_chooses_stay_his(implementation, ours):
     model, given = llama(), prompts(2, 6)

@@ -46,7 +46,9 @@ def _made_elsewhere(self, *args, **kwargs):
     """generate() makes its cache on the way to the model, and does not ask the function that attach replaces."""
     inputs = _inputs(self, *args, **kwargs)
     if not isinstance(inputs.get(CACHE), DynamicCache):
-        self.__dict__["_elsewhere"] = inputs[CACHE] = self.__dict__.get("_elsewhere") or DynamicCache(config=self.config)
+        self.__dict__["_elsewhere"] = inputs[CACHE] = self.__dict__.get("_elsewhere") or DynamicCache(
+            config=self.config
+        )
     return inputs
 
 
@@ -95,7 +97,11 @@ def test_a_version_that_passes_the_cache_otherwise_is_refused_before_the_first_r
     expected, before = model.generate(**given, **BRIEF), _places(model)
     with monkeypatch.context() as patch, remap.Session("8MiB", page_bytes=PAGE) as session:
         for name, double in LATER[change].items():
-            patch.setattr(transformers.LlamaForCausalLM, name, functools.wraps(getattr(transformers.LlamaForCausalLM, name))(double))
+            patch.setattr(
+                transformers.LlamaForCausalLM,
+                name,
+                functools.wraps(getattr(transformers.LlamaForCausalLM, name))(double),
+            )
         with pytest.raises(InvalidState) as refusal:
             remap.attach(model, **({"session": session} if shared else SMALL))
         assert (refusal.value.version, refusal.value.tested) == (later, adapter.TESTED)
@@ -132,7 +138,7 @@ def test_a_version_in_which_all_is_right_serves_and_the_trial_leaves_nothing(lat
 
 def test_the_models_own_generation_settings_do_not_matter(later):
     model = llama()
-    model.generation_config.update(cache_implementation="static", num_beams=3, max_length=2, eos_token_id=[*range(101)])
+    model.generation_config.update(cache_implementation="static", num_beams=3, max_length=2, eos_token_id=[*range(50)])
     with remap.attach(model, **SMALL) as attached:
         assert attached.cached_tokens > 0
 

@@ -351,7 +351,7 @@ class Attached:
             result = prepare(generation_config, model_kwargs, *args, **kwargs)
             if self.makes_caches and generation_config.cache_implementation in (None, "dynamic"):
                 for name in model_kwargs.keys() - given:
-                    if isinstance(model_kwargs[name], DynamicCache):
+                    if type(model_kwargs[name]) is DynamicCache:  # a subclass keeps more than keys and values
                         model_kwargs[name] = self.cache()
             return result
 
