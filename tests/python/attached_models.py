@@ -5,6 +5,7 @@ Import it after `pytest.importorskip` of torch and transformers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,12 @@ def prompts(batch: int, tokens: int, seed: int = 0, padded: int = 0) -> dict[str
     mask = torch.ones_like(ids)
     ids[0, :padded], mask[0, :padded] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def as_cache(cache: Any) -> dict[str, Any]:
+    """The cache as an argument of the model and of generate(), which call it `cache` since transformers 5.24."""
+    taken = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+    return {"cache" if "cache" in taken else "past_key_values": cache}
 
 
 class Watched:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from remap.adapters import touched
-from remap.adapters.touched import Touched, admit, known, unlike
+from remap.adapters.touched import Touched, admit, known, prove, unlike
 from remap.errors import InvalidState
 
 
@@ -74,6 +74,48 @@ def test_a_newer_one_is_warned_of_once_or_refused_with_what_is_wrong(monkeypatch
     with pytest.raises(InvalidState) as refusal:
         admit("engine", "0.34", ("0.31", "0.32"), [of("Engine.move"), of("Engine.gone")], said.append, "install it")
     assert len(refusal.value.unlike) == 1 and len(said) == 1
+
+
+class Trial:
+    """A trial that ends in one way, and how often it ran and was undone."""
+
+    def __init__(self, end: str | BaseException) -> None:
+        self.end, self.runs, self.undone = end, 0, 0
+
+    def run(self) -> str:
+        self.runs += 1
+        if isinstance(self.end, BaseException):
+            raise self.end
+        return self.end
+
+    def undo(self) -> None:
+        self.undone += 1
+
+    def prove(self, version: str) -> tuple[int, int]:
+        prove("engine", version, ("0.31", "0.32"), self.run, self.undo, "install it")
+        return self.runs, self.undone
+
+
+def test_a_trial_is_made_with_newer_versions_only_and_stays_if_nothing_differs():
+    assert Trial("all").prove("0.32.4") == (0, 0)
+    assert Trial("").prove("0.33") == (1, 0)
+
+
+@pytest.mark.parametrize("end", ["logits", ZeroDivisionError("logits")])
+def test_a_trial_that_fails_is_undone_and_refused(end: str | Exception):
+    trial = Trial(end)
+    with pytest.raises(InvalidState) as refusal:
+        trial.prove("0.33.1")
+    assert (refusal.value.version, refusal.value.tested) == ("0.33.1", ("0.31", "0.32"))
+    assert refusal.value.differed and trial.undone == 1
+    assert refusal.value.__cause__ is (end if isinstance(end, Exception) else None)
+
+
+def test_an_interrupted_trial_is_undone():
+    trial = Trial(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trial.prove("0.33.1")
+    assert trial.undone == 1
 
 
 @pytest.mark.parametrize("which", ["transformers", "continuous_batching"])

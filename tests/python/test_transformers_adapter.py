@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import subprocess
 import sys
 import weakref
@@ -15,10 +16,11 @@ import remap
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from attached_models import EAGER, PAGE, llama, prompts, watched  # noqa: E402
+from attached_models import EAGER, PAGE, as_cache, llama, prompts, watched  # noqa: E402
 from test_transformers_families import one_thread  # noqa: E402, F401  (for every test)
 from transformers import DynamicCache  # noqa: E402
 
+from remap.adapters.paged_cache import PagedCache  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory  # noqa: E402
 
 LONG, SHORT = 60, 3
@@ -46,10 +48,15 @@ def _generate(model, given, **how):
     return model.generate(**given, **how)
 
 
+def _cache_of(out):
+    (name,) = as_cache(None)
+    return out[name]
+
+
 def _goes_on(model, text, cache, tokens):
     """Greedily, with all of the text in view."""
     return model.generate(
-        text, attention_mask=torch.ones_like(text), past_key_values=cache, max_new_tokens=tokens, do_sample=False
+        text, attention_mask=torch.ones_like(text), **as_cache(cache), max_new_tokens=tokens, do_sample=False
     )
 
 
@@ -80,7 +87,7 @@ def test_logits_and_keys_are_bit_identical_to_those_of_a_dynamic_cache():
         got = model.generate(**given, **asked)
         rig.assert_moved()
         assert all(torch.equal(one, other) for one, other in zip(got.logits, expected.logits))
-        for layer, other in zip(got.past_key_values.layers, expected.past_key_values.layers):
+        for layer, other in zip(_cache_of(got).layers, _cache_of(expected).layers):
             assert torch.equal(layer.keys, other.keys)
             assert torch.equal(layer.values, other.values)
         held = rig.attached.snapshot.live_blocks
@@ -94,14 +101,14 @@ def test_blocks_move_when_layers_come_home_under_a_live_cache():
     """The long cache's blocks end where the layers' pages are; when it is gone, those of the other one have to move."""
     model, given = llama(), prompts(2, 6)
     kept = DynamicCache(config=model.config)
-    expected = model.generate(**given, **BRIEF, past_key_values=kept)
+    expected = model.generate(**given, **BRIEF, **as_cache(kept))
     further = _goes_on(model, expected, kept, LONG)
     with watched(model) as rig:
         filler = rig.attached.cache()
-        model.generate(**prompts(6, 40), max_new_tokens=20, do_sample=False, past_key_values=filler)
+        model.generate(**prompts(6, 40), max_new_tokens=20, do_sample=False, **as_cache(filler))
         rig.assert_moved(2)
         cache = rig.attached.cache()
-        ours = model.generate(**given, **BRIEF, past_key_values=cache)
+        ours = model.generate(**given, **BRIEF, **as_cache(cache))
         assert torch.equal(ours, expected)
         before = [list(row) for row in cache.table.rows]
         filler.reset()
@@ -126,7 +133,7 @@ def test_crop_select_repeat_and_reset_are_those_of_a_dynamic_cache():
             def run(each):
                 held = each.get_seq_length()
                 mask = torch.ones(len(ids), held + ids.shape[1], dtype=torch.long)
-                return model(ids, past_key_values=each, attention_mask=mask).logits
+                return model(ids, **as_cache(each), attention_mask=mask).logits
 
             one, other = both(run)
             assert torch.equal(one, other)
@@ -167,7 +174,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was_and_it_goes_on(error):
     expected = model.generate(**given, **GREEDY)
     with watched(model) as rig:
         cache = rig.attached.cache()
-        start = model.generate(**given, **BRIEF, past_key_values=cache)
+        start = model.generate(**given, **BRIEF, **as_cache(cache))
         live = rig.attached.snapshot.live_blocks
 
         def fail(*args):
@@ -175,7 +182,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was_and_it_goes_on(error):
 
         hook = model.model.layers[3].mlp.register_forward_pre_hook(fail)
         with torch.no_grad(), pytest.raises(error) as failed:
-            model(prompts(2, 2000 if error is OutOfBlocks else 11)["input_ids"], past_key_values=cache)
+            model(prompts(2, 2000 if error is OutOfBlocks else 11)["input_ids"], **as_cache(cache))
         hook.remove()
         if error is OutOfBlocks:
             after = rig.attached.snapshot
@@ -194,9 +201,9 @@ def test_two_models_share_a_session():
         options = {"session": session, "block_tokens": 4, "config": EAGER}
         with remap.attach(models[0], name="a", **options) as a, remap.attach(models[1], name="b", **options) as b:
             hog, caches = b.cache(), [a.cache(), b.cache()]
-            models[1].generate(**prompts(6, 40), **BRIEF, past_key_values=hog)
+            models[1].generate(**prompts(6, 40), **BRIEF, **as_cache(hog))
             half = [
-                model.generate(**ids, max_new_tokens=30, do_sample=False, past_key_values=cache)
+                model.generate(**ids, max_new_tokens=30, do_sample=False, **as_cache(cache))
                 for model, ids, cache in zip(models, given, caches)
             ]
             assert a.snapshot.remapped + b.snapshot.remapped + a.snapshot.lent_pages + b.snapshot.lent_pages > 0
@@ -235,9 +242,68 @@ def test_a_cache_by_hand_and_calls_without_one():
         assert "_prepare_cache_for_generation" not in model.__dict__
         assert torch.equal(model.generate(**given, **GREEDY), expected)  # transformers' own cache, outside of the arena
         assert rig.peak == 0
-        assert torch.equal(model.generate(**given, **GREEDY, past_key_values=rig.attached.cache()), expected)
+        assert torch.equal(model.generate(**given, **GREEDY, **as_cache(rig.attached.cache())), expected)
         rig.assert_moved()
         assert torch.equal(model.generate(**given, **GREEDY, use_cache=False), expected)
+
+
+def test_a_cache_goes_by_any_name_and_place_that_the_model_takes():
+    """Under the old name, the new one, by position: it is found by its type. What the model does not take is refused."""
+    model, ids = llama(), prompts(2, 6)["input_ids"]
+    place = list(inspect.signature(model.forward).parameters).index(next(iter(as_cache(None))))
+    with torch.no_grad():
+        expected = model(ids).logits
+    with watched(model) as rig, torch.no_grad():
+
+        def passed(*args, **kwargs):
+            (cache,) = [each for each in (*args, *kwargs.values()) if each is not None]
+            try:
+                logits = model(ids, *args, **kwargs).logits
+            except (InvalidState, TypeError):
+                assert "cache" in kwargs and "cache" not in as_cache(None), "only an unknown name is refused"
+                assert cache.get_seq_length() == 0
+            else:
+                assert torch.equal(logits, expected) and cache.get_seq_length() == 6
+
+        passed(past_key_values=rig.attached.cache())
+        passed(cache=rig.attached.cache())
+        passed(*[None] * (place - 1), rig.attached.cache())
+        with pytest.raises(InvalidArgument) as refused:
+            model(ids, past_key_values=rig.attached.cache(), cache=rig.attached.cache())
+        assert refused.value.caches == 2
+
+
+@pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": 2}])
+def test_assisted_decoding_crops_a_cache_of_the_callers_and_an_attached_assistants(how):
+    model, given, how = llama(), prompts(1, 12), dict(how)
+    if layers := how.get("assistant_model"):
+        how["assistant_model"] = llama(layers=layers)
+    expected = model.generate(**given, **GREEDY, **how)
+    with watched(model) as rig:
+        cache = rig.attached.cache()
+        if assistant := how.get("assistant_model"):
+            options = {"config": EAGER, "block_tokens": 4, "session_options": {"page_bytes": PAGE}}
+            with remap.attach(assistant, "2MiB", **options) as helper:
+                assert torch.equal(model.generate(**given, **GREEDY, **how, **as_cache(cache)), expected)
+                assert helper.cached_tokens > 0
+        else:
+            assert torch.equal(model.generate(**given, **GREEDY, **how, **as_cache(cache)), expected)
+        assert cache.get_seq_length() == 12 + LONG - 1
+
+
+@pytest.mark.parametrize(("implementation", "ours"), [("static", False), ("offloaded", False), ("dynamic", True)])
+def test_caches_that_the_caller_chooses_stay_his(implementation, ours):
+    model, given = llama(), prompts(2, 6)
+    asked = {**BRIEF, "return_dict_in_generate": True, "disable_compile": True, "cache_implementation": implementation}
+    if implementation == "offloaded" and not torch.cuda.is_available():
+        pytest.skip("an offloaded cache needs an accelerator")
+    expected = model.generate(**given, **asked)
+    with watched(model):
+        got = model.generate(**given, **asked)
+        own = model.generate(**given, **BRIEF, return_dict_in_generate=True, **as_cache(DynamicCache()))
+        assert isinstance(_cache_of(got), PagedCache) is ours
+        assert type(_cache_of(own)) is DynamicCache
+        assert torch.equal(got.sequences, expected.sequences) and torch.equal(own.sequences, expected.sequences)
 
 
 def test_what_is_refused_changes_nothing():
@@ -258,13 +324,13 @@ def test_what_is_refused_changes_nothing():
             remap.attach(model, "64MiB")
         cache = rig.attached.cache()
         with pytest.raises(InvalidState, match="gradients"):
-            model(**given, past_key_values=cache)
+            model(**given, **as_cache(cache))
         with torch.no_grad():
             with pytest.raises(InvalidState, match="no pass was prepared"):
                 cache.update(torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16), 0)
-            model(**given, past_key_values=cache)
+            model(**given, **as_cache(cache))
             with pytest.raises(InvalidState, match="sequences"):
-                model(prompts(3, 1)["input_ids"], past_key_values=cache)
+                model(prompts(3, 1)["input_ids"], **as_cache(cache))
             with pytest.raises(InvalidState):
                 cache.layers[0].crop(-1)
         assert cache.get_seq_length() == 6
@@ -279,7 +345,7 @@ def test_a_cache_of_another_shape_than_the_configuration_says_is_refused():
         cache = rig.attached.cache()
         hook = model.model.layers[2].self_attn.v_proj.register_forward_hook(lambda module, args, out: out[..., :16])
         with pytest.raises((InvalidArgument, RuntimeError)):
-            model(**given, past_key_values=cache)
+            model(**given, **as_cache(cache))
         hook.remove()
         assert cache.get_seq_length() == 0
         cache.prepare(2, 1)

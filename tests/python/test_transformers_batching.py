@@ -28,9 +28,19 @@ def _alone(model, text, tokens=TOKENS):
     return out[0, len(text) :].tolist()
 
 
-def _batch(model, texts, how, tokens=TOKENS):
+def _done(model, texts, how, tokens):
     asked = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    done = model.generate_batch(texts, generation_config=asked, continuous_batching_config=how)
+    return model.generate_batch(texts, generation_config=asked, continuous_batching_config=how)
+
+
+def _served_bare(model, text):
+    """Whether this version of transformers serves the model by itself: 5.24.0 does not serve OPT and GPT-NeoX."""
+    how = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, use_cuda_graph=False)
+    return all(output.error is None for output in _done(model, [text], how, 2).values())
+
+
+def _batch(model, texts, how, tokens=TOKENS):
+    done = _done(model, texts, how, tokens)
     assert all(output.error is None for output in done.values()), [output.error for output in done.values()]
     by_prompt = {tuple(output.prompt_ids): list(output.generated_tokens) for output in done.values()}
     return [by_prompt[tuple(text)] for text in texts]
@@ -40,6 +50,10 @@ def _batch(model, texts, how, tokens=TOKENS):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 def test_tokens_are_those_of_each_prompt_alone_under_pressure(family):
     model, texts = make(family), _texts(6)
+    if family != "llama" and not _served_bare(make(family), texts[0]):
+        pytest.skip(
+            f"transformers {transformers.__version__} does not serve {family} by generate_batch, attached or not"
+        )
     expected = [_alone(model, text) for text in texts]
     with watched(model, spare=60) as rig:
         got = _batch(model, texts, rig.attached.continuous_batching(max_batch_tokens=32))

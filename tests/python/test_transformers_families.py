@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from attached_models import SHAPE, llama, prompts, randomised, watched  # noqa: E402
+from attached_models import SHAPE, as_cache, llama, prompts, randomised, watched  # noqa: E402
 from torch import nn  # noqa: E402
 
 import remap  # noqa: E402
@@ -38,6 +38,8 @@ FAMILIES = {
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SHAPE, "num_local_experts": 4}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", SHAPE),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "phi": ("PhiForCausalLM", "PhiConfig", SHAPE),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", OPT | {"intermediate_size": 160}),
 }
 DEEPSEEK = {**SHAPE, "num_key_value_heads": 4, "n_routed_experts": 8}
 REFUSED = {  # by what
@@ -48,7 +50,7 @@ REFUSED = {  # by what
 }
 # Where every head has keys of its own a token takes more; a mixture's layers are large, and so is what has to be free before
 # one comes home.
-SIZES = {"opt": {"batch": 4}, "gpt2": {"batch": 4}, "mixtral": {"spare": 95}}
+SIZES = {"opt": {"batch": 4}, "gpt2": {"batch": 4}, "gpt-neox": {"batch": 4}, "mixtral": {"spare": 95}}
 WINDOWS = {"gemma2": {16, None}, "gemma3": {16, None}, "mistral": {20}}
 
 
@@ -161,7 +163,7 @@ def test_a_lora_adapter_is_switched_off_and_on_while_attached():
         assert torch.equal(model.generate(**given, **GREEDY), on)
         with torch.no_grad():  # a direct call goes around the inner model's __call__
             cache = rig.attached.cache()
-            logits = model(given["input_ids"], past_key_values=cache).logits
+            logits = model(given["input_ids"], **as_cache(cache)).logits
             assert cache.get_seq_length() == 9
         rig.assert_moved()
     with torch.no_grad():

@@ -1,7 +1,9 @@
-"""Check, before any change, that an engine has the names that an adapter uses and that they take its arguments.
+"""Two checks of an engine's version that is newer than those that an adapter was tested with.
 
-The check sees names and parameters only. It does not see the meaning of a function or the attributes of instances, so
-an adapter serves an unknown version that passes with a warning.
+`admit` checks, before any change, that the engine has the names that the adapter uses and that they take its arguments.
+It does not see what a function means, nor how the engine calls the adapter. `prove` therefore runs a trial after the
+attach and before the first request, and takes the attach back if the trial shows a difference. Tested versions pay for
+neither.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 from remap.errors import InvalidState
 
-__all__ = ["Touched", "admit", "known", "unlike"]
+__all__ = ["Touched", "admit", "known", "prove", "unlike"]
 
 
 class Touched(NamedTuple):
@@ -78,8 +80,44 @@ def admit(
     _warned.add((what, found))
     warn(
         f"remap was tested with {what} {span}, this is {found}: it has the {len(touched)} names that remap uses, with "
-        "the expected parameters; nobody tested that they still do the same"
+        "the expected parameters; nobody ran remap's tests with it"
     )
+
+
+def prove(
+    what: str,
+    found: str | None,
+    tested: Sequence[str],
+    trial: Callable[[], str],
+    undo: Callable[[], None],
+    otherwise: str,
+) -> None:
+    """Run `trial` if the version is not a tested one; it returns what differed, or "".
+
+    Raises InvalidState (fields version, tested, differed), after `undo`, if something differed or the trial raised (the
+    cause of the error). Errors of `undo` are raised as they are. otherwise: the error's advice to the user.
+    """
+    if known(found, tested):
+        return
+    cause = None
+    try:
+        differed = trial()
+    except Exception as error:  # noqa: BLE001 - an unknown version may fail with any error, and each means the same
+        differed, cause = f"{type(error).__name__}: {error}", error
+    except BaseException:  # an interrupt: the caller does not get what was attached
+        undo()
+        raise
+    if not differed:
+        return
+    undo()
+    span = " to ".join(dict.fromkeys((tested[0], tested[-1])))
+    raise InvalidState(
+        f"remap was tested with {what} {span}; with {found} a trial before the first request failed: {differed}; the "
+        f"attach was undone; {otherwise}",
+        version=found,
+        tested=tuple(tested),
+        differed=differed,
+    ) from cause
 
 
 def _order(found: str | None, tested: Sequence[str]) -> int | None:

@@ -9,9 +9,12 @@ layers home.
 
 `attach` replaces two attributes of the instance. Its `forward` makes room for a pass's tokens before the pass
 (`Session.attach` makes each call a pass). Its `_prepare_cache_for_generation`, where transformers makes a DynamicCache
-for calls of `generate()` without a cache, returns a cache of ours. The latter is not a public name:
-`attach(implicit=False)` does not replace it, and `past_key_values=attached.cache()` passes a cache explicitly.
+for calls of `generate()` without a cache, puts a cache of ours in its place. The latter is not a public name:
+`attach(implicit=False)` does not replace it, and `cache=attached.cache()` passes a cache explicitly.
 `generate_batch` has a paged cache of its own: see `continuous_batching`.
+
+transformers calls the argument `cache` since 5.24, and called it `past_key_values` before. The adapter finds a cache by
+its type and uses neither name.
 
 Two things need memory outside of the arena: activations, and one workspace of one layer's keys and values of the
 longest batch.
@@ -23,13 +26,14 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from transformers.cache_utils import DynamicCache
 
 from remap.config import Config, Knobs
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
@@ -47,7 +51,8 @@ from .block_tables import BlockTable, Growth, SharedBlocks
 from .kv_of_config import kv_shape
 from .paged_cache import BlockStore, PagedCache
 from .settings import COPY_CHUNK_BYTES
-from .touched import Touched, admit
+from .touched import Touched, admit, prove
+from .trial import differs
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -59,7 +64,7 @@ _PATIENT = Knobs(slowdown=100.0)
 _LEAST = 2  # blocks: the padding of generate_batch takes them
 _FACTORY = "_prepare_cache_for_generation"
 
-TESTED = ("5.16", "5.23")
+TESTED = ("5.16", "5.24")
 TOUCHED = (
     Touched("transformers.cache_utils", "Cache.__init__", "self layers="),
     Touched("transformers.cache_utils", "CacheLayerMixin.update", "self key_states value_states"),
@@ -102,7 +107,9 @@ def attach(
 
     Raises InvalidArgument for a bad option, for a model that does not fit one KVSpec (`kv_of_config`) or for tensors
     that cannot be moved (such as a quantiser's tensor subclasses); InvalidState if the model's forward was replaced on
-    the instance; OutOfMemory (field minimum_bytes). Nothing has changed then.
+    the instance, or if transformers is of another version than the tested ones and differs from them (fields version,
+    tested, and unlike or differed); OutOfMemory (field minimum_bytes). Nothing has changed then. With a version that is
+    newer than the tested ones, `attach` generates a few tokens twice (see `trial`).
     """
     otherwise = f"install transformers=={TESTED[-1]}.*"
     admit("transformers", transformers.__version__, TESTED, TOUCHED, logger.warning, otherwise)
@@ -120,7 +127,7 @@ def attach(
     if implicit and not callable(getattr(inner, _FACTORY, None)):
         raise InvalidState(
             f"{type(inner).__name__} has no {_FACTORY}, where generate() makes its cache; nothing was attached; pass "
-            "implicit=False, and past_key_values=attached.cache() to generate()",
+            "implicit=False, and attached.cache() to generate()",
             missing=_FACTORY,
         )
     modules = resolve_layers(inner, find_layers(inner) if layers is None else layers)
@@ -147,6 +154,8 @@ def attach(
     finally:
         if attached is None:
             _abandon(home, name, owned=session is None)
+    try_out = functools.partial(differs, attached)
+    prove("transformers", transformers.__version__, TESTED, try_out, attached.close, otherwise)
     return attached
 
 
@@ -167,21 +176,23 @@ class Attached:
         implicit: bool,
     ) -> None:
         self.session, self.tenant, self.model = session, tenant, model
-        self.name = tenant.name
+        self.name, self.implicit = tenant.name, implicit
         self.blocks = SharedBlocks(tenant.kv)
         self._owned, self.windows = owned, windows
         self._store = BlockStore(self.tenant.kv)
+        self._scheduled: tuple[type, ...] = ()  # types of caches whose scheduler makes the step before a pass
+        self.makes_caches = True  # whether generate() gets caches of ours
+        self.cached_tokens = 0  # positions that passes have written to caches of ours, of one sequence each
         # This wraps the bracket of a pass: a session refuses step() inside of a pass.
         self._forward = self._before_pass(model.forward)
         object.__setattr__(model, "forward", self._forward)
         if implicit:
             object.__setattr__(model, _FACTORY, self._factory(getattr(model, _FACTORY)))
-        self._implicit = implicit
         _AT.setdefault(session, weakref.WeakValueDictionary())[self.name] = self
         self.closed = False
 
     def cache(self) -> PagedCache:
-        """A new cache for one batch: pass it as `past_key_values`.
+        """A new cache for one batch: pass it as `cache` (`past_key_values` before transformers 5.24).
 
         `reset()` frees its blocks, and so does its end of life.
         """
@@ -217,6 +228,7 @@ class Attached:
         named = "transformers' continuous batching"
         admit(named, transformers.__version__, TESTED, continuous_batching.TOUCHED, logger.warning, "use generate()")
         self._measure()  # now, because generate_batch replaces the model's attention
+        self._scheduled = (continuous_batching.PagedAttentionCache,)
         return continuous_batching.configuration(self, **options)
 
     def ask(self, blocks: int) -> StepReport:
@@ -244,7 +256,7 @@ class Attached:
             self.session.detach(self.name)
         if self.model.__dict__.get("forward") is self._forward:
             object.__delattr__(self.model, "forward")
-        if self._implicit and _FACTORY in self.model.__dict__:
+        if self.implicit and _FACTORY in self.model.__dict__:
             object.__delattr__(self.model, _FACTORY)
         if (batching := sys.modules.get(f"{__package__}.continuous_batching")) is not None:
             batching.withdraw(self)
@@ -269,10 +281,11 @@ class Attached:
     def _before_pass(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def prepared(*args: Any, **kwargs: Any) -> Any:
-            cache = _cache_of(args, kwargs)
+            given = (*args, *kwargs.values())
+            cache = _cache_among(given)
             if cache is None:
-                # A call of generate_batch (cache=) has indexed its blocks by now; its scheduler has made the step.
-                if kwargs.get("cache") is None:
+                # A call of generate_batch has indexed its blocks by now; our scheduler has made the step.
+                if not any(isinstance(value, self._scheduled) for value in given):
                     self._step(0)
                 return forward(*args, **kwargs)
             shape = call_shape(args, kwargs)
@@ -287,6 +300,7 @@ class Attached:
                 completed = True
             finally:
                 cache.finish(completed)
+            self.cached_tokens += shape[1]
             return out
 
         return prepared
@@ -333,14 +347,13 @@ class Attached:
         def prepared(
             generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
         ) -> Any:
-            ours = generation_config.use_cache is not False and generation_config.cache_implementation in (
-                None,
-                "dynamic",
-            )
-            if ours and model_kwargs.get("past_key_values") is None:
-                model_kwargs["past_key_values"] = self.cache()
-                return None
-            return prepare(generation_config, model_kwargs, *args, **kwargs)
+            given = set(model_kwargs)
+            result = prepare(generation_config, model_kwargs, *args, **kwargs)
+            if self.makes_caches and generation_config.cache_implementation in (None, "dynamic"):
+                for name in model_kwargs.keys() - given:
+                    if type(model_kwargs[name]) is DynamicCache:  # a subclass keeps more than keys and values
+                        model_kwargs[name] = self.cache()
+            return result
 
         setattr(prepared, OURS, True)  # copies of the model are made without it
         return prepared
@@ -375,11 +388,15 @@ def _inner(model: Any) -> Any:
     return base() if callable(base) else model
 
 
-def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedCache | None:
-    given = kwargs.get("past_key_values")
-    if given is None:
-        given = next((value for value in args if isinstance(value, PagedCache)), None)
-    return given if isinstance(given, PagedCache) else None
+def _cache_among(values: Iterable[Any]) -> PagedCache | None:
+    found = [value for value in values if isinstance(value, PagedCache)]
+    if len(found) > 1:
+        raise InvalidArgument(
+            f"the call has {len(found)} caches of the adapter, under several names; nothing was computed; pass one, "
+            "under the name that this version of transformers uses",
+            caches=len(found),
+        )
+    return found[0] if found else None
 
 
 def _blocks(name: str, tokens: int, block_tokens: int) -> int:
