@@ -156,7 +156,10 @@ class RemapWorker:
         """One pass with all layers at home, and one that streams: each computes what the model did before it moved."""
         rank, found = self.remap_rank, {}
         for alpha in (0, 1):
-            remap.advanced.remap(rank.session, rank.tenant.name, alpha, 1, "nested")
+            try:
+                remap.advanced.remap(rank.session, rank.tenant.name, alpha, 1, "nested")
+            except InvalidArgument:  # so small a KV cache (REMAP_MAX_TOKENS) that no layer ever leaves
+                break
             with self.remap_offloader.entered(rank.tenant, "prefill", _TRIED):
                 passed = internals.dummy_pass(self.model_runner, _TRIED)
             found[f"{alpha} layers away"] = float((passed - self._remap_before).abs().max())
