@@ -252,7 +252,7 @@ def worker(vllm: Any) -> Any:
     tenant = session.attach(model, name="vllm", kv=spec)
     models.logits_of(model, models.ids_for(1, 8))
     made.model_runner, made.remap_rank = Runner(model, 400), SimpleNamespace(session=session, tenant=tenant)
-    made.remap_offloader, made._remap_before, made._remap_newer = vllm.worker.RemapOffloader(), None, False
+    made.remap_offloader, made._remap_before, made._remap_newer = vllm.worker.RemapOffloader(), [], False
     made.vllm_config = SimpleNamespace(additional_config={})
     yield made
     session.close()
@@ -333,7 +333,7 @@ def test_a_newer_version_is_tried_at_home_and_away_before_it_serves(
         return nullcontext()
 
     worker.remap_offloader.entered = entered
-    worker._remap_before = torch.ones(8, 4)
+    worker._remap_before = [torch.ones(8, 4)] * 2
     if wrong is None:
         worker.compile_or_warm_up_model()
     else:

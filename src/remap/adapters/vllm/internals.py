@@ -279,9 +279,24 @@ def only_blocks(runner: Any, blocks: int) -> Iterator[None]:
 
 
 def dummy_pass(runner: Any, tokens: int) -> Any:
-    """The hidden states, shape (at least tokens, hidden), of a pass that neither reads nor writes KV, as float32 on the CPU."""
+    """The hidden states, shape (tokens, hidden), of a pass that neither reads nor writes KV, as float32 on the CPU.
+
+    Some attention backends leave their output as it was allocated in such a pass: here allocations are zeros. Compiled
+    code allocates by itself, so there two passes may differ.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    zeros = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}
+
+    class Zeros(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return zeros.get(func, func)(*args, **(kwargs or {}))
+
     how = {} if can_rename_blocks(runner) else {"skip_attn": True, "is_profile": True}  # Model Runner V2
-    return runner._dummy_run(tokens, **how)[0][:tokens].detach().float().cpu().clone()
+    with Zeros():
+        passed = runner._dummy_run(tokens, **how)[0]
+    return passed[:tokens].detach().float().cpu().clone()
 
 
 def rename_blocks(runner: Any, moves: dict[int, int]) -> None:
