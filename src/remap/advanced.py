@@ -12,7 +12,8 @@ exception ends it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 from remap.arguments import require, require_range
 from remap.config import Knobs
@@ -26,6 +27,8 @@ from remap.memory.place import fill_layer as fill_bytes
 from remap.memory.place import filled as note_filled
 from remap.memory.place import place as place_layers
 from remap.memory.place import read_layer as read_bytes
+from remap.memory.rewrite import differing as find_differing
+from remap.memory.rewrite import rewrite as rewrite_layers
 from remap.memory.step import Entries
 from remap.policy.donors.supply import Quote
 from remap.report import StepReport
@@ -36,6 +39,7 @@ __all__ = [
     "Platform",
     "check",
     "declare_registered",
+    "differing",
     "fill_layer",
     "filled",
     "give_back",
@@ -45,10 +49,13 @@ __all__ = [
     "place",
     "read_layer",
     "remap",
+    "rewrite",
     "settle",
     "unsettled",
     "withdraw_registered",
 ]
+
+Answer = TypeVar("Answer")
 
 
 def remap(
@@ -217,6 +224,44 @@ def filled(session: Session, name: str, layer: int) -> None:
         note_filled(core.changes, tenant, layer)
 
     session.exclusively(call)
+
+
+def rewrite(session: Session, name: str, write: Callable[[], Answer]) -> Answer:
+    """Call write(), which writes the model's weights where they lie (a trainer's new ones), and make the master copies anew
+    from the layers: also from half of a write, if write() raises. Returns its answer.
+
+    Writes outside of this call reach the layers and not the copies: the session sees those that torch counts, and pins
+    their layers, but none through `tensor.data`. Waits for layers that are coming home. It is one call of the session:
+    other calls, and all passes, wait for it, and write() must not call the session. Takes the time to copy all layers.
+
+    Raises InvalidState inside a pass, (field tenant) for a tenant of bytes or with weights=, and (fields tenant, layers)
+    while layers stream or are lent; nothing is written then.
+    """
+
+    def call(core: Core) -> Answer:
+        tenant = core.tenant(name)
+        tenant.require_idle()
+        answer: Answer = rewrite_layers(core, tenant, write)
+        return answer
+
+    found: Answer = session.exclusively(call)
+    return found
+
+
+def differing(session: Session, name: str) -> dict[int, list[str]]:
+    """layer -> its tensors whose bytes are not those of its master copy, for the layers that are home: something wrote into
+    them. Reads all their bytes; {} for a tenant of bytes. Waits for layers that are coming home. Changes nothing.
+
+    Raises InvalidState inside a pass.
+    """
+
+    def call(core: Core) -> dict[int, list[str]]:
+        tenant = core.tenant(name)
+        tenant.require_idle()
+        return find_differing(core, tenant)
+
+    found: dict[int, list[str]] = session.exclusively(call)
+    return found
 
 
 def settle(session: Session, name: str | None = None) -> None:

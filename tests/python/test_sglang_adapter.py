@@ -415,3 +415,46 @@ def test_layers_that_run_past_their_hooks_are_found_in_the_first_pass(world: Wor
     with pytest.raises(remap.InvalidState) as caught:
         hooks.around_forward(bypass, world.runner, batch)
     assert caught.value.layers == [2]
+
+
+def load_other(world: World, seed: int) -> tuple[bool, str]:
+    """SGLang's way of writing weights: past torch's counters."""
+
+    def original(updater: Any, *args: Any) -> tuple[bool, str]:
+        new = dict(models.make("llama", seed=seed).named_parameters())
+        for name, tensor in world.runner.model.named_parameters():
+            tensor.data.copy_(new[name].data)
+        return True, "Success"
+
+    return hooks.around_update(original, SimpleNamespace())
+
+
+def test_updated_weights_are_what_streams_afterwards(world: World):
+    world.forward()
+    assert load_other(world, seed=5)[0] is True
+    world.fill(400)
+    assert world.tenant.remapped > 0
+    ids = models.ids_for(1, 8)
+    with world.tenant.forward():
+        found = models.logits_of(world.runner.model, ids)
+    assert torch.equal(found, models.logits_of(models.make("llama", seed=5), ids))
+
+
+def test_an_update_brings_layers_home_first_and_is_refused_while_their_pages_are_used(world: World):
+    world.forward()
+    world.fill(400)
+    assert world.tenant.remapped > 0
+    world.used += world.allocator.alloc(len(world.allocator.free_pages))
+    ids = models.ids_for(1, 8)
+    with world.tenant.forward():
+        before = models.logits_of(world.runner.model, ids)
+    done, why = load_other(world, seed=5)
+    assert done is False and why
+    with world.tenant.forward():
+        assert torch.equal(models.logits_of(world.runner.model, ids), before)
+    world.finish()
+    assert load_other(world, seed=5)[0] is True
+    assert world.tenant.remapped == 0
+    with world.tenant.forward():
+        found = models.logits_of(world.runner.model, ids)
+    assert torch.equal(found, models.logits_of(models.make("llama", seed=5), ids))

@@ -2,7 +2,7 @@
 
 `HostMaster` keeps them in anonymous memory, filled from the model. `SafetensorsMaster` maps the weights file and uses
 its bytes where a layer's tensors lie there one after another: such a layer is packed in the order of the file and needs
-no second copy in RAM. Nobody writes a master copy after it was made.
+no second copy in RAM. Only `advanced.rewrite` writes a master copy after it was made, and none that is a file.
 
 Make the master before `bind.install`, and use the master's layout from then on: the order of the file may differ.
 """

@@ -48,6 +48,10 @@ class LayerSource:
     verify: Callable[[Collection[int]], None] | None
     keep_alive: Any
     modules: tuple[Any, ...] = ()
+    # (layers): tensors of each whose bytes are not those of its master copy; reads all bytes
+    differing: Callable[[Collection[int]], dict[int, list[str]]] = lambda layers: {}
+    # Make every master copy anew from the layers' bytes, and forget the writes; None: somebody else owns these bytes
+    renew: Callable[[], None] | None = None
 
     def released(self) -> LayerSource:
         """The source without its hold on the master copies: nobody copies from them any more."""
@@ -212,6 +216,17 @@ def model_source(
         device.wait_for_torch()  # the memory copied from is about to be unmapped
         leave()
 
+    def differing(wanted: Collection[int]) -> dict[int, list[str]]:
+        parts = ((i, layout.layers[i]) for i in sorted(wanted) if layout.layers[i].nbytes)
+        found = {i: modules.changed(part, model, master.tensor(i)) for i, part in parts}
+        return {layer: paths for layer, paths in found.items() if paths}
+
+    def renew() -> None:
+        for index, part in enumerate(layout.layers):
+            modules.fill(part, model, master.tensor(index))
+        device.wait_for_torch()
+        installed["watch"] = modules.WriteWatch(model, layout)
+
     if gathered is not None:
         gathered.prepare()
     return LayerSource(
@@ -227,6 +242,8 @@ def model_source(
         verify=master.refuse_change if isinstance(master, masters.SafetensorsMaster) else None,
         keep_alive=(master, layout),
         modules=tuple(found),
+        differing=differing,
+        renew=None if isinstance(master, masters.SafetensorsMaster) else renew,
     )
 
 

@@ -3,6 +3,7 @@
 Not tied, and with weights large enough that every layer changes the next token: a wrong byte shows.
 
     tiny        llama, 8 layers, float32, 4 heads (so that two ranks can share them)
+    tiny-new    the same with other weights
     tiny-lora   an adapter of it, of rank 8, on every projection of the attention
     tiny-int8   its linear layers in 8 bits (compressed-tensors, weights per channel, activations per token)
     tiny-int4   and in 4 bits (weights in groups of 32)
@@ -23,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY, HIDDEN, LAYERS = 512, 256, 8
 
 
-def tiny(folder: Path) -> None:
-    torch.manual_seed(0)
+def tiny(folder: Path, seed: int = 0) -> None:
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -103,6 +104,7 @@ def int4(source: Path, folder: Path, group: int = 32) -> None:
 
 def make(root: Path) -> None:
     tiny(root / "tiny")
+    tiny(root / "tiny-new", seed=77)
     lora(root / "tiny-lora")
     int8(root / "tiny", root / "tiny-int8")
     int4(root / "tiny", root / "tiny-int4")

@@ -2,7 +2,7 @@
 
 JOB: {"runs": [run, ...]}, one engine each, one after the other in this process (unless its environment says otherwise).
 run: {"name", "model", "remap": bool, "engine": keyword arguments of LLM, "settings": of remap, "rounds": [[request, ...], ...],
-"keep": bool, "calls": of workers, [method, *arguments] each, made after the step "calls_at"}.
+"keep": bool, "calls": of workers, [method, *arguments] each, made after the step "calls_at", "load": one before all rounds}.
 request: {"prompt": token ids, "new": int, "at": the step before which it arrives, "abort": the step before which
 it is aborted, "params": of SamplingParams, "lora": folder}.
 
@@ -222,15 +222,18 @@ def serve_run(run: dict[str, Any], kept: dict[str, Stepper]) -> dict[str, Any]:
         except Exception as error:
             if not run.get("refused"):
                 raise
-            return {"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc()}
+            fields = {name: str(value) for name, value in getattr(error, "fields", {}).items()}
+            said = {"error": type(error).__name__, "text": str(error), "fields": fields}
+            return {**said, "trace": traceback.format_exc()}
     before = stepper.preempted
+    loaded = stepper.call(*run["load"]) if "load" in run else None
     rounds = []
     for number, requests in enumerate(run.get("rounds", [])):
         said = stepper.serve(requests, number)
         if run.get("reset"):
             said["reset"] = stepper.llm.reset_prefix_cache()
         rounds.append(said)
-    found = {"rounds": rounds, **stepper.report()}
+    found = {"rounds": rounds, **stepper.report(), "loaded": loaded}
     found["preempted"] -= before
     if kept or run.get("keep"):
         tenants = stepper.snapshot()["tenants"].values()

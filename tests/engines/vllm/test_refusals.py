@@ -28,6 +28,10 @@ def tried(vllm: Vllm) -> Any:
             refused("arena", settings={"arena": "two", "capacity": "60MiB", "page_bytes": "16MiB"}),
             refused("scheduler", engine={"scheduler_cls": None}),
             refused("connector", engine={"kv_transfer_config": connector}),
+            refused("offload", engine={"cpu_offload_gb": 1}),
+            refused("groups", engine={"offload_group_size": 2}),
+            refused("override", engine={"num_gpu_blocks_override": 60}),
+            refused("quantised", engine={"kv_cache_dtype": "fp8"}),
             {**remap("remap", [BURST]), "version": "0.99.1"},  # newer than known: with a warning
         ]
     )
@@ -59,8 +63,23 @@ def test_the_next_engine_starts_all_the_same(tried: Any):
     assert answers(tried["remap"]) == answers(tried["plenty"])
 
 
-def test_pipeline_parallelism_is_refused_by_every_worker(vllm: Vllm):
+@pytest.mark.parametrize(
+    ("name", "what", "value"),
+    [
+        ("offload", "--cpu-offload-gb", 1.0),
+        ("groups", "--offload-group-size", 2),
+        ("override", "--num-gpu-blocks-override", 60),
+        ("quantised", "--kv-cache-dtype", "fp8"),
+    ],
+)
+def test_what_vllm_was_told_and_remap_would_not_do_is_refused(tried: Any, name: str, what: str, value: object):
+    assert tried[name].get("error") == "InvalidState", tried[name].get("trace")
+    assert tried[name]["fields"] == {"unserved": str((what,)), "found": str((value,))}
+
+
+def test_pipeline_parallelism_is_refused_in_front_of_the_workers(vllm: Vllm):
+    """The process that the user started raises the error itself: no line of a worker's log comes after it."""
     run = refused("pipeline", engine={"pipeline_parallel_size": 2})
-    found = vllm.serve([run], VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    assert "error" in found["pipeline"]
-    assert "does not serve pipeline parallelism" in vllm.said()
+    found = vllm.serve([run], VLLM_ENABLE_V1_MULTIPROCESSING="1", REMAP_ENABLE="1")["pipeline"]
+    assert found["error"] == "InvalidState", found["trace"]
+    assert found["fields"]["unserved"] == str(("pipeline parallelism",))

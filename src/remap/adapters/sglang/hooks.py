@@ -8,6 +8,7 @@ versions.
     evict_to_free_tokens   grows by the tokens that are missing after eviction, before SGLang retracts the decode batch
     check_prefill, ...     grow once for a request that was not admitted, and ask again
     on_idle                evicts drained ids that the prefix cache still holds
+    update_weights_...     the layers come home, SGLang writes into them, and the master copies get what it wrote
 
 All of them run on the scheduler's thread, between passes or around them. A process serves one model.
 """
@@ -203,6 +204,17 @@ class Adapter:
             self._sweep()
             self._publish()
 
+    def rewrite(self, write: Callable[[], Any]) -> Any:
+        """write(), which writes the model's weights; then the master copies have them, too. Raises InvalidState (fields tenant,
+        layers) if layers cannot come home, since requests use their pages; nothing is written then.
+        """
+        if self.tenant.remapped:
+            remap.advanced.remap(self.session, NAME, 0, 1, "nested", drain=True)
+            if self.scheduler is not None:
+                self.drain(self.scheduler.tree_cache)
+            self._step(0, 0)  # finishes what drained
+        return remap.advanced.rewrite(self.session, NAME, write)
+
     def _free(self, tree_cache: Any) -> int:
         """Blocks that requests could get now."""
         tokens = self.allocator.available_size() + versions.evictable(tree_cache)
@@ -338,6 +350,18 @@ def around_forward(original: Any, runner: Any, batch: Any, *args: Any, **kwargs:
     if adapter.watches and tokens:
         adapter.after_first_pass()
     return output
+
+
+def around_update(original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """A refusal is answered as SGLang answers its own: (False, message)."""
+    adapter = _adapter
+    if adapter is None:
+        return original(updater, *args, **kwargs)
+    try:
+        return adapter.rewrite(lambda: original(updater, *args, **kwargs))
+    except InvalidState as error:
+        logger.warning("%s", error)
+        return False, str(error)
 
 
 def around_next_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,6 +58,16 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "around_state": ("sglang.srt.managers.schedule_policy.PrefillAdder.budget_state",),
     "around_next_batch": ("sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",),
     "around_idle": ("sglang.srt.managers.scheduler.Scheduler.on_idle",),
+    "around_update": tuple(
+        f"sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.{name}"
+        for name in (
+            "update_weights_from_disk",
+            "load_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "end_weight_update",
+        )
+    ),
 }
 
 # name of the hook -> the original's parameters (see `touched.Touched`)
@@ -75,6 +85,7 @@ _TAKES: dict[str, str | None] = {
     "around_state": "self",
     "around_next_batch": "self *",
     "around_idle": "self",
+    "around_update": "self *",
 }
 
 # argument -> the values that the adapter serves, and why it does not serve others

@@ -20,6 +20,8 @@ from typing import Any
 from remap.adapters.touched import Touched, admit
 from remap.errors import InvalidState
 
+from .served import refuse_unserved
+
 __all__ = ["TESTED", "TOUCHED"]
 
 logger = logging.getLogger("vllm.remap")
@@ -66,6 +68,19 @@ TOUCHED = (
     Touched("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", "self"),
     Touched("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", "self kv_cache_config"),
     Touched("vllm.v1.worker.gpu_worker", "Worker.execute_model", "self scheduler_output"),
+    Touched("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", "self"),
+    Touched("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._dummy_run", "self num_tokens"),
+    Touched("vllm.v1.kv_cache_interface", "KVCacheConfig.num_blocks"),
+    Touched("vllm.config.offload", "UVAOffloadConfig.cpu_offload_gb"),
+    Touched("vllm.config.offload", "PrefetchOffloadConfig.offload_group_size"),
+    Touched("vllm.config.cache", "CacheConfig.num_gpu_blocks_override"),
+    Touched("vllm.config.cache", "CacheConfig.cache_dtype"),
+    Touched("vllm.config.cache", "CacheConfig.kv_offloading_size"),
+    Touched("vllm.config.parallel", "ParallelConfig.enable_eplb"),
+    Touched("vllm.config.parallel", "ParallelConfig.enable_elastic_ep"),
+    Touched("vllm.config.parallel", "ParallelConfig.use_ubatching"),
+    Touched("vllm.config.model", "ModelConfig.enable_sleep_mode"),
+    Touched("vllm.config.model", "ModelConfig.use_mla"),
     Touched("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
     Touched("prometheus_client.multiprocess", "MultiProcessCollector.collect", "self"),
 )
@@ -85,13 +100,14 @@ def installed_version() -> str | None:
     return None
 
 
-def check_version() -> None:
-    """Raises InvalidState for a vLLM that the adapter cannot work with; warns of a version newer than TESTED.
+def check_version() -> bool:
+    """Whether the version is newer than TESTED; warns of one. Raises InvalidState for a vLLM that the adapter cannot work
+    with.
 
     See `admit`.
     """
     otherwise = f"install vllm=={TESTED[-1]}.*, or unset REMAP_ENABLE"
-    admit("vLLM", installed_version(), TESTED, TOUCHED, logger.warning, otherwise)
+    return admit("vLLM", installed_version(), TESTED, TOUCHED, logger.warning, otherwise)
 
 
 # -- entering ----------------------------------------------------------------------------------------------------------
@@ -100,7 +116,8 @@ def check_version() -> None:
 def enter_without_flags(worker: str, scheduler: str) -> None:
     """PATCH.
 
-    Set our worker and scheduler in configurations where the user set none: plugins have no other way to do so.
+    Set our worker and scheduler in configurations where the user set none: plugins have no other way to do so. Then
+    refuse what the adapter does not serve, here in front of all workers.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -114,10 +131,21 @@ def enter_without_flags(worker: str, scheduler: str) -> None:
             self.worker_cls = worker
         if self.scheduler_cls is None:
             self.scheduler_cls = scheduler
-        return original(self, *args, **kwargs)
+        made = original(self, *args, **kwargs)
+        if made.parallel_config.worker_cls == worker:
+            refuse(made)
+        return made
 
     create_engine_config.remap = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
+
+
+def refuse(vllm_config: Any) -> None:
+    """Raises InvalidState for a configuration that the adapter does not serve: see `served` and `refuse_whole_graphs`."""
+    from vllm.platforms import current_platform
+
+    refuse_unserved(vllm_config, current_platform)
+    refuse_whole_graphs(vllm_config)
 
 
 def tell_schedulers_of_their_executor() -> None:
@@ -204,6 +232,71 @@ def own_rotary_tables(model: Any) -> None:
         for name, child in module.named_children():
             if hasattr(child, "cos_sin_cache"):
                 setattr(module, name, copies.setdefault(id(child), copy.deepcopy(child)))
+
+
+def around_loading(model: Any, run: Callable[[Callable[[], Any]], Any]) -> None:
+    """Make every `load_weights` of the model and its parts, which trainers call between requests, run(the call).
+
+    One that is called inside of another belongs to it.
+    """
+    inside = False
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return original(*args, **kwargs)
+            inside = True
+            try:
+                return run(lambda: original(*args, **kwargs))
+            finally:
+                inside = False
+
+        return load_weights
+
+    for module in model.modules():
+        if callable(getattr(module, "load_weights", None)):
+            module.load_weights = wrapped(module.load_weights)
+
+
+@contextmanager
+def only_blocks(runner: Any, blocks: int) -> Iterator[None]:
+    """Let the model runner believe that there are only so many KV blocks.
+
+    vLLM warms up with requests that it makes by hand, past the scheduler: it writes into the ids from 1 on, as many as it
+    believes in. Ids that are not open show layers' pages.
+    """
+    config = getattr(runner, "kv_cache_config", None)
+    if config is None:
+        yield
+        return
+    there, config.num_blocks = config.num_blocks, min(config.num_blocks, blocks)
+    try:
+        yield
+    finally:
+        config.num_blocks = there
+
+
+def dummy_pass(runner: Any, tokens: int) -> Any:
+    """The hidden states, shape (tokens, hidden), of a pass that neither reads nor writes KV, as float32 on the CPU.
+
+    Some attention backends leave their output as it was allocated in such a pass: here allocations are zeros. Compiled
+    code allocates by itself, so there two passes may differ.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    zeros = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}
+
+    class Zeros(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return zeros.get(func, func)(*args, **(kwargs or {}))
+
+    how = {} if can_rename_blocks(runner) else {"skip_attn": True, "is_profile": True}  # Model Runner V2
+    with Zeros():
+        passed = runner._dummy_run(tokens, **how)[0]
+    return passed[:tokens].detach().float().cpu().clone()
 
 
 def rename_blocks(runner: Any, moves: dict[int, int]) -> None:

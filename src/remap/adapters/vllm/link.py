@@ -64,6 +64,11 @@ class Link:
         if self._sharing:
             self.rest()  # until its first request
 
+    @property
+    def local(self) -> bool:
+        """Whether the only rank lives in this process: asking it costs no round trip, and waits for no pass."""
+        return self._local is not None
+
     def step(self, blocks: int, free: int, anyway: bool = False) -> None:
         """Make one step on all ranks for this demand, and change the pool accordingly. anyway: see `Rank.step`."""
         self._take(self.group.step(blocks, free, anyway))

@@ -46,7 +46,7 @@ class Scheduler(AsyncScheduler):
             wanted, free = self._demand(), self.kv_cache_manager.block_pool.get_num_free_blocks()
             # Between processes a step costs a round trip, which waits for the pass under way: ask only if it may
             # matter.
-            if link.group.ranks == 1 or link.group.target[0] or wanted + self._reserve > free:
+            if link.local or link.group.target[0] or wanted + self._reserve > free:
                 link.step(wanted, free)
         return super().schedule(*args, **kwargs)
 

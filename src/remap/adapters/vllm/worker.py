@@ -3,6 +3,7 @@
     load_model               lets vLLM load (and quantise) as usual; offloader.py brackets the layers
     determine_available_...  returns the bytes of the largest KV cache; the scheduler withholds unusable blocks
     initialize_from_config   moves the weights into the arena; vLLM's KV tensors become views of the tenant's region
+    compile_or_warm_up_model sees only the open blocks; then the layers are compared with their master copies
     execute_model            is one pass
 
 The scheduler calls `remap_call` through `collective_rpc` between passes, in the order of the steps.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -36,6 +38,7 @@ __all__ = ["NAME", "worker_class"]
 logger = logging.getLogger("vllm.remap")  # vLLM shows only messages of its own loggers
 
 NAME = "vllm"
+_TRIED = 8  # tokens of the passes that try a version newer than the tested ones
 
 
 class RemapWorker:
@@ -49,7 +52,7 @@ class RemapWorker:
     # -- starting --------------------------------------------------------------------------------------------------
 
     def init_device(self) -> None:
-        internals.check_version()
+        self._remap_newer = internals.check_version()
         scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()
         if not hasattr(scheduler, "bind"):
             raise InvalidState(
@@ -58,20 +61,7 @@ class RemapWorker:
                 "no --worker-cls",
                 scheduler=str(scheduler),
             )
-        parallel = self.vllm_config.parallel_config
-        unserved = {
-            "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-            "speculative decoding": self.vllm_config.speculative_config is not None,
-            "a KV connector": self.vllm_config.kv_transfer_config is not None,
-        }
-        found = [name for name, used in unserved.items() if used]
-        if found:
-            raise InvalidState(
-                f"remap's vLLM adapter does not serve {' or '.join(found)} yet; the engine was not started; start it "
-                "without, or unset REMAP_ENABLE",
-                unserved=tuple(found),
-            )
-        internals.refuse_whole_graphs(self.vllm_config)
+        internals.refuse(self.vllm_config)
         super().init_device()  # type: ignore[misc]
         self.remap_offloader = RemapOffloader()
         self.remap_rank: Any = None  # a Rank, once it is attached
@@ -128,6 +118,9 @@ class RemapWorker:
         return most
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
+        self._remap_before: list[torch.Tensor] = []
+        if self._remap_newer:
+            self._remap_before = [internals.dummy_pass(self.model_runner, _TRIED) for _ in range(2)]
         self._remap_attach(kv_cache_config)
         nbytes = kv_cache_config.kv_cache_tensors[0].size
         memory = self.remap_rank.tenant.kv.memory
@@ -139,6 +132,57 @@ class RemapWorker:
             )
         with internals.kv_allocated_in(memory, nbytes):
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Raises InvalidState (field layers) if vLLM has written into layers meanwhile, and (fields version, tested,
+        passes) if a version newer than the tested ones computes something else on remap.
+        """
+        if self.remap_rank is None:  # a model without KV cache
+            return super().compile_or_warm_up_model()  # type: ignore[misc]
+        rank = self.remap_rank
+        with internals.only_blocks(self.model_runner, rank.tenant.kv.usable_blocks):
+            made = super().compile_or_warm_up_model()  # type: ignore[misc]
+        written = remap.advanced.differing(rank.session, rank.tenant.name)
+        if written:
+            raise InvalidState(
+                f"vLLM wrote into layers {sorted(written)} while it warmed up; the engine was not started; serve without "
+                "remap, and report the version of vLLM",
+                layers=tuple(sorted(written)),
+                written=written,
+            )
+        if self._remap_before:
+            self._remap_try()
+        return made
+
+    def _remap_try(self) -> None:
+        """One pass with all layers at home, and one that streams: each computes what the model did before it moved."""
+        rank, found = self.remap_rank, {}
+        (before, again), self._remap_before = self._remap_before, []
+        for alpha in (0, 1):
+            try:
+                remap.advanced.remap(rank.session, rank.tenant.name, alpha, 1, "nested")
+            except InvalidArgument:  # so small a KV cache (REMAP_MAX_TOKENS) that no layer ever leaves
+                break
+            with self.remap_offloader.entered(rank.tenant, "prefill", _TRIED):
+                passed = internals.dummy_pass(self.model_runner, _TRIED)
+            found[f"{alpha} layers away"] = float((passed - before).abs().max())
+        remap.advanced.remap(rank.session, rank.tenant.name, 0, 1, "nested")
+        if not torch.equal(before, again):
+            logger.warning(
+                "remap: two equal passes of the model gave other values before it moved: only bytes were compared"
+            )
+            return
+        most = 1e-2 * float(before.abs().max())
+        if not all(difference <= most for difference in found.values()):  # NaN is no match, either
+            version = internals.installed_version()
+            raise InvalidState(
+                f"remap was tested with vLLM {' to '.join(internals.TESTED)}; with {version} the same pass gives other "
+                f"values on remap, by {found} where {most} is rounding; the engine was not started; install "
+                f"vllm=={internals.TESTED[-1]}.*, or unset REMAP_ENABLE",
+                version=version,
+                tested=internals.TESTED,
+                passes=found,
+            )
 
     def _remap_read(self, capacity: int) -> Settings:
         """The settings of the environment and of --additional-config. capacity: bytes, used if neither gives a
@@ -194,6 +238,7 @@ class RemapWorker:
         if settings.link is not None:
             tenant.calibrate_link(settings.link)
         self.remap_rank = Rank(session, tenant, self.rank)
+        internals.around_loading(model, self._remap_load)
         self._remap_gauges = metrics.Writer(internals.engine_index(self.vllm_config)) if self.rank == 0 else None
         self._remap_manifest = {
             "tenant": name,
@@ -301,12 +346,22 @@ class RemapWorker:
         self._remap_all_home("compute_weight_checksums")
         return dict(super().compute_weight_checksums())  # type: ignore[misc]
 
+    def _remap_load(self, load: Callable[[], Any]) -> Any:
+        """The model's `load_weights`, as trainers call it between requests: the master copies get the new weights, too.
+
+        Raises InvalidState for packed weights, and (field layers) while layers are streamed or lent: nothing is written.
+        """
+        if self.remap_rank is None:
+            return load()
+        self._remap_as_loaded("load_weights")
+        return remap.advanced.rewrite(self.remap_rank.session, self.remap_rank.tenant.name, load)
+
     def _remap_as_loaded(self, call: str) -> None:
         if current_platform.is_cpu() and self._remap_read(1).cpu_linear == "packed":
             raise InvalidState(
-                f"{call} would write the weights in the order of REMAP_CPU_LINEAR=packed, and a vLLM that loads them "
-                "would not know that order; nothing was written; save with REMAP_CPU_LINEAR=exact, or copy the folder "
-                "that was loaded"
+                f"{call} reads or writes weights as they are loaded, and REMAP_CPU_LINEAR=packed keeps them in another "
+                "order; nothing was written; start with REMAP_CPU_LINEAR=exact",
+                cpu_linear="packed",
             )
 
     def _remap_all_home(self, call: str) -> None:

@@ -1,0 +1,103 @@
+"""What the adapter does not serve, found in vLLM's configuration: before any worker starts, and again in each worker.
+
+In front of the workers the error is the last line that a user sees; a worker's is far up in the log. The check needs
+nothing of vLLM's but the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from remap.errors import InvalidState
+
+__all__ = ["UNSERVED", "refuse_unserved"]
+
+
+class Unserved(NamedTuple):
+    """what: its name. found: the configuration's value if it is used, else None or False. why: a half sentence."""
+
+    what: str
+    found: Callable[[Any], Any]
+    why: str
+
+
+def _quantised(cache: Any) -> str | None:
+    plain = ("auto", "float16", "bfloat16", "float32")
+    return None if cache.cache_dtype in plain else str(cache.cache_dtype)
+
+
+UNSERVED = (
+    Unserved(
+        "pipeline parallelism",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1 and c.parallel_config.pipeline_parallel_size,
+        "a stage has only some of the layers",
+    ),
+    Unserved("speculative decoding", lambda c: c.speculative_config is not None, "the drafter has layers of its own"),
+    Unserved(
+        "a KV connector",
+        lambda c: c.kv_transfer_config is not None or c.cache_config.kv_offloading_size is not None,
+        "it copies blocks by addresses that it keeps",
+    ),
+    Unserved(
+        "--cpu-offload-gb",
+        lambda c: c.offload_config.uva.cpu_offload_gb,
+        "vLLM's own offloader would move the same weights, and remap takes its place; REMAP_CAPACITY says how much memory "
+        "weights and KV cache may take",
+    ),
+    Unserved(
+        "--offload-group-size",
+        lambda c: c.offload_config.prefetch.offload_group_size,
+        "vLLM's own offloader would stream the same layers, and remap takes its place; REMAP_CAPACITY says how much memory "
+        "weights and KV cache may take",
+    ),
+    Unserved(
+        "--num-gpu-blocks-override",
+        lambda c: c.cache_config.num_gpu_blocks_override,
+        "the number of blocks changes while serving; REMAP_CAPACITY and REMAP_MAX_TOKENS bound it",
+    ),
+    Unserved(
+        "--kv-cache-dtype",
+        lambda c: _quantised(c.cache_config),
+        "with a quantised KV cache one of ten answers was not that of vLLM alone, and nobody has found out why",
+    ),
+    Unserved(
+        "--enable-eplb", lambda c: c.parallel_config.enable_eplb, "it moves experts' weights past their master copies"
+    ),
+    Unserved(
+        "--enable-elastic-ep",
+        lambda c: c.parallel_config.enable_elastic_ep,
+        "it moves experts' weights past their master copies",
+    ),
+    Unserved(
+        "dual-batch overlap", lambda c: c.parallel_config.use_ubatching, "two halves of a batch run at different layers"
+    ),
+    Unserved(
+        "--enable-sleep-mode", lambda c: c.model_config.enable_sleep_mode, "it unmaps the memory that layers lie in"
+    ),
+    Unserved(
+        "multi-head latent attention (MLA)",
+        lambda c: c.model_config.use_mla,
+        "its KV cache is not keys and values of heads",
+    ),
+)
+
+
+def refuse_unserved(vllm_config: Any, platform: Any) -> None:
+    """Raises InvalidState (fields unserved: names, found: their values) for a configuration that is not served.
+
+    platform: vLLM's `current_platform`.
+    """
+    found = [(each, value) for each in UNSERVED if (value := each.found(vllm_config))]
+    names = [(each.what if value is True else f"{each.what} ({value})", each.why) for each, value in found]
+    if not (platform.is_cpu() or platform.is_cuda()):
+        device = str(platform.device_name)
+        found.append((Unserved(device, lambda c: True, ""), device))
+        names.append((f"vLLM on {device}", "the arena has a backend for NVIDIA GPUs and one for processors"))
+    if found:
+        raise InvalidState(
+            f"remap's vLLM adapter does not serve {'; nor '.join(f'{name}: {why}' for name, why in names)}; the engine was "
+            "not started; start it without, or unset REMAP_ENABLE",
+            unserved=tuple(each.what for each, _ in found),
+            found=tuple(value for _, value in found),
+        )

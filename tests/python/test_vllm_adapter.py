@@ -1,0 +1,346 @@
+"""The vLLM adapter without vLLM: what it refuses, and its worker and scheduler over stand-ins of vLLM's classes.
+
+What they do inside the engine is tested in tests/engines/vllm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import remap
+from remap import advanced
+from remap.adapters.vllm import internals
+from remap.adapters.vllm.served import UNSERVED, refuse_unserved
+from remap.errors import InvalidState
+
+CPU = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, device_name="cpu")
+CUDA = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
+ROCM = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="rocm")
+XPU = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="xpu")
+
+
+def config(**changed: Any) -> Any:
+    """A configuration that is served. changed: part__field=value."""
+    made = SimpleNamespace(
+        speculative_config=None,
+        kv_transfer_config=None,
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, enable_eplb=False, enable_elastic_ep=False, use_ubatching=False
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", num_gpu_blocks_override=None, kv_offloading_size=None),
+        model_config=SimpleNamespace(use_mla=False, enable_sleep_mode=False),
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
+        ),
+    )
+    for path, value in changed.items():
+        *parts, name = path.split("__")
+        owner = made
+        for part in parts:
+            owner = getattr(owner, part)
+        setattr(owner, name, value)
+    return made
+
+
+# -- what is not served ----------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "pipeline parallelism": {"parallel_config__pipeline_parallel_size": 2},
+    "speculative decoding": {"speculative_config": object()},
+    "a KV connector": {"cache_config__kv_offloading_size": 4.0},
+    "--cpu-offload-gb": {"offload_config__uva__cpu_offload_gb": 2.0},
+    "--offload-group-size": {"offload_config__prefetch__offload_group_size": 4},
+    "--num-gpu-blocks-override": {"cache_config__num_gpu_blocks_override": 20},
+    "--kv-cache-dtype": {"cache_config__cache_dtype": "fp8"},
+    "--enable-eplb": {"parallel_config__enable_eplb": True},
+    "--enable-elastic-ep": {"parallel_config__enable_elastic_ep": True},
+    "dual-batch overlap": {"parallel_config__use_ubatching": True},
+    "--enable-sleep-mode": {"model_config__enable_sleep_mode": True},
+    "multi-head latent attention (MLA)": {"model_config__use_mla": True},
+}
+
+
+def test_every_entry_of_the_table_is_tried_here() -> None:
+    assert [each.what for each in UNSERVED] == list(REFUSED)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_with_its_value(name: str) -> None:
+    given = REFUSED[name]
+    with pytest.raises(InvalidState) as caught:
+        refuse_unserved(config(**given), CPU)
+    assert caught.value.fields["unserved"] == (name,)
+    (value,) = caught.value.fields["found"]
+    assert value is True or value in given.values()
+
+
+def test_all_of_several_are_named() -> None:
+    given = REFUSED["--enable-eplb"] | REFUSED["--cpu-offload-gb"]
+    with pytest.raises(InvalidState) as caught:
+        refuse_unserved(config(**given), ROCM)
+    assert caught.value.fields["unserved"] == ("--cpu-offload-gb", "--enable-eplb", "rocm")
+
+
+@pytest.mark.parametrize("platform", [ROCM, XPU], ids=["rocm", "xpu"])
+def test_a_device_without_a_backend_is_refused(platform: Any) -> None:
+    with pytest.raises(InvalidState) as caught:
+        refuse_unserved(config(), platform)
+    assert caught.value.fields["unserved"] == (platform.device_name,)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_the_rest_is_served(dtype: str) -> None:
+    for platform in (CPU, CUDA):
+        refuse_unserved(config(cache_config__cache_dtype=dtype), platform)
+
+
+# -- stand-ins for vLLM ----------------------------------------------------------------------------------------------
+
+
+class BaseOffloader:
+    pass
+
+
+class AsyncScheduler:
+    scheduled = 0
+
+    def schedule(self) -> str:
+        self.scheduled += 1
+        return "scheduled"
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of vLLM that the worker and the scheduler import, and those two modules of ours over them."""
+
+    def module(name: str, **names: Any) -> ModuleType:
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            whole = ".".join(parts[:end])
+            if whole not in sys.modules:
+                monkeypatch.setitem(sys.modules, whole, ModuleType(whole))
+        made = sys.modules[name]
+        made.__dict__.update(names)
+        return made
+
+    pytest.importorskip("torch")
+    pytest.importorskip("prometheus_client")
+    ignore = lambda *args: None  # noqa: E731
+    core = type("EngineCore", (), {"_initialize_effective_attention_block_size": ignore})
+    prefetch = module("vllm.model_executor.offloader.prefetch_ops")
+    module("vllm.model_executor.offloader", set_offloader=ignore, prefetch_ops=prefetch)
+    module("vllm.model_executor.offloader.base", BaseOffloader=BaseOffloader, set_offloader=ignore)
+    module("vllm.platforms", current_platform=CPU)
+    module("vllm.v1.core.sched.async_scheduler", AsyncScheduler=AsyncScheduler)
+    module("vllm.v1.engine.core", EngineCore=core)
+    module("vllm.v1.metrics.loggers", StatLoggerBase=object)
+    names = [f"remap.adapters.vllm.{name}" for name in ("metrics", "offloader", "worker", "scheduler")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    *_, worker, scheduler = (importlib.import_module(name) for name in names)
+    yield SimpleNamespace(worker=worker, scheduler=scheduler)
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+# -- the scheduler ---------------------------------------------------------------------------------------------------
+
+
+class OtherProcess:
+    """A link whose only rank lives in another process, unless `local`."""
+
+    def __init__(self, local: bool, alpha: int) -> None:
+        self.local, self.steps = local, 0
+        self.group = SimpleNamespace(ranks=1, target=(alpha, 1))
+        self.books = SimpleNamespace(leaving=set())
+
+    def wake(self) -> None:
+        pass
+
+    def step(self, wanted: int, free: int) -> None:
+        self.steps += 1
+
+
+@pytest.mark.parametrize(
+    ("local", "alpha", "wanted", "asked"),
+    [(True, 0, 0, 1), (False, 0, 0, 0), (False, 0, 100, 1), (False, 2, 0, 1)],
+)
+def test_one_rank_in_another_process_is_asked_only_if_it_may_matter(
+    vllm: Any, local: bool, alpha: int, wanted: int, asked: int
+) -> None:
+    scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
+    scheduler.remap = link = OtherProcess(local, alpha)
+    scheduler.running = []
+    scheduler.has_unfinished_requests = lambda: True
+    scheduler._demand = lambda: wanted
+    scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 50))
+    assert scheduler.schedule() == "scheduled"
+    assert link.steps == asked
+
+
+class Rank:
+    """One rank behind remote calls."""
+
+    def __init__(self) -> None:
+        from remap.ranks import Report
+
+        self._report = Report(((0, 4),), (0, 0))
+
+    def __call__(self, method: str, args: Any = ()) -> list[Any]:
+        if method == "remap_call":
+            return [self._report if args[0] == "report" else None]
+        return [{"arena": ""} if method == "remap_manifest" else False]
+
+
+def test_a_link_tells_whether_its_rank_is_local() -> None:
+    from remap.adapters.vllm.link import Link
+
+    books: Any = SimpleNamespace(open_now=lambda runs: [])
+    parallel = SimpleNamespace(world_size=1)
+    assert not Link(SimpleNamespace(parallel_config=parallel, collective_rpc=Rank()), books).local
+    ask = Rank()
+    worker = SimpleNamespace(
+        **{name: lambda *args, n=name: ask(n, args)[0] for name in ("remap_call", "remap_manifest", "remap_may_move")}
+    )
+    driver = SimpleNamespace(worker=worker)
+    assert Link(SimpleNamespace(parallel_config=parallel, driver_worker=driver), books).local
+
+
+# -- the worker ------------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """A model runner that warms up as Model Runner V2 does: it writes KV into ids from 1 on, one for each seat."""
+
+    def __init__(self, model: Any, blocks: int) -> None:
+        self.model, self.kv_cache_config = model, SimpleNamespace(num_blocks=blocks)
+
+    def get_model(self) -> Any:
+        return self.model
+
+
+class Base:
+    """vLLM's worker."""
+
+    seats = 300
+    model_runner: Any
+    remap_rank: Any
+
+    def compile_or_warm_up_model(self) -> str:
+        spec, memory = self.remap_rank.tenant.kv.spec, self.remap_rank.tenant.kv.memory
+        for block in range(1, min(self.seats, self.model_runner.kv_cache_config.num_blocks - 1) + 1):
+            memory[block * spec.block_bytes : (block + 1) * spec.block_bytes].fill_(0x5A)
+        return "warm"
+
+
+@pytest.fixture
+def worker(vllm: Any) -> Any:
+    """An attached worker: 4 blocks are open, and there are addresses for 400."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import models
+
+    made: Any = type("Worker", (vllm.worker.RemapWorker, Base), {})()
+    model = models.make("llama", seed=1)
+    session = remap.Session(4 << 20, page_bytes=4096)
+    spec = models.kv_spec(model, max_blocks=400, min_blocks=4, block_tokens=16)
+    tenant = session.attach(model, name="vllm", kv=spec)
+    models.logits_of(model, models.ids_for(1, 8))
+    made.model_runner, made.remap_rank = Runner(model, 400), SimpleNamespace(session=session, tenant=tenant)
+    made.remap_offloader, made._remap_before, made._remap_newer = vllm.worker.RemapOffloader(), [], False
+    made.vllm_config = SimpleNamespace(additional_config={})
+    yield made
+    session.close()
+
+
+def test_warming_up_writes_into_open_blocks_only(worker: Any) -> None:
+    opened = worker.remap_rank.tenant.kv.usable_blocks
+    assert opened < Base.seats < 400
+    assert worker.compile_or_warm_up_model() == "warm"
+    assert worker.model_runner.kv_cache_config.num_blocks == 400
+    assert advanced.differing(worker.remap_rank.session, "vllm") == {}
+
+
+def test_a_warm_up_that_writes_into_layers_is_refused(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warm_up(self: Any) -> None:
+        memory = self.remap_rank.tenant.kv.memory
+        memory.fill_(0x5A)
+
+    monkeypatch.setattr(Base, "compile_or_warm_up_model", warm_up)
+    with pytest.raises(InvalidState) as caught:
+        worker.compile_or_warm_up_model()
+    assert caught.value.fields["layers"]
+    assert set(caught.value.fields["written"]) == set(caught.value.fields["layers"])
+
+
+def test_what_a_trainer_loads_is_what_streams(worker: Any) -> None:
+    import models
+    import torch
+
+    model, other, ids = worker.model_runner.model, models.make("llama", seed=2), models.ids_for(1, 8)
+    inner: list[str] = []
+
+    def load_weights(weights: Any) -> None:
+        tensors = dict(model.named_parameters())
+        for name, tensor in weights:
+            tensors[name].data.copy_(tensor)
+        model.model.load_weights()  # as vLLM's loaders call those of parts
+
+    model.load_weights, model.model.load_weights = load_weights, lambda: inner.append("called")
+    internals.around_loading(model, worker._remap_load)
+    model.load_weights((name, tensor.data) for name, tensor in other.named_parameters())
+    assert inner == ["called"]
+    advanced.remap(worker.remap_rank.session, "vllm", 3)
+    assert torch.equal(models.logits_of(model, ids), models.logits_of(other, ids))
+    with pytest.raises(InvalidState) as caught:
+        model.load_weights([])
+    assert set(caught.value.fields["layers"]) >= set(worker.remap_rank.tenant.streamed)
+
+
+def test_packed_weights_are_not_loaded_anew(worker: Any) -> None:
+    worker.vllm_config.additional_config = {"remap": {"cpu_linear": "packed"}}
+    calls: list[int] = []
+    with pytest.raises(InvalidState):
+        worker._remap_load(lambda: calls.append(1))
+    assert calls == []
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_a_newer_version_is_tried_at_home_and_away_before_it_serves(
+    worker: Any, wrong: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    passes: list[float] = []
+
+    def dummy_pass(runner: Any, tokens: int) -> Any:
+        passes.append(worker.remap_rank.tenant.remapped)
+        worker.remap_offloader._waited = 0
+        return torch.full((tokens, 4), 2.0 if len(passes) - 1 == wrong else 1.0)
+
+    monkeypatch.setattr(internals, "dummy_pass", dummy_pass)
+    monkeypatch.setattr(internals, "installed_version", lambda: "9.9.9")
+    monkeypatch.setattr(type(worker.remap_rank.tenant), "expect_whole_pass", lambda self: None)
+
+    def entered(tenant: Any, phase: str, tokens: int) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    worker.remap_offloader.entered = entered
+    worker._remap_before = [torch.ones(8, 4)] * 2
+    if wrong is None:
+        worker.compile_or_warm_up_model()
+    else:
+        with pytest.raises(InvalidState) as caught:
+            worker.compile_or_warm_up_model()
+        assert caught.value.fields["version"] == "9.9.9"
+        assert caught.value.fields["tested"] == internals.TESTED
+        assert sorted(caught.value.fields["passes"].values()) == [0.0, 1.0]
+    assert passes == [0, 1]
+    assert worker.remap_rank.tenant.remapped == 0
