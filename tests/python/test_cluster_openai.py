@@ -161,3 +161,33 @@ def test_errors_have_openais_form_and_the_right_status() -> None:
     assert error_of(InvalidArgument("why", param="n")) == {
         "error": {"message": "why", "type": "invalid_request_error", "param": "n", "code": "InvalidArgument"}
     }
+
+
+class NeverTokenises:
+    """A tokenizer that must not be asked for the tokens of a text."""
+
+    chat_template = "x"
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "four": 1}
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> str:
+        return "a" * 401
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        raise AssertionError
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    served = Served("tiny", NeverTokenises(), 100)
+    for ask, named in (
+        (lambda: completion(served, prompt="a" * 401), "prompt"),
+        (lambda: completion(served, prompt=["a" * 401]), "prompt"),
+        (lambda: completion(served, prompt=[1] * 101), "prompt"),
+        (lambda: chat(served), "messages"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            ask()
+        assert caught.value.fields["param"] == named
+    with pytest.raises(AssertionError):
+        completion(served, prompt="a" * 400)  # as long as a prompt may be

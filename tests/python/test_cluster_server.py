@@ -29,6 +29,7 @@ from remap.cluster import server
 from remap.cluster.control import Control, Policy
 from remap.cluster.front import Front
 from remap.cluster.ledger import Delivery
+from remap.cluster.limits import Limits
 from remap.cluster.openai import Served
 from remap.cluster.server import make_app
 from remap.engine.request import Request
@@ -321,3 +322,41 @@ def test_an_error_in_the_middle_of_a_stream_ends_it_with_the_error() -> None:
         assert last["error"]["code"] == "InvalidState"
 
     scripted(front, body)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
+    parsed, sent = [], []
+    monkeypatch.setattr(server, "parse", lambda *args: parsed.append(args))
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            sent.append(1)
+            yield b"x" * 100
+
+    async def run() -> None:
+        app = make_app(Scripted(), SERVED, Limits(body_bytes=1000))  # type: ignore[arg-type]
+        async with client_of(app) as client:
+            answer = await client.post("/v1/completions", content=parts() if chunked else b"x" * 1001)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TooLarge")
+
+    asyncio.run(run())
+    assert not parsed and len(sent) <= 11  # the rest is not asked for
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_requests_than_the_limit_are_told_to_come_again(tmp_path: Path, stream: bool) -> None:
+    async def body(_: httpx.AsyncClient, front: Front[Request], __: list[LocalConnection]) -> None:
+        app, leave = make_app(front, SERVED, Limits(requests=2, retry_after_s=3)), asyncio.Event()
+        asked = {"prompt": [1, 2], "max_tokens": 90, "stream": stream}
+        callers = [asyncio.create_task(ask_and_leave(app, asked, leave)) for _ in range(2)]
+        await until(lambda: front.unfinished == 2)
+        async with client_of(app) as client:
+            answer = await client.post("/v1/completions", json={"prompt": "x"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "Busy")
+            assert answer.headers["retry-after"] == "3" and front.unfinished == 2
+            leave.set()
+            await asyncio.gather(*callers)
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+    serving(tmp_path, body)

@@ -18,6 +18,7 @@ from .errors import FAILED, exit_on_error, needed
 
 if TYPE_CHECKING:
     from remap.cluster.control import Policy
+    from remap.cluster.limits import Limits
     from remap.cluster.openai import Served
     from remap.cluster.ray_cluster import RayInstances
     from remap.policy.cluster.pipeline import Network
@@ -75,6 +76,12 @@ def serve(
     latency_ms: Annotated[
         float | None, typer.Option(min=0.0, help="From instance to instance; never measured.", show_default="0.5")
     ] = None,
+    max_body: Annotated[
+        str, typer.Option(help="Largest body of a request; a larger one is answered with 413.")
+    ] = "4MiB",
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Requests that are open at once, at most; others are answered with 429.")
+    ] = 512,
 ) -> None:
     """Serve a model with several instances. Interrupt it to end it."""
     console = Console(soft_wrap=True)
@@ -84,11 +91,13 @@ def serve(
         for package in ("torch", "transformers"):
             needed(package, "transformers", "`remap cluster serve`")
         from remap.cluster.control import Policy
+        from remap.cluster.limits import Limits
         from remap.cluster.ray_cluster import RayInstances
 
         chosen = Policy(policy, instances)  # type: ignore[arg-type]  # it refuses other names
         budget = None if memory is None else parse_size(memory, "memory")
         room = 0 if swap is None else parse_size(swap, "swap")
+        limits = Limits(parse_size(max_body, "max-body"), max_requests)
         network = _network(bandwidth, latency_ms)
         if instances > 1 and (bandwidth is None or latency_ms is None):
             text = (
@@ -115,7 +124,7 @@ def serve(
                     "remap.cluster.served_model:make", names, arguments, {"CPU": threads}, address=address
                 )
                 try:
-                    asyncio.run(_serve(started, chosen, network, served, listening, console))
+                    asyncio.run(_serve(started, chosen, network, served, listening, console, limits))
                 finally:
                     started.close()
             except KeyboardInterrupt:
@@ -174,6 +183,7 @@ async def _serve(
     served: Served,
     listening: socket.socket,
     console: Console,
+    limits: Limits,
 ) -> None:
     from remap.cluster.control import Control
     from remap.cluster.front import Front
@@ -191,6 +201,6 @@ async def _serve(
         url = f"http://{host}:{port}"
         count = sum(len(view.stages) for view in front.groups)
         ready = f"{count} instances of {served.name} answer at {url}/v1; remap top --url {url}"
-        await serve_http(front, served, listening, lambda: console.print(ready, markup=False, highlight=False))
+        await serve_http(front, served, listening, lambda: console.print(ready, markup=False, highlight=False), limits)
     finally:
         await front.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -17,6 +18,7 @@ from remap.engine.request import Request, SamplingParams
 from remap.errors import Error, InvalidArgument, InvalidState, OutOfBlocks
 
 from .control import NoCopy
+from .limits import Busy, TooLarge, longest_token
 
 __all__ = ["Asked", "Chat", "Completion", "Served", "UnknownModel", "error_of", "parse", "status_of"]
 
@@ -42,6 +44,11 @@ class Served:
     positions: int
     stop_token_ids: frozenset[int] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """A prompt of more bytes of text has more tokens than there are positions."""
+        return self.positions * longest_token(self.tokenizer)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -212,6 +219,8 @@ def _prompt(body: Completion, served: Served) -> tuple[int, ...]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return _encoded(prompt, "prompt", served)
+    if len(prompt) > served.positions:
+        raise _refused("prompt", f"must have at most {served.positions} tokens, with its answer, got {len(prompt)}")
     ids = tuple(token for token in prompt if isinstance(token, int))
     if len(ids) != len(prompt) or not ids:
         raise _refused("prompt", "must be one text, or a list of one or more token ids; ask once for each prompt")
@@ -231,6 +240,12 @@ def _messages(body: Chat, served: Served) -> tuple[int, ...]:
 def _encoded(text: str, name: str, served: Served, special: bool = True) -> tuple[int, ...]:
     if served.tokenizer is None:
         raise _refused(name, "must be token ids: the model has no tokenizer")
+    # Before it is tokenised: that can take a time that grows with the square of the length.
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > served.most_bytes:
+        raise _refused(
+            name, f"has {size} bytes of text, and {served.positions} tokens are at most {served.most_bytes} bytes"
+        )
     ids = tuple(served.tokenizer.encode(text, add_special_tokens=special))
     if not ids:
         raise _refused(name, "must have at least one token, and has none")
@@ -242,11 +257,16 @@ def _refused(name: str, why: str) -> InvalidArgument:
 
 
 def status_of(error: Error) -> int:
-    """The HTTP status: 400 what the caller has to change, 404 another model, 503 what another time or place may do."""
+    """The HTTP status: 400 and 413 what the caller has to change, 404 another model, 429 too many requests, 503 what another time
+    or place may do."""
     if isinstance(error, InvalidArgument):
         return 400
     if isinstance(error, UnknownModel):
         return 404
+    if isinstance(error, TooLarge):
+        return 413
+    if isinstance(error, Busy):
+        return 429
     return 503 if isinstance(error, (NoCopy, InvalidState, OutOfBlocks)) else 500
 
 

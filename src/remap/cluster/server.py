@@ -25,6 +25,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from remap.errors import Error, OutOfBlocks
 
 from .answer_text import AnswerText
+from .limits import Admission, Busy, Limits, read_body
 from .metrics import Metrics
 from .openai import Asked, Chat, Completion, Served, error_of, parse, status_of
 
@@ -45,6 +46,8 @@ GRACE_S = 10
 GONE = 499
 """The status that nobody reads: of a caller who went away (nginx has the number)."""
 
+DEFAULT = Limits()
+
 ValueT = TypeVar("ValueT")
 
 
@@ -63,37 +66,53 @@ class _Piece(NamedTuple):
 class _EventStream(StreamingResponse):
     """Server-sent events that are made of `source`; both end when the response ends, however it does."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None], leave: Callable[[], None]
+    ) -> None:
         super().__init__(events, media_type="text/event-stream")
-        self._events, self._source = events, source
+        self._events, self._source, self._leave = events, source, leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As `StreamingResponse`. When the caller goes away that stops to send, and leaves the generators as they are."""
-        # Both, for events that were never asked for close nothing.
-        async with aclosing(self._source), aclosing(self._events):
-            await super().__call__(scope, receive, send)
+        try:
+            # Both, for events that were never asked for close nothing.
+            async with aclosing(self._source), aclosing(self._events):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
 
 
-def make_app(front: Front[EngineRequest], served: Served) -> FastAPI:
+def make_app(front: Front[EngineRequest], served: Served, limits: Limits = DEFAULT) -> FastAPI:
     """The endpoints. The front was started, and is used in the event loop that runs the app."""
     app = FastAPI(title="remap", openapi_url=None)
     metrics = Metrics(front)
     reader = ThreadPoolExecutor(1, "bodies")
+    admission = Admission(limits)
 
     async def respond(http: HTTPRequest, kind: type[Completion | Chat]) -> Response:
         try:
-            body = await http.body()
+            leave = admission.enter()
+        except Busy as error:
+            again = {"Retry-After": str(error.fields["retry_after_s"])}
+            return JSONResponse(error_of(error), status_of(error), again)
+        streamed = False
+        try:
+            body = await read_body(http.stream(), http.headers.get("content-length"), limits.body_bytes)
             asked = await asyncio.get_running_loop().run_in_executor(reader, parse, body, kind, served)
             pieces = _pieces(front, served, metrics, asked)
             if not asked.stream:
                 return JSONResponse(await _unless_gone(http, _whole(asked, pieces)))
             # The first piece decides about the status.
             first = await _unless_gone(http, anext(pieces))
+            streamed = True
+            return _EventStream(_events(asked, first, pieces), pieces, leave)
         except Error as error:
             return JSONResponse(error_of(error), status_of(error))
         except _Gone:
             return Response(status_code=GONE)
-        return _EventStream(_events(asked, first, pieces), pieces)
+        finally:
+            if not streamed:
+                leave()
 
     @app.post("/v1/completions")
     async def completions(http: HTTPRequest) -> Response:
@@ -149,12 +168,16 @@ def cluster_state(front: Front[Any]) -> dict[str, Any]:
 
 
 async def serve(
-    front: Front[EngineRequest], served: Served, listening: socket.socket, ready: Callable[[], None]
+    front: Front[EngineRequest],
+    served: Served,
+    listening: socket.socket,
+    ready: Callable[[], None],
+    limits: Limits = DEFAULT,
 ) -> None:
     """Serve on this socket until SIGINT or SIGTERM; then unfinished answers have GRACE_S. A second signal ends them at once.
     The front stays the caller's. ready: called when requests are answered. In the main thread."""
     config = uvicorn.Config(
-        make_app(front, served),
+        make_app(front, served, limits),
         log_level="warning",
         access_log=False,
         lifespan="off",
