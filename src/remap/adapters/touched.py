@@ -50,16 +50,17 @@ def admit(
     touched: Sequence[Touched],
     warn: Callable[[str], None],
     otherwise: str,
-) -> None:
+) -> bool:
     """Refuse a version of the engine `what` that the adapter cannot work with.
 
     Raises InvalidState (fields version, tested, unlike) if there is none, if it is older than the tested ones, or if it
     is newer and something in `touched` is not as expected. For a newer version in which all is as expected, calls
-    `warn` once in this process. otherwise: the error's advice to the user.
+    `warn` once in this process. otherwise: the error's advice to the user. Returns whether the version is a newer one: the
+    adapter then makes a trial before it serves.
     """
     order = _order(found, tested)
     if order == 0 or (what, found) in _warned:
-        return
+        return order != 0
     span = " to ".join(dict.fromkeys((tested[0], tested[-1])))
     if order is None or order < 0:
         raise InvalidState(
@@ -82,6 +83,7 @@ def admit(
         f"remap was tested with {what} {span}, this is {found}: it has the {len(touched)} names that remap uses, with "
         "the expected parameters; nobody ran remap's tests with it"
     )
+    return True
 
 
 def prove(
