@@ -29,7 +29,7 @@ LOCK = ROOT / "requirements.lock"
 ENGINES = ROOT / "tests/engines/constraints.txt"
 OLDEST_PYTHON = "3.10"
 # What the Makefile installs; the extras that it does not are of other environments.
-EXTRAS = "build dev test torch demo gpu bench cluster test-transformers test-cluster".split()
+EXTRAS = ["build", "dev", "test", "torch", "demo", "gpu", "bench", "cluster", "test-transformers", "test-cluster"]
 # What the Makefile's variables name, because another index has other files.
 BESIDE = ("torch", "triton")
 HEADER = "# Made by `make lock` (tools/lock.py); do not edit.\n"
