@@ -134,7 +134,7 @@ def longest(name, world, blocks):
 def test_every_model_has_room_for_its_longest_request(small):
     world = demo_tenants.build_world(small)
     before = dict(world.start_blocks)
-    requests = dict.fromkeys(world.names, []) | longest("deep", world, before["deep"] + 9)
+    requests = {name: [] for name in world.names} | longest("deep", world, before["deep"] + 9)
     demo_tenants.make_room(world, requests, small)
     assert world.start_blocks == {**before, "deep": before["deep"] + 9}
     world.serve(requests, Wiring(controller=None))
@@ -147,13 +147,13 @@ def test_a_budget_that_is_given_is_kept_when_a_request_is_long(small):
     need = world.start_blocks["deep"] + 1
     while world.capacity({**world.start_blocks, "deep": need}) <= budget:
         need += 1
-    requests = dict.fromkeys(world.names, []) | longest("deep", world, need)
+    requests = {name: [] for name in world.names} | longest("deep", world, need)
     demo_tenants.make_room(world, requests, config)
     assert world.budget_bytes <= budget
     assert world.start_blocks["deep"] >= need
     before = dict(world.start_blocks)
     with pytest.raises(InvalidArgument) as caught:
-        demo_tenants.make_room(world, dict.fromkeys(world.names, []) | longest("deep", world, 100 * need), config)
+        demo_tenants.make_room(world, {name: [] for name in world.names} | longest("deep", world, 100 * need), config)
     assert caught.value.budget == budget < caught.value.least
     assert world.start_blocks == before
 
