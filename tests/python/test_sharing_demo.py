@@ -107,7 +107,7 @@ def test_each_tenant_has_rows_of_its_own():
 def test_settings_say_how_the_models_share():
     shown = demo._settings(DemoConfig(tenants=3, budget_bytes=0))
     assert shown["sharing"] == "in turns of 2 s"
-    assert shown["budget"] == "weights and 10% of them"
+    assert shown["budget"].startswith("weights and 10% of them")
     assert "sharing" not in demo._settings(DemoConfig())
     assert demo_tenants.model_name(2) == "SmolLM2-135M-Instruct and 1 random Llama in turns"
 
@@ -123,3 +123,50 @@ def test_prompts_are_dealt_out_in_turn():
     for name, mine in requests.items():
         assert all(max(one.prompt) < world.vocabulary(name) for one in mine)
         assert all(bool(one.sampling.stop_token_ids) == (name == "SmolLM2") for one in mine)
+
+
+def longest(name, world, blocks):
+    from remap.engine import Request, SamplingParams
+
+    return {name: [Request("long", (5,) * (blocks * world.preset.block_tokens - 4), SamplingParams(max_tokens=4))]}
+
+
+def test_every_model_has_room_for_its_longest_request(small):
+    world = demo_tenants.build_world(small)
+    before = dict(world.start_blocks)
+    requests = {name: [] for name in world.names} | longest("deep", world, before["deep"] + 9)
+    demo_tenants.make_room(world, requests, small)
+    assert world.start_blocks == {**before, "deep": before["deep"] + 9}
+    world.serve(requests, Wiring(controller=None))
+
+
+def test_a_budget_that_is_given_is_kept_when_a_request_is_long(small):
+    budget = demo_tenants.build_world(small).budget_bytes + (3 * small.page_bytes)
+    config = replace(small, budget_bytes=budget)
+    world = demo_tenants.build_world(config)
+    need = world.start_blocks["deep"] + 1
+    while world.capacity({**world.start_blocks, "deep": need}) <= budget:
+        need += 1
+    requests = {name: [] for name in world.names} | longest("deep", world, need)
+    demo_tenants.make_room(world, requests, config)
+    assert world.budget_bytes <= budget
+    assert world.start_blocks["deep"] >= need
+    before = dict(world.start_blocks)
+    with pytest.raises(InvalidArgument) as caught:
+        demo_tenants.make_room(world, {name: [] for name in world.names} | longest("deep", world, 100 * need), config)
+    assert caught.value.budget == budget < caught.value.least
+    assert world.start_blocks == before
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("tenants", [2, 3])
+def test_the_default_demo_can_serve_its_prompts(tenants):
+    if importlib.util.find_spec(smollm2.PACKAGE) is None:
+        pytest.skip(f"the model's package is not installed: {smollm2.INSTALL}")
+    config = DemoConfig(tenants=tenants, budget_bytes=0, dtype="float32")
+    world = demo_tenants.build_world(config)
+    requests = demo_tenants.make_requests(world, config)
+    demo_tenants.make_room(world, requests, config)
+    for name, mine in requests.items():
+        room = world.start_blocks[name] * world.preset.block_tokens
+        assert all(one.max_kv_tokens <= room for one in mine)

@@ -115,7 +115,7 @@ def _settings(config: DemoConfig) -> Mapping[str, Any]:
         shown["sharing"] = f"in turns of {QUANTUM_S:g} s"
         del shown["weights_from_file"]
         if not config.budget_bytes:
-            shown["budget_bytes"] = f"weights and {KV_SHARE:.0%} of them"
+            shown["budget_bytes"] = f"weights and {KV_SHARE:.0%} of them, or the longest request"
     return {name.removesuffix("_bytes").replace("_", " "): value for name, value in shown.items()}
 
 

@@ -78,6 +78,36 @@ def build_world(config: DemoConfig) -> World:
     return world
 
 
+def make_room(world: World, requests: Mapping[str, list[Request]], config: DemoConfig) -> None:
+    """Give each model's KV cache room for the longest of its requests, which the engine could not serve otherwise.
+
+    Without a budget of the user's the arena grows by what is missing; else the models with more than they need have less.
+    Raises InvalidArgument (fields budget and least) if the longest requests do not fit; nothing has changed then.
+    """
+    need = {
+        name: max((-(-one.max_kv_tokens // world.preset.block_tokens) for one in mine), default=0)
+        for name, mine in requests.items()
+    }
+    grown = {name: max(start, need[name]) for name, start in world.start_blocks.items()}
+    if config.budget_bytes and world.capacity(grown) > config.budget_bytes:
+        least = world.capacity(need)
+        spare = config.budget_bytes - least
+        if spare < 0:
+            raise InvalidArgument(
+                f"a budget of {show_size(config.budget_bytes)} has no room for the longest request of each of "
+                f"{config.tenants} models; nothing was served, give at least {show_size(least)}",
+                budget=config.budget_bytes,
+                least=least,
+            )
+        # Whole pages of what is spare, so that none is lost to rounding.
+        weights = sum(map(world.weight_bytes, world.names))
+        page = config.page_bytes
+        for name in world.names:
+            mine = int(spare * world.weight_bytes(name) / weights) // page * page
+            grown[name] = need[name] + mine // world.block_bytes(name)
+    world.start_blocks = grown
+
+
 def make_requests(world: World, config: DemoConfig) -> dict[str, list[Request]]:
     """The demo's prompts, given to the tenants in turn.
 
@@ -108,6 +138,7 @@ def run_tenants(kind: str, config: DemoConfig, report: Callable[[Progress], None
     torch.set_num_threads(config.threads)
     world = build_world(config)
     requests = make_requests(world, config)
+    make_room(world, requests, config)
     wiring = Wiring(controller={} if kind == "remap" else None)
     result = world.serve(
         requests,

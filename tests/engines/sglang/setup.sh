@@ -11,7 +11,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 if [ ! -e "$target/site/sglang" ]; then
   rm -rf "$target/partial"
-  "$python" -m pip install --quiet --no-deps --target "$target/partial" \
+  "$python" -m pip install --quiet --no-deps --target "$target/partial" --constraint "$here/../constraints.txt" \
     sglang==0.5.23 orjson ipython traitlets gguf torchvision
   rm -rf "$target/site"
   mv "$target/partial" "$target/site"
