@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from models import LAYERS, VOCAB, kv_spec, make, minimum_bytes
+from near_tokens import near_tokens
 
 import remap
 from remap.cluster.instance import ClusterInstance
@@ -63,7 +64,7 @@ def expected_tokens(model: Any, requests: list[Request]) -> dict[str, tuple[int,
     with attached(model, "m", 400) as (_, tenant, mine):
         result = LLMEngine(mine, tenant).run(requests)
         assert result.metrics.preemptions == 0
-        return {id: output.tokens for id, output in result.outputs.items()}
+        return near_tokens(model, requests, result.outputs)
 
 
 class Cluster:

@@ -30,8 +30,11 @@ pytest.importorskip("torch", reason="needs the extras cluster and transformers")
 pytest.importorskip("transformers", reason="needs the extras cluster and transformers")
 
 from cluster_folder import save_model
+from near_tokens import Near
 from test_cli import run
 from test_offline_process import COMMAND
+
+from remap.engine import Request as Asked
 
 LIMIT_S = 600.0
 PAGE_OF_GROUPS = {
@@ -119,7 +122,7 @@ def ask(url: str, body: dict[str, Any]) -> bytes:
         return bytes(answer.read())
 
 
-def reference(folder: Path, prompt: list[int], count: int, endless: bool = False) -> list[int]:
+def reference(folder: Path, prompt: list[int], count: int, endless: bool = False) -> Near:
     """Greedy tokens of the model alone. endless: no token ends them."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -127,7 +130,8 @@ def reference(folder: Path, prompt: list[int], count: int, endless: bool = False
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     model.generation_config.eos_token_id = None if endless else model.generation_config.eos_token_id
     ids = torch.tensor([prompt])
-    return model.generate(ids, max_new_tokens=count, do_sample=False)[0, len(prompt) :].tolist()
+    found = model.generate(ids, max_new_tokens=count, do_sample=False)[0, len(prompt) :].tolist()
+    return Near(model, Asked("reference", tuple(prompt)), found)
 
 
 def actors_of(pid: int) -> list[int]:

@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import VOCAB, Rig, kv_spec, make, poison  # noqa: E402
+from near_tokens import Near  # noqa: E402
 from recordings import FrozenGraphs, StaticPaged  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
@@ -88,7 +89,7 @@ def reference(model, requests, **kv):
     with unhooked(model, kv=kv_spec(model, min_blocks=150, **kv)) as rig:
         tokens, metrics, _ = run(rig, requests)
         assert metrics.preemptions == 0
-        return tokens
+        return {one.id: Near(model, one, tokens[one.id]) for one in requests}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from attached_models import SHAPE, randomised  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from near_tokens import Near  # noqa: E402
 
 from remap import _core  # noqa: E402
 from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
@@ -103,7 +104,7 @@ def expected(model, requests: list[Request], dtype: str = "float32") -> dict[str
         tenant = session.attach(model, kv=spec_of(model, blocks=600, dtype=dtype), hooks=False)
         found = serve(LLMEngine(model, tenant), requests)
         session.detach("model")
-    return found
+    return {one.id: Near(model, one, found[one.id]) for one in requests}
 
 
 @pytest.mark.parametrize("name", MODELS)

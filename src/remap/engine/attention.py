@@ -8,13 +8,10 @@ Everything that depends on the batch alone (where to write, which blocks to read
   attention call serves the group. The query heads that share a KV head stand as *rows of the query* of that head
   (grouped-query attention without repeating K and V).
 * prefill: tiles of TILE tokens of one sequence, each over all tokens up to its end. Generated tokens that are recomputed
-  after a preemption are attended as they were when they were decoded, each for itself, so that they get the same values
-  (with one compute thread; several may share a float32 product out otherwise).
+  after a preemption are prefill like a prompt.
 
-Rounding in a matrix kernel may depend on the shape it is called with. So shapes here depend on a sequence's own length
-and position alone: a group's width is a function of the length (`padded`), tiles start at multiples of TILE (if the
-scheduler cuts prompts there, see `Scheduler.chunk_align`). A request's tokens then do not depend on who shares its
-passes.
+Rounding in a matrix kernel depends on the shape it is called with, and a recomputed token is computed in another shape than
+when it was decoded: its keys and values are right, and may differ in their last bits.
 
 What was in a block before is never seen. Blocks come with whatever their pages held, perhaps weights, and 0 * NaN is
 NaN, so masking is not enough: slots of a block that are not written yet are zeroed when its first token is written.
@@ -77,21 +74,11 @@ class _Tile:
 
 
 @dataclass(frozen=True)
-class _Again:
-    """Rows [first, last) of the batch are generated tokens of one sequence, decoded before, of the same padded length."""
-
-    first: int
-    last: int
-    bias: torch.Tensor  # (rows, 1, 1, padded length): 0 or -inf
-
-
-@dataclass(frozen=True)
 class _Prefill:
-    """Tokens of one sequence, over the blocks in `table`: tiles of the prompt, and what was generated before."""
+    """Tokens of one sequence, in tiles, over the blocks in `table`."""
 
     table: torch.Tensor
     tiles: tuple[_Tile, ...]
-    again: tuple[_Again, ...]
 
 
 class AttentionBatch:
@@ -138,25 +125,14 @@ def _group(chunks: Sequence[Chunk], row: int, width: int, block_tokens: int, dty
 
 
 def _prefill(chunk: Chunk, row: int, block_tokens: int, dtype: torch.dtype) -> _Prefill:
-    tiles, again = [], []
+    tiles = []
     start = chunk.start
-    prompt = min(chunk.end, chunk.sequence.prompt_tokens)
-    while start < prompt:
-        end = min(start + TILE - start % TILE, prompt)
+    while start < chunk.end:
+        end = min(start + TILE - start % TILE, chunk.end)
         later = torch.arange(end) > torch.arange(start, end)[:, None]
         tiles.append(_Tile(row + start - chunk.start, row + end - chunk.start, end, _bias(later, dtype)))
         start = end
-    most = -(-chunk.end // block_tokens)
-    for width, group in groupby(range(start + 1, chunk.end + 1), key=padded):
-        lengths = torch.tensor(list(group))
-        blocks = -(-width // block_tokens)
-        hidden = torch.arange(blocks * block_tokens) >= lengths[:, None]
-        first = row + int(lengths[0]) - 1 - chunk.start
-        again.append(_Again(first, first + len(lengths), _bias(hidden, dtype)[:, None, None, :]))
-        most = max(most, blocks)
-    table = chunk.sequence.blocks[: -(-chunk.end // block_tokens)]
-    table += [table[0]] * (most - len(table))
-    return _Prefill(torch.tensor(table), tuple(tiles), tuple(again))
+    return _Prefill(torch.tensor(chunk.sequence.blocks[: -(-chunk.end // block_tokens)]), tuple(tiles))
 
 
 def _bias(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -228,17 +204,6 @@ class PagedAttention:
                     enable_gqa=shared > 1,
                 )
                 out[tile.first : tile.last] = result[0].transpose(0, 1).reshape(-1, heads * head_dim)
-            for late in part.again:
-                rows = late.last - late.first
-                width = late.bias.shape[-1]
-                result = F.scaled_dot_product_attention(
-                    q[late.first : late.last].view(rows, self.kv_heads, shared, head_dim),
-                    keys[:, :, :width].expand(rows, -1, -1, -1),
-                    values[:, :, :width].expand(rows, -1, -1, -1),
-                    attn_mask=late.bias.expand(-1, 1, shared, -1),
-                    scale=scale,
-                )
-                out[late.first : late.last] = result.reshape(rows, heads * head_dim)
         return out
 
     def _gather(self, layer: int, table: torch.Tensor, rows: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:

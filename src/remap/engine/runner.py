@@ -5,8 +5,8 @@ If anything raises, the pass is abandoned; no sequence has advanced, and the sam
 
 from __future__ import annotations
 
+import hashlib
 import math
-import random
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from remap.engine.models import Decoder
     from remap.engine.request import SamplingParams
 
-__all__ = ["ModelRunner", "check_fits", "sample"]
+__all__ = ["ModelRunner", "check_fits", "sample", "scores"]
 
 
 def check_fits(decoder: Decoder, model: nn.Module, tenant: Any) -> None:
@@ -73,32 +73,66 @@ class ModelRunner(LayerRun):
 
 
 def sample(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[int]:
-    """The next token of each chunk's sequence. Greedy rows take the first of the largest logits, as transformers
-    does.
+    """The next token of each chunk's sequence, given its logits, (chunks, vocabulary): that of the largest of `scores`, the
+    first of several.
     """
     if not chunks:
         return []
     wide = logits.float()
     tokens: list[int] = wide.argmax(-1).tolist()
     for index, chunk in enumerate(chunks):
-        sampling = chunk.sequence.sampling
-        if sampling.temperature > 0:
-            tokens[index] = _draw(wide[index], sampling, chunk.end, tokens[index])
+        if chunk.sequence.sampling.temperature > 0:
+            tokens[index] = int(scores(wide[index], chunk.sequence.sampling, chunk.end).argmax())
     return tokens
 
 
-def _draw(logits: torch.Tensor, sampling: SamplingParams, position: int, greedy: int) -> int:
-    """Invert the cumulative distribution at a number that depends on (seed, position) alone. greedy: the token of the largest
-    logit, where the others' probabilities are too small to be told from 0."""
-    logits = logits / sampling.temperature
-    probabilities, ids = torch.softmax(logits, -1).sort(descending=True, stable=True)
-    keep = sampling.top_k or len(ids)
-    cumulative = probabilities[:keep].cumsum(0)
+def scores(logits: torch.Tensor, sampling: SamplingParams, position: int) -> torch.Tensor:
+    """What the next token has the largest of: the logits, (vocabulary,), of a greedy request; else float64, -inf for tokens that
+    `top_k` or `top_p` leaves out, and logits / temperature with Gumbel noise for the others.
+
+    The largest of these sums is a draw from the softmax. Each token has noise of its own, a function of (seed, position, token):
+    logits that are rounded otherwise, as in another batch, give another token only where the two best sums are that close. (A
+    draw from sorted probabilities changes whenever two neighbours change places, or a sum before the token rounds otherwise.)
+    `top_k` and `top_p` keep whoever ties with the last token kept; where logits decide who that is, rounding may.
+    """
+    if sampling.temperature == 0:
+        return logits
+    # Relative to the largest, a temperature near 0 gives 0 and -inf: nothing leaves a float's range.
+    scaled = (logits.double() - logits.max()) / sampling.temperature
+    if 0 < sampling.top_k < len(scaled):
+        scaled = _at_least(scaled, scaled.topk(sampling.top_k).values[-1])
     if sampling.top_p < 1:
-        keep = min(keep, int((cumulative < sampling.top_p * cumulative[-1]).sum()) + 1)
-    cumulative = cumulative[:keep]
-    total = float(cumulative[-1])
-    if math.isnan(total):  # a temperature near 0: logits left a float's range
-        return greedy
-    point = random.Random(f"{sampling.seed}:{position}").random() * total
-    return int(ids[min(int(torch.searchsorted(cumulative, point, right=True)), keep - 1)])
+        ordered = scaled.sort(descending=True).values
+        reached = ordered.softmax(0).cumsum(0)
+        scaled = _at_least(scaled, ordered[(reached < sampling.top_p * reached[-1]).sum()])
+    return scaled + _gumbel(f"{sampling.seed}:{position}", scaled)
+
+
+def _at_least(scaled: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    return scaled.masked_fill(scaled < least, -math.inf)
+
+
+def _gumbel(key: str, like: torch.Tensor) -> torch.Tensor:
+    """Noise of the standard Gumbel distribution, float64: element i is a function of (key, i) alone.
+
+    SplitMix64 (Steele, Lea and Flood, 2014) at i, from a start that is a hash of the key: integers modulo 2**64, so that every
+    processor, device and release of torch gives the same bits, which no generator of torch promises.
+    """
+    start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+    mixed = torch.arange(1, len(like) + 1, device=like.device) * _signed(0x9E3779B97F4A7C15) + start
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
+    mixed ^= _shifted(mixed, 31)
+    # 52 bits and a half: never 0, never 1, and exact in float64.
+    uniform = (_shifted(mixed, 12).double() + 0.5) * 2.0**-52
+    return -(-uniform.log()).log()
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same 64 bits: torch has no arithmetic on unsigned ones."""
+    return word - (word >> 63 << 64)
+
+
+def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
+    """int64, shifted right as unsigned ones are."""
+    return words >> by & (1 << 64 - by) - 1
