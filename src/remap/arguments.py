@@ -80,7 +80,10 @@ def require_options(
     paths = weights if isinstance(weights, Sequence) and not isinstance(weights, (str, bytes)) else (weights,)
     for path in paths:
         require("weights", path, (str, PathLike, type(None)), "a path, a sequence of paths, or None")
-        if path is not None and not (_encodes(partial(fsencode, path)) and b"\0" not in fsencode(path)):
+        if path is None:
+            continue
+        known = cast("str | PathLike[str]", path)
+        if not _encodes(partial(fsencode, known)) or b"\0" in fsencode(known):
             raise invalid("weights", path, "a path that the file system can name: no NUL, no lone surrogate")
 
 

@@ -91,7 +91,7 @@ class StreamedBlocks:
         hosts = [block - self.first if isinstance(block, int) else block for block in known]
         wrong = first_wrong(self.books, hosts)
         if wrong:
-            block = known[hosts.index(wrong[0])]
+            block = next(each for each, host in zip(known, hosts) if host is wrong[0])
             raise InvalidArgument(
                 f"block {block!r} is not a streamed block in use, or is named twice; nothing changed; pass each id that "
                 "`kv.stream` returned, once",

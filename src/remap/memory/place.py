@@ -205,8 +205,9 @@ def _leaving(tenant: TenantState, held: Collection[int]) -> list[int]:
 
 
 def _plans(tenant: TenantState, now: TenantPages, held: Collection[int], fill: frozenset[int]) -> list[Plan]:
-    """From the tenant's pages as they are `now`, or will be by then. Who leaves and does not stream goes first, and who comes back
-    comes last: so there is room for blocks on the way. Pages that wait for their bytes, and go on being held, stay where they are.
+    """From the tenant's pages as they are `now`, or will be by then. Who leaves and does not stream goes first, and who comes
+    back comes last: so there is room for blocks on the way. Pages that wait for their bytes, and go on being held, stay where
+    they are.
 
     Raises InvalidArgument (fields pages, max_blocks) if pages have no place in the KV region.
     """
