@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from os import PathLike, fsencode
 from typing import Any, cast
 
 from remap.config import Config, invalid, is_count
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVSpec
 from remap.policy.views import Demand
+from remap.sizes import shown
 
 __all__ = [
     "require",
@@ -44,6 +46,8 @@ def require_attach(
 ) -> None:
     """Checks the arguments that `Session.attach` and `attach_bytes` share; raises as `require` does."""
     require("name", name, str, "the tenant's name, a str")
+    if not _encodes(cast(str, name).encode):
+        raise invalid("name", name, "text that UTF-8 can encode: the core names regions by it")
     require("priority", priority, int, "an int")
     require("kv", kv, KVSpec, "a KVSpec")
     require("config", config, (Config, type(None)), "a remap.Config, or None for the session's")
@@ -76,6 +80,11 @@ def require_options(
     paths = weights if isinstance(weights, Sequence) and not isinstance(weights, (str, bytes)) else (weights,)
     for path in paths:
         require("weights", path, (str, PathLike, type(None)), "a path, a sequence of paths, or None")
+        if path is None:
+            continue
+        known = cast("str | PathLike[str]", path)
+        if not _encodes(partial(fsencode, known)) or b"\0" in fsencode(known):
+            raise invalid("weights", path, "a path that the file system can name: no NUL, no lone surrogate")
 
 
 def require_range(address: object, nbytes: object) -> None:
@@ -143,7 +152,15 @@ def require_demands(demand: Any) -> Mapping[str, Demand]:
     return {**demand, **plain} if plain else demand
 
 
+def _encodes(encode: Callable[[], bytes]) -> bool:
+    try:
+        encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _shown(value: object) -> str:
     """The value if it is short, else its type: a model's repr has thousands of lines."""
     plain = value is None or isinstance(value, (bool, int, float, str))
-    return repr(value)[:80] if plain else f"an object of type {type(value).__name__}"
+    return shown(value) if plain else f"an object of type {type(value).__name__}"

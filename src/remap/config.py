@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from remap.errors import InvalidArgument
+from remap.sizes import MOST_BYTES, shown
 
 __all__ = ["POLICIES", "SELECTIONS", "Config", "Knobs", "invalid", "is_amount", "is_count"]
 
@@ -16,12 +17,13 @@ SELECTIONS = ("nested", "uniform", "slices", "auto")
 
 def invalid(name: str, value: object, expected: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing changed; correct {name}", field=name, value=value
+        f"{name} must be {expected}, got {shown(value)}; nothing changed; correct {name}", field=name, value=value
     )
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Whether it is an int from `least` on, and one that the core can count: so it can be made a float as well."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST_BYTES
 
 
 def is_amount(value: object) -> bool:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from .errors import InvalidArgument
 
-__all__ = ["MOST_BYTES", "parse_size", "show_size"]
+__all__ = ["MOST_BYTES", "parse_size", "show_size", "shown"]
 
 _UNITS = {
     "B": 1,
@@ -34,13 +34,13 @@ def parse_size(size: int | str, name: str = "size") -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise InvalidArgument(
-                f"{name} must not be negative, got {_shown(size)} bytes; nothing changed", name=name, value=size
+                f"{name} must not be negative, got {shown(size)} bytes; nothing changed", name=name, value=size
             )
         return _bounded(size, name, size)
     match = _TEXT.fullmatch(size) if isinstance(size, str) else None
     if match is None or match[2] not in _UNITS:
         raise InvalidArgument(
-            f"{name} must be an int of bytes or text such as '24GiB' (units: {', '.join(_UNITS)}), got {_shown(size)}; "
+            f"{name} must be an int of bytes or text such as '24GiB' (units: {', '.join(_UNITS)}), got {shown(size)}; "
             "nothing changed",
             name=name,
             value=size,
@@ -66,14 +66,15 @@ def _bounded(size: int, name: str, given: int | str) -> int:
 
 def _too_large(name: str, given: int | str) -> InvalidArgument:
     return InvalidArgument(
-        f"{name} must be at most {MOST_BYTES} bytes ({show_size(MOST_BYTES)}), got {_shown(given)}; nothing changed; "
+        f"{name} must be at most {MOST_BYTES} bytes ({show_size(MOST_BYTES)}), got {shown(given)}; nothing changed; "
         "give a smaller size",
         name=name,
         value=given,
     )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """The value in a message, however long it is."""
     if isinstance(value, int) and value.bit_length() > 4 * _LONG:  # Python refuses to print an int of 5000 digits
         return f"a number of about {int(value.bit_length() * 0.30103) + 1} digits"
     text = repr(value)

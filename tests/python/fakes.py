@@ -35,6 +35,10 @@ class CountingPool:
         return len(self.free_ids)
 
     @property
+    def live_blocks(self) -> int:
+        return len(self.held)
+
+    @property
     def usable_blocks(self) -> int:
         return len(self.free_ids) + len(self.held)
 

@@ -38,13 +38,14 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import subprocesses
-from sharing_worlds import Faulty
-from test_fault_sweep import CASES_BETWEEN, INTERRUPTED, Case
+from sharing_worlds import Faulty, Hosting
+from test_fault_sweep import CASES_BETWEEN, HOSTED, INTERRUPTED, Case
 
 import remap
 from remap.errors import Error
 
-CASES = {case.name: case for case in (*CASES_BETWEEN, *INTERRUPTED)}
+CASES = {case.name: case for case in (*CASES_BETWEEN, *INTERRUPTED, *HOSTED)}
+BLOCKS = ("allocate", "free", *(case.name for case in HOSTED))  # calls of the engine alone
 PACKAGE = str(Path(remap.__file__).resolve().parent) + os.sep
 PATIENCE_S = 5.0
 # Files whose functions change nothing but what they return.
@@ -194,6 +195,7 @@ def outline(session: remap.Session) -> dict[str, Any]:
             "pages": str(each.pages),
             "lent": (each.lent_pages, dict(each.lent_to), each.borrowed_pages),
             "blocks": (each.usable_blocks, each.free_blocks, each.live_blocks, each.withdrawn_blocks),
+            "host": (session._tenants[name].kv.host.live_ids(), each.streamed_blocks),
             "active": each.active,
             "pinned": each.pinned,
         }
@@ -246,15 +248,17 @@ def afterwards(case: Case, world: Faulty, after: dict[str, Any]) -> None:
             session.detach(name)
         if name not in session._tenants:
             engines.pop(name, None)
-    for engine in engines.values() if case.name in ("allocate", "free") else ():
+    for engine in engines.values() if case.name in BLOCKS else ():
         live = set(engine.kv.pool.live_ids())  # who never saw the ids finds them in the pool
         engine.kv.free(live.difference(engine.held))
         for block in set(engine.held).difference(live):
             del engine.held[block]
+    if isinstance(world, Hosting):
+        world.forget_host()
     world.tell(session.step())
     use(world)
     gone_or_come = ("detach" in case.name or case.name == "attach") and len(engines) != len(world.SIZES)
-    if case.name not in ("allocate", "free") and not gone_or_come:
+    if case.name not in BLOCKS and not gone_or_come:
         case.change(world)
         now = outline(session)
         assert case.plans or _settled(now) == _settled(after), f"made again, the call leaves {_difference(after, now)}"

@@ -214,11 +214,18 @@ class Faulty(Shared):
     """Behind a fault decorator, with injected times: what is done is the same each time."""
 
     SIZES: ClassVar = {"a": (1, 2, 1, 1, 3, 1, 1), "b": (2, 1, 2, 3, 1, 2, 2, 1), "c": (1, 1, 1, 1, 1)}
+    OPTIONS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __init__(self, mode: str = "aliased", *, spare: int = 8, **config: Any) -> None:
         knobs = remap.advanced.Knobs(**{**EAGER, "slowdown": 9.0, **config})
         super().__init__(
-            self.SIZES, spare=spare, mode=mode, config=knobs, around=_core.make_fault_backend, page_bytes=SMALL
+            self.SIZES,
+            spare=spare,
+            mode=mode,
+            config=knobs,
+            around=_core.make_fault_backend,
+            options=self.OPTIONS,
+            page_bytes=SMALL,
         )
         self.fault, self.mode = self.backend, mode
         for engine in self.engines.values():
@@ -242,6 +249,43 @@ class Faulty(Shared):
         self.session.close()
         kept = {name for name, held in self.backend.usage().items() if held}
         assert kept <= ({"streams", "events"} if silent_failure else set()), self.backend.usage()
+
+
+class Hosting(Faulty):
+    """a's KV can go to host memory, and stream from there."""
+
+    OPTIONS: ClassVar = {
+        "a": {"kv": dataclasses.replace(spec(7, SMALL), layout="layer_major", host_blocks=24, streamed_blocks=8)}
+    }
+
+    def __init__(self, mode: str = "aliased") -> None:
+        super().__init__(mode, spare=80)
+        self.hosts: list[int] = []
+        self.shown: list[int] = []
+
+    @property
+    def kv(self) -> Any:
+        return self.engines["a"].kv
+
+    def copy_out(self, count: int, below: int | None = None) -> None:
+        self.engines["a"].allocate(count)
+        self.kv.join()
+        self.hosts += self.kv.copy_out(sorted(self.engines["a"].held)[-count:], below)
+
+    def stream(self, count: int) -> None:
+        self.shown += self.kv.stream(self.hosts[:count])
+
+    def forget_host(self) -> None:
+        """All of it, by the books: who never saw ids finds them there. Then everything can go out once more, and come in."""
+        kv = self.kv
+        kv.free([kv.streamed.first + host for host in kv.streamed.shows(range(kv.streamed.total))])
+        kv.free_host(kv.host.live_ids())
+        assert (kv.host.free_blocks, kv.streamed.used_blocks, kv.streamed.stop) == (kv.host.total, 0, 0)
+        blocks = list(kv.pool.live_ids())[:4]
+        hosts = kv.copy_out(blocks, len(blocks))
+        assert hosts == list(range(len(blocks)))
+        kv.join(kv.copy_in(hosts, blocks))
+        kv.free_host(hosts)
 
 
 def fill_layer(world: Shared, name: str, layer: int, first: int = 0, end: int | None = None) -> None:

@@ -241,3 +241,44 @@ def test_shapes_of_passes_that_there_are(shared):
                     engine.tenant.wait(layer)
                     engine.tenant.done(layer)
     assert shared.session.snapshot().tenants["a"].passes == 12
+
+
+# --- absurd, and of the right kind ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["reload_s", "ttft_s"])
+def test_a_bound_in_seconds_that_no_int_holds(name):
+    config = remap.advanced.Knobs(**{name: 1.7e308})
+    with Shared({"a": [2] * 4, "b": [2] * 4}, config=config, options={"b": {"active": False}}) as world:
+        for _ in range(3):
+            world.engines["a"].serve()
+            world.step(a=300)
+        world.check()
+
+
+def test_counts_that_no_float_holds():
+    for value in (1 << 63, 1 << 1030, 10**5000):
+        refused(lambda value=value: remap.Demand(value), field="blocks")
+        refused(lambda value=value: remap.Config(reserve_blocks=value), field="reserve_blocks")
+        refused(lambda value=value: spec(4, max_blocks=value), field="max_blocks")
+
+
+@pytest.mark.parametrize("more", [{"host_blocks": 1 << 62}, {"head_dim": 1 << 60, "min_blocks": 0}])
+def test_a_kv_cache_that_no_address_reaches(shared, more):
+    given = {"layers": 4, "kv_heads": 1, "head_dim": 64, "min_blocks": 1, "max_blocks": 9, **more}
+    before = shared.session.snapshot()
+    with pytest.raises(LimitExceeded):
+        shared.session.attach_bytes(make_layers([1] * 4, 3), name="new", kv=remap.KVSpec(**given))
+    assert shared.session.snapshot() == before
+
+
+def test_a_name_that_is_no_text(shared):
+    given = make_layers([1] * 4, 3)
+    refused(lambda: shared.session.attach_bytes(given, name="\ud800", kv=spec(4)), shared.session, field="name")
+
+
+@pytest.mark.parametrize("path", ["\0", "\ud800"])
+def test_a_path_that_no_file_has(path):
+    from remap.arguments import require_options
+
+    refused(lambda: require_options(None, (), path, None, (), True), field="weights", value=path)

@@ -234,3 +234,28 @@ def test_a_chunk_is_never_negative():
     sequence = Sequence.of(Request("r", tuple(range(1, 200)), SamplingParams(max_tokens=3)), 0)
     sequence.computed = 20
     assert [scheduler.chunk_tokens(sequence, budget) for budget in (5, 11, 12, 16)] == [0, 0, 12, 12]
+
+
+@pytest.mark.parametrize("point", ["free", "forget_host"])
+def test_finishing_again_after_an_interrupt_finishes(point, monkeypatch):
+    """An interrupt came between two lines of `finish`: the second call does the rest, and frees nothing twice."""
+    from remap.engine import streaming
+
+    pool, scheduler = CountingPool(8, 4), Scheduler(block_tokens=4)
+    sequence = Sequence.of(Request("a", (1, 2, 3), SamplingParams(max_tokens=4)), 0, 0.0)
+    scheduler.add(sequence)
+    scheduler.schedule(pool)
+    where, real = (pool, pool.free) if point == "free" else (streaming, streaming.forget_host)
+
+    def interrupted(*args):
+        real(*args)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, point, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.finish(sequence, pool)
+    scheduler.finish(sequence, pool)
+    assert (
+        not scheduler.running and not scheduler.waiting and pool.live_blocks == 0 and sequence.state is State.FINISHED
+    )

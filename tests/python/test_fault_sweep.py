@@ -24,7 +24,7 @@ from arena_worlds import (
     visible,
     write_block,
 )
-from sharing_worlds import Faulty, attempt, fill_layer, seen
+from sharing_worlds import Faulty, Hosting, attempt, fill_layer, seen
 
 import remap
 from remap import _core
@@ -317,6 +317,21 @@ INTERRUPTED = [
         ("declare and withdraw", nothing, lambda w: (
             remap.advanced.declare_registered(w.session, *address(w)),
             remap.advanced.withdraw_registered(w.session, *address(w))), True),
+    )
+]  # fmt: skip
+
+# Books alone: these too are interrupted only, and what they return nobody may have seen.
+HOSTED = [
+    Case(name, prepare, change, Hosting)
+    for name, prepare, change in (
+        ("copy out", lambda w: (w.copy_out(3), w.engines["a"].allocate(4)),
+         lambda w: w.kv.copy_out(sorted(w.engines["a"].held)[:5], 8) and None),
+        ("copy in", lambda w: w.copy_out(5), lambda w: w.kv.copy_in(w.hosts, sorted(w.engines["a"].held)) and None),
+        ("free host blocks", lambda w: w.copy_out(12), lambda w: w.kv.free_host(w.hosts[::2])),
+        ("stream", lambda w: w.copy_out(7), lambda w: w.kv.stream(w.hosts[1:]) and None),
+        ("free what streams", lambda w: (w.copy_out(7), w.stream(5)), lambda w: w.kv.free(w.shown[:3])),
+        ("free both", lambda w: (w.copy_out(7), w.stream(5)),
+         lambda w: w.kv.free([*w.shown[:3], *sorted(w.engines["a"].held)[:4]])),
     )
 ]  # fmt: skip
 

@@ -136,3 +136,25 @@ def test_pages_that_are_lent_do_not_become_the_home_of_a_newcomer() -> None:
                 layers=free - 20, kv_heads=1, head_dim=8, min_blocks=0, max_blocks=9))  # fmt: skip
         assert world.activate("b").activated
         world.check()
+
+
+def test_a_tenant_that_lent_and_then_streams_slices_brings_them_home_together() -> None:
+    knobs = remap.advanced.Knobs(min_idle=0.0, dwell=1, reserve_blocks=0, hysteresis_blocks=0)
+    kv = {
+        name: remap.KVSpec(
+            layers=n, kv_heads=1, head_dim=64, dtype="int8", block_tokens=1, min_blocks=0, max_blocks=300
+        )
+        for name, n in (("a", 6), ("b", 3))
+    }
+    with remap.Session(60 * 4096, page_bytes=4096, config=knobs) as session:
+        data = [b"a" * 4096 * size for size in (2, 0, 0, 1, 0, 2)]
+        a = session.attach_bytes(data, name="a", kv=kv["a"], active=False)
+        session.attach_bytes([b"b" * 4096] * 3, name="b", kv=kv["b"])
+        remap.advanced.lend(session, "a", 1, 1)
+        remap.advanced.remap(session, "a", 1.09, 1, "slices")
+        assert a.lent_pages
+        for _ in range(40):
+            session.step({"b": 0})
+        assert not a.lent_pages
+        assert session.activate("a").activated
+        remap.advanced.check(session)

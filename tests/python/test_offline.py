@@ -455,3 +455,34 @@ def test_a_line_that_is_not_json_is_refused(text):
     with pytest.raises(InvalidArgument, match=r"not JSON|must be a JSON object") as caught:
         read_request(text)
     assert caught.value.custom_id is None and len(str(caught.value)) < 400
+
+
+class Picky(Words):
+    """A tokenizer that raises for some texts and some tokens, as tiktoken's, sentencepiece's and Rust's do."""
+
+    class Panic(BaseException):
+        pass
+
+    def encode(self, text):
+        if text == "panic":
+            raise self.Panic
+        if text == "special":
+            raise ValueError
+        return super().encode(text)
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        if len(token_ids) == 3:
+            raise IndexError
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_a_line_that_the_tokenizer_cannot_serve_is_answered_with_an_error(tmp_path):
+    requests, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts = [("a b", 2), ("special", 2), ("panic", 2), ("a b", 3), ("c d e", 2)]
+    lines = [
+        json.dumps({"custom_id": str(n), "prompt": text, "max_tokens": most}) for n, (text, most) in enumerate(prompts)
+    ]
+    requests.write_text("\n".join(lines))
+    progress = generate_offline(Engine(), requests, output, tokenizer=Picky())
+    assert (progress.answered, progress.errors) == (5, 3)
+    assert [number for number, (_, tokens) in sorted(answers(output).items()) if tokens is None] == [2, 3, 4]

@@ -392,3 +392,30 @@ def test_anything_in_any_order(mode: str, seed: int) -> None:
             world.engines[name].free()
             world.place(name, 0, world.engines[name].tenant.layers)
         world.check()
+
+
+def test_a_place_that_is_refused_leaves_lent_layers_where_they_are() -> None:
+    room = remap.KVSpec(layers=4, kv_heads=1, head_dim=64, dtype="int8", block_tokens=1, min_blocks=1, max_blocks=80)
+    with Shared({"a": [3] * 4, "b": [1] * 4}, spare=8, options={"a": {"kv": room}}) as world:
+        world.lend("a", 2, to="b")
+        before = seen(world.session)
+        with pytest.raises(InvalidArgument) as refused:
+            world.place("a", 0, 2)
+        assert refused.value.fields["max_blocks"] == 80 and seen(world.session) == before
+        world.check()
+
+
+def test_slices_stream_beside_layers_that_are_elsewhere() -> None:
+    """Layers that are elsewhere have no pages: nothing may be divided by their number."""
+    knobs = remap.advanced.Knobs(slowdown=1e9)
+    with Shared({"a": [5] * 6}, spare=8, config=knobs) as world:
+        world.engines["a"].serve()
+        world.remap("a", 2, 1, "slices")
+        world.place("a", 0, 3)
+        tenant = world.engines["a"].tenant
+        assert tenant.streamed and tenant.elsewhere == (3, 4, 5)
+        world.check()
+        world.step(a=10)
+        remap.advanced.offers(world.session, "a")
+        world.place("a", 0, 6)
+        world.check()

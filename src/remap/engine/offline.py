@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
+from operator import index
 from typing import TYPE_CHECKING, Any, Protocol
 
 from remap.engine.offline_file import AnswerFile, Job
@@ -13,7 +14,7 @@ from remap.errors import Error, InvalidArgument, InvalidState, OutOfBlocks
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from remap.engine.engine import Engine
     from remap.engine.request import Output
@@ -140,14 +141,33 @@ def _request(job: Job, tokenizer: Tokenizer | None) -> Request:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise InvalidArgument(f"the prompt is not valid Unicode ({error})") from error
-        prompt = tuple(tokenizer.encode(prompt))
+        with _foreign("the tokenizer refuses the prompt"):
+            prompt = tuple(map(index, tokenizer.encode(prompt)))
     return Request(job.custom_id, prompt, job.sampling)
 
 
 def _answer(output: Output, tokenizer: Tokenizer | None) -> dict[str, Any]:
     tokens = list(output.tokens)
-    text = {} if tokenizer is None else {"text": tokenizer.decode(tokens, skip_special_tokens=True)}
+    text = {}
+    if tokenizer is not None:
+        try:
+            with _foreign("the tokenizer cannot decode the answer"):
+                text["text"] = str(tokenizer.decode(tokens, skip_special_tokens=True))
+        except InvalidArgument as error:
+            return {"error": _told(error)}
     return {"tokens": tokens, **text, "finish_reason": output.finish_reason}
+
+
+@contextmanager
+def _foreign(what: str) -> Iterator[None]:
+    """Code of the tokenizer's, for one line. Raises InvalidArgument for whatever it raises: that would end every later run at the
+    same line as well, and nobody behind it would ever be served."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a tokenizer may raise anything; a panic of one in Rust is no Exception
+        raise InvalidArgument(f"{what} ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def _told(error: Error) -> dict[str, str]:

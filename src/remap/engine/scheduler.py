@@ -280,10 +280,7 @@ class Scheduler:
             # A copy has failed, of its KV, which nobody needs any more, or of others', whom the pool tells when they ask. None
             # is in flight now.
             self._release(sequence, pool)
-        if sequence.state is State.RUNNING:
-            self.running.remove(sequence)
-        elif sequence.state is State.WAITING:
-            self._unqueue(sequence)
+        self._take_out(sequence)
         streaming.forget_host(sequence, 0, pool)
         sequence.state = State.FINISHED
 
@@ -362,10 +359,17 @@ class Scheduler:
         """Queue a preempted sequence."""
         insort(self.waiting, sequence, key=_order)
 
-    def _unqueue(self, sequence: Sequence) -> None:
-        """Take a sequence out that waits, or arrives."""
-        if self.arriving.pop(sequence, None) is None:
-            self.waiting.remove(sequence)
+    def _queues(self) -> tuple[list[Sequence] | deque[Sequence], ...]:
+        """Where a sequence can be."""
+        return self.running, self.waiting
+
+    def _take_out(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is. An interrupt may have ended a call that had done this and no more: then it is
+        nowhere, whatever its state says."""
+        self.arriving.pop(sequence, None)
+        for queue in self._queues():
+            if sequence in queue:
+                queue.remove(sequence)
 
     # -- in host memory --------------------------------------------------------------------------------------------
 
@@ -436,8 +440,14 @@ class Scheduler:
     def _release(self, sequence: Sequence, pool: BlockPool) -> None:
         blocks = sequence.blocks if sequence.homing is None else [*sequence.blocks, *sequence.homing[1]]
         if blocks:
-            pool.free(blocks)
-            sequence.blocks, sequence.streamed, sequence.homing = [], 0, None
+            live = pool.live_blocks
+            try:
+                pool.free(blocks)
+                sequence.blocks, sequence.streamed, sequence.homing = [], 0, None
+            except BaseException:
+                if pool.live_blocks < live:  # an interrupt behind that: nobody may free them a second time
+                    sequence.blocks, sequence.streamed, sequence.homing = [], 0, None
+                raise
 
 
 def _order(sequence: Sequence) -> int:

@@ -112,10 +112,7 @@ class ThroughputScheduler(Scheduler):
 
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
         self._take_back(sequence)
-        if sequence.state is State.RUNNING:
-            self.running.remove(sequence)
-        else:
-            self._unqueue(sequence)
+        self._take_out(sequence)
         sequence.state = State.FINISHED
         try:
             self._free_left(pool)

@@ -264,27 +264,35 @@ class KVCache:
     def _copy_out(self, ids: Sequence[int], below: int | None) -> list[int]:
         self._require_memory()
         self.pool.require_live(ids)
-        hosts = self.host.allocate(len(ids), below)
+        before = self.host.books
         try:
+            hosts = self.host.allocate(len(ids), below)
             ranges = self.host.ranges(list(zip(ids, hosts)))
             self._copies.copy_out(
                 [(self._host_address + store, self.address + region, size) for region, store, size in ranges],
                 hosts,
                 ids,
             )
-        except BaseException:
-            self.host.free(hosts)
+            self.copied_out_bytes += len(ids) * self.spec.block_bytes
+            return hosts
+        except BaseException:  # an interrupt as well: host blocks that nobody gets must not stay in use
+            self.host.books = before
             raise
-        self.copied_out_bytes += len(ids) * self.spec.block_bytes
-        return hosts
 
     def _free(self, ids: Sequence[int]) -> None:
         pool, streamed = self.streamed.split(ids)
-        self.streamed.checked(streamed)
+        self.streamed.hosts(streamed)
         if pool or not streamed:
             self._copies.release(pool)  # else a copy may still read or write them
-            self.pool.free(pool)
-        self.streamed.release(streamed)
+        before, live = self.streamed.books, self.pool.live_blocks
+        try:
+            self.streamed.release(streamed)
+            if pool or not streamed:
+                self.pool.free(pool)
+        except BaseException:
+            if self.pool.live_blocks == live:  # else both have happened
+                self.streamed.books = before
+            raise
 
     def _free_host(self, host_ids: Sequence[int]) -> None:
         shown = self.streamed.shows(host_ids)
@@ -299,7 +307,12 @@ class KVCache:
         self._require_memory()
         hosts = self.host.checked(host_ids)
         self._require_kept(hosts)
-        return self.streamed.show(hosts)
+        before = self.streamed.books
+        try:
+            return self.streamed.show(hosts)
+        except BaseException:  # an interrupt as well: blocks that nobody gets must not stay in use
+            self.streamed.books = before
+            raise
 
     def reading(self, streamed: Sequence[int]) -> tuple[tuple[int, int, int], int]:
         """A pass is to read these streamed blocks: their run (first block, first host block, how many), and an event

@@ -12,25 +12,45 @@ append-only cache writes out what is new, and nothing else).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
 
 from remap.errors import InvalidArgument, OutOfBlocks
 from remap.kv.spec import KVGeometry
 
-__all__ = ["HostBlocks"]
+__all__ = ["HostBlocks", "first_wrong", "marked"]
+
+_FREE, _USED = 0, 1
+
+
+def marked(books: bytes, blocks: Iterable[int], mark: int) -> bytes:
+    """The same books, but for these blocks."""
+    made = bytearray(books)
+    for block in blocks:
+        made[block] = mark
+    return bytes(made)
+
+
+def first_wrong(books: bytes, blocks: Sequence[object]) -> list[object]:
+    """The first of these blocks that is not in use, or is named before; none: all are right."""
+    seen, total = set[int](), len(books)
+    for block in blocks:
+        if not isinstance(block, int) or not 0 <= block < total or not books[block] or block in seen:
+            return [block]
+        seen.add(block)
+    return []
 
 
 class HostBlocks:
-    """The books of one tenant's host store. All methods are whole or change nothing."""
+    """The books of one tenant's host store. All methods are whole or change nothing, an interrupted one too.
+
+    books: a byte for each host block, 1 for one in use. A value: a change makes another one, and one store puts it in the old
+    one's place. Whoever changes several books together keeps the old value, and stores it again if the rest fails.
+    """
 
     def __init__(self, geometry: KVGeometry) -> None:
         self.geometry = geometry
         self.total = geometry.spec.host_blocks
-        self._free = list(range(self.total))  # a heap: the lowest go first, so that runs are long
-        self._used: set[int] = set()
-        self._low: list[int] = []  # those of them that can stream, ascending
+        self.books = bytes(self.total)
 
     @property
     def nbytes(self) -> int:
@@ -40,20 +60,25 @@ class HostBlocks:
     @property
     def free_blocks(self) -> int:
         """Host blocks that `allocate` could return now."""
-        return len(self._free)
+        return self.books.count(_FREE)
 
     def live_ids(self) -> list[int]:
         """Host blocks in use, ascending."""
-        return sorted(self._used)
+        return [block for block, used in enumerate(self.books) if used]
 
     def free_below(self, stop: int) -> int:
         """Of the free host blocks those below `stop`, which is at most `KVSpec.streamed_blocks`."""
-        return stop - bisect_left(self._low, stop)
+        return self.books.count(_FREE, 0, stop)
 
     def allocate(self, count: int, below: int | None = None) -> list[int]:
-        """`count` host blocks, the lowest, ascending; `below`: all below that. Raises OutOfBlocks (fields: requested, free,
-        usable) if fewer are free."""
-        free = len(self._free) if below is None else self.free_below(min(below, self.geometry.spec.streamed_blocks))
+        """`count` host blocks, the lowest, ascending, so that runs are long; `below`: all below that. Raises OutOfBlocks (fields:
+        requested, free, usable) if fewer are free, InvalidArgument (fields field, value) for a bound that is no int."""
+        if below is not None and not isinstance(below, int):
+            raise InvalidArgument(
+                f"below must be a number of host blocks, got {below!r}; nothing was copied", field="below", value=below
+            )
+        stop = self.total if below is None else min(below, self.geometry.spec.streamed_blocks)
+        free = self.free_below(stop) if stop > 0 else 0
         if count > free:
             raise OutOfBlocks(
                 f"{count} host blocks requested{'' if below is None else f' below {below}'}, {free} free of {self.total}; "
@@ -62,33 +87,27 @@ class HostBlocks:
                 free=free,
                 usable=self.total,
             )
-        ids = [heappop(self._free) for _ in range(count)]
-        self._used.update(ids)
-        streamed = self.geometry.spec.streamed_blocks
-        for block in ids if streamed else ():
-            if block < streamed:
-                insort(self._low, block)
+        find, ids, block = self.books.find, list[int](), -1
+        for _ in range(count):
+            block = find(_FREE, block + 1)
+            ids.append(block)
+        self.books = marked(self.books, ids, _USED)
         return ids
 
     def free(self, ids: Iterable[int]) -> None:
         """Give host blocks back. Raises InvalidArgument (field: block) for one that is not in use, or named twice."""
-        known = self.checked(ids)
-        self._used.difference_update(known)
-        for block in known:
-            heappush(self._free, block)
-            if block < self.geometry.spec.streamed_blocks:
-                del self._low[bisect_left(self._low, block)]
+        self.books = marked(self.books, self.checked(ids), _FREE)
 
     def checked(self, ids: Iterable[int]) -> list[int]:
         """These ids, all in use and each named once. Raises InvalidArgument (field: block) otherwise."""
         known = list(ids)
-        wrong = next((block for block in known if block not in self._used), None)
-        if wrong is not None or len(set(known)) < len(known):
+        wrong = first_wrong(self.books, known)
+        if wrong:
             raise InvalidArgument(
-                f"host block {wrong} is not in use, or a block is named twice; nothing changed; pass each id that "
-                "copy_out returned, once",
+                f"host block {wrong[0]!r} is not in use, or is named twice; nothing changed; pass each id that copy_out "
+                "returned, once",
                 field="block",
-                block=wrong,
+                block=wrong[0],
             )
         return known
 

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from remap.errors import InvalidArgument
+from remap.sizes import MOST_BYTES, shown
 
 __all__ = ["BUFFERS", "DTYPE_BYTES", "LAYOUTS", "KVGeometry", "KVSpec", "with_streamed"]
 
@@ -41,9 +42,10 @@ BUFFERS = 2
 
 def _require_int(name: str, value: object, least: int) -> None:
     # bool is an int in Python; True layers is a mistake, not one layer.
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST_BYTES:
         raise InvalidArgument(
-            f"{name} must be an int of at least {least}, got {value!r}; nothing was created; pass a valid {name}",
+            f"{name} must be an int of at least {least} and at most {MOST_BYTES}, got {shown(value)}; nothing was created; "
+            f"pass a valid {name}",
             field=name,
             value=value,
             least=least,
@@ -101,7 +103,7 @@ class KVSpec:
                 min_blocks=self.min_blocks,
                 max_blocks=self.max_blocks,
             )
-        if self.dtype not in DTYPE_BYTES:
+        if self.dtype not in (*DTYPE_BYTES,):  # not in the dict itself: the value may have no hash
             raise InvalidArgument(
                 f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}; nothing was created; "
                 "pass the name of the dtype, without 'torch.'",

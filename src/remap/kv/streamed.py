@@ -16,46 +16,61 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from remap.errors import InvalidArgument
+from remap.kv.host import first_wrong, marked
 from remap.kv.spec import KVGeometry
 
 __all__ = ["StreamedBlocks"]
 
+_HIDDEN, _SHOWN = 0, 1
+
 
 class StreamedBlocks:
-    """The books of one tenant's streamed blocks. All methods are whole or change nothing."""
+    """The books of one tenant's streamed blocks. All methods are whole or change nothing, an interrupted one too.
+
+    books: a byte for each host block that a block could show, 1 for one that is shown. A value, as `HostBlocks.books` is; other
+    threads read it.
+    """
 
     def __init__(self, geometry: KVGeometry) -> None:
         self.first = geometry.first_streamed
         self.total = geometry.spec.streamed_blocks
-        self.stop = 0  # host blocks up to here are shown; other threads read it
-        self._used: set[int] = set()
+        self.books = bytes(self.total)
+
+    @property
+    def stop(self) -> int:
+        """Host blocks up to here are shown."""
+        return self.books.rfind(_SHOWN) + 1
 
     @property
     def used_blocks(self) -> int:
         """Blocks that show a host block."""
-        return len(self._used)
+        return self.books.count(_SHOWN)
+
+    @property
+    def used(self) -> bool:
+        """Whether any does. Every pass asks."""
+        return _SHOWN in self.books
 
     def show(self, host_blocks: Sequence[int]) -> list[int]:
         """The block of each of these host blocks. Raises InvalidArgument (field: block) for one that no block can show, or one
         does, or that is named twice."""
-        blocks = [self.first + host for host in host_blocks]
-        wrong = next((host for host in host_blocks if host >= self.total or self.first + host in self._used), None)
-        if wrong is not None or len(set(blocks)) < len(blocks):
-            raise InvalidArgument(
-                f"host block {wrong} streams already, or is none of the first {self.total}, which can, or one is named twice; "
-                "nothing changed; copy out with below= the number of streamed blocks",
-                field="block",
-                block=wrong,
-                streamed_blocks=self.total,
-            )
-        self._used.update(blocks)
-        self.stop = max(self.stop, max(host_blocks, default=-1) + 1)
-        return blocks
+        books, seen = self.books, set[int]()
+        for host in host_blocks:
+            if not 0 <= host < self.total or books[host] or host in seen:
+                raise InvalidArgument(
+                    f"host block {host} streams already, or is none of the first {self.total}, which can, or is named twice; "
+                    "nothing changed; copy out with below= the number of streamed blocks",
+                    field="block",
+                    block=host,
+                    streamed_blocks=self.total,
+                )
+            seen.add(host)
+        self.books = marked(books, host_blocks, _SHOWN)
+        return [self.first + host for host in host_blocks]
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give blocks back. Raises InvalidArgument (field: block) for one that shows nothing, or is named twice."""
-        self._used.difference_update(self.checked(blocks))
-        self.stop = max(self._used, default=self.first - 1) + 1 - self.first
+        self.books = marked(self.books, self.hosts(blocks), _HIDDEN)
 
     def split(self, blocks: Iterable[int]) -> tuple[list[int], list[int]]:
         """(those of the pool, those that stream)."""
@@ -66,26 +81,26 @@ class StreamedBlocks:
 
     def shows(self, host_blocks: Iterable[int]) -> tuple[int, ...]:
         """Those of these host blocks that a block shows."""
-        return tuple(host for host in host_blocks if self.first + host in self._used) if self._used else ()
+        books = self.books
+        return tuple(host for host in host_blocks if isinstance(host, int) and 0 <= host < self.total and books[host])
 
     def hosts(self, blocks: Iterable[int]) -> list[int]:
-        """The host block that each of these shows. Raises InvalidArgument as `release` does."""
-        return [block - self.first for block in self.checked(blocks)]
+        """The host block that each of these shows. Raises InvalidArgument (field: block) for one that shows nothing, or is named
+        twice."""
+        known = list(blocks)
+        hosts = [block - self.first if isinstance(block, int) else block for block in known]
+        wrong = first_wrong(self.books, hosts)
+        if wrong:
+            block = next(each for each, host in zip(known, hosts) if host is wrong[0])
+            raise InvalidArgument(
+                f"block {block!r} is not a streamed block in use, or is named twice; nothing changed; pass each id that "
+                "`kv.stream` returned, once",
+                field="block",
+                block=block,
+            )
+        return hosts
 
     def run(self, hosts: Sequence[int]) -> tuple[int, int, int]:
         """(first block, first host block, how many) of the run that shows these host blocks, one at least."""
         low, high = min(hosts), max(hosts)
         return self.first + low, low, high - low + 1
-
-    def checked(self, blocks: Iterable[int]) -> list[int]:
-        """These blocks, each in use and named once. Raises InvalidArgument (field: block) otherwise."""
-        known = list(blocks)
-        wrong = next((block for block in known if block not in self._used), None)
-        if wrong is not None or len(set(known)) < len(known):
-            raise InvalidArgument(
-                f"block {wrong} is not a streamed block in use, or one is named twice; nothing changed; pass each id that "
-                "`kv.stream` returned, once",
-                field="block",
-                block=wrong,
-            )
-        return known

@@ -116,6 +116,8 @@ def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool |
 def _own(tenant: TenantState) -> int:
     """alpha that the tenant gave its own KV: the most layers that can stay away without a lent page among theirs. If
     layers are unequal, the ring may be made of several and not need all of their pages: those are lent as well."""
+    if tenant.slicing:
+        return 0 if any(map(tenant.lends, tenant.streamed)) else tenant.remapped
     for remapped in range(tenant.remapped, 0, -1):
         if not any(map(tenant.lends, tenant.select(remapped, tenant.buffers, "inward"))):
             return remapped
@@ -147,6 +149,8 @@ def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int
     for remapped in range(tenant.remapped, keep, -1):
         stays = tenant.pages.streaming
         if remapped < tenant.remapped:
+            if tenant.slicing:  # they come home together
+                break
             stays = tenant.streaming_at(remapped, buffers, "inward")
         if tenant.stall(times, stays) <= allowed:
             return remapped
@@ -154,7 +158,10 @@ def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int
 
 
 def _candidates(tenant: TenantState, keep: int, most: int) -> list[int]:
-    """Each alpha from `keep` to `most` whose layers can hold the ring; if `keep` layers cannot, 0 as well."""
+    """Each alpha from `keep` to `most` whose layers can hold the ring; if `keep` layers cannot, 0 as well. Slices of all layers
+    come home together, as no layer can stay away by itself: 0."""
+    if tenant.slicing:
+        return [0]
     buffers = tenant.buffers
     fit = [n for n in range(keep, most + 1) if tenant.possible(tenant.streaming_at(n, buffers, "inward"))]
     return fit if keep in fit else [0, *fit]

@@ -30,7 +30,7 @@ from remap.model.protocols import Handle
 from remap.model.source import LayerSource
 from remap.policy import schedule
 from remap.policy.controller import Controller
-from remap.sizes import show_size
+from remap.sizes import MOST_BYTES, show_size, shown
 
 __all__ = ["MAX_BLOCKS", "Arrivals", "level_by_level"]
 
@@ -162,6 +162,19 @@ class Arrivals:
                 most=MAX_BLOCKS,
             )
         geometry = KVGeometry(kv, page_bytes)
+        for what, count, most in (
+            ("host_blocks", kv.host_blocks, MAX_BLOCKS),
+            ("host_bytes", kv.host_blocks * kv.block_bytes, MOST_BYTES),
+            ("region_bytes", geometry.region_bytes, MOST_BYTES),
+        ):
+            if count > most:
+                raise LimitExceeded(
+                    f"the KVSpec makes {what} {shown(count)}, and {most} are the most that there can be; nothing was attached; "
+                    "lower max_blocks, host_blocks or the size of a block",
+                    limit_name=what,
+                    requested=shown(count),
+                    limit=most,
+                )
         sizes = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]
         buffer_pages = max(sizes)
         # Layers without bytes of their own (all tied) have nothing to give; they never stream.
@@ -307,8 +320,8 @@ class Arrivals:
             made.by_hand = True
             self._changes.configure(made)
         if window:  # at most what a copy costs whatever its size: one block's takes hardly longer
-            shown = ranges[0][0] + geometry.first_streamed * unit
-            made.copy_setup_s = self._changes.streams.copy_seconds(shown, store, unit)
+            first = ranges[0][0] + geometry.first_streamed * unit
+            made.copy_setup_s = self._changes.streams.copy_seconds(first, store, unit)
         if first_pages:
             self._changes.apply(made, plan_free_pages(made.pages, giving[:first_pages], give=True))
             self._changes.settle(made)

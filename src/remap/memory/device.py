@@ -24,7 +24,7 @@ from remap.config import invalid, is_count
 from remap.errors import InvalidArgument
 from remap.memory.machine_memory import require_memory
 from remap.memory.native_stream import LEGACY_DEFAULT_STREAM
-from remap.sizes import MOST_BYTES, parse_size
+from remap.sizes import parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ class Platform:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "copy_chunk_bytes", parse_size(self.copy_chunk_bytes, "copy_chunk_bytes"))
-        if not is_count(self.copy_threads, 1) or self.copy_threads > MOST_BYTES:  # the backend checks its own maximum
+        if not is_count(self.copy_threads, 1):  # the backend checks its own maximum
             raise invalid("copy_threads", self.copy_threads, "an int of at least 1")
         if self.shareable not in _SHAREABLE:
             raise invalid("shareable", self.shareable, f"one of {_SHAREABLE}")

@@ -149,7 +149,8 @@ class InactiveLayers(_Layers):
         times = giver.timing.prefill()
         if times is None:
             copy = giver.timing.copy_seconds()
-            return max(0, min(most, 1 + (int(config.late_s(0.0) / copy) if copy > 0 else 0)))
+            # As many as that pays for, in this order: the quotient may be larger than any int that a float becomes.
+            return max(0, min(most, 1 + int(min(config.late_s(0.0) / copy, most)) if copy > 0 else 1))
         prefill_s = math.fsum(times.compute_s)
         bound = config.late_s(prefill_s) + self._ahead() + RELATIVE_EPSILON * prefill_s
         kind = giver.growing_by

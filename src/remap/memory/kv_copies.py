@@ -15,10 +15,12 @@ Threads: the tenant's engine calls, or the change in progress, which has claimed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from remap.errors import Error, InvalidState
-from remap.memory.streams import ComputeStream, Streams, gone
+from remap.memory.streams import ComputeStream, Streams, gone, make_into
 
 __all__ = ["KVCopies"]
 
@@ -70,16 +72,18 @@ class KVCopies:
                 self._out = 0 if self._out == event else self._out
         self._lost.difference_update(host_blocks)
         # What these host blocks held before may still be on its way in, for a pass that was abandoned.
-        self._out = self._start(_OUT, ranges, behind=self._prefetched() if self._prefetched is not None else 0)
-        self._leaving[self._out] = tuple(host_blocks), frozenset(blocks)
+        with self._noting():
+            self._out = self._start(_OUT, ranges, behind=self._prefetched() if self._prefetched is not None else 0)
+            self._leaving[self._out] = tuple(host_blocks), frozenset(blocks)
 
     def copy_in(self, ranges: Ranges, host_blocks: Sequence[int], blocks: Iterable[int]) -> int:
         """Start copying these host blocks into these blocks. Returns a ticket for `arrived`. On an error nothing is in flight any
         more."""
-        event = self._start(_IN, ranges, filled=self.filled(host_blocks))
-        self._tickets += 1
-        self._flying[self._tickets] = event, frozenset(blocks)
-        return self._tickets
+        with self._noting():
+            event = self._start(_IN, ranges, filled=self.filled(host_blocks))
+            self._tickets += 1
+            self._flying[self._tickets] = event, frozenset(blocks)
+            return self._tickets
 
     def kept(self, host_blocks: Iterable[int]) -> bool:
         """Whether no copy out that should have filled one of them is known to have failed."""
@@ -164,32 +168,38 @@ class KVCopies:
             self._events.pop()
         self._flying.clear()
 
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Copies are started in it, and written down: whoever frees their blocks must find them. On any exception, an interrupt
+        included, some may be under way that are not, so nothing is in flight any more."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
     def _start(self, direction: str, ranges: Ranges, *, behind: int = 0, filled: int = 0) -> int:
         """The event behind these copies, which come behind the compute stream, this other one and this event."""
         streams = self._streams
-        try:
-            if direction not in self._made:
-                self._made[direction] = streams.backend.create_stream()
-            stream = self._made[direction]
-            for earlier in (self._compute.current(), behind):
-                if earlier:
-                    streams.order(stream, earlier)
-            if filled:
-                streams.backend.query(filled)  # raises if it has failed, which would spread
-                streams.backend.stream_wait(stream, filled)
-            for target, source, nbytes in ranges:
-                streams.backend.copy(stream, target, source, nbytes)
-            return self._record(stream)
-        except BaseException as error:  # an interrupt as well: some copies may have been enqueued
-            self._fail(error)
-            raise
+        if direction not in self._made:
+            # One call, without a line of ours in it: an interrupt cannot come between making a stream and keeping it.
+            self._made.update(zip((direction,), iter(streams.backend.create_stream, None)))
+        stream = self._made[direction]
+        for earlier in (self._compute.current(), behind):
+            if earlier:
+                streams.order(stream, earlier)
+        if filled:
+            streams.backend.query(filled)  # raises if it has failed, which would spread
+            streams.backend.stream_wait(stream, filled)
+        for target, source, nbytes in ranges:
+            streams.backend.copy(stream, target, source, nbytes)
+        return self._record(stream)
 
     def _record(self, stream: int) -> int:
         backend, busy = self._streams.backend, {*self._leaving, *(event for event, _ in self._flying.values())}
         event = next((each for each in self._events if each not in busy and self._done(each)), 0)
         if event == 0:
-            event = backend.create_event(timed=False)
-            self._events.append(event)
+            event = make_into(self._events, partial(backend.create_event, timed=False))
         backend.record(event, stream)
         return int(event)
 

@@ -85,15 +85,19 @@ def place(
     report: Entries = {}
     merge(report, tenant, {})
     reason = f"layers from {first} to before {end} are computed here, {len(held)} of {tenant.layers} are held"
+    lent = any(map(tenant.lends, _leaving(tenant, held)))
+    # What is refused is refused now: once lent layers have come home, their holders' blocks have moved.
+    there = tenant.pages.at_home() if lent else tenant.pages
+    _require_room(changes, tenant, there, _plans(tenant, there, held, frozenset(fill)))
     changes.cancel_draining(tenant)
     try:
-        if any(map(tenant.lends, _leaving(tenant, held))):
+        if lent:
             result = lending.bring_home(tenant, 0, tenant.buffers, "inward")
             merge(report, tenant, result.moved)
             if result.problem:
                 raise InvalidState(result.problem, tenant=tenant.name)
-        plans = _plans(tenant, held, frozenset(fill))
-        _require_room(changes, tenant, plans)
+        plans = _plans(tenant, tenant.pages, held, frozenset(fill))
+        _require_room(changes, tenant, tenant.pages, plans)
         # Before the first call that can fail: from here on the pages of what waits for bytes and is not to wait any more may
         # be written to. If that is undone, the layer waits again, and its bytes have to come again.
         tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}
@@ -200,13 +204,14 @@ def _leaving(tenant: TenantState, held: Collection[int]) -> list[int]:
     return [layer for layer in range(tenant.layers) if layer not in held and layer not in tenant.pages.gone]
 
 
-def _plans(tenant: TenantState, held: Collection[int], fill: frozenset[int]) -> list[Plan]:
-    """Who leaves and does not stream goes first, and who comes back comes last: so there is room for blocks on the way. Pages
-    that wait for their bytes, and go on being held, stay where they are.
+def _plans(tenant: TenantState, now: TenantPages, held: Collection[int], fill: frozenset[int]) -> list[Plan]:
+    """From the tenant's pages as they are `now`, or will be by then. Who leaves and does not stream goes first, and who comes
+    back comes last: so there is room for blocks on the way. Pages that wait for their bytes, and go on being held, stay where
+    they are.
 
     Raises InvalidArgument (fields pages, max_blocks) if pages have no place in the KV region.
     """
-    now, streamed = tenant.pages, set(tenant.streamed)
+    streamed = set(now.streamed)
     at_home = set(range(tenant.layers)) - now.gone
     found = []
     waiting = now.unfilled.intersection(held)
@@ -232,9 +237,9 @@ def _rest(now: TenantPages, layers: Collection[int]) -> Streaming:
     return Streaming((0,) * len(tails), len(now.ring), 0)
 
 
-def _require_room(changes: Changes, tenant: TenantState, plans: Sequence[Plan]) -> None:
-    """Raises OutOfBlocks (field preempt) if live blocks do not fit into the pages that are KV after one of the plans."""
-    pages = tenant.pages
+def _require_room(changes: Changes, tenant: TenantState, pages: TenantPages, plans: Sequence[Plan]) -> None:
+    """Raises OutOfBlocks (field preempt) if live blocks do not fit into the pages that are KV after one of the plans, which
+    begin with `pages`."""
     for plan in plans:
         pages = pages.after(plan)
         lost = tenant.pages.kv_from_homes - pages.kv_from_homes

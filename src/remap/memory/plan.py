@@ -224,6 +224,10 @@ class TenantPages:
         """Whether passes compute this layer."""
         return layer not in self.gone and (self.computed is None or layer in self.computed)
 
+    def at_home(self) -> TenantPages:
+        """These pages when nothing streams."""
+        return replace(self, tails=(0,) * len(self.tails), ring=(), lent=frozenset())
+
     def after(self, plan: Plan) -> TenantPages:
         """These pages when the plan has been carried out."""
         there = replace(self, tails=plan.tails, ring=plan.ring, lent=plan.lent)

@@ -197,7 +197,7 @@ class TenantState:
     def streaming(self) -> bool:
         """Whether wait() has something to do in the next pass: some layer is streamed, loading, or being re-pointed, or KV
         blocks are."""
-        if self.kv.streamed.used_blocks and not self.detached:
+        if self.kv.streamed.used and not self.detached:
             return True
         if self.all_ready or self.detached:
             return False
@@ -347,7 +347,8 @@ class TenantState:
         sizes, seconds = self.pages.sizes, times.transfer_s
         if all(target.tails[layer] == sizes[layer] for layer in target.layers):
             return seconds
-        return [each * (tail / size) for each, tail, size in zip(seconds, target.tails, sizes)]
+        # A layer that is elsewhere has no pages, and nothing of it is copied.
+        return [each * (tail / size) if tail else 0.0 for each, tail, size in zip(seconds, target.tails, sizes)]
 
     def pieces(self, target: Streaming) -> tuple[int, ...]:
         """In how many pieces each layer's streamed part is copied."""

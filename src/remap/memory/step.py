@@ -172,12 +172,13 @@ class Steps:
 
     def _consider_return(self, lender: TenantState, report: Entries) -> None:
         """Bring one lent layer home, if all who have its pages can spare them and the controller finds that it pays."""
-        if lender.busy or lender.remapped == 0:
+        if lender.busy or lender.amount == 0:
             return
         lending = self._lending
         view = self._view(lender)
         fewer = lender.controller.fewer(view)
-        lost = {self._tenants[name]: blocks for name, blocks in self._claim(lender, fewer).items()}
+        kind = self._homewards(lender, fewer, view.buffers)
+        lost = {self._tenants[name]: blocks for name, blocks in self._claim(lender, fewer, view.buffers, kind).items()}
         if any(holder.busy for holder in lost):
             return
         holds = all(blocks <= self._offers.unused_kv.surplus(holder) for holder, blocks in lost.items())
@@ -189,7 +190,7 @@ class Steps:
                 lender,
                 decision.remapped,
                 decision.buffers,
-                "inward",
+                kind,
                 predicted_stall_s=decision.predicted_stall_s,
                 drain=True,
             )
@@ -203,12 +204,10 @@ class Steps:
         for holder in lost:
             holder.controller.has_lost(self._view(holder), holder.demand.blocks if holder.demand else 0)
 
-    def _claim(
-        self, lender: TenantState, fewer: int, buffers: int | None = None, kind: str = "inward"
-    ) -> dict[str, int]:
+    def _claim(self, lender: TenantState, fewer: int, buffers: int, kind: str) -> dict[str, int]:
         """Tenant -> blocks that it would lose if the lender kept `fewer` layers away. Computed once per epoch and set
         of pinned layers, since every step asks while anything is lent."""
-        epoch, buffers = self._changes.epoch, buffers or max(1, lender.buffers)
+        epoch = self._changes.epoch
         key = (epoch, lender.order, fewer, buffers, kind)
         known = lender.known_claim
         if known is None or known[0] != key or epoch < 0:

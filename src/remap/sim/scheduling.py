@@ -124,11 +124,8 @@ class PrefillFirst(Scheduler):
     def _shelve(self, sequence: Sequence) -> None:
         insort(self.swapped if sequence.host else self.waiting, sequence, key=_order)
 
-    def _unqueue(self, sequence: Sequence) -> None:
-        if sequence in self.swapped:
-            self.swapped.remove(sequence)
-        else:
-            super()._unqueue(sequence)
+    def _queues(self) -> tuple[list[Sequence] | deque[Sequence], ...]:
+        return *super()._queues(), self.swapped
 
     def _swap_in(self, pool: BlockPool) -> None:
         """Whoever has room comes back. With `overlap` room is a block for each of those who have some, too: somebody who takes
