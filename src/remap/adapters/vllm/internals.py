@@ -282,7 +282,7 @@ def dummy_pass(runner: Any, tokens: int) -> Any:
     """The hidden states, shape (tokens, hidden), of a pass that neither reads nor writes KV, as float32 on the CPU.
 
     Some attention backends leave their output as it was allocated in such a pass: here allocations are zeros. Compiled
-    code allocates by itself, so there two passes may differ.
+    code allocates by itself, so there two passes may differ: then only bytes are compared.
     """
     import torch
     from torch.overrides import TorchFunctionMode
