@@ -1029,7 +1029,7 @@ def test_what_was_aborted_leaves_nothing_in_the_store():
             assert cluster.prepare(plans) == []
             for instance in cluster.instances.values():
                 instance.abort(cluster.epoch)
-        assert {int(key.partition("/")[0]) for key in one._store._store.list_keys()} <= {cluster.epoch}
+        assert {int(key.split("/")[1]) for key in one._store._store.list_keys()} <= {cluster.epoch}
 
 
 def test_who_ends_an_instance_that_hangs_is_told(monkeypatch):

@@ -102,7 +102,7 @@ def test_who_does_not_come_is_named_and_nothing_is_left(address):
 
 def test_a_store_listens_at_its_host_alone_and_members_at_theirs():
     store = ServedStore(HOST)
-    port = int(store.address.rpartition(":")[2])
+    port = client_of(store).port
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port), LIMIT_S)
     found: dict[str, Link] = {}
@@ -126,15 +126,36 @@ def test_a_store_listens_at_its_host_alone_and_members_at_theirs():
         link.close()
 
 
+def client_of(store: ServedStore) -> dist.TCPStore:
+    return dist.TCPStore(HOST, int(store.address.partition("/")[0].rpartition(":")[2]), is_master=False)
+
+
+@pytest.mark.parametrize("key", ["junk", "7/mesh", "", "/", "7", "x/7", "²/7", b"\xff\xfe"])
+def test_foreign_keys_and_foreign_connections_end_no_store(key):
+    store = ServedStore(HOST)
+    host, port = store.address.partition("/")[0].rsplit(":", 1)
+    client = client_of(store)
+    space = store.address.partition("/")[2]
+    for foreign in (key, f"{space}/junk", f"{space}/{'9' * 5000}"):
+        client.set(foreign, "x")
+    for garbage in (b"\xff" * 1000, b"GET / HTTP/1.1\r\n\r\n", b""):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(garbage)
+    store.forget(10)
+    assert client.get(key) == b"x"  # it is not ours
+    for link in links(store.address, "11/mesh", ["a", "b"]):
+        link.close()
+
+
 def test_a_store_forgets_what_changes_that_are_over_left_in_it():
     store = ServedStore(HOST)
     for epoch in (7, 8, 10):
         for link in links(store.address, f"{epoch}/mesh", ["a", "b"]):
             link.close()
-    client = dist.TCPStore(HOST, int(store.address.rpartition(":")[2]), is_master=False)
-    assert {key.partition("/")[0] for key in client.list_keys()} >= {"7", "8", "10"}
+    client = client_of(store)
+    assert {key.split("/")[1] for key in client.list_keys()} >= {"7", "8", "10"}
     store.forget(10)
-    assert {key.partition("/")[0] for key in client.list_keys()} == {"10"}
+    assert {key.split("/")[1] for key in client.list_keys()} == {"10"}
     for link in links(store.address, "11/mesh", ["a", "b"]):
         link.close()
 

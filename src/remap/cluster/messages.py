@@ -79,7 +79,7 @@ class Fingerprint:
 @dataclass(frozen=True)
 class Description:
     """An instance that is ready. model: its layers, with their bytes and measured seconds. memory_bytes: for layers and KV
-    together. rendezvous: where those that merge with it find each other ("host:port" of the store that it serves).
+    together. rendezvous: where those that merge with it find each other (`ServedStore.address`).
     host_bytes_per_s: at which layers come from the host's master copy, measured; 0: unknown."""
 
     name: str

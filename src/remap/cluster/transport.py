@@ -18,6 +18,8 @@ process aborts (pytorch#38228). So at exit their connections are broken, and the
 from __future__ import annotations
 
 import atexit
+import logging
+import secrets
 import socket
 import threading
 import time
@@ -35,6 +37,8 @@ from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
 
 __all__ = ["ASSUMED", "FRAME", "Deliver", "Link", "PeerLost", "ServedStore", "bytes_of", "connect", "tensor_of"]
+
+LOG = logging.getLogger(__name__)
 
 FRAME = 4096
 """Bytes of the first part of each message: two lengths, and as much of the header as fits."""
@@ -196,7 +200,11 @@ class Link:
 
 class ServedStore:
     """Where instances find each other: a torch.distributed.TCPStore, which lives as long as this object and listens at `host`
-    alone. address: of it, "host:port"."""
+    alone. address: of it, "host:port/space".
+
+    Whoever reaches the port may write to it. Keys of instances begin with `space`, which nobody else uses by accident; all
+    others are left alone. That keeps foreign keys apart, and keeps nobody out: who asks for the keys sees it.
+    """
 
     def __init__(self, host: str) -> None:
         # By itself it would listen at every address of the machine.
@@ -205,23 +213,37 @@ class ServedStore:
         self._store = _c10d.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        self.address = f"{host}:{port}"
+        self._space = secrets.token_hex(16)
+        self.address = f"{host}:{port}/{self._space}"
 
     def forget(self, epoch: int) -> None:
-        """Keep nothing of changes before this epoch: whoever is still to come is too late. Keys begin with their epoch."""
-        for key in self._store.list_keys():
-            if int(key.partition("/")[0]) < epoch:
-                self._store.delete_key(key)
+        """Keep nothing of changes before this epoch: whoever is still to come is too late. Behind the space, keys begin with
+        their epoch. Raises nothing: what stays is memory, and no change depends on it."""
+        try:
+            for key in self._store.list_keys():
+                space, _, rest = key.partition("/")
+                old = rest.partition("/")[0]
+                if space == self._space and old.isdecimal() and int(old) < epoch:
+                    self._store.delete_key(key)
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # the store's own; a foreign key that is no text, or a number too long
+            LOG.warning(
+                "keys of changes before epoch %d stay in the rendezvous %s: %s", epoch, self.address[:-33], error
+            )
 
 
 def connect(address: str, prefix: str, names: Sequence[str], name: str, host: str, timeout_s: float) -> Link:
     """The link of these members, of whom each calls this. Waits for all.
 
-    address: "host:port" of a torch.distributed.TCPStore. host: this member's, at which it listens. timeout_s: for all to come,
+    address: "host:port" of a torch.distributed.TCPStore, or "host:port/space" for keys that begin with a space.
+    host: this member's, at which it listens. timeout_s: for all to come,
     and later for a send. Raises InvalidArgument (field address) for an address that is none; PeerLost (fields peer: "", link)
     if not all came, or at once if nobody is at the address.
     """
-    at, _, port = address.rpartition(":")
+    server, slash, space = address.partition("/")
+    at, _, port = server.rpartition(":")
     if not at or not port.isdigit():
         raise InvalidArgument(
             f"a rendezvous is 'host:port' of a store, got {address!r}; nothing was made", address=address
@@ -231,7 +253,7 @@ def connect(address: str, prefix: str, names: Sequence[str], name: str, host: st
     try:
         # A store whose process is gone refuses this; torch would try again and again, beyond its time limit.
         socket.create_connection((at, int(port)), timeout_s).close()
-        store = _c10d.PrefixStore(prefix, _c10d.TCPStore(at, int(port), is_master=False, timeout=limit))
+        store = _c10d.PrefixStore(space + slash + prefix, _c10d.TCPStore(at, int(port), is_master=False, timeout=limit))
         # gloo waits for one member after another, for so long each: so all have to be there before.
         store.set(f"here/{rank}", "")
         store.wait(
