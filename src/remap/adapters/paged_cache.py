@@ -325,6 +325,7 @@ class PagedCache(Cache):
 
         Frees whole blocks behind them.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers before 5.19 gives a tensor
         held = self.table.tokens
         keep = tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove
         if keep < held:
