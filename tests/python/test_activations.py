@@ -125,8 +125,6 @@ def test_from_stored_activations_keys_and_values_are_those_that_the_pass_wrote(k
             assert torch.equal(x, before)
             for one, stored in zip(made, tenant.kv.tensors[layer]):
                 assert_near(one, stored[blocks, offsets], tolerance(runner.decoder, layer, x))
-                # Padding makes the matrix products of all these batches alike.
-                assert torch.equal(one, stored[blocks, offsets])
 
 
 @each_dtype

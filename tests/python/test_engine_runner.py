@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,13 +18,13 @@ transformers = pytest.importorskip("transformers")
 
 from fakes import FakeKV, FakeTenant  # noqa: E402
 from models import kv_spec  # noqa: E402
-from near_tokens import Near, logits_after, near_tokens  # noqa: E402
+from near_tokens import MARGIN, Near, logits_after, near_tokens  # noqa: E402
 
 from remap.engine import LLMEngine, ModelRunner, Request, SamplingParams  # noqa: E402
 from remap.engine.attention import AttentionBatch, decode_first  # noqa: E402
 from remap.engine.chunk import Chunk  # noqa: E402
 from remap.engine.request import Sequence  # noqa: E402
-from remap.engine.runner import sample  # noqa: E402
+from remap.engine.runner import sample, scores  # noqa: E402
 from remap.errors import InvalidArgument, OutOfBlocks  # noqa: E402
 
 LAYERS, VOCAB = 3, 97
@@ -199,7 +201,7 @@ def _shapes(chunks):
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 9)), min_size=1, max_size=5), st.lists(st.integers(1, 5)))
 def test_attention_shapes_depend_on_the_sequence_alone(sizes, cuts):
-    """What makes results independent of the batch: how a token is computed may depend on its own position only."""
+    """While nothing is recomputed: the less shapes depend on the batch, the less rounding does."""
     sequences = []
     for order, (length, more) in enumerate(sizes):
         sequence = Sequence.of(Request(str(order), (1,) * length), order)
@@ -242,15 +244,85 @@ def test_seeded_sampling_ignores_batch_preemption_and_runner():
     assert roomy.outputs["r1"].tokens != reference_tokens(model, requests[1].prompt, 12)
 
 
-def test_sampling_follows_the_distribution():
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    counts = torch.zeros(4)
-    for seed in range(2000):
-        sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=seed)
-        (token,) = sample([Chunk(Sequence.of(Request("x", (1,), sampling), 0), 0, 1)], logits)
-        counts[token] += 1
-    assert counts[3] == 0  # 0.5 + 0.3 + 0.15 reaches top_p
-    torch.testing.assert_close(counts[:3] / 2000, torch.tensor([0.5, 0.3, 0.15]) / 0.95, atol=0.04, rtol=0)
+LIKELY = torch.tensor([0.05, 0.4, 0.2, 0.15, 0.12, 0.08])
+CUTS = {
+    "whole": ({}, [0, 1, 2, 3, 4, 5]),
+    "top_k": ({"top_k": 3}, [1, 2, 3]),
+    "top_p": ({"top_p": 0.7}, [1, 2, 3]),  # 0.4 + 0.2 + 0.15 reaches it
+    "both": ({"top_k": 4, "top_p": 0.6}, [1, 2]),  # of the four, 0.6 / 0.87 reaches it
+    "more than there are": ({"top_k": 50}, [0, 1, 2, 3, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("cut", CUTS)
+def test_sampling_follows_the_distribution(cut, temperature):
+    """Chi-square of draws by seed and by position, below its value at a probability of 0.001."""
+    settings, kept = CUTS[cut]
+    # Cuts look at probabilities after the temperature: begin with the logits that have the same ones.
+    logits = LIKELY.log() * temperature
+    wanted = LIKELY[kept] / LIKELY[kept].sum()
+    limit = {2: 10.83, 3: 13.82, 6: 20.52}[len(kept)]
+    draws = [(seed, 7) for seed in range(600)], [(11, position) for position in range(600)]
+    for each in draws:
+        counts = torch.zeros(len(LIKELY))
+        for seed, position in each:
+            sampling = SamplingParams(temperature=temperature, seed=seed, **settings)
+            counts[int(scores(logits, sampling, position).argmax())] += 1
+        assert counts.sum() == counts[kept].sum() == 600
+        assert float(((counts[kept] - 600 * wanted) ** 2 / (600 * wanted)).sum()) < limit
+
+
+def test_who_ties_with_the_last_token_kept_is_kept():
+    logits = torch.tensor([1.0, 2.0, 1.0, 0.0])
+    for cut in ({"top_k": 2}, {"top_p": 0.7}):
+        found = scores(logits, SamplingParams(temperature=1.0, **cut), 3)
+        assert torch.isfinite(found).tolist() == [True, True, True, False]
+
+
+def from_sorted(logits, seed):
+    """A draw that inverts the cumulative distribution of sorted probabilities: what this engine does not do."""
+    probabilities, ids = torch.softmax(logits, -1).sort(descending=True, stable=True)
+    return int(
+        ids[int(torch.searchsorted(probabilities.cumsum(0), random.Random(seed).random()).clamp(max=len(ids) - 1))]
+    )
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 50}, {"top_p": 0.9}], ids=str)
+def test_logits_that_round_otherwise_give_the_same_draws(cut):
+    """A flat model of 20,000 tokens, with logits apart by 1e-6 as in another batch."""
+    generator = torch.Generator().manual_seed(2)
+    logits = 0.05 * torch.randn(20000, generator=generator)
+    other = logits + 1e-6 * (2 * torch.rand(20000, generator=generator) - 1)
+    sampled = [SamplingParams(temperature=1.0, seed=seed, **cut) for seed in range(100)]
+    assert all(int(scores(logits, one, 9).argmax()) == int(scores(other, one, 9).argmax()) for one in sampled)
+    assert sum(from_sorted(logits, seed) != from_sorted(other, seed) for seed in range(100)) > 3
+
+
+def test_a_draw_is_the_same_on_every_machine():
+    """Its noise is made of integers: these figures hold for any processor and release."""
+    found = scores(torch.zeros(4), SamplingParams(temperature=1.0, seed=-5), 17)
+    torch.testing.assert_close(
+        found,
+        torch.tensor(
+            [0.8463981215359719, -0.4544954331135961, 2.39637086526143, 1.220211853035835], dtype=torch.float64
+        ),
+        rtol=1e-12,
+        atol=0,
+    )
+
+
+def test_tokens_are_near_only_where_the_model_finds_them_as_good():
+    model = make_model("llama")
+    near = reference_tokens(model, (1, 2, 3), 6)
+    logits = logits_after(model, [1, 2, 3, *near[:2]])
+    assert float(logits.topk(2).values.diff()) < -MARGIN[torch.float32]
+    other = int(logits.topk(2).indices[1])
+    assert near == list(near) and near[:3] == tuple(near)[:3]
+    assert near != (*near[:2], other, *near[3:]) and near != near[:5] and {"a": tuple(near)} == {"a": near}
+    close = Near(lambda ids, use_cache: SimpleNamespace(logits=torch.zeros(1, 1, VOCAB)), near.request, near)
+    close.model.dtype = torch.float32
+    assert close == (*near[:2], other, 9) and close[:3] == (*near[:2], other)
 
 
 def test_stop_tokens_end_a_request():

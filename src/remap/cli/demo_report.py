@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
+    "IDENTICAL",
     "DemoResult",
     "RunResult",
     "closing_sentence",
@@ -300,6 +301,13 @@ def _tenant_rows(runs: Sequence[RunResult]) -> list[tuple[str, str, str, str, st
     return rows
 
 
+# What the row "identical requests" says, and what not.
+IDENTICAL = (
+    "identical requests: a run forms other batches than the reference, and recomputes where it preempts; on some processors rows "
+    "of other batches round otherwise, so that another token is chosen where two are nearly as good: both answers are right."
+)
+
+
 def table(result: DemoResult) -> Table:
     """The rich table of `table_rows`."""
     from rich.box import SIMPLE_HEAD
@@ -307,7 +315,7 @@ def table(result: DemoResult) -> Table:
 
     # Fits 80 columns: the width of a terminal that nobody has touched, and of a log.
     title = f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}"
-    drawn = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(title=title, caption=IDENTICAL, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)
     for kind in KINDS:
         drawn.add_column(kind, justify="right", style="bold" if kind == "remap" else None, no_wrap=True)

@@ -19,7 +19,7 @@ Why that is right. Every stage computes microbatches in the order of launching, 
                     blocks that one in flight writes to (`Lanes.writing`).
     failure         Parts that were launched and never land are of a group that is given up, with all of its KV.
 
-Tokens do not depend on where prompts are cut (`Scheduler`, chunk_align), nor on who else is in the microbatch.
+Tokens depend on where prompts are cut, and on who else is in the microbatch, by rounding alone.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ of a part of it (remap.cluster.stage).
 This is where an engine adopts remap in the pass: `tenant.forward()` around it, `tenant.wait(i)` before layer i reads its weights,
 `tenant.done(i)` after. If anything raises, leaving `tenant.forward()` abandons the pass.
 
-A row of the batch gets the same values whoever shares it, and wherever the layers are cut: rows are padded to the same number
-everywhere (`models.min_rows`), and hidden states are handed on with their padding.
+The same batch gives the same bits wherever the layers are cut: hidden states are handed on with their padding. In another batch a
+row may round otherwise (`models.min_rows`).
 """
 
 from __future__ import annotations

@@ -40,10 +40,12 @@ __all__ = [
 
 
 def min_rows(dtype: torch.dtype) -> int:
-    """Rows that a batch is padded to, so that a row's values do not depend on how many others share the matrix product.
+    """Rows that a batch is padded to, so that a row's values seldom depend on how many others share the matrix product.
 
-    Measured on x86 with MKL (fp32: other kernels for up to 3 rows, and with several threads for 9 to 11) and oneDNN
-    (bf16: another one for a single row, with some shapes: 2048 to 768 or to 1024).
+    Whether they do is the processor's matter: on some, other numbers of rows have other kernels, and rows differ in their last
+    bits all the same. Nothing may rely on equal bits in unlike batches. Measured on x86 with MKL (fp32: other kernels for up to
+    3 rows, and with several threads for 9 to 11) and oneDNN (bf16: another one for a single row, with some shapes: 2048 to 768
+    or to 1024).
     """
     if dtype is torch.bfloat16:
         return 2
@@ -339,10 +341,10 @@ def kv_from_activations(
     unchanged, in the model's dtype; they may come from several passes. positions: (tokens,), of these rows. Neither changes,
     and no KV is written. The layer's weights are read: call it where the pass reads them, between `wait` and `done`.
 
-    Equal bit for bit to what the pass wrote, if the matrix product gives a row the same values in both batches. On the CPU it
-    does, as rows are padded as `ModelRunner` pads them (`min_rows`). Elsewhere a kernel may be chosen by the number of rows
-    and sum in another order: then two sums of n products x w differ by at most 2 n 2^-24 sum |x w| in float32; bfloat16
-    rounds that sum once, to the same or to the neighbouring value, and a rotation mixes two such values.
+    Equal bit for bit to what the pass wrote, if the matrix product gives a row the same values in both batches. On the CPU
+    rows are padded as `ModelRunner` pads them (`min_rows`), which is enough on some processors. A kernel may be chosen by the
+    number of rows and sum in another order: then two sums of n products x w differ by at most 2 n 2^-24 sum |x w| in
+    float32; bfloat16 rounds that sum once, to the same or to the neighbouring value, and a rotation mixes two such values.
 
     Raises InvalidArgument for models that `require_smaller_activations` refuses, and for another shape or dtype.
     """

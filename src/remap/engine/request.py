@@ -17,8 +17,8 @@ class SamplingParams:
     """How tokens are chosen and when to stop.
 
     temperature 0 is greedy. Otherwise the token is drawn from softmax(logits / temperature), cut to the `top_k` most
-    likely (0: all) and to the smallest set whose probability reaches `top_p`. The draw depends on (seed, position)
-    only: neither the batch nor a preemption changes the random numbers a request sees.
+    likely (0: all) and to the smallest set whose probability reaches `top_p`; whoever ties with the last one kept is kept. The
+    random numbers depend on (seed, position, token) only: neither the batch nor a preemption changes them.
     """
 
     max_tokens: int = 16

@@ -44,7 +44,7 @@ class Scheduler:
     max_num_seqs: most sequences running at once. max_batch_tokens: most tokens a pass. watermark: share of the usable
     blocks that an admission must leave free while others run (vLLM's default is 0). lookahead_blocks: blocks a running
     sequence that `demand` asks for ahead of need. chunk_align: a prompt is cut at multiples of so many tokens, so that
-    its values do not depend on where it was cut. decode_cost: how many prompt tokens one decoding
+    its attention has the same shapes wherever it was cut. decode_cost: how many prompt tokens one decoding
     sequence costs in a pass (about 3 to 4 on a CPU); the prompt chunk shrinks by as much, so that passes take equally long
     and those who decode do not wait longer the more of them there are. 0 (default): only tokens count, as in vLLM.
     swap: whoever is preempted keeps its KV in host memory (`pool.copy_out`), if that has room, and goes on from there. KV is
