@@ -137,7 +137,7 @@ class Session:
         self._executor = _core.Executor(self._arena)
         self.clock = self._device.clock
         self._streams = Streams(self._backend, self._device.simulator)
-        self._host = HostMemories(self._backend, self._device)
+        self._host = HostMemories(self._backend, self._device, size)
         self._config = Knobs.of(config or Config())
         self._tenants: dict[str, TenantState] = {}
         self._lock = SessionLock(_core.fork_generation, self, Session._begin_call, Session._end_call)

@@ -6,9 +6,11 @@ import pytest
 from subprocesses import expect_ok
 
 import remap
+from remap.errors import OutOfMemory
 from remap.memory.machine_memory import memory_bound, require_memory
 
 GIB = 1 << 30
+PAGE = 4096
 MEMINFO = f"MemTotal:       {24 * GIB // 1024} kB\nMemFree:        100 kB\nSwapTotal:      {GIB // 1024} kB\n"
 
 
@@ -82,3 +84,25 @@ def test_a_session_about_as_large_as_the_memory_opens():
     pages = memory_bound().nbytes // (2 << 20)
     with remap.Session(pages * (2 << 20), "cpu") as session:
         assert session.snapshot().pages.free == pages
+
+
+def _hosted(nbytes: int) -> remap.KVSpec:
+    """A KVSpec with so many bytes of host blocks, rounded up."""
+    unit = 2 * 2 * 64 * 4096  # layers, keys and values, a block of int8
+    spec = {"layers": 2, "kv_heads": 1, "head_dim": 64, "dtype": "int8", "block_tokens": 4096}
+    return remap.KVSpec(**spec, min_blocks=0, max_blocks=1, host_blocks=-(-nbytes // unit))
+
+
+def test_host_memory_that_the_machine_cannot_hold_is_refused_and_the_sum_counts() -> None:
+    layers, bound = [b"x" * PAGE] * 2, memory_bound().nbytes
+    with remap.Session(40 * PAGE, device="cpu", page_bytes=PAGE) as session:
+        with pytest.raises(OutOfMemory) as caught:
+            session.attach_bytes(layers, name="a", kv=_hosted(2 * bound))
+        assert caught.value.limit == bound and caught.value.requested >= 2 * bound
+        assert not session.snapshot().tenants
+        session.attach_bytes(layers, name="a", kv=_hosted(bound * 6 // 10))  # addresses only: nothing is touched
+        with pytest.raises(OutOfMemory):
+            session.attach_bytes(layers, name="b", kv=_hosted(bound * 6 // 10))
+        assert set(session.snapshot().tenants) == {"a"}
+        session.detach("a")
+        session.attach_bytes(layers, name="b", kv=_hosted(bound * 6 // 10))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from remap.errors import Error
+from remap.memory.machine_memory import require_memory
 from remap.memory.streams import gone
 
 if TYPE_CHECKING:
@@ -23,11 +24,18 @@ __all__ = ["HostMemories", "HostMemory"]
 class HostMemory:
     """Memory allocated by the backend, or the caller's own registered with it. `release` gives everything back."""
 
-    def __init__(self, backend: Any, device: Device) -> None:
+    def __init__(self, backend: Any, device: Device, beside: Callable[[], int] = lambda: 0) -> None:
+        """beside: bytes of the machine's memory that the session has by now."""
         self._backend = backend
         self._device = device
+        self._beside = beside
         self._allocated: list[tuple[int, int]] = []
         self._registered: list[tuple[int, int]] = []
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held that are no memory of the caller's."""
+        return sum(nbytes for _, nbytes in self._allocated)
 
     @property
     def nbytes(self) -> int:
@@ -42,8 +50,13 @@ class HostMemory:
         return self._device.host_tensor(self.reserve(nbytes), nbytes, self)
 
     def reserve(self, nbytes: int) -> int:
-        """The address of `nbytes` of page-locked memory, valid until `release`. Raises as `allocate` does."""
+        """The address of `nbytes` of page-locked memory, valid until `release`. Raises as `allocate` does, and OutOfMemory
+        (fields requested, limit, limited_by) if the session would then have more than the machine: the kernel gives memory
+        when it is touched, and would end the process instead.
+        """
         size = max(nbytes, 1)
+        if self._device.simulator is None:
+            require_memory(self._beside() + size, what="host memory, with all that the session has of it,")
         self._allocated.append((self._backend.allocate_host(size), size))
         return self._allocated[-1][0]
 
@@ -89,16 +102,22 @@ class HostMemory:
 class HostMemories:
     """A session's host memory: its tenants', and memory that the backend has not taken back yet."""
 
-    def __init__(self, backend: Any, device: Device) -> None:
+    def __init__(self, backend: Any, device: Device, arena_bytes: int) -> None:
+        """arena_bytes: of the arena, which lies in host memory as well on the CPU."""
         self._backend = backend
         self._device = device
+        self._arena_bytes = arena_bytes if device.name.kind == "cpu" else 0
         self._held: list[HostMemory] = []
+
+    def nbytes(self) -> int:
+        """Bytes of the machine's memory that the session has, the arena on the CPU included."""
+        return self._arena_bytes + sum(host.allocated_bytes for host in self._held)
 
     @contextmanager
     def taken(self, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory]:
         """Memory for a tenant to be. If the block raises, gives it back, unless a tenant has `kept` it by then: an
         interrupt can come when the tenant is attached already."""
-        host = HostMemory(self._backend, self._device)
+        host = HostMemory(self._backend, self._device, self.nbytes)
         self._held.append(host)
         try:
             yield host

@@ -1,4 +1,4 @@
-"""The most memory that this process could ever have, the hard limit of a session on the CPU.
+"""The most memory that this process could ever have: the hard limit of a session on the CPU, and of any session's host memory.
 
 The kernel gives the host backend its pages when they are touched, so a capacity that the machine cannot hold ends in
 the kernel's out-of-memory killer, not in an error. `require_memory` refuses it before anything is made, the table of
@@ -45,18 +45,18 @@ def memory_bound(root: str = "/") -> MemoryBound:
     return found
 
 
-def require_memory(capacity: int, root: str = "/") -> None:
-    """Raises OutOfMemory (fields requested, limit, limited_by) for a capacity above `memory_bound`."""
+def require_memory(nbytes: int, root: str = "/", what: str = "a capacity") -> None:
+    """Raises OutOfMemory (fields requested, limit, limited_by) for more bytes than `memory_bound`. what: asks for them."""
     bound = memory_bound(root)
-    if capacity <= bound.nbytes:
+    if nbytes <= bound.nbytes:
         return
     whose = "this machine has" if bound.limited_by == "machine" else "the process's control group allows"
     other = "" if bound.limited_by == "machine" else ", or raise the group's limit"
     raise OutOfMemory(
-        f"a capacity of {show_size(capacity)} ({capacity} bytes) was asked for, but {whose} {show_size(bound.nbytes)} "
-        f"({bound.nbytes} bytes) of memory and swap in all; nothing was created; give a capacity that leaves room for "
+        f"{what} of {show_size(nbytes)} ({nbytes} bytes) was asked for, but {whose} {show_size(bound.nbytes)} "
+        f"({bound.nbytes} bytes) of memory and swap in all; nothing was created; ask for less, so that there is room for "
         f"everything else on the machine{other}",
-        requested=capacity,
+        requested=nbytes,
         limit=bound.nbytes,
         limited_by=bound.limited_by,
     )
