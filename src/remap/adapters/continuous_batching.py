@@ -44,7 +44,7 @@ from remap.errors import InvalidArgument, InvalidState
 
 from .touched import Touched
 
-__all__ = ["BlockScheduler", "BlockSectors", "configuration", "withdraw"]
+__all__ = ["BlockScheduler", "BlockSectors", "PagedAttentionCache", "configuration", "withdraw"]
 
 _HERE = "transformers.generation.continuous_batching"
 TOUCHED = (

@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    get_layer_types_and_kwargs,
-)
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from remap.errors import InvalidArgument
 
@@ -46,37 +41,38 @@ def kv_shape(model: Any, layers: Sequence[nn.Module], dtype: str | None = None) 
         raise _refused(type(model).__name__, "is an encoder-decoder, which has two caches", what="encoder_decoder")
     config = config.get_text_config(decoder=True)
     name = type(model).__name__
-    types, kwargs = get_layer_types_and_kwargs(config)
-    classes = [DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in types]
-    if (found := sorted({kind for kind, cls in zip(types, classes) if cls not in _KNOWN})) != []:
+    # What generate() itself would make. The cache holds no memory before its first pass.
+    kept = DynamicCache(config=config).layers
+    if (found := sorted({type(each).__name__ for each in kept if type(each) not in _KNOWN})) != []:
         raise _refused(
-            name, f"has layers of the types {found}, which keep more than keys and values", what="layer_types"
+            name, f"has caches of the types {found}, which keep more than keys and values", what="layer_types"
         )
-    if len(types) != len(layers):
+    if len(kept) != len(layers):
         raise _refused(
             name,
-            f"caches {len(types)} of {len(layers)} layers: some share keys and values",
+            f"caches {len(kept)} of {len(layers)} layers: some share keys and values",
             what="shared",
-            layers=len(types),
+            layers=len(kept),
         )
     if getattr(config, "kv_lora_rank", None) is not None:
         raise _refused(name, "has latent attention, whose keys and values differ in size", what="kv_lora_rank")
-    heads = [_of(each, "num_key_value_heads") or each.num_attention_heads for each in config.per_layer_config]
-    dims = [_of(each, "head_dim") or each.hidden_size // each.num_attention_heads for each in config.per_layer_config]
+    configs = _of(config, "per_layer_config") or [config]  # transformers before 5.19 has one for all layers
+    heads = [_of(each, "num_key_value_heads") or each.num_attention_heads for each in configs]
+    dims = [_of(each, "head_dim") or each.hidden_size // each.num_attention_heads for each in configs]
     if len({*zip(heads, dims)}) != 1:
         raise _refused(
             name, f"has layers with different (KV heads, head dimension): {sorted({*zip(heads, dims)})}", what="heads"
         )
     for index, layer in enumerate(layers):
         _check_projections(name, index, layer, heads[0] * dims[0])
-    windows = tuple(each.get("sliding_window") for each in kwargs)
+    windows = tuple(_of(each, "sliding_window") for each in kept)
     return KVShape(len(layers), heads[0], dims[0], dtype or str(model.dtype).removeprefix("torch."), windows)
 
 
 _KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def _of(config: Any, name: str) -> int | None:
+def _of(config: Any, name: str) -> Any:
     return getattr(config, name, None)
 
 
