@@ -236,7 +236,7 @@ wheel-check: $(STAMPS)/wheel
 	rm -f build/dist/*.whl && mkdir -p build/dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/wheel -w build/dist .
 	$(BIN)/python tools/lock.py pins > build/constraints.txt
-	PIP_CONSTRAINT=build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/remap-*.whl
+	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/remap-*.whl
 
 # zig has no __cpu_model, which __builtin_cpu_supports reads: gcc's own library has it, and is linked last.
 ZIG_CXX = $(CURDIR)/$(BIN)/python -m ziglang c++ -target $(shell uname -m)-linux-gnu.$(MANYLINUX_GLIBC)
@@ -247,7 +247,7 @@ wheel-manylinux: $(STAMPS)/manylinux
 	  -w build/dist/zig .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w build/dist/manylinux build/dist/zig/remap-*.whl
 	$(BIN)/python tools/lock.py pins > build/constraints.txt
-	PIP_CONSTRAINT=build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/manylinux/remap-*.whl
+	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/manylinux/remap-*.whl
 
 $(STAMPS)/manylinux: $(STAMPS)/venv
 	$(PIP) install -q $$($(BIN)/python tools/extras.py manylinux | sed 's/ //g')
