@@ -28,6 +28,11 @@ class GroupPool:
         """Blocks that `allocate` could return now."""
         return len(self._free)
 
+    @property
+    def live_blocks(self) -> int:
+        """Blocks that are allocated."""
+        return len(self._live)
+
     def allocate(self, n: int) -> list[int]:
         """Ascending. Raises OutOfBlocks (fields requested, free, usable); nothing was allocated then."""
         if n > len(self._free):
