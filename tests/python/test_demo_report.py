@@ -58,10 +58,13 @@ def make_result(**remap_changes: object) -> DemoResult:
 
 def test_json_has_exactly_the_documented_keys() -> None:
     data = json.loads(json.dumps(to_json(make_result())))
-    assert list(data) == ["model", "budget_bytes", "requests", "tokens_identical", "baseline", "remap", "machine"]
+    kinds = ["unconstrained", "baseline", "remap"]
+    assert list(data) == ["model", "budget_bytes", "requests", "tokens_identical", *kinds, "machine"]
+    assert [data[kind]["identical_requests"] for kind in kinds] == [data["requests"]] * 3
     figures = "preemptions recomputed_tokens tokens_per_s ttft_p50_s ttft_p99_s tbt_p50_s tbt_p99_s"
     figures += " kv_blocks_start kv_blocks_peak layers_remapped_peak stall_fraction"
-    for kind in ("baseline", "remap"):
+    figures += " identical_requests"
+    for kind in kinds:
         assert list(data[kind]) == figures.split()
     assert data["budget_bytes"] == 512 << 20
     assert data["requests"] == 48

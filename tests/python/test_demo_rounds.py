@@ -12,7 +12,7 @@ from test_demo_report import make_result, make_run
 from remap.cli import demo
 from remap.cli.demo_config import DemoConfig
 from remap.cli.demo_report import DemoResult
-from remap.cli.demo_rounds import rounds_rows, rounds_to_json
+from remap.cli.demo_rounds import rounds_rows, rounds_table, rounds_to_json
 
 
 def rounds() -> list[DemoResult]:
@@ -32,6 +32,17 @@ def test_a_row_is_the_median_with_its_range() -> None:
     assert rows["tokens/s"][2].startswith(f"{generated / 20:.1f} ({generated / 24:.1f} to ")
     assert rows["layers remapped"][3] == "" and rows["stall share"][3] == ""  # nothing is divided by a baseline of zero
     assert rows["same tokens"] == ("reference", "48 of 48", "48 of 48 (47 to 48)", "")
+
+
+def test_the_table_cuts_no_figure_off_in_a_log_of_80_columns() -> None:
+    several = [make_result(wall_s=wall_s, ttft_s=(wall_s / 3,) * 48) for wall_s in (20.01, 24.02, 10.03)]
+    out = io.StringIO()
+    Console(file=out, width=80).print(rounds_table(several))
+    text = out.getvalue()
+    assert "…" not in text
+    words = set(text.split())
+    for row in rounds_rows(several):
+        assert words.issuperset(" ".join(row).split()), row
 
 
 def test_json_of_several_rounds_holds_each() -> None:

@@ -137,8 +137,10 @@ def to_json(result: DemoResult) -> dict[str, Any]:
         "budget_bytes": result.budget_bytes,
         "requests": result.requests,
         "tokens_identical": identical_requests(result.remap, result.unconstrained) == result.requests,
-        "baseline": numbers(result.baseline),
-        "remap": numbers(result.remap),
+        **{
+            run.kind: {**numbers(run), "identical_requests": identical_requests(run, result.unconstrained)}
+            for run in result.runs
+        },
         "machine": dict(result.machine),
     }
 

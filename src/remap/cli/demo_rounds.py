@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .demo_report import DemoResult, identical_requests, numbers, to_json
+from .demo_report import IDENTICAL, DemoResult, identical_requests, numbers, to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,10 +83,11 @@ def rounds_table(rounds: Sequence[DemoResult]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    drawn = Table(title=f"median of {len(rounds)} alternating rounds (range)", box=SIMPLE_HEAD, pad_edge=False)
+    title = f"median of {len(rounds)} alternating rounds (range)"
+    drawn = Table(title=title, caption=IDENTICAL, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)
     for kind in ("unconstrained", "baseline", "remap", "change"):
-        drawn.add_column(kind, justify="right", no_wrap=True)
+        drawn.add_column(kind, justify="right")  # a narrow terminal breaks a range over two lines, and cuts no digit off
     for cells in rounds_rows(rounds):
         drawn.add_row(*(cell.replace(" (", "\n(") for cell in cells))  # the range below: fits 80 columns
     return drawn
