@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from remap.sim.policies import ALL, UNUSED_KV, UNUSED_KV_AND_SWAP
+
 from . import ROOT, seeds
 from .paper.experiment_list import C1, C2
 from .paper.experiments import BASELINE, IDEAL, OURS, Panel
@@ -45,7 +47,7 @@ CELLS = (
 )
 WHOLE = "whole"
 """`BASELINE` where whoever has the turn has all memory, and switching costs nothing."""
-POLICIES = (BASELINE, "swap", "pie", OURS, "remap:swap", WHOLE, IDEAL)
+POLICIES = (BASELINE, "swap", "pie", UNUSED_KV, UNUSED_KV_AND_SWAP, OURS, "remap:swap", ALL, WHOLE, IDEAL)
 SETTINGS = Settings(requests=1500, seeds=5)
 QUICK = Settings(requests=100, seeds=2, quick=True)
 COLUMNS = (

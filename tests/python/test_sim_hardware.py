@@ -31,6 +31,7 @@ PARAMETERS = {
     "Llama-2-70b": 68_976_648_192,
     "Llama-3-8b": 8_030_261_248,
     "Llama-3.1-70B": 70_553_706_496,
+    "Mistral-7B-v0.3": 7_248_023_552,
     "Mixtral-8x7B": 46_702_792_704,
     "Qwen2.5-14B": 14_770_033_664,
     "Qwen2.5-72B": 72_706_203_648,
@@ -51,6 +52,19 @@ def refused(field: str, call: Any, *arguments: Any, **named: Any) -> InvalidArgu
         call(*arguments, **named)
     assert caught.value.field == field, str(caught.value)
     return caught.value
+
+
+@pytest.mark.parametrize(
+    ("look_up", "written", "near"),
+    [(machine, "H100-SMX", "H100-SXM"), (machine, "gh200_96gb", "GH200-96GB"), (model, "lama-3-8b", "Llama-3-8b")],
+)
+def test_a_name_that_is_nearly_known_is_told(look_up, written, near) -> None:
+    error = refused(look_up.__name__, look_up, written)
+    assert error.candidates[0] == near and near in str(error)
+
+
+def test_a_name_like_no_other_is_told_none() -> None:
+    assert refused("model", model, "zzzz").candidates == ()
 
 
 def test_the_tables_hold_what_they_are_known_for() -> None:

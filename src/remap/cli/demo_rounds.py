@@ -87,7 +87,9 @@ def rounds_table(rounds: Sequence[DemoResult]) -> Table:
     drawn = Table(title=title, caption=IDENTICAL, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)
     for kind in ("unconstrained", "baseline", "remap", "change"):
-        drawn.add_column(kind, justify="right")  # a narrow terminal breaks a range over two lines, and cuts no digit off
+        drawn.add_column(
+            kind, justify="right"
+        )  # a narrow terminal breaks a range over two lines, and cuts no digit off
     for cells in rounds_rows(rounds):
         drawn.add_row(*(cell.replace(" (", "\n(") for cell in cells))  # the range below: fits 80 columns
     return drawn

@@ -1,4 +1,4 @@
-"""The typer application: `remap demo`, `offline`, `cluster`, `top`, `plan`, `simulate`, `fit` and `doctor`."""
+"""The typer application: `remap demo`, `offline`, `cluster`, `top`, `advise`, `plan`, `simulate`, `fit` and `doctor`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from remap.sizes import parse_size
 
 from . import cluster
+from .advise import advise
 from .demo_config import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
 from .errors import EXIT_CODES, exit_on_error, writable
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("offline")(offline)
+app.command("advise")(advise)
 app.command("plan")(plan)
 app.command("simulate")(simulate)
 app.command("fit")(fit_command)

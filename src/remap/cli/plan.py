@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,9 +17,7 @@ from rich.table import Table
 
 from remap.sim.hardware import Model, namesakes
 from remap.sim.hardware import machine as machine_of
-from remap.sim.hardware import model as model_of
-from remap.sim.hf_config import read_config
-from remap.sim.model_variants import in_dtype
+from remap.sim.hf_config import find_model
 from remap.sim.planning import MAX_REQUESTS, Plan, memory_of
 from remap.sim.planning import plan as make_plan
 from remap.sim.planning_numbers import Donor, Reload
@@ -83,13 +80,9 @@ def plan(
 
 
 def _model(name: str, tables: Path | None, dtype: str | None, assumed: list[str]) -> Model:
-    """The model of this name in a table, or of this config.json."""
-    if name.endswith(".json") or os.sep in name or Path(name).is_dir():
-        found, notes = read_config(name, dtype)
-        assumed.extend(notes)
-        return found
-    found = model_of(name, tables)
-    return found if dtype is None else in_dtype(found, dtype)
+    found, notes = find_model(name, tables, dtype)
+    assumed.extend(notes)
+    return found
 
 
 def show(found: Plan, console: Console) -> None:

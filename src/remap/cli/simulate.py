@@ -142,6 +142,7 @@ def _notes(options: Options, prepared: Prepared) -> list[str]:
             f"{options.machine} is {machine.name}; {' or '.join(others)} is another machine: give the full name"
         )
     found += fit_note(machine)
+    found += [text for tenant in prepared.setup.tenants for text in tenant.assumed]
     found += [
         f"every batch of {tenant.model.name} touches as many of its {tenant.model.experts} experts as it can; with "
         "small batches its layers are faster than that"
@@ -227,7 +228,10 @@ def run(prepared: Prepared, progress: Console) -> list[PolicyResult]:
 def simulate(
     machine: Annotated[str, typer.Option(help="Such as GH200-96GB; the tables of the package, and --machines-file.")],
     tenants: Annotated[
-        str, typer.Option(help="C1, C2, one model, or models with shares as 'OPT-13b:35%,Llama-3-8b:20%'.")
+        str,
+        typer.Option(
+            help="C1, C2, one model, or models with shares as 'OPT-13b:35%,Llama-3-8b:20%'; paths of a config.json, too."
+        ),
     ],
     arrivals: Annotated[
         str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -105,10 +106,14 @@ def resolve(kind: str, name: object, table: Mapping[str, Mapping[str, Any]]) -> 
             known=known_names,
             candidates=tuple(begun),
         )
+    by_lower = {known.lower(): known for known in table}
+    near = tuple(by_lower[one] for one in difflib.get_close_matches(wanted, by_lower, n=3))
+    meant = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise InvalidArgument(
-        f"unknown {kind} {name!r}; nothing was looked up; the known ones are {', '.join(known_names)}; a JSON of "
+        f"unknown {kind} {name!r}{meant} nothing was looked up; the known ones are {', '.join(known_names)}; a JSON of "
         "one's own adds more",
         field=kind,
         name=name,
         known=known_names,
+        candidates=near,
     )

@@ -9,6 +9,7 @@ that these counts do not know (layers of several kinds, windows that differ from
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 from remap.config import invalid
 from remap.errors import InvalidArgument
 
-from .hardware import Model
+from .hardware import Extra, Model, model
 from .model_variants import in_dtype
 
-__all__ = ["FAMILIES", "read_config"]
+__all__ = ["FAMILIES", "find_model", "read_config"]
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
 FAMILIES = (*_GATED, "opt", "gpt2")
@@ -59,6 +60,15 @@ class _Config:
         if value is not None and not isinstance(value, bool):
             raise invalid(f"{self.path}: {name}", value, "true or false")
         return default if value is None else value
+
+
+def find_model(name: str, tables: Extra = None, dtype: str | None = None) -> tuple[Model, tuple[str, ...]]:
+    """(the model of this name, what was assumed of it): one of the tables, or, for a path, of a checkpoint's config.json or its
+    folder. dtype: as in `read_config`. Raises InvalidArgument as `hardware.model` and `read_config` do."""
+    if name.endswith(".json") or os.sep in name or Path(name).is_dir():
+        return read_config(name, dtype)
+    found = model(name, tables)
+    return (found if dtype is None else in_dtype(found, dtype)), ()
 
 
 def read_config(path: str | Path, dtype: str | None = None) -> tuple[Model, tuple[str, ...]]:

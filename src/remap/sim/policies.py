@@ -6,6 +6,8 @@
                   "pie:1.6": a fixed expansion
     static:X      a fixed X of the layers (default 10 %) is streamed from the start, as vLLM's prefetch offloader; "static:6" or
                   "static:10%"
+    kv-pool       unused KV of any tenant is everybody's, weights stay (kvcached); "kv-pool+swap": and preempted requests keep
+                  their KV in host memory. The strongest alternatives: what weights add is beyond these
     remap         the production controller with its defaults
     remap:A       one of its ablations (below), or settings of Knobs: "remap:selection=slices+buffers=2"
     ideal         recompute with six times the memory: what memory is worth. Nobody can choose it; the others are
@@ -24,7 +26,21 @@ from typing import Any
 from remap.config import Knobs
 from remap.errors import InvalidArgument
 
-__all__ = ["ABLATIONS", "IDEAL_MEMORY", "POLICIES", "UNBOUNDED", "Policy", "find", "known"]
+__all__ = [
+    "ABLATIONS",
+    "ALL",
+    "IDEAL_MEMORY",
+    "POLICIES",
+    "UNBOUNDED",
+    "UNUSED_KV",
+    "UNUSED_KV_AND_SWAP",
+    "Policy",
+    "find",
+    "known",
+]
+
+UNUSED_KV, UNUSED_KV_AND_SWAP, ALL = "kv-pool", "kv-pool+swap", "remap:pool+swap"
+"""Names: KV shared between models, weights where they are; the same with KV in host memory; and all donors, weights too."""
 
 UNBOUNDED = 1e6
 """As slowdown: demand decides alone."""
@@ -71,6 +87,10 @@ def _policy(name: str, about: str, kind: str, **settings: Any) -> Policy:
     return Policy(name, about, kind, **settings)
 
 
+_POOLED = 0.25
+"""The share of each reservation that stays its tenant's own where unused KV is everybody's."""
+_KV_POOL: Mapping[str, Any] = MappingProxyType({"controller": {"max_layers": 0}, "pooled": _POOLED})
+
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         one.name: one
@@ -80,6 +100,10 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             _policy("pie", "KV of some layers in host memory, swapped both ways, adaptive (Pie)", "pie"),
             _policy(
                 "static", "a fixed share of the layers streamed from the start (default 10 %)", "static", static=0.1
+            ),
+            _policy(UNUSED_KV, "KV shared between models, weights stay (kvcached)", "remap", **_KV_POOL),
+            _policy(
+                UNUSED_KV_AND_SWAP, "the same, and preempted requests go to host memory", "remap", **_KV_POOL, swap=True
             ),
             _policy("remap", "the production controller", "remap"),
             _policy("ideal", "recompute with six times the memory", "recompute", memory=IDEAL_MEMORY),
@@ -112,7 +136,7 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "mru": ("the most recently used inactive tenant gives first", {"policy": "mru"}),
         "lru": ("the least recently used one", {"policy": "lru"}),
         "self": ("no tenant gives layers to another", {"lends": False}),
-        "pool": ("three quarters of every KV reservation are everybody's", {"pooled": 0.25}),
+        "pool": ("three quarters of every KV reservation are everybody's", {"pooled": _POOLED}),
         "swap": ("preempted requests keep their KV in host memory", {"swap": True}),
         "stream": (
             "they do, and complete blocks of running ones stream from there, layer by layer",

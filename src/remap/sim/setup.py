@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import Machine, Model, model
+from remap.sim.hardware import Extra, Machine, Model
+from remap.sim.hf_config import find_model
 from remap.sim.passes import Cost
 from remap.sim.scheduling import SCHEDULERS
 from remap.sizes import parse_size
 
-__all__ = ["COMBINATIONS", "SHARINGS", "Setup", "TenantSetup", "tenants"]
+__all__ = ["COMBINATIONS", "SHARINGS", "Setup", "TenantSetup", "evenly", "tenants"]
 
 SHARINGS = ("temporal", "spatial", "mig")
 COMBINATIONS: Mapping[str, str] = {
@@ -30,6 +31,7 @@ class TenantSetup:
 
     kv_blocks: of its reservation, as they are; None: what `memory_bytes` leaves. cost: seconds of computation, with the two
     methods of `Roofline`; None: the roofline of the machine. Only the latter knows the part of a device that "mig" gives.
+    assumed: of the model, in sentences.
     """
 
     name: str
@@ -38,6 +40,12 @@ class TenantSetup:
     priority: int = 0
     kv_blocks: int | None = None
     cost: Cost | None = None
+    assumed: tuple[str, ...] = ()
+
+
+ACTIVATION_BYTES = 500_000_000
+"""Taken by each engine besides weights and KV: an assumption."""
+PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,8 @@ class Setup:
     quantum_s: float = 1.0
     block_tokens: int = 16
     gap_s: float | None = None
-    activation_bytes: int = 500_000_000
-    page_bytes: int = 2 << 20
+    activation_bytes: int = ACTIVATION_BYTES
+    page_bytes: int = PAGE_BYTES
     scheduling: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,8 +139,10 @@ class Setup:
         return left // (self.block_tokens * tenant.model.kv_bytes_per_token)
 
 
-def tenants(text: str, on: Machine, models: object = None) -> tuple[TenantSetup, ...]:
+def tenants(text: str, on: Machine, models: Extra = None) -> tuple[TenantSetup, ...]:
     """From "C1", "C2", one model, or "OPT-13b:35%,chat=Llama-3-8b:20GiB": models with shares of the machine or sizes.
+
+    A model is a name of the tables, or the path of a checkpoint's config.json or its folder (without a colon in it).
 
     A model that occurs twice gets a number behind its name, unless it has one before "=". models: the user's own (see
     `hardware.model`). Raises InvalidArgument for an unknown model or a share that is none.
@@ -144,7 +154,7 @@ def tenants(text: str, on: Machine, models: object = None) -> tuple[TenantSetup,
         label, _, share = rest.partition(":")
         if equals and not name.strip():
             raise InvalidArgument(f"{part!r} has no name before '='; nothing was made; give one", tenant=part)
-        found = model(label, models)  # type: ignore[arg-type]
+        found, assumed = find_model(label, models)
         chosen = name if equals else found.name
         if not equals and any(one.name == chosen for one in made):
             chosen = f"{chosen}-{sum(one.model is found or one.model.name == found.name for one in made) + 1}"
@@ -153,11 +163,42 @@ def tenants(text: str, on: Machine, models: object = None) -> tuple[TenantSetup,
                 f"{part!r} says no share; several tenants need one each, as in OPT-13b:35%,Llama-3-8b:20%; nothing was made",
                 tenant=part,
             )
-        made.append(TenantSetup(chosen, found, _bytes(share, on)))
+        made.append(TenantSetup(chosen, found, _bytes(share, on), assumed=assumed))
     if not made:
         raise InvalidArgument(
             f"expected models or one of {', '.join(COMBINATIONS)}, got {text!r}; nothing was made", tenants=text
         )
+    return tuple(made)
+
+
+def evenly(names: Sequence[str], on: Machine, memory_bytes: int, models: Extra = None) -> tuple[TenantSetup, ...]:
+    """These models in `memory_bytes` of the machine, each with as many tokens of KV as the others. names: as in `tenants`,
+    without shares.
+
+    Raises InvalidArgument for no model, an unknown one, and (fields requested, available) for weights that leave no KV.
+    """
+    found = [find_model(name.strip(), models) for name in names if name.strip()]
+    if not found:
+        raise InvalidArgument("no model was given; nothing was made; name at least one", models=tuple(names))
+    fixed = [
+        model.layers * -(-model.layer_bytes // PAGE_BYTES) * PAGE_BYTES + model.resident_bytes + ACTIVATION_BYTES
+        for model, _ in found
+    ]
+    left = memory_bytes - sum(fixed)
+    tokens = left // sum(model.kv_bytes_per_token for model, _ in found)
+    if tokens < 1:
+        raise InvalidArgument(
+            f"the weights and activations of {', '.join(model.name for model, _ in found)} take {sum(fixed) / 1e9:.1f} GB, and "
+            f"{memory_bytes / 1e9:.1f} GB of {on.name} are given, which leaves no KV cache; nothing was made; give more "
+            "memory, or fewer or smaller models",
+            requested=sum(fixed),
+            available=memory_bytes,
+        )
+    made: list[TenantSetup] = []
+    for (model, assumed), nbytes in zip(found, fixed):
+        same = sum(one.model.name == model.name for one in made)
+        name = f"{model.name}-{same + 1}" if same else model.name
+        made.append(TenantSetup(name, model, nbytes + tokens * model.kv_bytes_per_token, assumed=assumed))
     return tuple(made)
 
 
