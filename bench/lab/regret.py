@@ -1,0 +1,271 @@
+"""Regret: how far a policy is behind the best of all policies on a load, over many loads. And what weights add, as a map.
+
+    python -m bench.lab regret --loads 40     runs what is missing of the first 40 loads (hours on two cores) and writes the page
+    python -m bench.lab regret --quick        few requests, four loads, one seed: minutes
+
+A load is a machine, models that share a part of its memory evenly, a length of requests and a rate, as a share of c, what
+`recompute` serves a second when all requests are there at once. The loads are all combinations in one order
+at random, which never changes: the first N are a sample of all, and N may grow.
+
+Regret of a figure: by how much of the best policy's a policy's is worse, seed by seed; the median over the seeds is the load's.
+Differences below `UNNOTICED` count as none: 40 ms until the first token instead of 30 are no regret of a third.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from remap.errors import InvalidArgument
+from remap.sim.hardware import machine
+from remap.sim.policies import ALL, UNUSED_KV, UNUSED_KV_AND_SWAP
+from remap.sim.setup import evenly
+
+from . import ROOT, seeds
+from .paper.experiments import BASELINE, OURS, Panel
+from .paper.runs import Run, Settings, saturation
+
+__all__ = ["LOADS", "POLICIES", "QUICK", "RESULTS", "SETTINGS", "Load", "regrets", "run_regret"]
+
+MACHINES = ("GH200-96GB", "H100-SXM", "H100-PCIe", "RTX-4090", "A100")
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "one 13B": ("Llama-2-13b",),
+    "one 4B": ("Qwen3-4B",),
+    "13B and 8B": ("OPT-13b", "Llama-3-8b"),
+    "two 13B and 8B": ("OPT-13b", "Llama-2-13b", "Llama-3-8b"),
+    "five 4B": ("Qwen3-4B",) * 5,
+}
+MEMORY = (0.3, 0.5, 0.7, 0.95)
+RATES = (0.3, 0.6, 0.9, 1.2)
+LENGTHS = ("sharegpt", "long", "alpaca")
+POLICIES = (BASELINE, "swap", "pie", UNUSED_KV, UNUSED_KV_AND_SWAP, OURS, "remap:swap", "remap:pool", ALL)
+OF = (OURS, ALL)
+"""Whose regret is told: the default's, and that of all donors."""
+SETTINGS = Settings(requests=400, seeds=5)
+QUICK = Settings(requests=60, seeds=1, quick=True)
+RESULTS = ROOT / "bench" / "results" / "regret.json"
+
+FIGURES: Mapping[str, bool] = {
+    "ttft_p99_s": False,
+    "tpot_p99_s": False,
+    "tbt_p99_s": False,
+    "tokens_per_s": True,
+    "goodput_per_s": True,
+}
+"""Whether more is better."""
+TITLES = ("TTFT P99", "TPOT P99", "gap between tokens P99", "tokens/s", "goodput")
+UNNOTICED: Mapping[str, float] = {"ttft_p99_s": 0.05, "tpot_p99_s": 0.005, "tbt_p99_s": 0.005}
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """models: a name of `MODELS`. memory: share of the device's. rate: in c."""
+
+    machine: str
+    models: str
+    memory: float
+    lengths: str
+    rate: float
+
+    @property
+    def place(self) -> str:
+        """All of it but the rate: what c belongs to."""
+        return f"{self.machine} | {self.models} | {self.memory:.0%} | {self.lengths}"
+
+    def name(self, policy: str, seed: int) -> str:
+        return f"{self.place} | {self.rate:g} c | {policy} | {seed}"
+
+    def panel(self) -> Panel:
+        """Raises InvalidArgument (fields requested, available) for weights that leave no KV."""
+        on = machine(self.machine)
+        tenants = evenly(MODELS[self.models], on, int(self.memory * on.hbm_bytes))
+        text = ",".join(f"{one.name}={one.model.name}:{one.memory_bytes}B" for one in tenants)
+        return Panel(self.place, text, (self.lengths,), factors=(), requests=3.0 if self.lengths == "alpaca" else 1.0)
+
+
+def _fits(load: Load) -> bool:
+    """Whether the weights leave KV for the longest request of each model: else it is a load that no policy serves."""
+    on = machine(load.machine)
+    try:
+        tenants = evenly(MODELS[load.models], on, int(load.memory * on.hbm_bytes))
+    except InvalidArgument:
+        return False
+    tokens = [
+        (one.memory_bytes - one.model.weight_bytes - 500_000_000) // one.model.kv_bytes_per_token for one in tenants
+    ]
+    return min(tokens) >= min(2048, *(one.model.context for one in tenants))
+
+
+def _in_order() -> tuple[Load, ...]:
+    loads = [Load(*one) for one in itertools.product(MACHINES, MODELS, MEMORY, LENGTHS, RATES)]
+    random.Random(0).shuffle(loads)
+    return tuple(load for load in loads if _fits(load))
+
+
+LOADS = _in_order()
+
+
+def empty(settings: Settings) -> dict[str, Any]:
+    made_with = {name: value for name, value in settings.to_json().items() if name != "machine"}
+    return {"settings": made_with, "c": {}, "points": {}}
+
+
+def run_missing(data: dict[str, Any], settings: Settings, path: Path, jobs: int, loads: Sequence[Load]) -> None:
+    """Run what `data` lacks, load by load, and write `path` after each run."""
+    runs = {}
+    for load in loads:
+        panel, there = load.panel(), replace(settings, machine=load.machine)
+        if load.place not in data["c"]:
+            data["c"][load.place] = saturation(panel, there)[0]
+        rate = load.rate * data["c"][load.place]
+        for seed in range(settings.seeds):
+            for policy in POLICIES:
+                runs[load.name(policy, seed)] = (Run(panel, policy, f"x{load.rate:g}", rate, seed), there)
+    seeds.run_missing(data, runs, path, jobs)
+
+
+def regret(mine: float, best: float, figure: str) -> float:
+    """By how much of the best `mine` is worse; 0 if it is as good, nan if one of the two is unknown."""
+    if math.isnan(mine) or math.isnan(best):
+        return math.nan
+    worse = best - mine if FIGURES[figure] else mine - best
+    if worse <= UNNOTICED.get(figure, 0.0) or best <= 0:
+        return 0.0 if worse <= UNNOTICED.get(figure, 0.0) else math.inf
+    return worse / best
+
+
+def regrets(points: seeds.Points, load: Load, policy: str, number: int) -> dict[str, tuple[float, str]] | None:
+    """Figure -> (median over the seeds, the policy that was best most often); None until all runs of a seed are there."""
+    each: dict[str, list[tuple[float, str]]] = {figure: [] for figure in FIGURES}
+    for seed in range(number):
+        runs = {one: points.get(load.name(one, seed)) for one in POLICIES}
+        if any(run is None for run in runs.values()):
+            continue
+        for figure, more in FIGURES.items():
+            values = {one: run[figure] for one, run in runs.items() if run is not None}
+            known = {one: value for one, value in values.items() if not math.isnan(value)}
+            if known:
+                best = (max if more else min)(known, key=known.__getitem__)
+                each[figure].append((regret(values[policy], known[best], figure), best))
+    if not all(each.values()):
+        return None
+    return {
+        figure: (statistics.median(value for value, _ in found), statistics.mode(best for _, best in found))
+        for figure, found in each.items()
+    }
+
+
+def _share(value: float) -> str:
+    return "–" if math.isnan(value) else "no end" if math.isinf(value) else f"{100 * value:.0f} %"
+
+
+def table(data: Mapping[str, Any], loads: Sequence[Load]) -> str:
+    """Markdown: of each policy and figure, the regret's median, ninth decile and worst, over the loads that were run."""
+    out = [
+        "| policy | loads | figure | median | ninth decile | worst | loads above 10 % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for policy in OF:
+        found = [one for load in loads if (one := regrets(data["points"], load, policy, data["settings"]["seeds"]))]
+        for figure, title in zip(FIGURES, TITLES):
+            values = sorted(one[figure][0] for one in found if not math.isnan(one[figure][0]))
+            if values:
+                tenth = values[min(len(values) - 1, math.ceil(0.9 * len(values)) - 1)]
+                above = sum(value > 0.10 for value in values)
+                middle = _share(statistics.median(values))
+                out.append(
+                    f"| {policy} | {len(values)} | {title} | {middle} | {_share(tenth)} | {_share(values[-1])} | {above} |"
+                )
+    return "\n".join(out)
+
+
+def worst(data: Mapping[str, Any], loads: Sequence[Load], policy: str, most: int = 10) -> str:
+    """Markdown: the loads where the policy's P99 time to the first token is furthest behind, and who was best there."""
+    found = []
+    for load in loads:
+        one = regrets(data["points"], load, policy, data["settings"]["seeds"])
+        if one is not None and one["ttft_p99_s"][0] > 0:
+            found.append((one["ttft_p99_s"], load))
+    out = ["| load | regret, TTFT P99 | best there |", "|---|---|---|"]
+    for (value, best), load in sorted(found, key=lambda each: -each[0][0])[:most]:
+        out.append(f"| {load.place}, {load.rate:g} c | {_share(value)} | {best} |")
+    return "\n".join(out)
+
+
+def added(data: Mapping[str, Any], loads: Sequence[Load]) -> str:
+    """Markdown: what weights add: the alternatives' best P99 time to the first token over that of all donors, by machine and
+    number of models; medians over the loads and seeds, and the range."""
+    gains: dict[tuple[str, int], list[float]] = {}
+    for load in loads:
+        for seed in range(data["settings"]["seeds"]):
+            runs = [data["points"].get(load.name(one, seed)) for one in (UNUSED_KV, UNUSED_KV_AND_SWAP, ALL)]
+            if all(runs):
+                *others, ours = (run["ttft_p99_s"] for run in runs)
+                if ours > 0 and not math.isnan(ours):
+                    gains.setdefault((load.machine, len(MODELS[load.models])), []).append(min(others) / ours)
+    out = [
+        "| machine | models | runs | weights make first tokens so many times sooner (lowest to highest) |",
+        "|---|---|---|---|",
+    ]
+    for (where, number), values in sorted(gains.items()):
+        middle = statistics.median(values)
+        out.append(f"| {where} | {number} | {len(values)} | {middle:.2g} ({min(values):.2g} to {max(values):.2g}) |")
+    return "\n".join(out)
+
+
+PAGE = """# Regret: the default, and all donors, against the best policy of each load
+
+{loads} loads of {requests} requests (three times as many of Alpaca's), {seeds} seeds, in virtual time; made by
+`python -m bench.lab regret`. Bursts of the Azure code trace, models in turns of 1 s. A load is a machine, models that share 30 to 95 % of its memory
+evenly, a length of requests, and a rate between 0.3 and 1.2 times what `recompute` is saturated at; these are the first of {all}
+loads in one order at random. Policies: {policies}.
+
+Regret: by how much of the best policy's figure a policy's is worse, the median of the seeds of a load. Less than 50 ms to the
+first token and 5 ms between tokens count as none.
+
+{table}
+
+## Where the default is furthest behind
+
+{ours}
+
+## Where all donors are furthest behind
+
+{everything}
+
+## What weights add beyond KV that is shared, or in host memory
+
+{added}
+"""
+
+
+def run_regret(
+    results: Path, settings: Settings, *, loads: Sequence[Load] = LOADS, jobs: int = 1, report_only: bool = False
+) -> str:
+    """Run what `results` lacks of these loads, and write the page beside it. Returns the page. Raises InvalidArgument (field
+    path) for a file of something else, before anything runs."""
+    data = seeds.read(results, empty(settings), "regret")
+    if not report_only:
+        run_missing(data, settings, results, jobs, loads)
+    ran = [load for load in loads if regrets(data["points"], load, OURS, settings.seeds)]
+    text = PAGE.format(
+        loads=len(ran),
+        requests=settings.requests,
+        seeds=settings.seeds,
+        all=len(LOADS),
+        policies=", ".join(f"`{one}`" for one in POLICIES),
+        table=table(data, ran),
+        ours=worst(data, ran, OURS),
+        everything=worst(data, ran, ALL),
+        added=added(data, ran),
+    )
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text

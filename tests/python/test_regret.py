@@ -1,0 +1,94 @@
+"""`bench.lab regret`: what counts as regret, over which loads, and a small run that goes on where it stopped."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from bench.lab import regret
+from bench.lab.paper.runs import Settings
+
+from remap.sim.policies import find
+
+
+@pytest.mark.parametrize(
+    ("figure", "mine", "best", "expected"),
+    [
+        ("ttft_p99_s", 3.0, 2.0, 0.5),
+        ("ttft_p99_s", 2.0, 2.0, 0.0),
+        ("ttft_p99_s", 0.04, 0.01, 0.0),  # nobody notices 30 ms
+        ("tbt_p99_s", 0.04, 0.02, 1.0),
+        ("tokens_per_s", 90.0, 100.0, 0.1),
+        ("goodput_per_s", 0.0, 2.0, 1.0),
+        ("goodput_per_s", 0.0, 0.0, 0.0),
+    ],
+)
+def test_regret_is_the_share_by_which_it_is_worse(figure: str, mine: float, best: float, expected: float) -> None:
+    assert regret.regret(mine, best, figure) == pytest.approx(expected)
+
+
+def test_what_is_unknown_is_no_regret_of_nought() -> None:
+    assert math.isnan(regret.regret(math.nan, 1.0, "ttft_p99_s"))
+
+
+LOAD = regret.LOADS[0]
+
+
+def points(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Runs of all policies, of as many seeds as each has numbers; all but the first figure are alike."""
+    same = dict.fromkeys(regret.FIGURES, 1.0)
+    return {
+        LOAD.name(policy, seed): {**same, "ttft_p99_s": value}
+        for policy, values in seconds.items()
+        for seed, value in enumerate(values)
+    }
+
+
+def test_a_loads_regret_is_the_median_over_its_seeds_each_against_its_own_best() -> None:
+    seconds = {policy: [9.0, 9.0, 9.0] for policy in regret.POLICIES}
+    seconds |= {"remap": [2.0, 6.0, 3.0], "kv-pool": [1.0, 2.0, 4.0], "swap": [8.0, 1.0, 8.0]}
+    found = regret.regrets(points(seconds), LOAD, "remap", 3)
+    assert found is not None
+    assert found["ttft_p99_s"] == (1.0, "kv-pool")  # of 1, 5 and 0; kv-pool, swap and remap were best
+    assert found["tokens_per_s"][0] == 0.0
+
+
+def test_a_load_that_was_not_run_whole_is_left_out() -> None:
+    seconds = {policy: [1.0] for policy in regret.POLICIES if policy != "pie"}
+    assert regret.regrets(points(seconds), LOAD, "remap", 1) is None
+
+
+def test_the_worst_loads_come_first_and_say_who_was_best() -> None:
+    data = {"settings": {"seeds": 1}, "points": points({one: [4.0] for one in regret.POLICIES} | {"swap": [1.0]})}
+    rows = regret.worst(data, [LOAD], "remap").splitlines()
+    assert rows[2:] == [f"| {LOAD.place}, {LOAD.rate:g} c | 300 % | swap |"]
+    assert "| remap | 1 | TTFT P99 | 300 % | 300 % | 300 % | 1 |" in regret.table(data, [LOAD])
+
+
+def test_the_loads_are_all_that_fit_in_an_order_that_does_not_change() -> None:
+    assert len(set(regret.LOADS)) == len(regret.LOADS) > 500
+    first = regret.LOADS[:40]
+    assert {load.machine for load in first} == set(regret.MACHINES) and {load.rate for load in first} == set(
+        regret.RATES
+    )
+    assert {load.models for load in first} == set(regret.MODELS) and {load.memory for load in first} == set(
+        regret.MEMORY
+    )
+    assert first[0] == regret.Load("A100", "13B and 8B", 0.7, "alpaca", 0.6)
+
+
+def test_every_policy_is_known_and_those_that_are_told_are_among_them() -> None:
+    assert [find(policy).name for policy in regret.POLICIES] == list(regret.POLICIES)
+    assert set(regret.OF) <= set(regret.POLICIES)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loads = [load for load in regret.LOADS if load.machine == "RTX-4090" and load.lengths == "alpaca"][:1]
+    settings, path = Settings(requests=20, seeds=1), tmp_path / "regret.json"
+    page = regret.run_regret(path, settings, loads=loads)
+    assert "1 loads of 20 requests" in page and path.with_suffix(".md").read_text(encoding="utf-8") == page
+    told = capsys.readouterr().err.splitlines()
+    assert told == [loads[0].name(policy, 0) for policy in regret.POLICIES]
+    assert regret.run_regret(path, settings, loads=loads) == page and not capsys.readouterr().err
