@@ -223,12 +223,12 @@ def added(data: Mapping[str, Any], loads: Sequence[Load]) -> str:
 PAGE = """# Regret: the default, and all donors, against the best policy of each load
 
 {loads} loads of {requests} requests (three times as many of Alpaca's), {seeds} seeds, in virtual time; made by
-`python -m bench.lab regret`. Bursts of the Azure code trace, models in turns of 1 s. A load is a machine, models that share 30 to 95 % of its memory
-evenly, a length of requests, and a rate between 0.3 and 1.2 times what `recompute` is saturated at; these are the first of {all}
-loads in one order at random. Policies: {policies}.
+`python -m bench.lab regret`. Bursts of the Azure code trace, models in turns of 1 s. A load is a machine, models that
+share 30 to 95 % of its memory evenly, a length of requests, and a rate between 0.3 and 1.2 times what `recompute` is
+saturated at; these are the first of {all} loads in one order at random. Policies: {policies}.
 
-Regret: by how much of the best policy's figure a policy's is worse, the median of the seeds of a load. Less than 50 ms to the
-first token and 5 ms between tokens count as none.
+Regret: by how much of the best policy's figure a policy's is worse, the median of the seeds of a load. Less than 50 ms
+to the first token and 5 ms between tokens count as none.
 
 {table}
 
