@@ -49,6 +49,7 @@ class _Place:
         self.folder = folder
         self.chaos = Chaos()
         self.offers = ()
+        self.poisons: dict[str, int] = {}
         self.refused: Refused | None = None
         self.bounced = False
         self.doubles = self

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from remap.cluster.control import Control, Policy
@@ -38,6 +38,7 @@ from remap.cluster.messages import (
     Tokens,
 )
 from remap.cluster.service import Cancel, Service, Submit
+from remap.errors import Error
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
 from remap.policy.cluster.placement import (
@@ -254,13 +255,16 @@ class Double:
         if self.phase == "exchanging" and not self.expects and self.world.now >= self.moved_s:
             self.phase = "serving"
         if not self.head or self.phase == "recovering":
-            return
+            return None
         mates = [self.world.doubles.get(part.instance) for part in self.parts]
         if any(mate is None or not mate.alive or mate.epoch != self.epoch for mate in mates):
-            return
+            return None
         for held in self.running:
             if held.ready_s > self.world.now:
                 continue
+            if self.world.poisons.get(held.ask.id, -1) == held.made:
+                self.world.ends[held.ask.id] += 1
+                return self.world.kill(self.world.random.choice(self.parts).instance)
             place, last = held.made, held.made + 1 == held.ask.length
             held.made += 1
             self.out.append(
@@ -268,6 +272,7 @@ class Double:
             )
             if last:
                 del self.requests[held.ask.id]
+        return None
 
     @property
     def offers(self) -> tuple[Offer, ...]:
@@ -318,7 +323,7 @@ class Double:
 
 class World:
     """Instances, callers and what lies between them, in virtual time; equal seeds give equal worlds. offers: of each instance
-    alone."""
+    alone. poisons: requests that end who is to compute the token at this place of theirs; ends: how often they did."""
 
     def __init__(
         self,
@@ -327,9 +332,12 @@ class World:
         seed: int = 0,
         chaos: Chaos | None = None,
         offers: tuple[Offer, ...] = (),
+        poisons: Mapping[str, int] | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.offers = offers
+        self.poisons = poisons or {}
+        self.ends = Counter[str]()
         self.chaos = chaos if chaos is not None else Chaos()
         self.control = Control(MODEL, NETWORK, policy, TIMEOUT_S)
         self.service = Service[Ask](self.control, lambda ask: ask.prompt)
@@ -338,7 +346,7 @@ class World:
         self.given: dict[str, list[int]] = {}
         self.asks: dict[str, Ask] = {}
         self.ended = Counter[str]()
-        self.declined: list[str] = []
+        self.declined: dict[str, Error] = {}
         self.cancelled: set[str] = set()
         self.exhausted: set[str] = set()
         self.phases = Counter[str]()
@@ -445,8 +453,8 @@ class World:
             match action:
                 case Evict(name, _):
                     self.kill(name)
-                case Decline(id, _):
-                    self.declined.append(id)
+                case Decline(id, error):
+                    self.declined[id] = error
                 case _:
                     self.send(action)
 
@@ -494,11 +502,12 @@ class World:
             check(Placement(MODEL, tuple(Group(tuple(group)) for group in stages), self.control.epoch))
 
     def all_answered(self) -> None:
-        """Every request has had each of its tokens, once and in order, and one end."""
+        """Every request has had each of its tokens, once and in order, and one end, unless it was declined."""
         assert len(self.service.ledger) == 0
         assert self.control.held == 0
         for id, ask in self.asks.items():
-            if id in self.cancelled:
+            if id in self.cancelled or id in self.declined:
+                assert self.ended[id] == 0
                 continue
             made = len(self.given[id])
             assert self.given[id] == [token(id, place) for place in range(made)], id

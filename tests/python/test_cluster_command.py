@@ -34,9 +34,12 @@ from near_tokens import Near
 from test_cli import run
 from test_offline_process import COMMAND
 
+from remap.cli import cluster, smollm2
 from remap.engine import Request as Asked
+from remap.errors import InvalidArgument
 
 LIMIT_S = 600.0
+OF_RAY = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 PAGE_OF_GROUPS = {
     "epoch": 5,
     "unfinished": 3,
@@ -55,6 +58,17 @@ PAGE_OF_GROUPS = {
         }
     ],
 }
+
+
+@pytest.fixture(autouse=True)
+def own_ray() -> Iterator[None]:
+    """A server sets these for its process."""
+    before = {name: os.environ.get(name) for name in OF_RAY}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @contextmanager
@@ -117,6 +131,38 @@ def test_what_cannot_be_served_is_refused_with_2_before_instances_start(tmp_path
             assert found.exit_code == 2 and text in said and "Traceback" not in said, found.output
 
 
+def test_weights_that_are_cut_off_are_refused_in_one_line(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    found = run("cluster", "serve", "--model", str(tmp_path), "--bandwidth", "1GB", "--latency-ms", "1")
+    assert found.exit_code == 2 and "Traceback" not in found.output, found.output
+    assert [line.partition(":")[0] for line in found.output.splitlines()] == ["InvalidArgument"]
+
+
+def test_the_demos_model_names_the_package_that_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an install of the extras cluster and transformers, which have no reader of GGUF."""
+    try:
+        smollm2.find_gguf()
+    except InvalidArgument as error:
+        pytest.skip(f"needs the demo's model: {error}")
+    monkeypatch.setenv("REMAP_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    found = run("cluster", "serve", "--model", "SmolLM2")
+    said = " ".join(found.output.split())
+    assert found.exit_code == 2 and "needs gguf, of the extra `demo`" in said and "Traceback" not in said, found.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_operator_says_of_ray_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)  # `own_ray` brings it back
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
+    cluster._keep_ray_to_itself()
+    assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]) == ("disabled", "1")
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+
+
 def ask(url: str, body: dict[str, Any]) -> bytes:
     with urlopen(Request(url, json.dumps(body).encode()), timeout=LIMIT_S) as answer:
         return bytes(answer.read())
@@ -134,14 +180,58 @@ def reference(folder: Path, prompt: list[int], count: int, endless: bool = False
     return Near(model, Asked("reference", tuple(prompt)), found)
 
 
+def below(parent: int, *pattern: str) -> list[int]:
+    """Its children, of these names if any is given."""
+    found = subprocess.run(["pgrep", "-P", str(parent), *pattern], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
 def actors_of(pid: int) -> list[int]:
     """The processes of the instances: grandchildren, below Ray's own."""
-
-    def below(parent: int, *pattern: str) -> list[int]:
-        found = subprocess.run(["pgrep", "-P", str(parent), *pattern], capture_output=True, text=True, check=False)
-        return [int(line) for line in found.stdout.split()]
-
     return [actor for child in below(pid) for actor in below(child, "-f", "ray::_Actor")]
+
+
+def runs(pid: int) -> bool:
+    """Not if it has ended and nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def listened_at(pid: int) -> set[str]:
+    """The addresses at which this process and all below it listen, as /proc writes them: hexadecimal."""
+    pids, sockets = [pid], set[str]()
+    for each in pids:
+        pids += below(each)
+        sockets |= {os.readlink(link) for link in Path(f"/proc/{each}/fd").iterdir() if link.is_symlink()}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+"""127.0.0.1, of IPv4 and mapped into IPv6."""
+
+
+@contextmanager
+def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command with two instances of a tiny model in `folder`, and where it answers."""
+    save_model(folder)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "cluster", "serve", "--model", str(folder), "--port", "0", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(folder.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("2 instances of model answer at"), (line, process.poll())
+        yield process, line.rpartition(" ")[2].strip()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def until_merged(url: str) -> None:
@@ -157,31 +247,9 @@ def until_merged(url: str) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_answers_as_the_model_alone_would_and_ends_at_an_interrupt(tmp_path: Path) -> None:
-    save_model(tmp_path / "model")
-    arguments = (
-        "--model",
-        str(tmp_path / "model"),
-        "--memory",
-        "3MiB",
-        "--swap",
-        "1MiB",
-        "--policy",
-        "pipeline",
-        "--port",
-        "0",
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "cluster", "serve", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("2 instances of model answer at"), (line, process.poll())
-        url = line.rpartition(" ")[2].strip()
+    with served(tmp_path / "model", "--memory", "3MiB", "--swap", "1MiB", "--policy", "pipeline") as (process, url):
+        # What Ray starts for this is nobody else's.
+        assert listened_at(process.pid) == LOOPBACK and not (tmp_path / ".ray").exists()
         # The two of them are to be one pipeline before anything is asked.
         until_merged(url)
         greedy = {"max_tokens": 12, "temperature": 0}
@@ -210,9 +278,28 @@ def test_a_cluster_answers_as_the_model_alone_would_and_ends_at_an_interrupt(tmp
         assert tokens == reference(tmp_path / "model", [5, 6], 190, endless=True)
         until_merged(url)  # it came back
 
-        process.send_signal(signal.SIGINT)
+        # Ctrl-C, and again: streams end with an error event.
+        with urlopen(Request(f"{url}/v1/completions", json.dumps(asked).encode()), timeout=LIMIT_S) as answer:
+            answer.readline()
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            *_, last, end = answer.read().split(b"\n\n")
+        assert end == b"" and (last == b"data: [DONE]" or json.loads(last[6:])["error"]["code"] == "InvalidState")
         said, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0 and "ended" in said and "Traceback" not in errors, errors
-    finally:
-        process.kill()
-        process.wait()
+        lines = [line.split(" ", 2)[2] for line in errors.splitlines() if line[:2] == "20"]
+        assert [line.split(" ")[0] for line in lines] == ["INFO", "INFO", "WARNING", "INFO"], errors
+        assert "is gone, and is being started again" in lines[2] and "joined" in lines[3]
+
+
+@pytest.mark.slow
+def test_without_its_raylet_the_server_ends_and_leaves_no_process(tmp_path: Path) -> None:
+    with served(tmp_path / "model", "--memory", "3MiB") as (process, _url):
+        actors = actors_of(process.pid)
+        assert len(actors) == 2
+        (raylet,) = below(process.pid, "raylet")
+        os.kill(raylet, signal.SIGKILL)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 1 and "Traceback" not in errors, errors
+        assert errors.splitlines()[-1].startswith("NobodyLeft: all 2 instances are gone for good"), errors
+        assert not any(map(runs, actors))

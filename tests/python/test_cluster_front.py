@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -15,7 +16,7 @@ from control_worlds import MODEL, NETWORK, token
 from remap.cluster.control import Control, NoCopy, OtherModel, Policy
 from remap.cluster.front import Front, InstanceFailed
 from remap.cluster.ledger import Submission
-from remap.cluster.messages import Report, Tick
+from remap.cluster.messages import Died, Evict, Report, Tick
 from remap.engine.request import Request, SamplingParams
 from remap.errors import InvalidArgument, InvalidState
 
@@ -328,6 +329,88 @@ def test_when_the_last_instance_is_gone_for_good_requests_are_declined(tmp_path:
             await task
         with pytest.raises(NoCopy):
             await answer(front, "s")
+        assert front.over.is_set()
+
+    serving(tmp_path, "a", body)
+
+
+def said(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
+    """What the front said, from this level on, since the last call: each a line."""
+    found = [record.getMessage() for record in caplog.records if record.levelno >= level]
+    caplog.clear()
+    assert not any("\n" in text for text in found)
+    return found
+
+
+def test_each_end_of_an_instance_is_said_once_and_each_return(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "remap.cluster")
+
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        back = lambda: {part.instance for view in front.groups for part in view.stages} == {"a", "b"}  # noqa: E731
+        assert sorted(text.partition(":")[0] for text in said(caplog)) == [
+            "instance a joined",
+            "instance b joined",
+        ]
+
+        # It dies with calls on their way, each of which fails.
+        tasks = [asyncio.create_task(answer(front, f"r{number}", 4, 30)) for number in range(6)]
+        await until(lambda: all(front.service.ledger.attempt(id) for id in front.service.ledger.ids))
+        connections[1].kill()
+        await asyncio.gather(*tasks)
+        await until(back)
+        gone, joined = said(caplog)
+        assert gone == "the instance is gone" and joined.startswith("instance b joined")
+
+        # It is evicted; its death comes of that.
+        front._carry_out([Evict("b", "no report")])
+        front._event(Died("b"))
+        await until(lambda: not back())
+        await until(back)
+        evicted, joined = said(caplog)
+        assert evicted == "instance b is evicted: no report" and joined.startswith("instance b joined")
+
+        # It fails in several calls at once.
+        front._replace(connections[1], InstanceFailed("broken"))
+        front._replace(connections[1], InstanceFailed("broken"))
+        await until(back)
+        failed, joined = said(caplog)
+        assert failed == "instance b failed and is killed: broken" and joined.startswith("instance b joined")
+
+    serving(tmp_path, "ab", body)
+
+
+def test_an_instance_that_cannot_be_made_says_why_and_is_not_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = TinyInstance.describe
+
+    def describe(self: TinyInstance) -> Any:
+        if self._double.name == "b":
+            raise InvalidArgument("its files are broken")
+        return plain(self)
+
+    monkeypatch.setattr(TinyInstance, "describe", describe)
+
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        assert isinstance(front.rejected["b"], InvalidArgument) and connections[1].calls == ["describe"]
+        assert await answer(front, "r") == expected("r")
+        assert said(caplog, logging.WARNING) == ["instance b may not join: its files are broken"]
+        assert not front.over.is_set()
+
+    serving(tmp_path, "ab", body)
+
+
+def test_who_comes_after_the_end_is_told_so(tmp_path: Path) -> None:
+    async def body(front: Front[Request], _: list[LocalConnection]) -> None:
+        task = asyncio.create_task(answer(front, "r", 3, 90))
+        await until(lambda: "r" in front.service.ledger)
+        front.stop()
+        for asked in (task, answer(front, "s")):
+            with pytest.raises(InvalidState):
+                await asked
+        assert front.unfinished == 0
 
     serving(tmp_path, "a", body)
 
@@ -343,7 +426,7 @@ def test_closing_answers_what_is_unfinished(tmp_path: Path) -> None:
     serving(tmp_path, "a", body)
 
 
-def test_a_defect_fails_every_request_and_does_not_hang(tmp_path: Path) -> None:
+def test_a_defect_fails_every_request_and_does_not_hang(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         connections = [LocalConnection("a", folder=str(tmp_path))]
         front = Front[Request](Control(MODEL, NETWORK), connections, lambda request: len(request.prompt))
@@ -360,7 +443,8 @@ def test_a_defect_fails_every_request_and_does_not_hang(tmp_path: Path) -> None:
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         with pytest.raises(InvalidState):
             await answer(front, "s")
-        assert isinstance(front.failure, ZeroDivisionError)
+        assert isinstance(front.failure, ZeroDivisionError) and front.over.is_set()
+        assert said(caplog, logging.CRITICAL) == ["the front failed: ZeroDivisionError: "]
         assert isinstance(front.reports["a"], Report)
         await front.close()
         connections[0].instance.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ pytest.importorskip("msgspec")
 
 import torch
 from cluster_folder import save_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from remap.cluster.served_model import KV_TOKENS, ends_of, layout_of, make, shapes, tokenizer_of
+from remap.cluster.served_model import KV_TOKENS, check_files, ends_of, layout_of, make, shapes, tokenizer_of
 from remap.engine import Request, SamplingParams
 from remap.errors import InvalidArgument
 
@@ -67,6 +69,63 @@ def test_a_folder_without_a_model_is_refused_and_without_a_tokenizer_is_not(tmp_
         assert (caught.value.field, caught.value.value) == ("model", str(tmp_path))
     assert tokenizer_of(str(tmp_path)) is None
     assert ends_of(str(tmp_path), None) == frozenset()
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def without_header(file: Path) -> None:
+    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
+
+
+def other_names(file: Path) -> None:
+    """What lacks a name is drawn at random by transformers."""
+    tensors = load_file(file)
+    save_file({name.replace("layers.2.mlp", "layers.2.other"): each for name, each in tensors.items()}, file)
+
+
+def other_shapes(file: Path) -> None:
+    tensors = load_file(file)
+    save_file({name: each[:5].clone() if "layers.2.mlp.up" in name else each for name, each in tensors.items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "of_headers"),
+    [
+        ("model.safetensors", cut, True),
+        ("model.safetensors", without_header, True),
+        ("model.safetensors", Path.unlink, False),
+        ("model.safetensors", other_names, False),
+        ("model.safetensors", other_shapes, False),
+        ("config.json", cut, False),
+        ("config.json", lambda file: file.write_text(file.read_text().replace("64,", '"big",')), False),
+        ("tokenizer.json", cut, False),
+        ("tokenizer.json", lambda file: file.write_text('{"a": 1}'), False),
+    ],
+)
+def test_broken_files_are_refused_in_one_sentence(
+    tmp_path: Path, name: str, edit: Callable[[Path], object], of_headers: bool
+) -> None:
+    save_model(tmp_path)
+    edit(tmp_path / name)
+    call: Callable[[], object] = lambda: make("a", str(tmp_path), 3 * MIB, 1)  # noqa: E731
+    if of_headers:
+        call = lambda: check_files(str(tmp_path))  # noqa: E731
+    elif name == "config.json":
+        call = lambda: shapes(str(tmp_path))  # noqa: E731
+    elif name == "tokenizer.json":
+        call = lambda: tokenizer_of(str(tmp_path))  # noqa: E731
+    with pytest.raises(InvalidArgument) as caught:
+        call()
+    assert (caught.value.field, caught.value.value) == ("model", str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_whole_files_are_not_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    check_files(str(tmp_path))
+    check_files("owner/model-of-a-hub")
 
 
 def test_an_instance_of_a_folder_answers_as_the_model_does(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
-"""The endpoints, over a front whose instances are doubles in threads of this process; no network."""
+"""The endpoints, over a front whose instances are doubles in threads of this process; no network but the loopback address."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
+import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -184,8 +188,8 @@ def test_metrics_count_what_was_served(tmp_path: Path) -> None:
             'group_stages{group="a"}': 1,
             'group_kv_capacity_tokens{group="a"}': 40,
             'changes_total{kind="merged"}': 0,
-            'instance_passes_total{instance="a"}': 7,
-            'instance_computing_seconds_total{instance="a"}': 0.5,
+            'instance_passes_total{member="a"}': 7,
+            'instance_computing_seconds_total{member="a"}': 0.5,
         }.items():
             assert float(found[f"remap_cluster_{name}"]) == value, name
 
@@ -322,6 +326,163 @@ def test_an_error_in_the_middle_of_a_stream_ends_it_with_the_error() -> None:
         assert last["error"]["code"] == "InvalidState"
 
     scripted(front, body)
+
+
+class Listening:
+    """A server that listens at the loopback address, and what callers of it got."""
+
+    def __init__(self, front: Front[Request], connections: list[LocalConnection], address: tuple[str, int]) -> None:
+        self.front, self.connections, self.address = front, connections, address
+
+    def ask(self, length: int, stream: bool = True) -> asyncio.Task[httpx.Response]:
+        async def asked() -> httpx.Response:
+            async with httpx.AsyncClient(
+                base_url=f"http://{self.address[0]}:{self.address[1]}", timeout=60.0
+            ) as client:
+                body = {"prompt": [1, 2], "max_tokens": length, "stream": stream}
+                return await client.post("/v1/completions", json=body)
+
+        return asyncio.create_task(asked())
+
+    async def begun(self, count: int) -> None:
+        """So many requests have got tokens."""
+        ledger = self.front.service.ledger
+        await until(lambda: sum(bool(ledger.tokens(id)) for id in ledger.ids) == count)
+
+
+def listening(folder: Path, body: Callable[[Listening], Coroutine[Any, Any, None]], names: str = "a") -> None:
+    """Run `body` beside a server that `serve` runs until it is asked to end. What `serve` raises is raised."""
+
+    async def run() -> None:
+        connections = [LocalConnection(name, folder=str(folder)) for name in names]
+        front = Front[Request](Control(MODEL, NETWORK, timeout_s=5.0), connections, lambda request: len(request.prompt))
+        taken = socket.create_server(("127.0.0.1", 0))
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least: what a caller does not read stays here
+        try:
+            await front.start()
+            beside = list[asyncio.Task[None]]()
+            made = Listening(front, connections, taken.getsockname())
+            await server.serve(front, SERVED, taken, lambda: beside.append(asyncio.create_task(body(made))))
+            await beside[0]
+        finally:
+            await front.close()
+            for connection in connections:
+                connection.instance.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is given time, but by a test."""
+    monkeypatch.setattr(server, "GRACE_S", 0.0)
+    monkeypatch.setattr(server, "LEAVE_S", 0.0)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_an_interrupt_ends_streams_with_an_error_event_and_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, signals: int
+) -> None:
+    """When their time is over, or at a second interrupt, however much of that time is left."""
+    monkeypatch.setattr(server, "GRACE_S", 0.0 if signals == 1 else 3600.0)
+
+    async def body(there: Listening) -> None:
+        streams, whole = [there.ask(90) for _ in range(3)], there.ask(90, stream=False)
+        await there.begun(4)
+        for _ in range(signals):
+            interrupt()
+        for stream in streams:
+            *chunks, last = events((await stream).text)
+            assert last["error"]["code"] == "InvalidState" and chunks[0]["choices"][0]["token_ids"]
+        answer = await whole
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "InvalidState")
+
+    listening(tmp_path, body)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_an_interrupt_lets_answers_end_for_a_while(tmp_path: Path) -> None:
+    async def body(there: Listening) -> None:
+        stream = there.ask(30)
+        await there.begun(1)
+        interrupt()
+        *_, done = events((await stream).text)
+        assert done == "[DONE]"
+
+    listening(tmp_path, body)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_who_takes_no_answer_or_sends_no_request_holds_up_no_end_and_is_not_complained_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at_once: None, half: bool
+) -> None:
+    """A caller who does not read, and one whose body never comes whole."""
+
+    async def body(there: Listening) -> None:
+        other = socket.socket()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        await asyncio.to_thread(other.connect, there.address)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        asked = json.dumps({"prompt": [1], "max_tokens": 120, "stream": True}).encode()
+        other.sendall(head % (len(asked) + half) + asked)
+        if half:
+            await asyncio.sleep(0.1)
+        else:
+            await there.begun(1)
+        interrupt()
+        beside.append(other)  # it stays open
+
+    beside: list[socket.socket] = []
+    listening(tmp_path, body)
+    for each in beside:
+        each.close()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_caller_who_leaves_amid_his_body_is_not_complained_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at_once: None
+) -> None:
+    async def body(there: Listening) -> None:
+        with await asyncio.to_thread(socket.create_connection, there.address, 60.0) as other:
+            other.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+            await asyncio.sleep(0.1)
+        assert (await there.ask(5)).status_code == 200
+        interrupt()
+
+    listening(tmp_path, body)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_the_server_ends_when_every_instance_is_gone_for_good(tmp_path: Path, at_once: None) -> None:
+    async def body(there: Listening) -> None:
+        stream = there.ask(90)
+        await there.begun(1)
+        for connection in there.connections:
+            connection.returns = False
+            connection.kill()
+        *_, last = events((await stream).text)
+        assert last["error"]["code"] in ("NoCopy", "InvalidState")
+
+    with pytest.raises(server.NobodyLeft) as caught:
+        listening(tmp_path, body, names="ab")
+    assert caught.value.instances == 2
+
+
+def test_the_server_ends_when_its_front_fails(tmp_path: Path, at_once: None) -> None:
+    async def body(there: Listening) -> None:
+        stream = there.ask(90)
+        await there.begun(1)
+        there.front.service.control.on = None  # type: ignore[method-assign,assignment]
+        *_, last = events((await stream).text)
+        assert last["error"]["code"] == "InvalidState"
+
+    with pytest.raises(InvalidState) as caught:
+        listening(tmp_path, body)
+    assert isinstance(caught.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import secrets
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,7 +89,9 @@ def serve(
 ) -> None:
     """Serve a model with several instances. Interrupt it to end it."""
     console = Console(soft_wrap=True)
-    with exit_on_error():
+    with exit_on_error(), _lines():
+        if address is None:
+            _keep_ray_to_itself()
         for package in ("ray", "msgspec", "fastapi", "uvicorn", "prometheus_client"):
             needed(package, "cluster", "`remap cluster serve`")
         for package in ("torch", "transformers"):
@@ -128,10 +134,42 @@ def serve(
                 finally:
                     started.close()
             except KeyboardInterrupt:
-                text = "interrupted before the instances were ready; nothing was served"
+                text = "interrupted while instances were being started, or ended; nothing is served"
                 Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
                 raise typer.Exit(FAILED) from None
     console.print("ended", highlight=False)
+
+
+@contextmanager
+def _lines() -> Iterator[None]:
+    """What the server, uvicorn and Ray log goes to stderr, a line each. The library itself leaves that to whoever runs it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("remap.cluster", "uvicorn", "ray")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.addHandler(handler)
+    loggers[0].setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels):
+            each.removeHandler(handler)
+            each.setLevel(level)
+
+
+def _keep_ray_to_itself() -> None:
+    """A Ray of this server's own is nobody else's: it listens at the loopback address, and has a token that is in no file.
+
+    By itself it listens at all addresses, on Linux (the first name is Ray's, for systems where it does not), and writes the token
+    into ~/.ray, readable for everybody. It reads these when it is imported. What the operator has set stays.
+    """
+    for name, value in (
+        ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"),
+        ("RAY_AUTH_MODE", "token"),
+        ("RAY_AUTH_TOKEN", secrets.token_hex(32)),
+    ):
+        os.environ.setdefault(name, value)
 
 
 def _network(bandwidth: str | None, latency_ms: float | None) -> Network:
@@ -147,7 +185,7 @@ def _network(bandwidth: str | None, latency_ms: float | None) -> Network:
 def _model(name: str, memory: int | None, swap: int) -> tuple[str, Served]:
     """The model's folder or hub name, and what the server says of it. Raises InvalidArgument if it cannot be served."""
     from remap.cluster.openai import Served
-    from remap.cluster.served_model import ends_of, layout_of, shapes, tokenizer_of
+    from remap.cluster.served_model import check_files, ends_of, layout_of, shapes, tokenizer_of
 
     folder = name
     if name == SMOLLM2:
@@ -159,6 +197,7 @@ def _model(name: str, memory: int | None, swap: int) -> tuple[str, Served]:
         folder = str(path)
     elif os.path.isdir(name):
         folder = str(Path(name).resolve())  # instances have working folders of their own
+        check_files(folder)
     layout, tokenizer = layout_of(shapes(folder), memory, swap), tokenizer_of(folder)
     shown = name.rstrip("/").rpartition("/")[2]
     return folder, Served(shown, tokenizer, layout.positions, ends_of(folder, tokenizer))

@@ -73,8 +73,13 @@ def cached_folder(gguf: Path, dtype: str, root: Path | None = None) -> Path:
 
 def _convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
     """Dequantise the GGUF, and write config, safetensors and tokenizer into `folder`. On an error nothing is left
-    there.
+    there. Raises Missing for a package that reads GGUF.
     """
+    from .errors import needed
+
+    for package in ("gguf", "accelerate"):
+        needed(package, "demo", f"{MODEL_NAME}, which is converted once,")
+
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -112,7 +117,7 @@ def load(dtype: str = "float32", root: Path | None = None) -> tuple[Any, Any, Pa
 
     The first call converts (about 30 s) and needs 270 MB (bfloat16) or 540 MB (float32) in the cache folder; later
     calls load it in about a second. Never touches the network. Raises InvalidArgument when the package is missing or
-    the dtype is not one of DTYPES.
+    the dtype is not one of DTYPES, and Missing when it has to be converted and a package for that is missing.
     """
     # transformers asks its hub for optional files unless told otherwise; without a network that costs a time-out.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

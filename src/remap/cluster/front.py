@@ -96,9 +96,11 @@ class Front(Generic[RequestT]):
     ) -> None:
         self.service = Service[RequestT](control, size)
         self.rejected: dict[str, Error] = {}
-        """Instances that may not join, and why."""
+        """Instances that may not join, or do not come back, and why."""
         self.failure: BaseException | None = None
         """What ended a task that must not end: a defect. Every request is answered with it."""
+        self.over = asyncio.Event()
+        """Nobody will be served any more: there is a failure, or every instance is `rejected` or gone for good."""
         self.reports: dict[str, Report] = {}
         self.restarts = 0
         """Submissions of a request beyond its first: it was lost, or had come to an instance that was no head any more."""
@@ -110,27 +112,34 @@ class Front(Generic[RequestT]):
         self._queues: dict[str, asyncio.Queue[Delivery | Error]] = {}
         self._serving, self._complete = asyncio.Event(), asyncio.Event()
         self._closing = False
+        self._told: set[str] = set()  # instances that are gone, which was said
 
     async def start(self, patience_s: float = PATIENCE_S) -> None:
         """Connect; returns when every instance serves or was rejected, or patience_s after the first one serves. The others join
-        when they come. Raises what rejected the first one, if none may join."""
+        when they come. Raises what rejected the first one, if none may join, and `failure`."""
         for connection in self._connections.values():
             self._spawn(self._attend(connection))
         self._spawn(self._ticks())
         await self._serving.wait()
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._complete.wait(), patience_s)
+        if self.failure is not None:
+            raise self.failure
         if len(self.rejected) == len(self._connections):
             await self.close()
             raise next(iter(self.rejected.values()))
 
-    async def close(self) -> None:
-        """End every task. Unfinished requests are answered with InvalidState; instances are left as they are."""
+    def stop(self) -> None:
+        """Serve nobody any more: unfinished requests are answered with InvalidState, and so is who still comes."""
         self._closing = True
+        self._fail_all(_closing())
+
+    async def close(self) -> None:
+        """Stop, and end every task. Instances are left as they are."""
+        self.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_all(InvalidState("the server is closing; the request was not finished; send it again elsewhere"))
 
     @property
     def groups(self) -> list[GroupView]:
@@ -150,6 +159,8 @@ class Front(Generic[RequestT]):
         """
         if self.failure is not None:
             raise InvalidState("the server has failed and serves nobody; restart it") from self.failure
+        if self._closing:
+            raise _closing()
         queue = asyncio.Queue[Delivery | Error]()
         actions = self.service.ask(id, request, self._now())
         self._queues[id] = queue
@@ -171,21 +182,16 @@ class Front(Generic[RequestT]):
 
     async def _attend(self, connection: Connection) -> None:
         """One instance's life, and its next ones."""
-        logged = False
         while True:
             try:
-                description: Description = await connection.call("describe")
-                if not self._join(description):
+                if not await self._join(connection):
                     return
-                logged = False
                 await self._poll(connection)
             except Lost as lost:
-                LOG.log(logging.INFO if logged else logging.WARNING, "%s", lost)  # once until it is back
-                logged = True
+                self._tell(logging.WARNING, connection.name, "%s", lost)
                 self._event(Died(connection.name, bool(lost.returns)))
                 if not lost.returns:
-                    self.rejected[connection.name] = lost
-                    self._note_complete()
+                    self._reject(connection.name, lost)
                     return
                 await asyncio.sleep(REJOIN_S)
             except Error as error:
@@ -194,21 +200,36 @@ class Front(Generic[RequestT]):
 
     def _replace(self, connection: Connection, error: Error) -> None:
         """It answers, but not as agreed: another process in its place may do better."""
-        LOG.error("instance %s failed and is killed: %s", connection.name, error)
+        self._tell(logging.ERROR, connection.name, "instance %s failed and is killed: %s", connection.name, error)
         self._event(Died(connection.name))
         connection.kill()
 
-    def _join(self, description: Description) -> bool:
-        """Whether it may join. One that may not is asked nothing more."""
+    async def _join(self, connection: Connection) -> bool:
+        """Whether it may join. One that may not, or that cannot be made, is asked nothing more."""
         try:
+            description: Description = await connection.call("describe")
             self._event(Joined(description))
+        except (Lost, InstanceFailed):
+            raise
         except Error as error:
-            LOG.error("instance %s may not join: %s", description.name, error)
-            self.rejected[description.name] = error
-            self._event(Died(description.name, returns=False))
-            self._note_complete()
+            LOG.error("instance %s may not join: %s", connection.name, error)
+            self._event(Died(connection.name, returns=False))
+            self._reject(connection.name, error)
             return False
+        LOG.info("instance %s joined: process %d", connection.name, description.pid)
+        self._told.discard(connection.name)
         return True
+
+    def _reject(self, name: str, error: Error) -> None:
+        self.rejected[name] = error
+        self._note_complete()
+        if self.rejected.keys() >= self._connections.keys():
+            self.over.set()
+
+    def _tell(self, level: int, name: str, text: str, *arguments: object) -> None:
+        """That this instance is gone: once until it is back, whatever else fails of it or of calls that were on their way."""
+        LOG.log(logging.DEBUG if name in self._told else level, text, *arguments)
+        self._told.add(name)
 
     def _note_complete(self) -> None:
         serving = {part.instance for view in self.groups if view.phase != "recovering" for part in view.stages}
@@ -257,7 +278,7 @@ class Front(Generic[RequestT]):
                 case Decline(id, error):
                     self._answer(id, error)
                 case Evict(instance, reason):
-                    LOG.warning("instance %s is evicted: %s", instance, reason)
+                    self._tell(logging.WARNING, instance, "instance %s is evicted: %s", instance, reason)
                     self._connections[instance].kill()
                 case _:
                     self._spawn(self._send(action))
@@ -288,7 +309,7 @@ class Front(Generic[RequestT]):
                 case Submit(_, submission, epoch):
                     await self._submit(connection, submission, epoch)
         except Lost:
-            LOG.info("instance %s was lost before it answered %s", name, type(action).__name__)  # its task notices too
+            LOG.debug("instance %s was lost before it answered %s", name, type(action).__name__)  # its task notices too
         except InstanceFailed as error:
             self._replace(connection, error)
         except Error as error:
@@ -344,8 +365,14 @@ class Front(Generic[RequestT]):
         self._tasks.discard(task)
         if task.cancelled() or task.exception() is None:
             return
-        self.failure = task.exception()
-        LOG.critical("the front of the cluster failed", exc_info=self.failure)
+        self.failure = error = task.exception()
+        LOG.critical("the front failed: %s: %s", type(error).__name__, error, exc_info=error)
         failed = InvalidState("the server has failed; the request was not finished; restart the server")
-        failed.__cause__ = self.failure
+        failed.__cause__ = error
         self._fail_all(failed)
+        for waited in (self.over, self._serving, self._complete):
+            waited.set()
+
+
+def _closing() -> InvalidState:
+    return InvalidState("the server is closing; the request was not finished; send it again elsewhere")

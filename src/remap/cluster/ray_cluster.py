@@ -12,6 +12,8 @@ than one that can restart (`GCS_PATIENCE_S`). On a cluster that runs already, th
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -38,13 +40,20 @@ APART = {"poll": 1, "submit": 4}
 
 
 class _Actor:
-    """An instance in an actor. It answers ("ok", value) or ("error", error): Ray wraps errors that a call raises."""
+    """An instance in an actor. It answers ("ok", value) or ("error", error): Ray wraps errors that a call raises. One that
+    cannot be made answers everything with why."""
 
     def __init__(self, factory: str, name: str, arguments: Mapping[str, Any]) -> None:
         module, _, function = factory.partition(":")
-        self._instance = getattr(importlib.import_module(module), function)(name=name, **arguments)
+        self._refused: Error | None = None
+        try:
+            self._instance = getattr(importlib.import_module(module), function)(name=name, **arguments)
+        except Error as error:
+            self._refused = error
 
     def call(self, method: str, arguments: Sequence[Any]) -> tuple[str, Any]:
+        if self._refused is not None:
+            return "error", self._refused
         try:
             return "ok", getattr(self._instance, method)(*arguments)
         except Error as error:
@@ -52,11 +61,13 @@ class _Actor:
 
 
 class RayConnection:
-    """A `front.Connection` to an actor."""
+    """A `front.Connection` to an actor. local: it is of a Ray that this process started, and so on this machine."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: Any, local: bool) -> None:
         self.name = name
         self._actor = actor
+        self._local = local
+        self._process: int | None = None  # a descriptor: a number may be another process's by the time of `end`
         self._apart = {method: actor.call.options(concurrency_group=method) for method in APART}
 
     async def call(self, method: str, *arguments: object) -> Any:
@@ -68,32 +79,55 @@ class RayConnection:
             returns = not isinstance(error, ActorDiedError)
             raise Lost(
                 f"instance {self.name!r} is gone, and {'is being' if returns else 'cannot be'} started again; what it had "
-                f"starts elsewhere: {error}",
+                f"starts elsewhere: {_reason(error)}",
                 instance=self.name,
                 returns=returns,
             ) from error
         except RayTaskError as error:
             raise InstanceFailed(
-                f"instance {self.name!r} failed in {method!r} with {type(error.cause).__name__}: {error.cause}; it is to be "
-                "started again",
+                f"instance {self.name!r} failed in {method!r} with {type(error.cause).__name__}: {_reason(error.cause)}; it is "
+                "to be started again",
                 instance=self.name,
                 method=method,
                 cause=type(error.cause).__name__,
             ) from error
         except RayError as error:  # an answer that was lost, a node that is full
             raise InstanceFailed(
-                f"the answer of instance {self.name!r} to {method!r} did not come: {error}; it is to be started again",
+                f"the answer of instance {self.name!r} to {method!r} did not come: {_reason(error)}; it is to be started again",
                 instance=self.name,
                 method=method,
                 cause=type(error).__name__,
             ) from error
         if outcome == "error":
             raise value
+        if method == "describe" and self._local:
+            self._note(value.pid)
         return value
 
     def kill(self) -> None:
         """See `front.Connection`."""
         ray.kill(self._actor, no_restart=False)
+
+    def end(self) -> None:
+        """Kill the process, if it still runs: without its raylet nobody else does."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        self._note(None)
+
+    def _note(self, pid: int | None) -> None:
+        if self._process is not None:
+            os.close(self._process)
+        self._process = None
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                self._process = os.pidfd_open(pid)
+
+
+def _reason(error: BaseException | None) -> str:
+    """The last line of what Ray says, where the reason is; what stands before it is of the actor, or a traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 class RayInstances:
@@ -130,6 +164,7 @@ class RayInstances:
             )
         else:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
+        self.connections: list[RayConnection] = []
         self._group = placement_group([dict(resources) for _ in names], strategy="SPREAD")
         if not self._group.wait(PLACING_S):
             self.close()
@@ -152,6 +187,7 @@ class RayInstances:
                     max_concurrency=THREADS,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
                 ).remote(factory, name, dict(arguments)),
+                address is None,
             )
             for bundle, name in enumerate(names)
         ]
@@ -162,3 +198,5 @@ class RayInstances:
         with suppress(RayError):
             remove_placement_group(self._group)
         ray.shutdown()
+        for connection in self.connections:
+            connection.end()

@@ -7,11 +7,13 @@ instances, and loads no weights itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from safetensors import safe_open
 
 import remap
 from remap.engine.models import decoder_of
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     from remap.policy.cluster.pipeline import Network
 
-__all__ = ["Layout", "Tokenizer", "ends_of", "layout_of", "make", "shapes", "tokenizer_of"]
+__all__ = ["Layout", "Tokenizer", "check_files", "ends_of", "layout_of", "make", "shapes", "tokenizer_of"]
 
 KV_TOKENS = 8192
 """Without a given memory there is KV for so many tokens beside the weights."""
@@ -56,16 +58,31 @@ def shapes(name: str) -> nn.Module:
         made: nn.Module = model.to_empty(device="cpu")
         model.tie_weights()  # which `to_empty` parted
         return made
-    except (OSError, ValueError) as error:
+    except Exception as error:  # files can be wrong in many ways, and what transformers raises then has no common type
         raise _unloaded(name, error) from error
 
 
+def check_files(name: str) -> None:
+    """Read the headers of the folder's safetensors files. Raises InvalidArgument (fields field, value) for one that is cut off,
+    or whose header is wrong. A hub's name is not looked at: its files come whole."""
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except Exception as error:  # safetensors' own error has no other base
+            raise _unloaded(name, f"{path.name}: {error}") from error
+
+
 def tokenizer_of(name: str) -> Tokenizer:
-    """The model's tokenizer, or None if it has none."""
+    """The model's tokenizer, or None if it has none. Raises InvalidArgument (fields field, value) for one that is broken."""
     try:
         return transformers.AutoTokenizer.from_pretrained(name)
+    except JSONDecodeError as error:
+        raise _unloaded(name, f"its tokenizer: {error}") from error
     except (OSError, ValueError):
         return None
+    except Exception as error:  # as in `shapes`
+        raise _unloaded(name, f"its tokenizer: {type(error).__name__}: {error}") from error
 
 
 def ends_of(name: str, tokenizer: Tokenizer) -> frozenset[int]:
@@ -139,7 +156,8 @@ def make(
     model: a folder, or a hub name. memory, swap: see `layout_of`. threads: that compute. host: under which other instances reach
     it; None: under its node's address, by Ray. network: to these.
 
-    Raises InvalidArgument as `shapes` and `layout_of` do, and what `Session.attach` raises.
+    Raises InvalidArgument as `shapes` and `layout_of` do, also for files without some of the model's tensors, or with others of
+    their names (transformers would draw them at random); and what `Session.attach` raises.
     """
     torch.set_num_threads(threads)
     if host is None:
@@ -147,9 +165,17 @@ def make(
 
         host = str(ray.util.get_node_ip_address())
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    except (OSError, ValueError) as error:
+        loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:  # as in `shapes`
         raise _unloaded(model, error) from error
+    lacking = sorted([*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])])
+    if lacking:
+        raise _unloaded(
+            model, f"its files have no tensors of the model's shapes for {len(lacking)} names, such as {lacking[0]}"
+        )
+    loaded.eval()
     layout = layout_of(loaded, memory, swap)
     session = remap.Session(layout.capacity, device="cpu", page_bytes=layout.page_bytes)
     # Files of weights are the master copy as they are: the instances of one machine share them.
@@ -167,9 +193,10 @@ def make(
     )
 
 
-def _unloaded(name: str, error: Exception) -> InvalidArgument:
+def _unloaded(name: str, why: Exception | str) -> InvalidArgument:
+    text = " ".join(str(why).split()) or type(why).__name__
     return InvalidArgument(
-        f"model: {name} cannot be loaded: {error}; nothing was started; give a folder or a hub name of a transformers model",
+        f"model: {name} cannot be loaded: {text}; nothing was started; give a folder or a hub name of a transformers model",
         field="model",
         value=name,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,8 +21,9 @@ from fastapi import FastAPI, Response
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
 
-from remap.errors import Error, OutOfBlocks
+from remap.errors import Error, InvalidState, OutOfBlocks
 
 from .answer_text import AnswerText
 from .limits import Admission, Busy, Limits, read_body
@@ -38,10 +39,13 @@ if TYPE_CHECKING:
 
     from .front import Front
 
-__all__ = ["cluster_state", "make_app", "serve"]
+__all__ = ["NobodyLeft", "cluster_state", "make_app", "serve"]
 
 GRACE_S = 10
-"""Seconds that unfinished answers have when the server is asked to end."""
+"""Seconds that unfinished answers have when the server is asked to end. Those that are left end with an error then."""
+
+LEAVE_S = 2
+"""Seconds that callers have to take that error; then their connections are cut."""
 
 GONE = 499
 """The status that nobody reads: of a caller who went away (nginx has the number)."""
@@ -49,6 +53,10 @@ GONE = 499
 DEFAULT = Limits()
 
 ValueT = TypeVar("ValueT")
+
+
+class NobodyLeft(Error):
+    """Every instance is gone, and none comes back. Fields: instances (how many there were)."""
 
 
 class _Gone(Exception):
@@ -98,7 +106,8 @@ def make_app(front: Front[EngineRequest], served: Served, limits: Limits = DEFAU
         streamed = False
         try:
             body = await read_body(http.stream(), http.headers.get("content-length"), limits.body_bytes)
-            asked = await asyncio.get_running_loop().run_in_executor(reader, parse, body, kind, served)
+            parsing = asyncio.get_running_loop().run_in_executor(reader, parse, body, kind, served)
+            asked = await _unless_gone(http, parsing)
             pieces = _pieces(front, served, metrics, asked)
             if not asked.stream:
                 return JSONResponse(await _unless_gone(http, _whole(asked, pieces)))
@@ -108,7 +117,7 @@ def make_app(front: Front[EngineRequest], served: Served, limits: Limits = DEFAU
             return _EventStream(_events(asked, first, pieces), pieces, leave)
         except Error as error:
             return JSONResponse(error_of(error), status_of(error))
-        except _Gone:
+        except (_Gone, ClientDisconnect):
             return Response(status_code=GONE)
         finally:
             if not streamed:
@@ -174,31 +183,68 @@ async def serve(
     ready: Callable[[], None],
     limits: Limits = DEFAULT,
 ) -> None:
-    """Serve on this socket until SIGINT or SIGTERM; then unfinished answers have GRACE_S. A second signal ends them at once.
-    The front stays the caller's. ready: called when requests are answered. In the main thread."""
+    """Serve on this socket until SIGINT or SIGTERM; then unfinished answers have GRACE_S. A second signal, or the end of that
+    time, ends them with an error, and LEAVE_S later whatever is left. The front stays the caller's. ready: called when requests
+    are answered. In the main thread.
+
+    Raises NobodyLeft when every instance is gone for good, and InvalidState when the front failed (its failure is the cause);
+    requests have been answered by then.
+    """
     config = uvicorn.Config(
         make_app(front, served, limits),
+        log_config=None,  # whoever runs this process says where lines go
         log_level="warning",
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=int(GRACE_S + LEAVE_S) + 10,  # nobody is left by then
     )
     server = _Server(config)
     loop = asyncio.get_running_loop()
+    later: list[asyncio.TimerHandle] = []
+
+    def cut() -> None:
+        # Their requests end as if the callers had gone. uvicorn would cancel them, and print where each was.
+        for each in list(server.server_state.connections):
+            each.transport.abort()
+
+    def stop() -> None:
+        server.should_exit = True
+        front.stop()
+        later.append(loop.call_later(LEAVE_S, cut))
 
     def end() -> None:
-        server.force_exit = server.should_exit
-        server.should_exit = True
+        if server.should_exit:
+            stop()
+        else:
+            server.should_exit = True
+            later.append(loop.call_later(GRACE_S, stop))
 
     signals = (signal.SIGINT, signal.SIGTERM)
     for one in signals:
         loop.add_signal_handler(one, end)
+    over = loop.create_task(front.over.wait())
+    over.add_done_callback(lambda task: None if task.cancelled() else stop())
     try:
         ready()
         await server.serve([listening])
     finally:
+        over.cancel()
+        for handle in later:
+            handle.cancel()
         for one in signals:
             loop.remove_signal_handler(one)
+    failure = front.failure
+    if failure is not None:
+        raise InvalidState(
+            f"the front of the cluster failed with {type(failure).__name__}: {failure}; nothing is served; start it again"
+        ) from failure
+    if front.over.is_set():
+        name, error = list(front.rejected.items())[-1]
+        raise NobodyLeft(
+            f"all {len(front.rejected)} instances are gone for good; nothing is served; start it again. The last one, {name}: "
+            f"{error}",
+            instances=len(front.rejected),
+        )
 
 
 class _Server(uvicorn.Server):
@@ -268,7 +314,7 @@ def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-async def _unless_gone(http: HTTPRequest, work: Coroutine[Any, Any, ValueT]) -> ValueT:
+async def _unless_gone(http: HTTPRequest, work: Awaitable[ValueT]) -> ValueT:
     """What the work returns or raises; it is cancelled, and _Gone raised, if the caller goes away before."""
     answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(http))
     try:

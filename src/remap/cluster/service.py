@@ -3,6 +3,16 @@
 `Service.on` takes the events of `Control.on` and carries out what concerns requests: what was lost is asked for again, and a
 route becomes a submission. What is left are commands to instances and answers to callers; whoever owns the connections
 carries them out, in their order.
+
+Some requests end whichever instance computes them. Each failure of an instance counts against all requests that were with it.
+After the first they start again at once. Who was there twice is a suspect: suspects start again one at a time in the whole
+cluster, on trial. A trial is over when the request ends, or has got `TRIAL_TOKENS` tokens more, and that many times as many for
+each failure beyond. If its instance fails during its trial, the request ends, with `Fatal`; whoever else was there starts again.
+
+Promises: nobody ends so before `MOST_FAULTS` failures. A request that fails its instance within its first `TRIAL_TOKENS`
+tokens fails as many, and ends nobody else by itself: for another, a third failure would have to come during its own trial, in
+which no suspect but itself is on its way. One that fails its instance T tokens later each time fails at most log T (to
+the base `TRIAL_TOKENS`) more. Suspects wait for each other's first tokens; nobody else waits.
 """
 
 from __future__ import annotations
@@ -37,19 +47,30 @@ from .messages import (
 if TYPE_CHECKING:
     from .control import Control
 
-__all__ = ["MOST_FAULTS", "Action", "Cancel", "Fatal", "Service", "Submit"]
+__all__ = ["MOST_FAULTS", "TRIAL_TOKENS", "Action", "Cancel", "Fatal", "Service", "Submit"]
 
-MOST_FAULTS = 20
-"""A request that was with so many instances when they failed is not started again: it may be why."""
+MOST_FAULTS = 3
+"""A request that was on trial when so many instances, or more, have failed with it ends: it is why (see the module)."""
+
+TRIAL_TOKENS = 4
+"""Tokens of the first trial. What fails at a certain place fails there again, with no new token but those that were lost on
+their way to the ledger: a pass or two of them."""
 
 RequestT = TypeVar("RequestT")
 
 
 class Fatal(Error):
-    """The instances that had this request failed, one after another. It is answered with this.
-
-    Fields: request (its id), faults (how many).
+    """The instances that had this request failed, one after another, the last while no other suspect was there. It is answered
+    with this. Fields: request (its id), faults (how many).
     """
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Of this suspect; over when it has so many tokens."""
+
+    id: str
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,8 @@ class Service(Generic[RequestT]):
         self.control = control
         self.ledger = Ledger[RequestT]()
         self._size = size
+        self._suspects = deque[str]()  # that wait for their trial
+        self._trial: _Trial | None = None
 
     def ask(self, id: str, request: RequestT, now_s: float) -> list[Action[RequestT]]:
         """A new request. Raises InvalidArgument, with nothing changed, if an unfinished one has its id."""
@@ -120,17 +143,20 @@ class Service(Generic[RequestT]):
         """As `Control.on`, with its errors."""
         actions: list[Action[RequestT]] = []
         events = deque([event])
-        while events:
+        while events or self._try_next(events):
             current = events.popleft()
             for command in self.control.on(current, now_s):
                 match command:
                     case Restart(instances):
                         for id in self.ledger.restart(instances):
-                            if self.ledger.faults(id) < MOST_FAULTS:
-                                events.append(Asked(id, self._tokens(id)))
-                            else:
+                            if self._on_trial(id):
+                                actions.append(Decline(id, _fatal(id, self.ledger.faults(id))))
                                 self.ledger.forget(id)
-                                actions.append(Decline(id, _fatal(id)))
+                                events.append(Finished(id))
+                            elif self._suspected(id):
+                                self._suspects.append(id)
+                            else:
+                                events.append(Asked(id, self._tokens(id)))
                     case Route(id, instance):
                         submission = self.ledger.send(id, instance)
                         if submission is not None:
@@ -152,15 +178,39 @@ class Service(Generic[RequestT]):
                 actions += [Cancel(name, id, attempt) for id, attempt in unwanted]
         return actions
 
+    def _try_next(self, events: deque[Event]) -> bool:
+        """Whether the next suspect's trial begins: it is asked for again."""
+        if self._trial is not None and self._on_trial(self._trial.id):
+            return False
+        self._trial = None
+        while self._suspects:
+            id = self._suspects.popleft()
+            if self._suspected(id):
+                more = TRIAL_TOKENS ** (self.ledger.faults(id) - MOST_FAULTS + 2)
+                self._trial = _Trial(id, len(self.ledger.tokens(id)) + more)
+                events.append(Asked(id, self._tokens(id)))
+                return True
+        return False
+
+    def _suspected(self, id: str) -> bool:
+        """Not if it has ended meanwhile, also if another request has its id now."""
+        return id in self.ledger and self.ledger.faults(id) >= MOST_FAULTS - 1
+
+    def _on_trial(self, id: str) -> bool:
+        trial = self._trial
+        if trial is None or trial.id != id or not self._suspected(id):
+            return False
+        return len(self.ledger.tokens(id)) < trial.tokens
+
     def _tokens(self, id: str) -> int:
         """Of KV that the request asks for now."""
         return self._size(self.ledger.request(id)) + len(self.ledger.tokens(id))
 
 
-def _fatal(id: str) -> Fatal:
+def _fatal(id: str, faults: int) -> Fatal:
     return Fatal(
-        f"request {id!r} was with {MOST_FAULTS} instances when they failed, and may be why; it is not started again; look into "
-        "their logs for what ended them",
+        f"request {id!r} was with {faults} instances when they failed, with the last of them while nobody else was suspected; it "
+        "is taken to be why, and not started again; look into their logs for what ended them",
         request=id,
-        faults=MOST_FAULTS,
+        faults=faults,
     )
