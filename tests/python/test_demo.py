@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remap.cli import demo, smollm2
-from remap.cli.demo_config import DemoConfig
-from remap.cli.demo_run import kv_limits
+from remap.cli import demo, demo_run, smollm2
+from remap.cli.demo_config import DemoConfig, default_config
+from remap.cli.demo_run import kv_limits, serving
 from remap.errors import InvalidArgument, InvalidState
 
 MIB = 1 << 20
@@ -82,3 +83,12 @@ def test_the_model_loads_and_knows_paris() -> None:
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     answer = model.generate(ids, max_new_tokens=8, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, ids.shape[1] :])
+
+
+@pytest.mark.model
+def test_the_warm_up_has_room_in_the_cache_of_a_single_request() -> None:
+    """`remap demo --requests 1` ended with "request 'warm-0' needs 17 KV blocks at its longest, the pool can have 4"."""
+    if smollm2.importlib.util.find_spec(smollm2.PACKAGE) is None:
+        pytest.skip(f"the model's package is not installed: {smollm2.INSTALL}")
+    with serving("unconstrained", replace(default_config(), requests=1)) as ready:
+        assert len(ready.warm[0].prompt) + demo_run.WARM_TOKENS <= 16 * ready.kv_blocks < 256

@@ -126,8 +126,10 @@ def serving(kind: str, config: DemoConfig) -> Iterator[Serving]:
             decode_cost=config.decode_cost,
         )
         # First passes pay for what every later one finds ready: thread pools, scratch memory, the caches of the
-        # kernels. A prefill and some decode steps, with tokens that no real request begins with.
-        tokens = tuple(range(1000, 1000 + config.max_batch_tokens))
+        # kernels. A prefill as large as passes get, or as the cache has room for, and some decode steps, with tokens that
+        # no real request begins with.
+        length = min(config.max_batch_tokens, start * config.block_tokens - WARM_TOKENS)
+        tokens = tuple(range(1000, 1000 + length))
         warm = [Request(f"warm-{i}", tokens[i:], SamplingParams(max_tokens=WARM_TOKENS)) for i in range(2)]
         engine.run(warm)
         yield Serving(session, tenant, engine, shape, requests, warm, capacity, start)

@@ -1,0 +1,558 @@
+"""Every command of the README, docs/, the pages of results and `make help`, and every option that `--help` lists.
+
+The list of commands comes from the pages (documented.py). A command of `remap` or `python -m bench.lab` is run with its
+smallest load, in a folder that has what it reads (`FILES`); what cannot run here says why (`Tried.parsed`, `NOT_HERE`), and
+its real parser still reads the words. A command for which there is neither fails with its page and line. So does an option
+that no run of `TRIED` names, and one that a page names and the commands of that page do not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from urllib.request import Request, urlopen
+
+import documented
+import pytest
+from documented import ROOT, Command
+
+typer = pytest.importorskip("typer", reason="the command line needs typer")
+pytest.importorskip("scipy", reason="`remap fit` needs scipy, of the extra `sim`")
+
+from bench.gpu import __main__ as gpu  # noqa: E402
+from bench.lab.commands import app as lab  # noqa: E402
+from subprocesses import load_tool  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from remap.cli.main import app as ours  # noqa: E402
+
+APPS = {("remap",): ours, ("python", "-m", "remap"): ours, ("python", "-m", "bench.lab"): lab}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """How a command is tried.
+
+    runs: lines that name every option between them, with the smallest load; one after the other, in one folder. small: what
+    makes a documented line as small; a later option counts. needed: of a line in a sentence, what it leaves out. parsed: why
+    nothing runs here, and what runs it. ends: exit codes that are right.
+    """
+
+    runs: tuple[str, ...]
+    small: str = ""
+    needed: str = ""
+    parsed: str = ""
+    ends: tuple[int, ...] = (0,)
+
+
+def _resumed(name: str, quick: bool = True) -> tuple[str, ...]:
+    """Of a stored result that lacks one run."""
+    more = "--quick " if quick else ""
+    return (f"{more}--jobs 1 --results {name}.json", f"{more}--report-only --results {name}.json")
+
+
+TRIED = {
+    "remap": Tried(("--version",)),
+    "remap demo": Tried(
+        (
+            "--budget 352MiB --dtype bfloat16 --requests 1 --max-num-seqs 2 --max-batch-tokens 64 --block-tokens 16 "
+            "--threads 1 --rounds 2 --out out",
+            "--tenants 3 --requests 1 --out out",
+        ),
+        small="--requests 1 --out out",
+    ),
+    "remap offline": Tried(
+        (
+            "--model MODEL --memory 16MiB --max-num-seqs 2 --max-batch-tokens 64 requests.jsonl answers.jsonl",
+            "--model MODEL --host-kv 4MiB --ratio 0:1 requests.jsonl others.jsonl",
+        )
+    ),
+    "remap cluster": Tried(()),
+    "remap cluster serve": Tried(
+        (
+            "--model MODEL --instances 1 --memory 3MiB --swap 1MiB --policy alone --host 127.0.0.1 --port 0 --threads 1 "
+            "--max-num-seqs 4 --max-batch-tokens 64 --bandwidth 1GB --latency-ms 0.5 --max-body 1MiB --max-requests 8",
+            "--model MODEL --address auto",
+        ),
+        parsed="it serves until it is interrupted: test_a_cluster_is_served_with_all_options runs the first line. --address "
+        "needs a Ray that somebody started",
+    ),
+    "remap top": Tried(("--once --url URL",), small="--once --url URL"),
+    "remap plan": Tried(
+        (
+            "--machine my-machine --model MODEL --memory 40% --context 64 --batch 4 --donors Llama-3-8b --max-requests 16 "
+            "--dtype bf16 --tp 2 --tables mine.json --json",
+        ),
+        needed="--model OPT-13b",
+    ),
+    "remap simulate": Tried(
+        (
+            "--machine my-machine --tenants half --arrivals poisson --lengths fixed:40:7 --rate 30 --requests 12 --policies "
+            "recompute,remap,ideal --sharing spatial --scheduler chunked --seed 1 --quantum 0.5 --ttft-target 1 "
+            "--tpot-target 0.1 --machines-file mine.json --models-file models.json --json out.json --html out.html",
+        ),
+        small="--requests 12",
+        needed="--tenants C1",
+    ),
+    "remap fit": Tried(("measured.json --name my-machine --out fitted.json --like A100",)),
+    "remap doctor": Tried(("--json", "--vllm"), ends=(0, 1)),  # 1: something is bad, such as vLLM that is not installed
+    "bench.lab": Tried(()),
+    "bench.lab machine": Tried(
+        ("--out found.json --device cpu --dtype float32 --quick --threads 1",), small="--out found.json --quick"
+    ),
+    "bench.lab paper": Tried(
+        (
+            "--only fig4 --quick --requests 20 --seeds 1 --jobs 1 --again --results paper.json --page paper.md",
+            "--report-only --results paper.json --page paper.md",
+        )
+    ),
+    "bench.lab headline": Tried(_resumed("headline", quick=False)),
+    "bench.lab gap": Tried(_resumed("gap")),
+    "bench.lab pie": Tried(_resumed("pie")),
+    "bench.lab hybridserve": Tried(_resumed("hybridserve")),
+    "bench.lab kunserve": Tried(_resumed("kunserve")),
+    "bench.lab ablations": Tried(
+        ("--only recompute --quick --seconds 1 --runs 1 --out out",), small="--quick --seconds 1 --runs 1 --out out"
+    ),
+    "bench.lab real": Tried(
+        ("--quick --report-only --results real.json",), parsed="test_lab_real.py runs it with --quick"
+    ),
+    "bench.lab offline": Tried(
+        ("--quick --report-only --results offline.json",), parsed="test_lab_offline.py runs it with --quick"
+    ),
+    "bench.lab cluster": Tried(
+        ("--quick --report-only --results cluster.json",),
+        parsed="test_lab_cluster.py makes a run of --quick and the page",
+    ),
+    "bench.lab twin": Tried(
+        ("--out out",), parsed="two runs of the demo, of minutes: test_lab_twin.py makes small ones"
+    ),
+    "bench.lab vllm": Tried(
+        ("--model MODEL --kv 1MiB --seconds 1 --runs 1 --threads 1 --out out",), parsed="it needs vLLM, and minutes"
+    ),
+}
+SLOW = {"remap demo", "remap simulate", *(name for name in TRIED if name.startswith("bench.lab "))}
+TYPERS_OWN = {"--install-completion", "--show-completion"}  # they change the user's shell
+
+ELSEWHERE = {
+    *("--mem-fraction-static", "--max-total-tokens"),  # SGLang's
+    *(
+        "--additional-config",
+        "--cpu-offload-gb",
+        "--enable-eplb",
+        "--enable-elastic-ep",
+        "--enable-sleep-mode",
+        "--goodput",
+    ),
+    *(
+        "--kv-cache-dtype",
+        "--kv-offloading-size",
+        "--num-gpu-blocks-override",
+        "--offload-group-size",
+    ),  # these are vLLM's
+}
+"""Options of other programs that pages name."""
+
+COMMANDS = tuple(documented.commands())
+LIMIT_S = 300.0
+
+
+# -- what commands read -----------------------------------------------------------------------------------------------
+def _model(path: Path) -> None:
+    """A random Llama with a tokenizer, and so many tokens that the prompts of docs/offline.md are some."""
+    torch = pytest.importorskip("torch", reason="models need torch and transformers")
+    transformers = pytest.importorskip("transformers", reason="models need torch and transformers")
+    from cluster_folder import byte_tokenizer
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(
+        vocab_size=4096, num_hidden_layers=4, max_position_embeddings=256, bos_token_id=None, eos_token_id=256, **shape
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+
+
+def _requests(path: Path) -> None:
+    """Those of the page."""
+    given, _ = (block.text for block in documented.blocks(ROOT / "docs/offline.md") if block.kind == "json")
+    path.write_text(given, encoding="utf-8")
+
+
+def _measured(path: Path) -> None:
+    from test_sim_fit import measured
+
+    from remap.sim.hardware import machine
+
+    path.write_text(json.dumps(measured(machine("GH200-96GB"))), encoding="utf-8")
+
+
+def _machines(path: Path) -> None:
+    path.write_text(json.dumps({"machines": {"my-machine": {"like": "GH200-96GB"}}}), encoding="utf-8")
+
+
+def _models(path: Path) -> None:
+    path.write_text(json.dumps({"models": {"half": {"like": "Llama-3-8b", "layers": 16}}}), encoding="utf-8")
+
+
+def _lacking(module: str) -> Callable[[Path], None]:
+    """The stored result as of --quick, where there is that, without one of its runs."""
+
+    def make(path: Path) -> None:
+        command = importlib.import_module(f"bench.lab.{module}")
+        data = json.loads(command.RESULTS.read_text(encoding="utf-8"))
+        names = list(data["points"])
+        if hasattr(command, "QUICK"):
+            data["settings"] = command.empty(command.QUICK)["settings"]
+            names = list(command.runs(command.QUICK)) if hasattr(command, "runs") else names
+        del data["points"][next(name for name in names if name.endswith("0"))]
+        path.write_text(json.dumps(data), encoding="utf-8")
+
+    return make
+
+
+FILES: Mapping[str, Callable[[Path], None]] = {
+    "MODEL": _model,
+    "requests.jsonl": _requests,
+    "measured.json": _measured,
+    "mine.json": _machines,
+    "models.json": _models,
+    "headline.json": _lacking("headline"),
+    "gap.json": _lacking("gap"),
+    "pie.json": _lacking("pie.command"),
+    "hybridserve.json": _lacking("hybridserve.command"),
+    "kunserve.json": _lacking("kunserve.command"),
+}
+
+
+def serving() -> AbstractContextManager[str]:
+    """Something that answers as a cluster does: its address."""
+    from test_cluster_command import PAGE_OF_GROUPS, answering  # it says itself what it needs
+
+    return answering(json.dumps(PAGE_OF_GROUPS).encode())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, empty; what a command sets in the environment ends with the test."""
+    monkeypatch.chdir(tmp_path)
+    with patch.dict(os.environ, {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"}):
+        yield tmp_path
+
+
+# -- parsers ----------------------------------------------------------------------------------------------------------
+def found_in(app: Any, words: tuple[str, ...]) -> tuple[Any, list[str]]:
+    """The command that the words lead to, and its names."""
+    command, names = typer.main.get_command(app), []
+    while len(names) < len(words) and words[len(names)] in getattr(command, "commands", {}):
+        names.append(words[len(names)])
+        command = command.commands[names[-1]]
+    return command, names
+
+
+def options_of(command: Any) -> set[str]:
+    """Its long options."""
+    return {name for each in command.params for name in (*each.opts, *each.secondary_opts) if name.startswith("--")}
+
+
+def all_commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for below, one in getattr(command, "commands", {}).items():
+        yield from all_commands(f"{name} {below}", one)
+
+
+EVERY = dict(
+    (*all_commands("remap", typer.main.get_command(ours)), *all_commands("bench.lab", typer.main.get_command(lab)))
+)
+
+
+def read(app: Any, words: tuple[str, ...]) -> None:
+    """Only parse them. Raises the parser's own error."""
+    root = command = typer.main.get_command(app)
+    for name in found_in(app, words)[1]:
+        command = command.commands[name]
+    command.callback = lambda **given: None
+    root.main(list(words), prog_name="command", standalone_mode=False)
+
+
+def run(app: Any, words: tuple[str, ...], folder: Path, ends: tuple[int, ...]) -> None:
+    """Run them in the folder; the exit code is one of `ends`, and no exception leaves the command."""
+    for word in words:
+        if word in FILES and not (folder / word).exists():
+            FILES[word](folder / word)
+    with serving() if "URL" in words else nullcontext("") as url:
+        found = CliRunner().invoke(app, [word.replace("URL", url) for word in words])
+    if found.exception is not None and not isinstance(found.exception, SystemExit):
+        raise found.exception
+    assert found.exit_code in ends, f"{shlex.join(words)}\n{found.output}"
+
+
+def ours_of(command: Command) -> tuple[Any, tuple[str, ...], str] | None:
+    """The application, its words, and the name in TRIED; None for other programs."""
+    for begins, app in APPS.items():
+        if command.words[: len(begins)] == begins:
+            words = command.words[len(begins) :]
+            names = found_in(app, words)[1]
+            return app, words, " ".join((begins[-1], *names))
+    return None
+
+
+def line_of(command: Command, app: Any, tried: Tried, words: tuple[str, ...]) -> tuple[str, ...]:
+    """A documented line as it is read: whole."""
+    names = words[: len(found_in(app, words)[1])]
+    if not command.whole and words == names:
+        return (*words, "--help")  # a sentence names it
+    cut = words[-1:] == ("...",)
+    needed = shlex.split(tried.needed) if cut or not command.whole else ()
+    return (*names, *needed, *words[len(names) : len(words) - cut])
+
+
+# -- other programs: why nothing of them runs here, and what is looked at instead ---------------------------------------
+class _Parsed(Exception):
+    pass
+
+
+def _read_argparse(main: Callable[[], object], words: tuple[str, ...]) -> None:
+    """Call `main` with these words until its parser has read them. Raises SystemExit if it cannot."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse(self: argparse.ArgumentParser, *given: Any) -> None:
+        real(self, *given)
+        raise _Parsed
+
+    with (
+        patch.object(argparse.ArgumentParser, "parse_args", parse),
+        patch.object(sys, "argv", list(words)),
+        pytest.raises(_Parsed),
+    ):
+        main()
+
+
+def _gpu(command: Command) -> None:
+    _read_argparse(gpu.main, command.words)
+
+
+def _make(command: Command) -> None:
+    """make says what it would do; what is ours in that has to be readable, too."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    # Not the flags of the make that may have started this.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
+    done = subprocess.run(
+        ["make", "--dry-run", *command.words[1:]], cwd=ROOT, env=alone, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    for line in re.sub(r"\S*bin/(python|remap) ", r"\1 ", done.stdout.replace("\\\n", " ")).splitlines():
+        if line.startswith(("remap ", "python -m bench.lab ", "bench/gpu/run.sh ", "python tools/")):
+            words = tuple(shlex.split(line.partition(" >")[0]))
+            found = ours_of(Command(str(command), words))
+            if found is not None:
+                read(*found[:2])
+            elif words[0] == "python":
+                tool = load_tool(Path(words[1]).stem)
+                if hasattr(tool, "argparse"):
+                    _read_argparse(tool.main, words[1:])
+            else:
+                _read_argparse(gpu.main, words)
+
+
+def _pip(command: Command) -> None:
+    """Extras are those of pyproject.toml, versions those of the Makefile."""
+    requirements = pytest.importorskip("packaging.requirements", reason="packaging is not installed")
+    pyproject = load_tool("extras").tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = pyproject["project"]["optional-dependencies"]
+    pinned = re.findall(r"[\w-]+==[\w.]+", documented.MAKEFILE.read_text(encoding="utf-8"))
+    does, *what = command.words[1:]
+    for each in what:
+        if each.startswith("."):
+            assert set(re.findall(r"[\w-]+", each)) <= set(extras), f"{command}: there are {', '.join(extras)}"
+            continue
+        name = requirements.Requirement(each).name
+        assert name != "remap", f"{command}: no index has it; in a clone it is '.'"
+        known = [one for one in pinned if one.startswith(f"{name}==")]
+        assert does == "uninstall" or known == [each], f"{command}: the Makefile has {known}"
+
+
+def _engine(command: Command) -> None:
+    """Names of ours among the arguments are there; the adapters or the engines' tests know the others, as flags or keywords."""
+    for word in command.words:
+        if word.startswith("remap."):
+            module, _, name = word.rpartition(".")
+            assert name in importlib.import_module(module).__all__, command
+    folders = (ROOT / "tests/engines", ROOT / "src/remap/adapters")
+    known = "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
+    for option in (word for word in command.words if word.startswith("--")):
+        assert option in known or option[2:].replace("-", "_") in known, f"{command}: {option}"
+
+
+def _ray(command: Command) -> None:
+    cli = pytest.importorskip("ray.scripts.scripts", reason="Ray is not installed").cli
+    with patch.object(cli.commands[command.words[1]], "callback", lambda **given: None):
+        cli.main([word.replace("FIRST", "127.0.0.1") for word in command.words[1:]], standalone_mode=False)
+
+
+def _export(command: Command) -> None:
+    """Ray reads these variables."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    package = Path(ray.__file__).parent
+    sources = (package / "exceptions.py", *(package / "_private/authentication").glob("*.py"))
+    known = "".join(path.read_text(encoding="utf-8") for path in sources)
+    for word in command.words[1:]:
+        assert word.partition("=")[0] in known, command
+
+
+def _cmake(command: Command) -> None:
+    """Folders of sources are there, and `make cpp-example` runs the example with the same arguments."""
+    first, *arguments = command.words
+    for flag, folder in zip(arguments, arguments[1:]):
+        assert flag != "-S" or (ROOT / folder / "CMakeLists.txt").exists(), command
+    if first != "cmake":
+        recipe = documented.MAKEFILE.read_text(encoding="utf-8").splitlines()
+        run = shlex.join((f"build/example/{Path(first).name}", *arguments))
+        assert any(line.strip().endswith(run) for line in recipe), f"{command}: make cpp-example has no {run}"
+
+
+def _kills(command: Command) -> None:
+    """KILLS and RESULT, which its main reads as they stand."""
+    kills = pytest.importorskip("bench.lab.cluster.kills", reason="needs the extras cluster and transformers")
+    count, path = command.words[3:]
+    with patch.object(kills, "run", lambda number: {"kills": number}):
+        kills.main([count.replace("N", "3"), path])
+    assert json.loads(Path(path).read_text(encoding="utf-8")) == {"kills": 3}
+
+
+NOT_HERE: Mapping[str, tuple[str, Callable[[Command], None]]] = {
+    "make ": ("suites, builds and measurements of minutes to hours; the commands in recipes are tried above", _make),
+    "bench/gpu/run.sh": ("it needs a GPU; tests/gpu makes its calls on the emulated driver", _gpu),
+    "python -m bench.lab.cluster.kills": (
+        "a kill takes seconds; test_cluster_command.py kills one that serves",
+        _kills,
+    ),
+    "pip ": ("it changes the environment", _pip),
+    "vllm ": ("it needs vLLM: make test-engines", _engine),
+    "python -m vllm": ("it needs vLLM: make test-engines", _engine),
+    "python -m sglang": ("it needs SGLang: make test-engines", _engine),
+    "ray start": ("it starts a Ray for the whole machine", _ray),
+    "export RAY_": ("of the shell and of Ray", _export),
+    "cmake ": ("make cpp-example builds and installs the same", _cmake),
+    "build/example-engine/": ("make cpp-example runs it", _cmake),
+}
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
+def slow(name: str) -> tuple[Any, ...]:
+    return (pytest.mark.slow,) if name in SLOW else ()
+
+
+def name_of(command: Command) -> str:
+    found = ours_of(command)
+    return found[2] if found else ""
+
+
+@pytest.mark.parametrize("command", [pytest.param(one, marks=slow(name_of(one)), id=str(one)) for one in COMMANDS])
+def test_a_documented_command_runs_or_is_read_by_its_parser(command: Command, folder: Path) -> None:
+    found = ours_of(command)
+    if found is None:
+        text = " ".join(command.words)
+        begins = max((each for each in NOT_HERE if text.startswith(each)), key=len, default="")
+        assert begins, f"{command}: nothing tries it; add how to TRIED, or why not to NOT_HERE"
+        NOT_HERE[begins][1](command)
+        return
+    app, words, name = found
+    assert name in TRIED, f"{command}: nothing tries it; add how to TRIED"
+    line = line_of(command, app, TRIED[name], words)
+    read(app, line)
+    if not TRIED[name].parsed:
+        run(app, line if line[-1] == "--help" else (*line, *shlex.split(TRIED[name].small)), folder, TRIED[name].ends)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_option_of_a_command_is_tried(name: str) -> None:
+    assert name in TRIED, f"{name}: nothing tries it; add how to TRIED"
+    named = {word for line in TRIED[name].runs for word in shlex.split(line) if word.startswith("--")}
+    assert named == options_of(EVERY[name]) - TYPERS_OWN
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name)) for name in TRIED])
+def test_a_command_runs_with_its_options(name: str, folder: Path) -> None:
+    app, tried = (ours if name.startswith("remap") else lab), TRIED[name]
+    for line in tried.runs:
+        words = (*name.split()[1:], *shlex.split(line))
+        read(app, words)
+        if not tried.parsed:
+            run(app, words, folder, tried.ends)
+
+
+def test_what_is_tried_exists() -> None:
+    """No entry outlives its command or its sentence."""
+    assert set(TRIED) == set(EVERY)
+    texts = [" ".join(each.words) for each in COMMANDS]
+    assert [each for each in NOT_HERE if not any(text.startswith(each) for text in texts)] == []
+
+
+def test_a_block_says_what_it_is() -> None:
+    """Commands are found by the mark `sh`."""
+    kinds = {"sh", "text", "python", "json", "cmake", "cpp"}
+    assert [
+        str(block) for page in documented.PAGES for block in documented.blocks(page) if block.kind not in kinds
+    ] == []
+
+
+@pytest.mark.parametrize("page", documented.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_an_option_in_a_sentence_is_one_of_a_command_of_that_page(
+    page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = page.read_text(encoding="utf-8")
+    known = set(ELSEWHERE).union(*(options_of(command) for name, command in EVERY.items() if name in text))
+    if "bench/gpu/run.sh" in text:
+        with pytest.raises(SystemExit):
+            gpu.main(["--help"])
+        known.update(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
+    for code in documented.inline(page):
+        for option in re.findall(r"(?:^|(?<=\s))--[a-z][\w-]*", code.text):
+            assert option in known or ours_of(Command("", tuple(code.text.split()))), str(code)
+
+
+@pytest.mark.slow
+def test_a_cluster_is_served_with_all_options(folder: Path) -> None:
+    for package in ("ray", "msgspec", "fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(package, reason="needs the extra cluster")
+    from test_offline_process import COMMAND
+
+    _model(folder / "MODEL")
+    line = TRIED["remap cluster serve"].runs[0]
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "cluster", "serve", *shlex.split(line)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert "of MODEL answer" in said, (said, process.poll())
+        url = said.rpartition(" ")[2].strip()
+        body = json.dumps({"prompt": [7, 8, 9], "max_tokens": 4, "temperature": 0}).encode()
+        with urlopen(Request(f"{url}/v1/completions", body), timeout=LIMIT_S) as answer:
+            assert len(json.loads(answer.read())["choices"][0]["token_ids"]) == 4
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0 and "Traceback" not in errors, errors
+    finally:
+        process.kill()
+        process.wait()
