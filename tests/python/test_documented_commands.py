@@ -108,6 +108,13 @@ TRIED = {
         small="--requests 12",
         needed="--tenants C1",
     ),
+    "remap advise": Tried(
+        (
+            "--machine my-machine --models Llama-3-8b --rate 4 --memory 40% --lengths fixed:40:7 --arrivals poisson "
+            "--sharing spatial --requests 20 --seeds 1 --tables mine.json --json --html out.html",
+        ),
+        small="--requests 20 --seeds 1",
+    ),
     "remap fit": Tried(("measured.json --name my-machine --out fitted.json --like A100",)),
     "remap doctor": Tried(("--json", "--vllm"), ends=(0, 1)),  # 1: something is bad, such as vLLM that is not installed
     "bench.lab": Tried(()),
@@ -122,6 +129,12 @@ TRIED = {
     ),
     "bench.lab headline": Tried(_resumed("headline", quick=False)),
     "bench.lab gap": Tried(_resumed("gap")),
+    "bench.lab regret": Tried(
+        (
+            "--quick --loads 1 --jobs 1 --results regret.json",
+            "--quick --loads 1 --report-only --results regret.json",
+        )
+    ),
     "bench.lab pie": Tried(_resumed("pie")),
     "bench.lab hybridserve": Tried(_resumed("hybridserve")),
     "bench.lab kunserve": Tried(_resumed("kunserve")),
@@ -145,7 +158,7 @@ TRIED = {
         ("--model MODEL --kv 1MiB --seconds 1 --runs 1 --threads 1 --out out",), parsed="it needs vLLM, and minutes"
     ),
 }
-SLOW = {"remap demo", "remap simulate", *(name for name in TRIED if name.startswith("bench.lab "))}
+SLOW = {"remap demo", "remap simulate", "remap advise", *(name for name in TRIED if name.startswith("bench.lab "))}
 TYPERS_OWN = {"--install-completion", "--show-completion"}  # they change the user's shell
 
 ELSEWHERE = {
