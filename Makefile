@@ -264,7 +264,7 @@ ENGINES_PINS := tests/engines/constraints.txt
 
 # torch first, as in the other environment. PyPI's torchvision and its like are built for torch with CUDA: with the CPU build
 # they cannot be imported, and transformers trips over them. SGLang brings a set-up of its own over this environment.
-$(ENGINES)/stamps/venv: tools/torch_index.py $(ENGINES_PINS) tests/engines/sglang/setup.sh
+$(ENGINES)/stamps/venv: tools/torch_index.py $(ENGINES_PINS) tests/engines/sglang/setup.sh tests/engines/sglang/sitecustomize.py
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	@mkdir -p $(ENGINES)/stamps
 	$(call INSTALL_TORCH,$(ENGINES)/bin,-c $(ENGINES_PINS))

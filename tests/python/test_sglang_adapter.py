@@ -5,7 +5,8 @@ What they do inside the engine is tested in tests/engines/sglang.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,7 +96,12 @@ class World:
     """A runner whose memory was allocated through the hook, and a scheduler around it."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, page_size: int = 1, capacity: int = 1600 << 10, **more: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        page_size: int = 1,
+        capacity: int = 1600 << 10,
+        version: str = versions.TESTED,
+        **more: Any,
     ) -> None:
         for name in ("_adapter", "_settings", "_applied"):
             monkeypatch.setattr(hooks, name, None)
@@ -103,7 +109,7 @@ class World:
         config = remap.advanced.Knobs(slowdown=1000.0, reserve_blocks=0, contention=1e9, dwell=1)
         monkeypatch.setattr(hooks, "_controller", lambda settings: config)
         settings = Settings(capacity=capacity, page_bytes=PAGE, slowdown=1000.0, **more)
-        hooks.configure(settings, applied=lambda target: True)
+        hooks.configure(settings, version, applied=lambda target: True)
         self.runner = runner_of(page_size)
         hooks.around_alloc(self.allocate, self.runner)
         adapter = hooks.current()
@@ -386,7 +392,7 @@ def test_a_capacity_without_room_for_a_cache_is_refused_with_numbers(monkeypatch
 def test_a_hook_that_was_not_applied_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hooks, "_adapter", None)
     gone = versions.TARGETS["around_clear"][0]
-    hooks.configure(Settings(capacity=1), applied=lambda target: target != gone)
+    hooks.configure(Settings(capacity=1), versions.TESTED, applied=lambda target: target != gone)
     with pytest.raises(remap.InvalidState) as caught:
         hooks.around_alloc(None, runner_of())
     assert caught.value.missing == [gone]
@@ -458,3 +464,103 @@ def test_an_update_brings_layers_home_first_and_is_refused_while_their_pages_are
     with world.tenant.forward():
         found = models.logits_of(world.runner.model, ids)
     assert torch.equal(found, models.logits_of(models.make("llama", seed=5), ids))
+
+
+# -- a version newer than the tested one ----------------------------------------------------------------------------
+
+
+class OneBatch:
+    """SGLang's benchmark of one batch, over a World: each pass computes the whole sequence anew. wrong: what differs."""
+
+    def __init__(self, world: World, wrong: str) -> None:
+        self.world, self.wrong, self.passes = world, wrong, 0
+
+    def prepare_synthetic_inputs_for_latency_test(self, size: int, length: int, custom_inputs: Any) -> list[Any]:
+        assert (size, length) == (len(custom_inputs), len(custom_inputs[0]))
+        return [list(each) for each in custom_inputs]
+
+    def extend(self, requests: list[Any], runner: Any) -> tuple[Any, Any, Any]:
+        (ids,) = requests
+        self.world.used += self.world.allocator.alloc(len(ids))
+        return *self._pass(ids, runner), ids
+
+    def decode(self, chosen: Any, ids: list[int], runner: Any) -> tuple[Any, Any]:
+        ids.append(int(chosen[0]))
+        self.world.used += self.world.allocator.alloc(1)
+        if self.wrong == "cache":
+            ids = [ids[0], *ids[2:]]
+        return self._pass(ids, runner)
+
+    def _pass(self, ids: list[int], runner: Any) -> tuple[Any, Any]:
+        self.passes += 1
+        if self.wrong == "error":
+            raise ArithmeticError("7")
+        if self.wrong == "writes":
+            self.world.tenant.kv.tensors[0][:, max(self.world.tenant.kv.pool.open_ids()) + 40] = 7.0
+
+        def forward(runner: Any, batch: Any) -> Any:
+            return runner.model(batch.input_ids[None]).logits
+
+        mode = SimpleNamespace(is_decode=lambda: False, is_mixed=lambda: False)
+        batch = SimpleNamespace(forward_mode=mode, input_ids=torch.tensor(ids))
+        with torch.no_grad():
+            logits = forward(runner, batch) if self.wrong == "past" else hooks.around_forward(forward, runner, batch)
+        if self.wrong == "away" and self.world.tenant.remapped:
+            logits = logits.flip(-1)
+        return logits[0, -1:].argmax(-1), logits[0, -1:]
+
+
+def start(monkeypatch: pytest.MonkeyPatch, world: World, wrong: str = "") -> OneBatch:
+    """What SGLang does behind its memory pool: it makes its runner able to compute."""
+    made = OneBatch(world, wrong)
+    for name in ("sglang", "sglang.benchmark"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["sglang.benchmark"], "one_batch", made, raising=False)
+
+    def clear() -> None:
+        world.used = []
+        hooks.around_clear(Allocator.clear_all, world.allocator)
+
+    world.allocator.clear = clear
+    world.runner.req_to_token_pool = SimpleNamespace(clear=lambda: None)
+    hooks.around_graphs(lambda runner: None, world.runner)
+    return made
+
+
+def test_a_tested_version_is_not_tried(world: World, monkeypatch: pytest.MonkeyPatch):
+    assert start(monkeypatch, world).passes == 0
+
+
+def test_a_newer_version_is_tried_with_layers_at_home_and_away_before_it_serves(monkeypatch: pytest.MonkeyPatch):
+    world = World(monkeypatch, version="0.6.0")
+    tokens = world.adapter.tokens
+    assert start(monkeypatch, world).passes == 3 + 1 + 3
+    assert world.tenant.stats().copies > 0
+    assert world.tenant.remapped == 0 and world.adapter.tokens == tokens == world.allocator.available_size()
+    world.check()
+    world.fill(5)
+    assert world.tenant.remapped >= 1
+    world.adapter.session.close()
+
+
+@pytest.mark.parametrize("wrong", ["away", "cache", "past", "writes", "error"])
+def test_a_newer_version_that_computes_something_else_is_refused_and_detached(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+):
+    world = World(monkeypatch, version="0.6.0")
+    with pytest.raises(remap.InvalidState) as caught:
+        start(monkeypatch, world, wrong)
+    assert (caught.value.version, caught.value.tested) == ("0.6.0", (versions.TESTED,))
+    assert caught.value.differed
+    assert isinstance(caught.value.__cause__, ArithmeticError) is (wrong == "error")
+    assert hooks.current() is None and world.adapter.session.closed
+    if wrong != "writes":
+        ids = models.ids_for(1, 8)
+        assert torch.equal(models.logits_of(world.runner.model, ids), models.logits_of(models.make("llama"), ids))
+
+
+def test_a_cache_so_small_that_no_layer_leaves_is_tried_at_home_only(monkeypatch: pytest.MonkeyPatch):
+    world = World(monkeypatch, version="0.6.0", max_tokens=12)
+    assert start(monkeypatch, world).passes == 3 + 1
+    assert world.tenant.stats().copies == 0
+    world.adapter.session.close()

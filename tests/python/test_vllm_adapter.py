@@ -55,7 +55,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a KV connector": {"cache_config__kv_offloading_size": 4.0},
     "--cpu-offload-gb": {"offload_config__uva__cpu_offload_gb": 2.0},
     "--offload-group-size": {"offload_config__prefetch__offload_group_size": 4},
-    "--num-gpu-blocks-override": {"cache_config__num_gpu_blocks_override": 20},
     "--kv-cache-dtype": {"cache_config__cache_dtype": "fp8"},
     "--enable-eplb": {"parallel_config__enable_eplb": True},
     "--enable-elastic-ep": {"parallel_config__enable_elastic_ep": True},
@@ -77,6 +76,18 @@ def test_it_is_refused_with_its_value(name: str) -> None:
     assert caught.value.fields["unserved"] == (name,)
     (value,) = caught.value.fields["found"]
     assert value is True or value in given.values()
+
+
+@pytest.mark.parametrize(("asked", "refused"), [(None, False), (10, False), (11, True)])
+def test_an_override_is_refused_if_there_can_never_be_so_many_blocks(asked: int | None, refused: bool) -> None:
+    layer = SimpleNamespace(block_size=16, page_size_bytes=4096)
+    cache, specs, most = SimpleNamespace(num_gpu_blocks_override=asked), {"0": layer, "1": layer}, 10 * 8192 + 8191
+    if not refused:
+        internals.refuse_more_blocks(cache, specs, most)
+        return
+    with pytest.raises(InvalidState) as caught:
+        internals.refuse_more_blocks(cache, specs, most)
+    assert (caught.value.fields["asked"], caught.value.fields["most"]) == (11, 10)
 
 
 def test_all_of_several_are_named() -> None:

@@ -41,6 +41,14 @@ class Footprint:
         """Pages of the whole model."""
         return sum(self.layer_pages(page_bytes)) + -(-self.rest_bytes // page_bytes)
 
+    def reach(self, page_bytes: int, first: int, pages: int) -> int:
+        """Pages that a KV region needs places for, to get from `first` to at least `pages` pages by whole layers, whichever
+        leave: a layer that has no place there cannot. No more than what all layers but one give.
+        """
+        sizes = sorted(self.layer_pages(page_bytes))
+        leave = next((n for n in range(len(sizes)) if first + sum(sizes[:n]) >= pages), max(0, len(sizes) - 1))
+        return first + sum(sizes[len(sizes) - leave :])
+
     def waste(self, page_bytes: int) -> float:
         """Share of the model's bytes that rounding up to whole pages costs."""
         taken = self.pages(page_bytes) * page_bytes

@@ -81,7 +81,7 @@ class Engines:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=280,
+            timeout=900,
             check=False,
         )
 

@@ -162,6 +162,21 @@ except InvalidState as refusal:
     assert line.count(":PrefillBudget.check_prefill ") == 1 and line.count(" takes ") == 1
 
 
+def test_a_newer_version_is_tried_before_it_serves(engines: Engines, plenty: Served):
+    served = engines.serve(TOKENS, BURST, **REMAP, PRETEND_TESTED="0.5.22")
+    assert_clean(served)
+    assert "remap was tested with SGLang 0.5.22, this is 0.5.23" in served.log
+    assert served.tokens == plenty.tokens
+    assert served.retracted == 0 and max(served.remapped) >= 2 and served.remapped[-1] == 0
+
+
+def test_a_newer_version_that_fails_the_trial_does_not_start(engines: Engines):
+    served = engines.serve(TOKENS, BURST, **REMAP, PRETEND_TESTED="0.5.22", PRETEND_PAST="1")
+    assert served.returncode != 0 and served.tokens == []
+    (said,) = {line for line in served.log.splitlines() if "a trial before the first request failed" in line}
+    assert "remap was tested with SGLang 0.5.22; with 0.5.23" in said
+
+
 def test_every_hook_has_a_place_in_this_version(engines: Engines):
     script = """
 import sglang.srt.managers.scheduler

@@ -77,10 +77,10 @@ class Vllm:
     def smollm2(self) -> str:
         """The folder of SmolLM2-135M in bfloat16, made from its package if need be (see REMAP_CACHE)."""
         program = "from remap.cli import smollm2; print(smollm2.load('bfloat16')[2])"
-        return run(["-c", program], cwd=self.folder, timeout_s=120).splitlines()[-1]
+        return run(["-c", program], cwd=self.folder, timeout_s=600).splitlines()[-1]
 
     def serve(
-        self, runs: list[dict[str, Any]], *, timeout_s: float = 240, plain_linear: bool = False, **more: str
+        self, runs: list[dict[str, Any]], *, timeout_s: float = 900, plain_linear: bool = False, **more: str
     ) -> Any:
         """The runs of one process (see serve.py), by name."""
         job, out = self.folder / "job.json", self.folder / "out.json"
@@ -97,5 +97,5 @@ class Vllm:
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Vllm:
     folder = tmp_path_factory.mktemp("vllm")
-    run([str(HERE / "models.py"), str(folder)], cwd=folder, timeout_s=120)
+    run([str(HERE / "models.py"), str(folder)], cwd=folder, timeout_s=600)
     return Vllm(folder)

@@ -163,6 +163,22 @@ def test_an_exchange_keeps_what_is_cached_of_the_one_that_moves_only() -> None:
     assert (first.block_id, second.block_id) == (2, 1)
 
 
+def test_ids_beyond_the_pool_go_back_as_soon_as_they_are_withdrawn() -> None:
+    """A ceiling inside of a layer: the layer's other blocks are open, and nobody uses them."""
+    pool = BlockPool(8, enable_caching=True, hash_block_size=16)
+    books = Books(scheduler_of(pool))
+    assert books.open_now(((0, 5),)) == [5, 6, 7]
+    assert books.open_now(((0, 12),)) == []
+    assert pool.num_gpu_blocks == 8 and pool.get_num_free_blocks() == 7
+    held = pool.get_new_blocks(7)
+    assert books.open_now(((0, 5), (10, 12))) == [8, 9]
+    assert books.leaving == {5, 6, 7}
+    pool.free_blocks(held)
+    assert books.collect() == [5, 6, 7]
+    assert books.open_now(((0, 5),)) == [10, 11]
+    assert books.open_now(((0, 5),)) == []
+
+
 def link_over(books: Books, asked: list[Any], *, sharing: bool) -> Link:
     """A link whose ranks only write down what they are asked."""
     link = Link.__new__(Link)

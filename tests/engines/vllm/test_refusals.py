@@ -30,7 +30,7 @@ def tried(vllm: Vllm) -> Any:
             refused("connector", engine={"kv_transfer_config": connector}),
             refused("offload", engine={"cpu_offload_gb": 1}),
             refused("groups", engine={"offload_group_size": 2}),
-            refused("override", engine={"num_gpu_blocks_override": 60}),
+            refused("override", engine={"num_gpu_blocks_override": 600}),
             refused("quantised", engine={"kv_cache_dtype": "fp8"}),
             {**remap("remap", [BURST]), "version": "0.99.1"},  # newer than known: with a warning
         ]
@@ -68,7 +68,6 @@ def test_the_next_engine_starts_all_the_same(tried: Any):
     [
         ("offload", "--cpu-offload-gb", 1.0),
         ("groups", "--offload-group-size", 2),
-        ("override", "--num-gpu-blocks-override", 60),
         ("quantised", "--kv-cache-dtype", "fp8"),
     ],
 )

@@ -55,7 +55,7 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return str(json.load(answer)["choices"][0]["text"])
 
-    def wait(self, timeout_s: float = 120) -> None:
+    def wait(self, timeout_s: float = 600) -> None:
         until = time.monotonic() + timeout_s
         while True:
             try:

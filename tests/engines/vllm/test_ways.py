@@ -11,6 +11,9 @@ from conftest import Vllm
 from test_tokens import BURST, LITTLE, SETTINGS, answers, assert_remapped, remap, stock
 
 SHORT = BURST[::2] + BURST[-1:]  # enough to need more than there is, when all arrive at once
+# 13 blocks in memory, and the user's ceiling of 20: less than what one layer gives. Four requests need 18.
+CEILING = {"num_gpu_blocks_override": 20, "max_model_len": 512, "kv_cache_memory_bytes": 13 << 18}
+FOUR = BURST[:4]
 SUBPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
@@ -31,6 +34,12 @@ def one(vllm: Vllm) -> Any:
             {**stock("plenty, 4 bits", [BURST], **bfloat), **four},
             {**stock("little, 4 bits", [BURST], **bfloat, **little), **four},
             {**remap("4 bits", [BURST], **bfloat, **little), **four},
+            stock("plenty, four", [FOUR]),
+            remap("a ceiling in blocks", [FOUR, FOUR], **CEILING),
+            {
+                **remap("a ceiling in tokens", [FOUR, FOUR], max_model_len=512, kv_cache_memory_bytes=13 << 18),
+                "settings": {**SETTINGS, "max_tokens": 20 * 32},
+            },
             {**remap("8 bits", [], **bfloat, **little), **eight, "refused": True},
         ],
         VLLM_CACHE_ROOT=str(vllm.folder / "cache"),
@@ -60,6 +69,15 @@ def test_two_ranks(vllm: Vllm, one: Any):
 def test_compiled(one: Any):
     assert_remapped(one["compiled"])
     assert answers(one["compiled"]) == answers(one["plenty"])
+
+
+@pytest.mark.parametrize("name", ["a ceiling in blocks", "a ceiling in tokens"])
+def test_the_cache_grows_to_a_ceiling_inside_of_a_layer(one: Any, name: str):
+    run = one[name]
+    assert run["manifest"]["first_blocks"] < 14 and run["manifest"]["most_blocks"] == 20
+    assert_remapped(run)
+    assert max(run["rounds"][0]["alphas"]) == 1
+    assert answers(run) == answers(one["plenty, four"]) * 2
 
 
 def test_with_an_adapter(one: Any):

@@ -38,7 +38,7 @@ def register() -> None:
     except Error as refusal:
         HookRegistry.register(versions.TARGETS["around_alloc"][0], _raises(refusal), HookType.AROUND)
         raise
-    hooks.configure(settings, applied=lambda target: target in HookRegistry._patched)
+    hooks.configure(settings, __version__, applied=lambda target: target in HookRegistry._patched)
     for name, targets in versions.TARGETS.items():
         for target in targets:
             HookRegistry.register(target, getattr(hooks, name), HookType.AROUND)

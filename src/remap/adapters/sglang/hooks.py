@@ -3,6 +3,7 @@ versions.
 
     alloc_memory_pool      attaches the model; the pool's buffers become views of tenant.kv.tensors; its allocator gets
                            the usable ids and no others
+    init_cuda_graphs       afterwards the runner can compute: a version newer than the tested one is tried
     forward                is one pass
     get_next_batch_to_run  makes one session.step; ids come and go through the allocator's free list
     evict_to_free_tokens   grows by the tokens that are missing after eviction, before SGLang retracts the decode batch
@@ -24,13 +25,14 @@ import remap
 from remap.adapters.held_ids import HeldIds
 from remap.adapters.hooks import attach_hooks
 from remap.adapters.settings import Settings
+from remap.adapters.touched import prove
 from remap.config import Knobs
 from remap.errors import InvalidState
 from remap.kv.spec import KVGeometry
 from remap.model.bind import find_layers, resolve_layers
 from remap.model.footprint import footprint
 
-from . import versions
+from . import trial, versions
 
 __all__ = ["Adapter", "configure", "current", *versions.TARGETS]
 
@@ -208,12 +210,25 @@ class Adapter:
         """write(), which writes the model's weights; then the master copies have them, too. Raises InvalidState (fields tenant,
         layers) if layers cannot come home, since requests use their pages; nothing is written then.
         """
+        self._home()
+        return remap.advanced.rewrite(self.session, NAME, write)
+
+    def differs(self) -> str:
+        """What differs if layers are away, or "" (see `trial.differs`). For an engine without requests; layers are home
+        afterwards.
+        """
+        try:
+            return trial.differs(self.runner, self.session, self.tenant)
+        finally:
+            self._home()
+
+    def _home(self) -> None:
+        """Bring all layers home, as far as no request uses their pages."""
         if self.tenant.remapped:
             remap.advanced.remap(self.session, NAME, 0, 1, "nested", drain=True)
             if self.scheduler is not None:
                 self.drain(self.scheduler.tree_cache)
             self._step(0, 0)  # finishes what drained
-        return remap.advanced.rewrite(self.session, NAME, write)
 
     def _free(self, tree_cache: Any) -> int:
         """Blocks that requests could get now."""
@@ -268,14 +283,15 @@ def _controller(settings: Settings) -> Knobs:
 # -- the one adapter of this process ---------------------------------------------------------------------------------
 
 _settings: Settings | None = None
+_version = ""
 _applied: Callable[[str], bool] | None = None
 _adapter: Adapter | None = None
 
 
-def configure(settings: Settings, applied: Callable[[str], bool]) -> None:
-    """Set the settings for `around_alloc`. applied(target): whether SGLang has put that hook in."""
-    global _settings, _applied
-    _settings, _applied = settings, applied
+def configure(settings: Settings, version: str, applied: Callable[[str], bool]) -> None:
+    """Set the settings for `around_alloc`. version: SGLang's. applied(target): whether SGLang has put that hook in."""
+    global _settings, _version, _applied
+    _settings, _version, _applied = settings, version, applied
 
 
 def current() -> Adapter | None:
@@ -306,6 +322,23 @@ def around_alloc(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         _adapter.most_tokens,
     )
     return result
+
+
+def around_graphs(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raises InvalidState (fields version, tested, differed), and detaches the model, if a version newer than the tested one
+    computes something else with layers away.
+    """
+    result = original(runner, *args, **kwargs)
+    if _adapter is not None and runner is _adapter.runner:
+        prove("SGLang", _version, (versions.TESTED,), _adapter.differs, _leave, versions.otherwise())
+    return result
+
+
+def _leave() -> None:
+    global _adapter
+    assert _adapter is not None
+    _adapter.session.close()
+    _adapter = None
 
 
 def around_profile(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """The code that depends on SGLang's version: the places of its sizes, its free lists, and the refused settings.
 
 It follows the source of 0.5.23. The adapter serves a newer version with a warning if every hooked function is there
-with the same parameters, and refuses it otherwise: SGLang skips a hook on a method that has moved with a log line, and
-half of the hooks would be worse than none.
+with the same parameters and the trial before the first request (trial.py) shows no difference, and refuses it otherwise:
+SGLang skips a hook on a method that has moved with a log line, and half of the hooks would be worse than none.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = [
     "evict",
     "evictable",
     "geometry_of",
+    "otherwise",
     "phase_of",
     "promised",
     "replace_free",
@@ -44,6 +45,7 @@ ALLOCATORS = (f"{_ALLOCATOR}.token.TokenToKVPoolAllocator", f"{_ALLOCATOR}.paged
 # name of the hook (hooks.py) -> the functions that it is put around
 TARGETS: dict[str, tuple[str, ...]] = {
     "around_alloc": ("sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool",),
+    "around_graphs": ("sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs",),
     "around_forward": ("sglang.srt.model_executor.model_runner.ModelRunner.forward",),
     "around_profile": ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",),
     "around_budget": ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget",),
@@ -73,6 +75,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 # name of the hook -> the original's parameters (see `touched.Touched`)
 _TAKES: dict[str, str | None] = {
     "around_alloc": "self",
+    "around_graphs": "self *",
     "around_forward": "self forward_batch",
     "around_profile": "self *",
     "around_budget": "self budget_bytes cap_tokens=",
@@ -124,8 +127,12 @@ def check_version(version: str) -> None:
     `admit`.
     """
     touched = [_place(target, takes) for name, takes in _TAKES.items() for target in TARGETS[name]]
-    otherwise = f"install sglang=={TESTED}, or unset REMAP_ENABLE to serve without remap"
-    admit("SGLang", version, (TESTED,), touched, logger.warning, otherwise)
+    admit("SGLang", version, (TESTED,), touched, logger.warning, otherwise())
+
+
+def otherwise() -> str:
+    """What a user may do with a version that is refused."""
+    return f"install sglang=={TESTED}, or unset REMAP_ENABLE to serve without remap"
 
 
 def _place(target: str, takes: str | None) -> Touched:

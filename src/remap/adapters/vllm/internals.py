@@ -535,6 +535,21 @@ def bytes_of_tokens(specs: dict[str, Any], tokens: int) -> int:
     return sum(-(-tokens // spec.block_size) * spec.page_size_bytes for spec in specs.values())
 
 
+def refuse_more_blocks(cache_config: Any, specs: dict[str, Any], most: int) -> None:
+    """Raises InvalidState (fields asked, most) if --num-gpu-blocks-override asks for more blocks than `most` bytes are: vLLM
+    would hand them out. Fewer are what the KV cache grows to. specs: as in `bytes_of_tokens`.
+    """
+    asked = cache_config.num_gpu_blocks_override
+    each = bytes_of_tokens(specs, 1)
+    if asked is not None and asked * each > most:
+        raise InvalidState(
+            f"--num-gpu-blocks-override asks for {asked} KV blocks, and there can be {most // each} with all layers but "
+            "those of the ring away; the engine was not started; ask for fewer, or raise REMAP_CAPACITY",
+            asked=asked,
+            most=most // each,
+        )
+
+
 def block_bytes(kv_cache_config: Any, layers: int) -> int:
     """Bytes of one block in all layers.
 

@@ -12,17 +12,25 @@ __all__ = ["Books", "Link"]
 
 
 class Books:
-    """The ids of vLLM's pool. opened: ids that vLLM may hand out; leaving: drained ids that are still in use."""
+    """The ids of vLLM's pool. opened: ids that vLLM may hand out; leaving: drained ids that are still in use.
+
+    The tenant may open ids beyond the pool: a layer that leaves gives all its pages, and vLLM's cache may have a ceiling
+    inside of it. Nobody uses those ids.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self.pool = scheduler.kv_cache_manager.block_pool
         self.opened = set(range(len(self.pool.blocks)))
         self.leaving: set[int] = set()
+        self._beyond: set[int] = set()
 
     def open_now(self, runs: Runs) -> list[int]:
         """Open exactly these ids. Returns the ids that left at once, because no request used them."""
         wanted = ids(runs)
+        beyond = {each for each in wanted if each >= len(self.pool.blocks)}
+        wanted -= beyond
+        unused, self._beyond = sorted(self._beyond - beyond), beyond
         gone, new = self.opened - wanted, wanted - self.opened
         back = self.leaving & new  # they are still with their requests
         self.leaving -= back
@@ -31,7 +39,7 @@ class Books:
         parked = internals.park(self.pool, sorted(gone))
         self.leaving |= gone.difference(parked)
         self._show()
-        return parked
+        return parked + unused
 
     def collect(self) -> list[int]:
         """Park the leaving ids that no request uses any more, and return them."""

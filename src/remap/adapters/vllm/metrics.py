@@ -14,6 +14,7 @@ passes, but never half a field.
 from __future__ import annotations
 
 import atexit
+import math
 import mmap
 import os
 import struct
@@ -74,19 +75,20 @@ def _sweep() -> None:
 
 
 class Writer:
-    """Writes the figures of one engine; rank 0 has it."""
+    """Writes the figures of one engine; rank 0 has it. most: the KV blocks that vLLM knows; the tenant may have more."""
 
-    def __init__(self, engine: int = 0) -> None:
+    def __init__(self, engine: int = 0, most: float = math.inf) -> None:
         end = (engine + 1) * _FORMAT.size
         with os.fdopen(os.open(file(), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as stream:
             # Never truncate the file: another engine may have mapped it.
             os.posix_fallocate(stream.fileno(), 0, end)
             self._memory = mmap.mmap(stream.fileno(), end)
-        self._start = engine * _FORMAT.size
+        self._start, self._most = engine * _FORMAT.size, most
 
     def write(self, tenant: Any) -> None:
         stats = tenant.stats()
         alpha, layers, blocks, most = tenant.remapped, tenant.layers, tenant.kv.usable_blocks, tenant.kv.max_blocks
+        blocks, most = min(blocks, self._most), min(most, self._most)
         counted = (stats.passes, stats.copies, stats.copied_bytes, stats.stall_s, stats.misses)
         # pack_into would write zeros first, and a reader might see them.
         self._memory[self._start : self._start + _FORMAT.size] = _FORMAT.pack(alpha, layers, blocks, most, *counted)

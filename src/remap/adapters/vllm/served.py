@@ -52,11 +52,6 @@ UNSERVED = (
         "weights and KV cache may take",
     ),
     Unserved(
-        "--num-gpu-blocks-override",
-        lambda c: c.cache_config.num_gpu_blocks_override,
-        "the number of blocks changes while serving; REMAP_CAPACITY and REMAP_MAX_TOKENS bound it",
-    ),
-    Unserved(
         "--kv-cache-dtype",
         lambda c: _quantised(c.cache_config),
         "with a quantised KV cache one of ten answers was not that of vLLM alone, and nobody has found out why",

@@ -95,7 +95,7 @@ class RemapWorker:
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
         page = settings.page_bytes or shared(settings.arena).page_bytes or size.page_size(_device())
         self._remap_plain, self._remap_rounding = own, size.pages(page) * page - size.nbytes
-        self._remap_page, self._remap_weights = page, size.pages(page) * page
+        self._remap_size, self._remap_page, self._remap_weights = size, page, size.pages(page) * page
         first = own if settings.arena else settings.capacity - self._remap_weights
         if self.vllm_config.parallel_config.world_size > 1:  # all ranks open the same blocks
             first = _least(first)
@@ -111,10 +111,10 @@ class RemapWorker:
         most = first + page * sum(lendable if settings.max_layers is None else lendable[::-1][: settings.max_layers])
         if settings.arena:
             most = settings.capacity - min(size.layer_pages(page)) * page  # all but the ring may become its KV cache
+        specs = self.model_runner.get_kv_cache_spec()
         if settings.max_tokens is not None:
-            most = min(
-                most, max(first, internals.bytes_of_tokens(self.model_runner.get_kv_cache_spec(), settings.max_tokens))
-            )
+            most = min(most, max(first, internals.bytes_of_tokens(specs, settings.max_tokens)))
+        internals.refuse_more_blocks(self.cache_config, specs, most)
         return most
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
@@ -207,6 +207,9 @@ class RemapWorker:
         most = kv_cache_config.num_blocks
         first = min(self._remap_first // page * page // block, most)
         pages = -(-first * block // page)
+        # A ceiling (REMAP_MAX_TOKENS, --num-gpu-blocks-override) may lie inside of a layer: the layer needs a place as a whole,
+        # and vLLM gets the blocks below the ceiling.
+        places = self._remap_size.reach(page, pages, -(-most * block // page)) * page // block
         settings = self._remap_settings
         self._remap_arena = arena = shared(settings.arena)
         session = arena.enter(
@@ -224,7 +227,7 @@ class RemapWorker:
             block_tokens=1,
             dtype="uint8",
             min_blocks=first,
-            max_blocks=most,
+            max_blocks=max(most, places),
         )
         with ExitStack() as undo:
             undo.callback(arena.leave, name)
@@ -239,7 +242,7 @@ class RemapWorker:
             tenant.calibrate_link(settings.link)
         self.remap_rank = Rank(session, tenant, self.rank)
         internals.around_loading(model, self._remap_load)
-        self._remap_gauges = metrics.Writer(internals.engine_index(self.vllm_config)) if self.rank == 0 else None
+        self._remap_gauges = metrics.Writer(internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
         self._remap_manifest = {
             "tenant": name,
             "arena": settings.arena,
