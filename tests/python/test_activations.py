@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import torch.nn.functional as F  # noqa: E402
+from near_tokens import near_tokens  # noqa: E402
 from test_engine_runner import (  # noqa: E402
     LAYERS,
     VOCAB,
@@ -173,9 +175,30 @@ def test_keys_and_values_are_those_of_transformers(kind, dtype):
 @pytest.mark.parametrize("blocks", [64, 14])
 def test_tokens_are_the_same_if_blocks_lose_their_keys_and_values_before_each_pass(kind, dtype, blocks):
     """Random complete blocks of running requests; with 14 blocks, requests are preempted and recomputed as well."""
-    model, requests, rng = model_of(kind, dtype), requests_for(), random.Random(9)
+    lose_and_compare(model_of(kind, dtype), blocks)
+
+
+def test_tokens_are_the_same_where_a_row_rounds_otherwise_with_another_number_of_rows(monkeypatch):
+    """As on a processor whose kernels for some numbers of rows add four sums, each rounded to bfloat16."""
+    plain = F.linear
+
+    def linear(x, weight, bias=None):
+        if x.numel() // x.shape[-1] % 3 == 0:
+            return plain(x, weight, bias)
+        parts = sum(plain(x[..., part::4], weight[:, part::4]) for part in range(4))
+        return parts if bias is None else parts + bias
+
+    monkeypatch.setattr(F, "linear", linear)
+    model = model_of("llama-all-heads", torch.bfloat16)
+    x = torch.randn(3, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert not torch.equal(model.lm_head(x)[:2], model.lm_head(x[:2]))
+    lose_and_compare(model, blocks=64)
+
+
+def lose_and_compare(model, blocks):
+    requests, rng, dtype = requests_for(), random.Random(9), model.dtype
     options = {"max_num_seqs": 4, "max_batch_tokens": 24}
-    plain = tokens_of(LLMEngine(model, make_tenant(model, blocks=blocks), **options).run(requests))
+    plain = LLMEngine(model, make_tenant(model, blocks=blocks), **options).run(requests)
     tenant = make_tenant(model, blocks=blocks)
     engine = LLMEngine(model, tenant, **options)
     kept, made_again = remember(engine.runner), 0
@@ -197,11 +220,12 @@ def test_tokens_are_the_same_if_blocks_lose_their_keys_and_values_before_each_pa
 
     engine.runner.forward = lose_and_make
     result = engine.run(requests)
-    assert tokens_of(result) == plain
+    # Made in batches of other sizes than those of the passes: equal up to rounding.
+    assert tokens_of(result) == near_tokens(model, requests, plain.outputs)
     assert made_again > 50
     assert (result.metrics.preemptions > 0) == (blocks == 14)
     if dtype is torch.float32:
-        assert plain == expected_tokens(model, requests)
+        assert tokens_of(plain) == expected_tokens(model, requests)
 
 
 def test_activations_that_save_nothing_are_refused_with_the_numbers():

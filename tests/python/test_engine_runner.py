@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 from fakes import FakeKV, FakeTenant  # noqa: E402
 from models import kv_spec  # noqa: E402
 from near_tokens import MARGIN, Near, logits_after, near_tokens  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from remap.engine import LLMEngine, ModelRunner, Request, SamplingParams  # noqa: E402
 from remap.engine.attention import AttentionBatch, decode_first  # noqa: E402
@@ -278,6 +280,59 @@ def test_who_ties_with_the_last_token_kept_is_kept():
     for cut in ({"top_k": 2}, {"top_p": 0.7}):
         found = scores(logits, SamplingParams(temperature=1.0, **cut), 3)
         assert torch.isfinite(found).tolist() == [True, True, True, False]
+
+
+class Sorted(TorchDispatchMode):
+    """Counts the elements that are sorted inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "sort" in function.name():
+            self.elements += args[0].numel()
+        return function(*args, **(kwargs or {}))
+
+
+def flat_and_peaked():
+    generator = torch.Generator().manual_seed(8)
+    for scale in (0.0, 0.01, 1.0, 4.0, 30.0):
+        yield scale * torch.randn(3000, generator=generator)
+    yield torch.randn(3000, generator=generator).mul(2).round()  # many that tie
+    yield torch.randn(3000, generator=generator).bfloat16().float()
+    yield torch.randn(3000, generator=generator).masked_fill(torch.rand(3000, generator=generator) < 0.5, -math.inf)
+    yield torch.tensor([2.0])
+
+
+@pytest.mark.parametrize("top_k", [0, 40])
+@pytest.mark.parametrize("temperature", [1.0, 0.01, 7.0])
+def test_top_p_keeps_the_tokens_that_a_sort_of_all_keeps(temperature, top_k):
+    """Up to shares of 1 - 1e-12; beyond, the rounding of the sums decides."""
+    for logits, top_p in itertools.product(flat_and_peaked(), (1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 1e-12)):
+        scaled = (logits.double() - logits.max()) / temperature
+        if 0 < top_k < len(scaled):
+            scaled = scaled.masked_fill(scaled < scaled.sort(descending=True).values[top_k - 1], -math.inf)
+        ordered = scaled.sort(descending=True).values
+        reached = ordered.softmax(0).cumsum(0)
+        least = ordered[(reached < top_p * reached[-1]).sum()]
+        found = scores(logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), 3)
+        assert torch.equal(torch.isfinite(found), (scaled >= least) & torch.isfinite(scaled)), (top_p, least)
+
+
+def test_top_p_sorts_few_tokens():
+    """Of a flat model's, of which 30,000 are kept."""
+    logits = torch.randn(49152, generator=torch.Generator().manual_seed(1))
+    with Sorted() as counted:
+        found = scores(logits, SamplingParams(temperature=1.0, top_p=0.9), 3)
+    assert torch.isfinite(found).sum() > 25000
+    assert 0 < counted.elements < 1000
+
+
+def test_logits_that_are_no_numbers_draw_the_first_token_with_top_p_too():
+    for logits in (torch.full((5,), math.nan), torch.tensor([0.0, math.nan, 1.0])):
+        for top_p in (1.0, 0.5):
+            assert int(scores(logits, SamplingParams(temperature=1.0, top_p=top_p), 3).argmax()) == 0
 
 
 def from_sorted(logits, seed):

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelRunner", "check_fits", "sample", "scores"]
 
+# For `top_p`. All that is smaller than e**-64 of the largest probability lies in the last slice.
+_SLICES_OF_ONE, _SLICES = 64, 4096
+
 
 def check_fits(decoder: Decoder, model: nn.Module, tenant: Any) -> None:
     """Raises InvalidArgument if the tenant's KV tensors are not the model's in number, heads, head size and dtype."""
@@ -102,14 +105,29 @@ def scores(logits: torch.Tensor, sampling: SamplingParams, position: int) -> tor
     if 0 < sampling.top_k < len(scaled):
         scaled = _at_least(scaled, scaled.topk(sampling.top_k).values[-1])
     if sampling.top_p < 1:
-        ordered = scaled.sort(descending=True).values
-        reached = ordered.softmax(0).cumsum(0)
-        scaled = _at_least(scaled, ordered[(reached < sampling.top_p * reached[-1]).sum()])
+        scaled = _at_least(scaled, _last_of_share(scaled, sampling.top_p))
     return scaled + _gumbel(f"{sampling.seed}:{position}", scaled)
 
 
 def _at_least(scaled: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     return scaled.masked_fill(scaled < least, -math.inf)
+
+
+def _last_of_share(scaled: torch.Tensor, share: float) -> torch.Tensor:
+    """The largest value such that those not below it have `share` of the softmax of all. scaled: float64, (vocabulary,), its
+    largest 0.
+
+    Weights are summed in slices of values, 1/64 wide; only the slice in which the share is reached is sorted. To sort all values
+    costs more than the rest of a draw.
+    """
+    # NaN becomes some integer: it has to lie in a slice too.
+    slices = (scaled * -_SLICES_OF_ONE).clamp(max=_SLICES - 1).long().clamp(min=0)
+    reached = scaled.new_zeros(_SLICES + 1).index_add_(0, slices + 1, scaled.exp()).cumsum(0)
+    wanted = share * reached[-1]
+    last = (reached[1:] < wanted).sum()
+    ordered = scaled[slices == last].sort(descending=True).values
+    below = (reached[last] + ordered.exp().cumsum(0) < wanted).sum()
+    return ordered[below.clamp(max=len(ordered) - 1)]  # sums in another order may round below what is wanted
 
 
 def _gumbel(key: str, like: torch.Tensor) -> torch.Tensor:
