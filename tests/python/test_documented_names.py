@@ -262,3 +262,12 @@ def test_policies_of_the_simulators_page_exist() -> None:
     assert len(names) > 20
     for name in names:
         assert policies.find(name).name, name
+
+
+def test_the_simulators_page_counts_its_tables() -> None:
+    tables = ROOT / "src/remap/sim/tables"
+    machines, models = (
+        len(json.loads((tables / f"{name}.json").read_text(encoding="utf-8"))[name]) for name in ("machines", "models")
+    )
+    said = f"{machines} machines and {models} models come with the package"
+    assert said in (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
