@@ -244,6 +244,19 @@ def test_a_block_that_imports_runs(code: Code, tmp_path: Path, monkeypatch: pyte
         assert len(found) == 2 and all(keys | {"text"} in [kind | {"text"} for kind in kinds] for keys in found)
 
 
+def test_a_source_that_a_page_names_is_there() -> None:
+    folders = ("src", "cpp", "include", "python", "bench", "tests", "tools", "examples")
+    there = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    missing = [
+        str(code)
+        for page in PAGES
+        for code in documented.inline(page)
+        for name in re.findall(r"(?<![\w*<])[\w/]+\.(?:py|h|cpp|sh)\b(?!\()", code.text)
+        if not any(path.endswith(f"/{name.lstrip('/')}") for path in there)
+    ]
+    assert missing == []
+
+
 def test_policies_of_the_simulators_page_exist() -> None:
     """Each name of its table, and each of the words that may follow `remap:`."""
     text = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
