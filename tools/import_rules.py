@@ -38,7 +38,9 @@ CORE_IMPORTERS = (
     *("cli.doctor_cuda", "cli.doctor_link"),
 )
 # Loaded on request only. Of the simulator, what serves: it runs the reference engine's scheduler and turns.
-SIMULATOR = (*("advice", "engine", "passes", "running", "scheduling", "sequences", "serving", "setup", "timeline", "worlds"),)
+SIMULATOR = (
+    *("advice", "engine", "passes", "running", "scheduling", "sequences", "serving", "setup", "timeline", "worlds"),
+)
 LAZY = ("adapters", "cli", "sim.cluster", "cluster", "engine", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (
