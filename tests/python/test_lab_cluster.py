@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("ray")
 pytest.importorskip("typer")
 
+import torch
 from bench.lab import rounds
-from bench.lab.cluster import command
+from bench.lab.cluster import command, kills
 from bench.lab.cluster.cases import FULL, ONE, POLICIES, QUICK, find
 from bench.lab.cluster.instances import engine_answers
 from bench.lab.cluster.one import serve
 from bench.lab.seeds import AGAINST
 
+from remap.cli.shared_world import build
 from remap.errors import InvalidArgument
 
 COUNTED = [column.key for column in command.COLUMNS if column not in (*AGAINST, command.BUBBLES)]
@@ -38,6 +41,23 @@ def test_a_run_drops_and_restores_and_gives_the_tokens_of_one_engine() -> None:
     answers = engine_answers(case, case.requests())
     assert found["tokens"] == {id: " ".join(map(str, tokens)) for id, tokens in answers.items()}
     assert len(set(found["tokens"].values())) > len(answers) / 2  # the answers vary, so equal ones say something
+
+
+def test_an_answer_is_as_good_if_its_first_other_token_is() -> None:
+    """By the model alone, after the tokens that they share; what follows is another text."""
+    (case,) = QUICK.cases
+    model = deepcopy(build(case.model, case.dtype, case.seed)[0]).requires_grad_(False)
+    request = case.requests()[0]
+    logits = model(torch.tensor([[*request.prompt, 5]]), use_cache=False).logits[0, -1]
+    best, second, worst = (int(logits.sort(descending=True).indices[rank]) for rank in (0, 1, -1))
+    assert float(logits[best] - logits[second]) > kills.MARGIN  # so that these say something
+    wanted = [5, best, 7]
+    assert kills.as_good(model, request, wanted, wanted)
+    assert not kills.as_good(model, request, wanted, [5, best])
+    assert not kills.as_good(model, request, wanted, [5, worst, 7])
+    head = model.get_output_embeddings().weight
+    head[second] = head[best]
+    assert kills.as_good(model, request, wanted, [5, second, 9])
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

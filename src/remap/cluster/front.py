@@ -42,7 +42,7 @@ from .messages import (
     Tick,
     Tokens,
 )
-from .service import Action, Cancel, Service, Submit
+from .service import Action, Cancel, Fatal, Service, Submit
 
 __all__ = ["Connection", "Front", "InstanceFailed", "Lost"]
 
@@ -276,6 +276,8 @@ class Front(Generic[RequestT]):
         for action in actions:
             match action:
                 case Decline(id, error):
+                    if isinstance(error, Fatal):
+                        LOG.error("%s", error)
                     self._answer(id, error)
                 case Evict(instance, reason):
                     self._tell(logging.WARNING, instance, "instance %s is evicted: %s", instance, reason)

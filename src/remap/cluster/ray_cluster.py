@@ -134,7 +134,8 @@ class RayInstances:
     """Actors, one for each name, with these resources each; they end with `close`.
 
     factory: "module:function" that makes an instance in its actor, called with `name` and these arguments. resources: such as
-    {"CPU": 1} or {"GPU": 1}. address: of a Ray cluster; None starts one on this machine, without a dashboard.
+    {"CPU": 1} or {"GPU": 1}. address: of a Ray cluster; None starts one on this machine, without a dashboard. Where that listens
+    is said by the environment that Ray was imported with (docs/cluster.md, "Who can reach it").
 
     Raises InvalidArgument for a name that occurs twice, and OutOfMemory (field resources) if Ray has no room for all of them
     within a minute; then nothing is left behind.

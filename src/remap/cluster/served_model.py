@@ -165,11 +165,12 @@ def make(
 
         host = str(ray.util.get_node_ip_address())
     try:
-        loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
+        made: Any = transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
         )
     except Exception as error:  # as in `shapes`
         raise _unloaded(model, error) from error
+    loaded, found = made
     lacking = sorted([*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])])
     if lacking:
         raise _unloaded(

@@ -203,7 +203,8 @@ class ServedStore:
     alone. address: of it, "host:port/space".
 
     Whoever reaches the port may write to it. Keys of instances begin with `space`, which nobody else uses by accident; all
-    others are left alone. That keeps foreign keys apart, and keeps nobody out: who asks for the keys sees it.
+    others are left alone. That keeps foreign keys apart, and keeps nobody out: who asks for the keys sees it. Nor does it bound
+    what foreign keys take: the store has no limit, and what it holds is this process's memory until it ends.
     """
 
     def __init__(self, host: str) -> None:
