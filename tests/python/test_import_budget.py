@@ -1,28 +1,25 @@
-"""`import remap` is cheap: at most 150 ms of processor time over a bare interpreter, on a machine that imports some modules of
-Python's own in 85 ms. Beside busy neighbours both take longer, so both are timed, in turns."""
+"""`import remap` is cheap: what it loads is counted. How long that takes is a benchmark (bench/test_import_time.py): processor time
+depends on what else the machine does, by its caches."""
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 
-BUDGET_S, OWN_S = 0.150, 0.085
-RUNS = 7
-OWN = "import asyncio, email.message, http.client, unittest.mock, xml.dom.minidom, multiprocessing.pool, tarfile, pydoc"
+MOST_OWN, MOST_OTHERS = 85, 90
+"""Modules: of remap, and of Python's own (74 and 70 with Python 3.11; other versions have other internals)."""
+PROGRAM = """
+import sys
+before = set(sys.modules)
+import remap
+print("\\n".join(sorted(set(sys.modules) - before)))
+"""
 
 
-def _start_s(code: str) -> float:
-    """Processor time: it does not know what else the machine does, but for caches that are shared."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def test_import_remap_stays_within_its_budget() -> None:
-    # The one timed assertion of the suite: the budget is a promise to users, and loading torch by mistake costs ten times it.
-    _start_s("import remap")  # writes the byte code, which an installed package has
-    times = [[_start_s(code) for code in ("pass", OWN, "import remap")] for _ in range(RUNS)]
-    bare, own, ours = (min(column) for column in zip(*times))
-    assert ours - bare <= BUDGET_S * max(1.0, (own - bare) / OWN_S)
+def test_import_remap_loads_few_modules_and_no_package_of_others() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=300, capture_output=True, text=True)
+    loaded = done.stdout.split()
+    own = [name for name in loaded if name.partition(".")[0] == "remap"]
+    others = {name.partition(".")[0] for name in loaded} - {"remap"}
+    assert others <= sys.stdlib_module_names, sorted(others - sys.stdlib_module_names)
+    assert 0 < len(own) <= MOST_OWN and len(loaded) - len(own) <= MOST_OTHERS, loaded
