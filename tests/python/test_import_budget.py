@@ -1,5 +1,5 @@
-"""`import remap` is cheap: what it loads is counted. How long that takes is a benchmark (bench/test_import_time.py): processor time
-depends on what else the machine does, by its caches."""
+"""`import remap` is cheap: what it loads is counted. How long that takes is a benchmark (bench/test_import_time.py): processor
+time depends on what else the machine does, by its caches."""
 
 from __future__ import annotations
 
