@@ -73,7 +73,10 @@ def test_a_seed_is_compared_with_the_same_seed() -> None:
 def test_what_is_run() -> None:
     """Every cell is a setup that all policies run on, and five seeds of 1,500 requests."""
     assert (gap.SETTINGS.requests, gap.SETTINGS.seeds) == (1500, 5)
-    alternatives, ours = ("recompute", "swap", "pie", "kv-pool", "kv-pool+swap"), ("remap", "remap:swap", "remap:pool+swap")
+    alternatives, ours = (
+        ("recompute", "swap", "pie", "kv-pool", "kv-pool+swap"),
+        ("remap", "remap:swap", "remap:pool+swap"),
+    )
     assert gap.POLICIES == (*alternatives, *ours, "whole", "ideal")
     assert [(cell.machine, cell.rate) for cell in gap.CELLS] == [
         *(("GH200-96GB", rate) for rate in (4.0, 6.0, 1.5)),
