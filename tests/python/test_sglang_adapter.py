@@ -178,7 +178,7 @@ class World:
             more = (self.scheduler.invariant_checker, self.scheduler.pool_stats_observer)
             assert {part.max_total_num_tokens for part in (*parts, *more)} == {tokens}
         usable = set(self.tenant.kv.pool.open_ids()) | self.adapter.held.leaving
-        assert set(ours) == usable - {0}
+        assert set(ours) == usable.intersection(range(1, self.allocator.num_pages + 1))
         remap.advanced.check(self.adapter.session)
 
 
@@ -290,6 +290,21 @@ def test_pages_of_several_tokens_and_no_more_tokens_than_asked_for(
         assert world.adapter.tokens == world.adapter.most_tokens == most
     else:
         assert world.allocator.available_size() >= 16
+    world.adapter.session.close()
+
+
+def test_the_pool_grows_to_a_ceiling_inside_of_a_layer(monkeypatch: pytest.MonkeyPatch):
+    world = World(monkeypatch)
+    at_start = world.adapter.tokens
+    world.adapter.session.close()
+    world = World(monkeypatch, max_tokens=at_start + 5)
+    world.forward()
+    world.fill(100)
+    assert world.adapter.tokens == world.adapter.most_tokens == at_start + 5
+    assert world.tenant.remapped == 1
+    world.finish()
+    world.serve()
+    assert world.tenant.remapped == 0 and world.adapter.tokens == at_start
     world.adapter.session.close()
 
 
@@ -559,8 +574,13 @@ def test_a_newer_version_that_computes_something_else_is_refused_and_detached(
         assert torch.equal(models.logits_of(world.runner.model, ids), models.logits_of(models.make("llama"), ids))
 
 
-def test_a_cache_so_small_that_no_layer_leaves_is_tried_at_home_only(monkeypatch: pytest.MonkeyPatch):
-    world = World(monkeypatch, version="0.6.0", max_tokens=12)
-    assert start(monkeypatch, world).passes == 3 + 1
+def test_where_no_layer_can_leave_it_is_tried_at_home_only(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: Any) -> None:
+        raise remap.InvalidArgument("all layers but one are pinned")
+
+    world = World(monkeypatch, version="0.6.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(remap.advanced, "remap", refuse)
+        assert start(patch, world).passes == 3 + 1
     assert world.tenant.stats().copies == 0
     world.adapter.session.close()

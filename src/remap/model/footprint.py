@@ -43,11 +43,12 @@ class Footprint:
 
     def reach(self, page_bytes: int, first: int, pages: int) -> int:
         """Pages that a KV region needs places for, to get from `first` to at least `pages` pages by whole layers, whichever
-        leave: a layer that has no place there cannot. No more than what all layers but one give.
+        leave: one that has no place there cannot. No more than all but one layer can leave.
         """
         sizes = sorted(self.layer_pages(page_bytes))
-        leave = next((n for n in range(len(sizes)) if first + sum(sizes[:n]) >= pages), max(0, len(sizes) - 1))
-        return first + sum(sizes[len(sizes) - leave :])
+        leave = next((n for n in range(len(sizes)) if first + sum(sizes[:n]) >= pages), len(sizes) - 1)
+        # And one more: with two ring buffers the second layer of the order is ring, while its pages have a place.
+        return first + (sum(sizes[-leave - 1 :]) if leave > 0 else 0)
 
     def waste(self, page_bytes: int) -> float:
         """Share of the model's bytes that rounding up to whole pages costs."""

@@ -28,10 +28,11 @@ STRICT = {  # SGLang's own leak checks: raise, in every iteration, pages looked 
 
 @dataclass(frozen=True)
 class Served:
-    """What one engine said: tokens[round][request], capacity[round] (tokens, when idle), and its log."""
+    """What one engine said: tokens[round][request], capacity[round] (tokens, when idle), updated[update], and its log."""
 
     tokens: list[list[list[int]]]
     capacity: list[int]
+    updated: list[Any]
     log: str
     returncode: int
 
@@ -91,7 +92,7 @@ class Engines:
         out.unlink(missing_ok=True)
         job = {"engine": {"model_path": str(self.work / "tiny"), **engine}, "rounds": rounds}
         done = self.run(str(HERE / "serve.py"), json.dumps(job), str(out), **more)
-        answers = json.loads(out.read_text()) if out.exists() else {"tokens": [], "capacity": []}
+        answers = json.loads(out.read_text()) if out.exists() else {"tokens": [], "capacity": [], "updated": []}
         return Served(log=done.stdout, returncode=done.returncode, **answers)
 
 
@@ -107,6 +108,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
         check=False,
     )
     found = Engines(python, Path(overlay), tmp_path_factory.mktemp("sglang"), installed=asked.returncode == 0)
-    made = found.run(str(HERE / "tiny_model.py"), str(found.work / "tiny"))
-    assert made.returncode == 0, made.stdout
+    for name, seed in (("tiny", "5"), ("tiny-new", "6")):
+        made = found.run(str(HERE / "tiny_model.py"), str(found.work / name), seed)
+        assert made.returncode == 0, made.stdout
     return found

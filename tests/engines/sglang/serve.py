@@ -1,7 +1,9 @@
 """One engine, some rounds of requests, greedy: python serve.py '{"engine": {...}, "rounds": [...]}' OUT.json
 
-A round: {"prompts": [[ids]], "new": tokens of each, "idle": seconds to wait afterwards, "flush": whether to flush the cache}.
-OUT: {"tokens": of each round and request, "capacity": tokens of the KV cache, at the end of each round's idle time}.
+A round: {"prompts": [[ids]], "new": tokens of each, "idle": seconds to wait afterwards, "flush": whether to flush the cache,
+"update": ["disk" or "tensor", folder], whose weights come before the round's requests}.
+OUT: {"tokens": of each round and request, "capacity": tokens of the KV cache, at the end of each round's idle time, "updated":
+of each update (whether it was made, why not)}.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 CPU = {
     "device": "cpu",
@@ -27,14 +30,25 @@ CPU = {
 }
 
 
+def update(engine: Any, how: str, folder: str) -> list[Any]:
+    """As trainers do, by a checkpoint or by tensors. Returns SGLang's answer."""
+    if how == "disk":
+        return list(engine.update_weights_from_disk(folder))
+    from safetensors.torch import load_file
+
+    return list(engine.update_weights_from_tensor(list(load_file(f"{folder}/model.safetensors").items())))
+
+
 def main() -> None:
     import sglang
 
     job = json.loads(sys.argv[1])
     engine = sglang.Engine(**CPU | job["engine"])
-    result: dict[str, list[object]] = {"tokens": [], "capacity": []}
+    result: dict[str, list[object]] = {"tokens": [], "capacity": [], "updated": []}
     try:
         for each in job["rounds"]:
+            if "update" in each:
+                result["updated"].append(update(engine, *each["update"]))
             sampling = {"temperature": 0, "max_new_tokens": each["new"]}
             answers = engine.generate(input_ids=each["prompts"], sampling_params=[sampling] * len(each["prompts"]))
             result["tokens"].append([answer["output_ids"] for answer in answers])

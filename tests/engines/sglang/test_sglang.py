@@ -69,6 +69,29 @@ def test_everything_comes_home_when_it_is_idle(remapped: Served):
     assert remapped.capacity == [at_start]
 
 
+# -- new weights between requests --------------------------------------------------------------------------------------
+
+
+def test_updated_weights_are_what_streams_afterwards(engines: Engines, plenty: Served):
+    """By a checkpoint and by tensors. Right behind a burst, so that layers may be away when the update comes."""
+    new, old = str(engines.work / "tiny-new"), str(engines.work / "tiny")
+    (first,) = BURST
+    rounds = [
+        {**first, "idle": 0},
+        {**first, "idle": 0, "update": ["disk", new]},
+        {**first, "idle": 0, "update": ["tensor", old]},
+        {**first, "update": ["tensor", new]},
+    ]
+    other = engines.serve({**TOKENS, "max_total_tokens": 4096, "model_path": new}, BURST)
+    updated = engines.serve(TOKENS, rounds, **REMAP)
+    assert_clean(other)
+    assert_clean(updated)
+    assert [done for done, *_ in updated.updated] == [True, True, True], updated.updated
+    assert max(updated.remapped) >= 2 and updated.remapped[-1] == 0
+    assert updated.tokens == [plenty.tokens[0], other.tokens[0], plenty.tokens[0], other.tokens[0]]
+    assert plenty.tokens != other.tokens
+
+
 # -- pages of 16, prefix cache, chunked prompts, a flush ---------------------------------------------------------------
 
 

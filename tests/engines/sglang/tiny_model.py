@@ -1,4 +1,4 @@
-"""A small random llama in a folder, for an engine that is given token ids: python tiny_model.py FOLDER"""
+"""A small random llama in a folder, for an engine that is given token ids: python tiny_model.py FOLDER [SEED]"""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ SHAPE = {
 }
 
 if __name__ == "__main__":
-    torch.manual_seed(5)
+    torch.manual_seed(int(sys.argv[2]) if len(sys.argv) > 2 else 5)
     LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.float32).save_pretrained(sys.argv[1])

@@ -1,9 +1,11 @@
 """Small models with random weights, for engines that load folders: python models.py FOLDER
 
-Not tied, and with weights large enough that every layer changes the next token: a wrong byte shows.
+With weights large enough that every layer changes the next token: a wrong byte shows.
 
-    tiny        llama, 8 layers, float32, 4 heads (so that two ranks can share them)
+    tiny        llama, 8 layers, float32, 4 heads (so that two ranks can share them), embeddings not tied
     tiny-new    the same with other weights
+    tied        like tiny, but tied: one tensor is the embedding and the head
+    tied-new    the same with other weights
     tiny-lora   an adapter of it, of rank 8, on every projection of the attention
     tiny-int8   its linear layers in 8 bits (compressed-tensors, weights per channel, activations per token)
     tiny-int4   and in 4 bits (weights in groups of 32)
@@ -24,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY, HIDDEN, LAYERS = 512, 256, 8
 
 
-def tiny(folder: Path, seed: int = 0) -> None:
+def tiny(folder: Path, seed: int = 0, tied: bool = False) -> None:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -35,7 +37,7 @@ def tiny(folder: Path, seed: int = 0) -> None:
         num_key_value_heads=2,
         max_position_embeddings=4096,
         initializer_range=0.08,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -105,6 +107,8 @@ def int4(source: Path, folder: Path, group: int = 32) -> None:
 def make(root: Path) -> None:
     tiny(root / "tiny")
     tiny(root / "tiny-new", seed=77)
+    tiny(root / "tied", seed=5, tied=True)
+    tiny(root / "tied-new", seed=6, tied=True)
     lora(root / "tiny-lora")
     int8(root / "tiny", root / "tiny-int8")
     int4(root / "tiny", root / "tiny-int4")

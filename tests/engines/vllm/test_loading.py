@@ -13,13 +13,16 @@ EXTENSION = {"worker_extension_cls": "trainer.Trainer"}
 
 @pytest.fixture(scope="module")
 def one(vllm: Vllm) -> Any:
-    new = str(vllm.folder / "tiny-new")
+    new, tied = str(vllm.folder / "tiny-new"), str(vllm.folder / "tied-new")
     return vllm.serve(
         [
             stock("old", [BURST]),
             {**stock("new", [BURST]), "model": "tiny-new"},
             {**remap("loaded", [BURST], **EXTENSION), "keep": True},
             {"name": "load", "use": "loaded", "remap": True, "load": ["load", new], "rounds": [BURST]},
+            {**stock("tied, new", [BURST]), "model": "tied-new"},
+            {**remap("tied", [BURST], **EXTENSION), "model": "tied", "keep": True},
+            {"name": "tied, load", "use": "tied", "remap": True, "load": ["load", tied], "rounds": [BURST]},
             {**remap("away", [BURST], **EXTENSION), "calls": [["load", new]], "calls_at": 90},
         ],
         plain_linear=True,
@@ -32,6 +35,11 @@ def test_streamed_layers_have_the_new_weights(one: Any):
     assert one["load"]["loaded"]["gave"] > 8 * 5
     assert_remapped(one["load"])
     assert answers(one["load"]) == answers(one["new"]) != answers(one["old"])
+
+
+def test_a_tensor_that_is_embedding_and_head_has_them_too(one: Any):
+    assert_remapped(one["tied, load"])
+    assert answers(one["tied, load"]) == answers(one["tied, new"]) != answers(one["tied"])
 
 
 def test_while_layers_are_away_nothing_is_written(one: Any):

@@ -58,10 +58,12 @@ class Adapter:
         chosen = _CPU_PAGE if device == "cpu" else size.page_size(device, ranges=2 * len(layers))
         page_bytes = settings.page_bytes or chosen
         widest = remap.KVSpec(**shape, min_blocks=0, max_blocks=1, layout="layer_major")
-        blocks = settings.capacity // widest.block_bytes
+        blocks = most = max(1, settings.capacity // widest.block_bytes)
         if settings.max_tokens is not None:
-            blocks = min(blocks, settings.max_tokens // shape["block_tokens"])
-        shape |= {"layout": "layer_major", "max_blocks": max(1, blocks) + 1}  # and the padding page
+            most = max(1, min(blocks, settings.max_tokens // shape["block_tokens"]))
+        self.most_tokens = most * shape["block_tokens"]
+        """Tokens that SGLang's pool may ever have, without the padding page."""
+        shape |= {"layout": "layer_major", "max_blocks": blocks + 1}  # and the padding page
         geometry = KVGeometry(remap.KVSpec(**shape, min_blocks=0), page_bytes)
         self.runner = runner
         self.allocator: Any = None
@@ -73,7 +75,7 @@ class Adapter:
         self._group = -(-page_bytes // geometry.unit_bytes)  # blocks that become usable together
         weights = size.pages(page_bytes)
         pages = min(max(0, settings.capacity // page_bytes - weights), geometry.region_pages)
-        first = geometry.blocks_for_pages(pages)  # use all pages: a free page gains nothing
+        first = min(geometry.blocks_for_pages(pages), most + 1)  # use all pages: a free page gains nothing
         if first < 2:
             raise InvalidState(
                 f"REMAP_CAPACITY is {settings.capacity} bytes, the weights take {weights * page_bytes} in whole pages, "
@@ -90,6 +92,12 @@ class Adapter:
             platform=remap.advanced.Platform(copy_chunk_bytes=settings.copy_chunk_bytes),
         )
         try:
+            if (
+                most < blocks
+            ):  # the ceiling may lie inside of a layer, which needs a place as a whole: `HeldIds` has the limit
+                pages = size.reach(page_bytes, *map(geometry.pages_for_blocks, (first, most + 1)))
+                groups = min(-(-pages // geometry.ranges) * geometry.ranges, geometry.giving_pages)
+                shape["max_blocks"] = min(geometry.blocks_for_pages(groups) + 1, shape["max_blocks"])
             spec = remap.KVSpec(**shape, min_blocks=first)
             self.tenant = self.session.attach(runner.model, name=NAME, kv=spec, hooks=False)
             self.watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
@@ -103,11 +111,6 @@ class Adapter:
         self.held = HeldIds(reserved=[_PADDING])
 
     # -- the pool --------------------------------------------------------------------------------------------------
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens that the KV region has addresses for, without the padding page."""
-        return (self.spec.max_blocks - 1) * self.spec.block_tokens
 
     @property
     def tokens(self) -> int:
