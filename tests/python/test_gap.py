@@ -77,11 +77,7 @@ def test_what_is_run() -> None:
         ("recompute", "swap", "pie", "kv-pool", "kv-pool+swap"),
         ("remap", "remap:swap", "remap:pool+swap"),
     )
-<<<<<<< HEAD
     assert (*alternatives, *ours, "whole", "ideal") == gap.POLICIES
-=======
-    assert gap.POLICIES == (*alternatives, *ours, "whole", "ideal")
->>>>>>> 39f18b669a7f86e380e56a4b1080064080e064b9
     assert [(cell.machine, cell.rate) for cell in gap.CELLS] == [
         *(("GH200-96GB", rate) for rate in (4.0, 6.0, 1.5)),
         *(("H100-PCIe", rate) for rate in (2.0, 4.0)),
