@@ -103,7 +103,7 @@ void HostMemory::show_runs(Address at, const std::vector<Run>& runs, std::size_t
     return;
   }
   if (done != 0 && !blank(at, done)) fail_broken("map", errno);
-  fail("map", code);
+  fail("map", code, {0, 0, runs.size() + 1});
 }
 
 void HostMemory::unmap(std::byte* at, std::size_t bytes) {
@@ -111,7 +111,7 @@ void HostMemory::unmap(std::byte* at, std::size_t bytes) {
   const Address begin = address_of(at);
   table_.require_pages(begin, bytes, "unmap");
   require_mappings(2, "unmap");  // the middle of a run leaves both its ends
-  if (!blank(begin, bytes)) fail("unmap", errno);
+  if (!blank(begin, bytes)) fail("unmap", errno, {0, 0, 2});
   pages_.count_unmapped(table_, begin, bytes);
   table_.remove(begin, bytes);
 }
@@ -132,7 +132,7 @@ void HostMemory::set_access(std::byte* at, std::size_t bytes, Access access) {
       }
     }
     make_ballast();
-    fail("set_access", code);
+    fail("set_access", code, {0, 0, 2});
   }
   table_.set_access(begin, bytes, access);
 }
@@ -149,6 +149,7 @@ void HostMemory::prepare_scratch(std::size_t bytes) {
 }
 
 void HostMemory::move_runs(const std::vector<Run>& runs, Address from, Address to, std::vector<Move>& moves) {
+  const os::Asked asked{0, 0, runs.size() + 6};
   for (const Run& run : runs) {
     const Move whole{run.address, run.address - from + to, run.bytes};
     if (system_->move(pointer(whole.from), whole.bytes, pointer(whole.to)) != MAP_FAILED) {
@@ -157,10 +158,10 @@ void HostMemory::move_runs(const std::vector<Run>& runs, Address from, Address t
     }
     // Before Linux 6.17 mremap refuses a range that the kernel keeps as two mappings, and it need not merge all that it
     // could. A single page is always one mapping.
-    if (errno != EFAULT || run.bytes == page_bytes_) fail("exchange", errno);
+    if (errno != EFAULT || run.bytes == page_bytes_) fail("exchange", errno, asked);
     for (std::size_t done = 0; done < run.bytes; done += page_bytes_) {
       const Move page{whole.from + done, whole.to + done, page_bytes_};
-      if (system_->move(pointer(page.from), page.bytes, pointer(page.to)) == MAP_FAILED) fail("exchange", errno);
+      if (system_->move(pointer(page.from), page.bytes, pointer(page.to)) == MAP_FAILED) fail("exchange", errno, asked);
       moves.push_back(page);
     }
   }

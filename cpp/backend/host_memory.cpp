@@ -78,11 +78,13 @@ HostMemory::HostMemory(std::size_t capacity_bytes, std::size_t page_bytes, std::
 
   // By number: the C library's wrapper came with glibc 2.27, the call itself with Linux 3.17.
   file_ = static_cast<int>(::syscall(SYS_memfd_create, "remap", MFD_CLOEXEC));
-  if (file_ < 0) fail("memfd_create", errno);
-  if (::ftruncate(file_, static_cast<off_t>(capacity_bytes)) != 0) {
-    const int code = errno;
+  if (file_ < 0) fail("memfd_create", errno, {});
+  try {
+    os::require_file_size("ftruncate", capacity_bytes, {{"call", std::string("ftruncate")}});
+    if (::ftruncate(file_, static_cast<off_t>(capacity_bytes)) != 0) fail("ftruncate", errno, {});
+  } catch (...) {
     ::close(file_);
-    fail("ftruncate", code);
+    throw;
   }
   can_exchange_ = probe_exchange();
   make_ballast();
@@ -126,20 +128,8 @@ void HostMemory::add_usage(Usage& usage) const {
 }
 
 // ---- errors ----------------------------------------------------------------------------------------------------------
-void HostMemory::fail(const char* call, int code) const {
-  if (code == ENOMEM) {
-    throw Error(ErrorKind::limit_exceeded,
-                std::string(call) + ": the kernel refused another mapping (ENOMEM); the arena needs " +
-                    std::to_string(table_.mappings()) + " and the process may have vm.max_map_count = " +
-                    std::to_string(max_map_count_) +
-                    ". Nothing changed. Raise it (sysctl vm.max_map_count), raise ulimit -v, or use larger pages.",
-                {{"call", std::string(call)},
-                 {"mappings", number(table_.mappings())},
-                 {"max_map_count", number(max_map_count_)},
-                 {"errno", std::int64_t{code}}});
-  }
-  throw Error(ErrorKind::driver, std::string(call) + ": " + std::strerror(code) + ". Nothing changed.",
-              {{"call", std::string(call)}, {"errno", std::int64_t{code}}});
+void HostMemory::fail(const char* call, int code, const os::Asked& asked) const {
+  throw os::refusal(call, code, asked, {{"call", std::string(call)}});
 }
 
 void HostMemory::fail_broken(const char* call, int code) const {
@@ -157,17 +147,19 @@ void HostMemory::require_mappings(std::size_t more, const char* call) const {
                   " leaves " + std::to_string(mapping_limit_) +
                   " for the arena. Nothing changed. Raise it (sysctl vm.max_map_count) or use larger pages.",
               {{"call", std::string(call)},
-               {"mappings", number(table_.mappings())},
+               {"limited_by", std::string("vm.max_map_count")},
                {"requested", number(more)},
-               {"max_map_count", number(max_map_count_)}});
+               {"in_use", number(table_.mappings())},
+               {"limit", number(mapping_limit_)}});
 }
 
 // ---- regions ---------------------------------------------------------------------------------------------------------
 std::byte* HostMemory::reserve_addresses(std::size_t bytes, std::size_t alignment, const char* call) {
-  if (bytes + alignment < bytes) fail(call, ENOMEM);
   const std::size_t extra = alignment > granularity_ ? alignment : 0;
+  const os::Asked asked{std::max(bytes, bytes + extra), 0, 2};
+  if (bytes + extra < bytes) fail(call, ENOMEM, asked);
   void* place = system_->map(nullptr, bytes + extra, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (place == MAP_FAILED) fail(call, errno);
+  if (place == MAP_FAILED) fail(call, errno, asked);
   const Address begin = reinterpret_cast<Address>(place);
   const Address at = extra == 0 ? begin : (begin + alignment - 1) / alignment * alignment;
   if (at > begin) ::munmap(place, at - begin);
@@ -196,7 +188,7 @@ void HostMemory::release(std::byte* address, std::size_t bytes) {
     drop_ballast();
     const int code = ::munmap(address, bytes) == 0 ? 0 : errno;
     make_ballast();
-    if (code != 0) fail("release", code);
+    if (code != 0) fail("release", code, {0, 0, 2});
   }
   table_.remove_region(address_of(address));
 }
@@ -217,7 +209,7 @@ void HostMemory::retire(std::byte* address, std::size_t bytes) {
     code = show_zeros() ? 0 : errno;
     make_ballast();
   }
-  if (code != 0) fail("retire", code);
+  if (code != 0) fail("retire", code, {0, bytes, 2});
   table_.retire(at, bytes);
 }
 
@@ -245,7 +237,7 @@ void HostMemory::destroy_page(PageHandle page) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const std::uint32_t slot = pages_.require_unmapped(page);
   // A hole gives the memory back and makes the slot read as zero, which is what new_pages_are_zero() promises.
-  if (system_->punch(file_, static_cast<off_t>(slot * page_bytes_), page_bytes_) != 0) fail("destroy_page", errno);
+  if (system_->punch(file_, static_cast<off_t>(slot * page_bytes_), page_bytes_) != 0) fail("destroy_page", errno, {});
   pages_.remove(slot);
 }
 
@@ -257,11 +249,11 @@ std::byte* HostMemory::allocate_host(std::size_t bytes) {
                 {{"bytes", std::int64_t{0}}});
   }
   const std::size_t rounded = (bytes + granularity_ - 1) / granularity_ * granularity_;
-  if (rounded < bytes) fail("allocate_host", ENOMEM);
+  if (rounded < bytes) fail("allocate_host", ENOMEM, {bytes});
   std::byte* place = reserve_addresses(rounded, rounded >= kHugeBytes ? kHugeBytes : granularity_, "allocate_host");
   if (rounded >= kHugeBytes) (void)system_->advise(place, rounded, MADV_HUGEPAGE);
   try {
-    if (system_->protect(place, rounded, PROT_READ | PROT_WRITE) != 0) fail("allocate_host", errno);
+    if (system_->protect(place, rounded, PROT_READ | PROT_WRITE) != 0) fail("allocate_host", errno, {0, rounded, 2});
     host_ranges_.emplace(address_of(place), HostRange{bytes, true});
   } catch (...) {
     ::munmap(place, rounded);
@@ -304,7 +296,7 @@ void HostMemory::drop_host(const std::byte* address, std::size_t bytes, bool own
                  {"bytes", number(bytes)}});
   }
   if (owned && ::munmap(pointer(range->first), (bytes + granularity_ - 1) / granularity_ * granularity_) != 0) {
-    fail(call, errno);
+    fail(call, errno, {0, 0, 2});
   }
   host_bytes_ -= bytes;
   host_ranges_.erase(range);

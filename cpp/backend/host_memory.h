@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "backend/mapping_table.h"
+#include "backend/os_limits.h"
 #include "backend/page_table.h"
 #include "remap/backend.h"
 #include "remap/backends.h"
@@ -96,7 +97,7 @@ class HostMemory {
   void prepare_scratch(std::size_t bytes);
   bool probe_exchange() noexcept;
   void drop_host(const std::byte* address, std::size_t bytes, bool owned, const char* call);
-  [[noreturn]] void fail(const char* call, int code) const;
+  [[noreturn]] void fail(const char* call, int code, const os::Asked& asked) const;
   [[noreturn]] void fail_broken(const char* call, int code) const;
 
   std::shared_ptr<System> system_;

@@ -62,8 +62,10 @@ class OutOfBlocks(Error):
 class LimitExceeded(Error):
     """The call would pass a hard limit (pages, mappings, host bytes, copies in flight). Nothing changed.
 
-    For page-locked memory also limited_by: "host_budget" or "REMAP_HOST_BUDGET" (a limit that was set), "cgroup" or
-    "machine" (what these can spare), with requested, in_use and limit.
+    limited_by, with requested, in_use and limit, where it is a limit of the process or the machine: "RLIMIT_AS" (addresses),
+    "RLIMIT_DATA", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_FSIZE", "address space", "vm.max_map_count" or
+    "vm.overcommit_memory"; for page-locked memory also "host_budget" or "REMAP_HOST_BUDGET" (a limit that was set), "cgroup" or
+    "machine" (what these can spare).
     """
 
 

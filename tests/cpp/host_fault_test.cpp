@@ -95,7 +95,7 @@ TEST(exchange_fails_at_every_move_and_changes_nothing) {
         rig.memory.exchange(rig.a, rig.b, 4 * kSmall);
         break;
       } catch (const Error& error) {
-        CHECK(error.kind() == (moves % 2 == 0 ? ErrorKind::limit_exceeded : ErrorKind::driver));
+        CHECK(error.kind() == (moves % 2 == 0 ? ErrorKind::out_of_memory : ErrorKind::driver));
       }
       CHECK(rig.intact() && same(before, usage_of(rig.memory)));
     }
@@ -127,7 +127,7 @@ TEST(map_fails_at_every_run_and_changes_nothing) {
   const PageHandle apart[] = {rig.pages[0], rig.pages[2], rig.pages[4], rig.pages[6]};
   for (int run = 1; run <= 4; ++run) {
     rig.system->maps = run;
-    CHECK_ERROR(ErrorKind::limit_exceeded, (rig.memory.map(rig.a, apart, 4, kSmall), 0));
+    CHECK_ERROR(ErrorKind::out_of_memory, (rig.memory.map(rig.a, apart, 4, kSmall), 0));
     CHECK(same(before, usage_of(rig.memory)) && kernel_mappings(rig.a, 4 * kSmall) == 1);
   }
   rig.system->advises = 1;
@@ -142,7 +142,7 @@ TEST(other_failures_change_nothing) {
   rig.memory.set_access(rig.a, kSmall, Access::read);
   const Usage before = usage_of(rig.memory);
   rig.system->protects = 1;
-  CHECK_ERROR(ErrorKind::limit_exceeded, (rig.memory.set_access(rig.a, 4 * kSmall, Access::none), 0));
+  CHECK_ERROR(ErrorKind::out_of_memory, (rig.memory.set_access(rig.a, 4 * kSmall, Access::none), 0));
   CHECK(same(before, usage_of(rig.memory)));
   CHECK(readable(rig.a) && !writable(rig.a) && rig.intact());
   rig.system->maps = 1;
@@ -171,7 +171,7 @@ TEST(a_reservation_that_cannot_be_retired_stays) {
   rig.system->maps = 1;  // the kernel has no mapping left: what is kept for that is given up
   rig.system->code = ENOMEM;
   rig.system->forever = true;
-  CHECK_ERROR(ErrorKind::limit_exceeded, rig.memory.retire(at, 2 * kSmall));
+  CHECK_ERROR(ErrorKind::out_of_memory, rig.memory.retire(at, 2 * kSmall));
   rig.system->forever = false;
   CHECK(same(before, usage_of(rig.memory)));
   rig.system->maps = 1;

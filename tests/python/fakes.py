@@ -55,6 +55,9 @@ class CountingPool:
         self.held -= set(ids)
         self.free_ids += ids
 
+    def holds(self, ids: list[int]) -> bool:
+        return self.held.issuperset(ids)
+
 
 class FakeKV(CountingPool):
     """A pool with memory: block-major, one strided tensor a layer, NaN in what is free."""

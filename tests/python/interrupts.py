@@ -95,16 +95,19 @@ def _points_of(code: CodeType, points: str) -> Iterator[int]:
 
 
 class Interrupt:
-    """A trace function that raises once, at the `at`-th point; with at = -1 it counts only."""
+    """A trace function that raises once, at the `at`-th point; with at = -1 it counts only. files: of the package, where
+    points are; all by default."""
 
-    def __init__(self, at: int, points: str) -> None:
+    def __init__(self, at: int, points: str, files: Sequence[str] = ()) -> None:
         self.at, self.points, self.count, self.where = at, points, 0, ""
+        self.files = tuple(PACKAGE + name for name in files)
         self.seen: list[str] = []  # where each point is, if at = -1
         self._event = "line" if points == "lines" else "opcode"
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
         # What __del__ raises goes to nobody, whoever wrote it.
-        if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_name == "__del__":
+        name = frame.f_code.co_filename
+        if not name.startswith(self.files or PACKAGE) or frame.f_code.co_name == "__del__":
             return None
         frame.f_trace_opcodes = self.points != "lines"
         return self._local
@@ -131,9 +134,11 @@ def where_of(frame: FrameType) -> str:
     return " < ".join(places)
 
 
-def interrupted(act: Callable[[], Any], at: int, points: str) -> tuple[Interrupt, Any, BaseException | None]:
+def interrupted(
+    act: Callable[[], Any], at: int, points: str, files: Sequence[str] = ()
+) -> tuple[Interrupt, Any, BaseException | None]:
     """(the interrupt, what the call returned, what it raised)."""
-    interrupt, result, error = Interrupt(at, points), None, None
+    interrupt, result, error = Interrupt(at, points, files), None, None
     sys.settrace(interrupt)
     try:
         result = act()

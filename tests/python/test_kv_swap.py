@@ -243,6 +243,12 @@ class ContentPool(CountingPool):
         for block in ids:
             self.content.pop(block, None)
 
+    def holds(self, ids: list[int]) -> bool:
+        return all(block in self.shown if block >= 10_000 else block in self.held for block in ids)
+
+    def holds_host(self, ids: list[int]) -> bool:
+        return self.stored.keys() >= set(ids)
+
     @property
     def free_streamable_blocks(self) -> int:
         return sum(host < self.streamable_blocks for host in self.free_hosts)

@@ -153,8 +153,8 @@ while mapped < count:
         break
     mapped += step
 assert error is not None, "all mapped"
-assert "vm.max_map_count" in str(error), str(error)
-assert error.max_map_count == limit
+assert error.limited_by == "vm.max_map_count" and error.limit <= limit, error.fields
+assert 0 < error.requested and error.in_use + error.requested + 64 > error.limit, error.fields
 assert mapped > limit - 4000, mapped
 # Giving back and going on works at the limit.
 backend.unmap(at, mapped * page)
@@ -167,3 +167,92 @@ backend.release(at, count * page)
 @pytest.mark.parametrize("crowd", [False, True], ids=["alone", "crowded"])
 def test_max_map_count_is_reached_for_real_and_named(crowd: bool) -> None:
     expect_ok(MAX_MAP_COUNT.replace("CROWD", repr(crowd)), timeout_s=120)
+
+
+# Each in a process of its own, with a limit of the process that 1 GiB does not fit into.
+A_LIMIT = """
+import ctypes, os, resource
+import remap
+from remap import _core
+
+GIB = 1 << 30
+def in_use(field):
+    text = open("/proc/self/status").read()
+    return next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith(field)), 0)
+
+def limited(which, field, more):
+    resource.setrlimit(which, (in_use(field) + more,) * 2)
+
+def met(make, limited_by):
+    try:
+        make()
+    except remap.LimitExceeded as error:
+        assert error.limited_by == limited_by, (error.fields, str(error))
+        assert error.requested + error.in_use > error.limit, error.fields
+    else:
+        raise SystemExit(f"not refused by {limited_by}")
+
+backend = _core.make_host_backend(1 << 20, 4096)
+before = backend.usage()
+"""
+
+LIMITS = {
+    "addresses, for host memory": """
+limited(resource.RLIMIT_AS, "VmSize", GIB // 2)
+met(lambda: backend.allocate_host(GIB), "RLIMIT_AS")
+""",
+    "addresses, for a region": """
+limited(resource.RLIMIT_AS, "VmSize", GIB // 2)
+met(lambda: backend.reserve(GIB, 4096), "RLIMIT_AS")
+""",
+    "addresses, simulated": """
+sim = _core.make_sim_backend(capacity_bytes=4 * GIB, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, hbm_bytes_per_s=1e11)
+limited(resource.RLIMIT_AS, "VmSize", GIB // 2)
+met(lambda: sim.reserve(GIB, 1 << 21), "RLIMIT_AS")
+""",
+    "addresses, for a thread": """
+limited(resource.RLIMIT_AS, "VmSize", 2 << 20)  # a stack is larger
+met(backend.create_stream, "RLIMIT_AS")
+""",
+    "private memory": """
+limited(resource.RLIMIT_DATA, "VmData", GIB // 2)
+met(lambda: backend.allocate_host(GIB), "RLIMIT_DATA")
+""",
+    "locked memory": """
+if os.getuid() == 0:
+    os.setresuid(65534, 65534, 65534)  # the limit does not bind root
+_, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, ((GIB // 2 if hard < 0 else min(hard, GIB // 2)),) * 2)
+assert ctypes.CDLL(None).mlockall(2) == 0  # MCL_FUTURE
+ctypes.pythonapi.PyMem_RawMalloc.restype = ctypes.c_void_p
+assert ctypes.pythonapi.PyMem_RawMalloc(ctypes.c_size_t(1 << 20))  # some that is locked
+met(lambda: backend.allocate_host(GIB), "RLIMIT_MEMLOCK")
+""",
+    "the length of a file": """
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20,) * 2)
+met(lambda: _core.make_host_backend(1 << 21, 4096), "RLIMIT_FSIZE")
+met(lambda: remap.Session(1 << 21, page_bytes=4096), "RLIMIT_FSIZE")
+""",
+    "open files": """
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+try:
+    _core.make_host_backend(1 << 20, 4096)
+except remap.LimitExceeded as error:
+    assert (error.limited_by, error.limit) == ("RLIMIT_NOFILE", 3)
+else:
+    raise SystemExit("not refused")
+""",
+    "addresses, for KV in host memory": """
+with remap.Session(40 * 4096, page_bytes=4096) as session:
+    spec = remap.KVSpec(layers=2, kv_heads=1, head_dim=64, dtype="int8", block_tokens=4096, min_blocks=0, max_blocks=1,
+                        host_blocks=GIB // (2 * 2 * 64 * 4096))
+    limited(resource.RLIMIT_AS, "VmSize", GIB // 2)
+    met(lambda: session.attach_bytes([b"x" * 4096] * 2, name="a", kv=spec), "RLIMIT_AS")
+    assert not session.snapshot().tenants
+""",
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_of_the_process_is_named_with_its_numbers(limit: str) -> None:
+    expect_ok(A_LIMIT + LIMITS[limit] + "\nassert backend.usage() == before\n")

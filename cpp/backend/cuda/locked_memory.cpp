@@ -10,6 +10,7 @@
 #include <string>
 
 #include "backend/cuda/first_touch.h"
+#include "backend/os_limits.h"
 
 namespace remap::cuda {
 namespace {
@@ -20,11 +21,9 @@ using mapping::number;
 
 constexpr std::size_t kHugeBytes = std::size_t{2} << 20;
 
-[[noreturn]] void fail_system(const char* call, const char* what, std::size_t bytes, int code) {
-  throw Error(code == ENOMEM ? ErrorKind::out_of_memory : ErrorKind::driver,
-              std::string(call) + ": " + what + " of " + std::to_string(bytes) + " bytes failed (" + std::strerror(code) +
-                  "). Nothing changed. Free host memory, or raise the limits of the process and of its cgroup.",
-              {{"operation", std::string(call)}, {"requested", number(bytes)}, {"errno", std::int64_t{code}}});
+[[noreturn]] void fail_system(const char* call, const char* what, std::size_t bytes, int code, const os::Asked& asked) {
+  throw os::refusal(std::string(call) + ": " + what + " of " + std::to_string(bytes) + " bytes", code, asked,
+                    {{"operation", std::string(call)}});
 }
 
 // Memory of our own while it is being prepared.
@@ -32,9 +31,10 @@ class Buffer {
  public:
   Buffer(std::size_t bytes, const char* call) : bytes_(bytes) {
     const std::size_t extra = bytes >= kHugeBytes ? kHugeBytes : 0;  // room to begin where a huge page can
-    if (bytes + extra < bytes) fail_system(call, "mmap", bytes, ENOMEM);
+    const os::Asked asked{std::max(bytes, bytes + extra), bytes, 2};
+    if (bytes + extra < bytes) fail_system(call, "mmap", bytes, ENOMEM, asked);
     void* place = ::mmap(nullptr, bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (place == MAP_FAILED) fail_system(call, "mmap", bytes, errno);
+    if (place == MAP_FAILED) fail_system(call, "mmap", bytes, errno, asked);
     at_ = static_cast<std::byte*>(place);
     if (extra == 0) return;
     const std::size_t skip = (kHugeBytes - address_of(at_) % kHugeBytes) % kHugeBytes;
@@ -54,7 +54,7 @@ class Buffer {
 
   void fill_in(const char* call) {
     const int failure = first_touch(at_, bytes_, first_touch_threads(bytes_));
-    if (failure != 0) fail_system(call, "filling in", bytes_, failure);
+    if (failure != 0) fail_system(call, "filling in", bytes_, failure, {});
   }
 
  private:
@@ -155,7 +155,7 @@ std::byte* LockedMemory::allocate(std::size_t bytes) {
   Buffer buffer(rounded, "allocate_host");
   // A child made by fork has no use for it, and the kernel would copy locked pages for the child at once. Said before anything is
   // touched: a fork meanwhile, on another thread, finds nothing here to copy, and none of the threads that touch.
-  if (::madvise(buffer.get(), rounded, MADV_DONTFORK) != 0) fail_system("allocate_host", "madvise", rounded, errno);
+  if (::madvise(buffer.get(), rounded, MADV_DONTFORK) != 0) fail_system("allocate_host", "madvise", rounded, errno, {0, 0, 2});
   buffer.fill_in("allocate_host");
   Ranges range;
   range.emplace(address_of(buffer.get()), Range{bytes, rounded, 0, true, true});
@@ -238,7 +238,10 @@ void LockedMemory::drop(const std::byte* address, std::size_t bytes, bool owned,
     throw Error(ErrorKind::limit_exceeded,
                 std::string(call) + ": munmap of " + std::to_string(bytes) + " bytes failed (" + std::strerror(code) +
                     "). The memory is there still, but no longer page-locked. Raise vm.max_map_count and free it again.",
-                {{"operation", std::string(call)}, {"bytes", number(bytes)}, {"errno", std::int64_t{code}}});
+                {{"operation", std::string(call)},
+                 {"limited_by", std::string("vm.max_map_count")},
+                 {"bytes", number(bytes)},
+                 {"errno", std::int64_t{code}}});
   }
   const std::lock_guard<std::shared_mutex> books(books_);
   bytes_ -= range->second.bytes;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <string>
 
 namespace remap::sim {
@@ -62,11 +61,7 @@ std::byte* Memory::take_addresses(std::size_t bytes, std::size_t alignment, cons
     place = ::mmap(nullptr, bytes + extra, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   }
   if (place == MAP_FAILED) {
-    const int code = errno;
-    throw Error(code == ENOMEM ? ErrorKind::limit_exceeded : ErrorKind::driver,
-                std::string(call) + " of " + std::to_string(bytes) + " bytes of address space: " + std::strerror(code) +
-                    ". Nothing changed. Raise ulimit -v, or simulate a smaller device.",
-                {{"call", std::string(call)}, {"requested", number(bytes)}, {"errno", std::int64_t{code}}});
+    throw os::refusal(call, errno, {std::max(bytes, bytes + extra), 0, 2}, {{"call", std::string(call)}});
   }
   const auto begin = reinterpret_cast<Address>(place);
   const Address at = extra == 0 ? begin : round_up(begin, alignment);

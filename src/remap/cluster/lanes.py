@@ -102,7 +102,7 @@ class Lanes:
         self._decode_s = [0.0] * len(lanes)
         self._most = sum(lane.max_num_seqs for lane in lanes)
         for lane in lanes[1:]:
-            lane.waiting = lanes[0].waiting
+            lane.share_line(lanes[0].waiting)
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 

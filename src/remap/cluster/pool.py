@@ -61,6 +61,10 @@ class GroupPool:
         for id in given:
             heapq.heappush(self._free, id)
 
+    def holds(self, ids: Iterable[int]) -> bool:
+        """Whether all of these are allocated."""
+        return self._live.issuperset(ids)
+
     def grow(self, capacity: int) -> None:
         """Every stage has places for so many blocks now; fewer than before change nothing (`shrink`)."""
         for id in range(self.usable_blocks, capacity):

@@ -93,6 +93,8 @@ class Engine(ABC):
         self._live: dict[str, Sequence] = {}
         self._orders = count()
         self._stuck = 0
+        self._landing = False  # or a pass's tokens are being noted, or an interrupt came then: see `_catch_up`
+        self._ended: dict[str, Output] = {}  # of whom no step's output has told yet
         self.reset_metrics()
         if scheduler.swap:
             tenant.kv.on_reclaim(self.release, self.releasable)
@@ -206,6 +208,8 @@ class Engine(ABC):
 
     def launch(self) -> Schedule:
         """The first half of `advance`: who runs in the next pass, with blocks allocated."""
+        if self._landing:
+            self._catch_up()
         schedule = self.scheduler.schedule(self.tenant.kv)
         self.metrics.preemptions += len(schedule.preempted)
         return schedule
@@ -213,17 +217,31 @@ class Engine(ABC):
     def land(self, schedule: Schedule, samplers: Listed[Chunk], chosen: Listed[int], begin: float) -> StepOutput:
         """The second half: the pass is over, and chose these tokens."""
         now = self._clock()
+        self._landing = True
         self.metrics.recomputed_tokens += sum(map(self.scheduler.commit, schedule.chunks))
         sampled = [chunk.sequence for chunk in samplers]
         self.metrics.tokens(sampled, now)
-        finished = [
-            self._finish(sequence, reason)
-            for sequence, token in zip(sampled, chosen, strict=True)
-            if (reason := sequence.append(token)) is not None
-        ]
+        for sequence, token in zip(sampled, chosen, strict=True):
+            reason = sequence.append(token)
+            if reason is not None:
+                self._end(sequence, reason)
         self._record(begin, schedule)
+        finished, self._ended, self._landing = tuple(self._ended.values()), {}, False
         self._check_progress(bool(sampled))
-        return StepOutput(sampled, chosen, tuple(finished), schedule.tokens)
+        return StepOutput(sampled, chosen, finished, schedule.tokens)
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        self._ended[sequence.id] = sequence.output(reason)
+        self._finish(sequence, reason)
+
+    def _catch_up(self) -> None:
+        """An interrupt ended `land`: who has all his tokens is finished, in the next step's output, and a token that was not noted
+        is computed again."""
+        for sequence in list(self._live.values()):
+            if sequence.ended is not None:
+                self._end(sequence, sequence.ended)
+            elif sequence.computed == sequence.length:
+                sequence.computed -= 1
 
     def _require_servable(self, request: Request, vocabulary: int, positions: int) -> None:
         """Raises InvalidArgument if the id is in use, a token is none of the model's, or it needs more positions than there
@@ -250,13 +268,17 @@ class Engine(ABC):
             )
 
     def _queue(self, sequence: Sequence) -> None:
-        self._live[sequence.id] = sequence
-        self.scheduler.add(sequence)
-        self.metrics.prompt_tokens += sequence.prompt_tokens
+        try:
+            self._live[sequence.id] = sequence
+            self.scheduler.add(sequence)
+            self.metrics.prompt_tokens += sequence.prompt_tokens
+        except BaseException:  # an interrupt: it was not queued
+            self._drop(sequence)
+            raise
 
     def _drop(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence, self.tenant.kv)
-        del self._live[sequence.id]
+        self._live.pop(sequence.id, None)
 
     def _finish(self, sequence: Sequence, reason: str) -> Output:
         self._drop(sequence)

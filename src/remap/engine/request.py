@@ -145,7 +145,12 @@ class Sequence:
     def append(self, token: int) -> str | None:
         """Add a generated token; returns the finish reason if it was the last one."""
         self.tokens.append(token)
-        if token in self.request.sampling.stop_token_ids:
+        return self.ended
+
+    @property
+    def ended(self) -> str | None:
+        """The finish reason if its last token was generated; else None."""
+        if self.generated and self.tokens[-1] in self.request.sampling.stop_token_ids:
             return "stop"
         return "length" if self.generated >= self.request.sampling.max_tokens else None
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from remap.engine import streaming
 from remap.engine.chunk import Chunk
+from remap.engine.due import Due
 from remap.engine.request import Sequence, State
 from remap.errors import Error, InvalidArgument, OutOfBlocks
 
@@ -54,7 +55,10 @@ class Scheduler:
     stream: beside that, complete blocks of running sequences stream from host memory in each pass rather than that somebody is
     preempted, or not admitted, as many as `pool.streamable_blocks` says (streaming.py).
     Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what a full pool preempted is older than
-    the rest).
+    the rest). A sequence is in one of `waiting`, `running` and `arriving`.
+    Interrupts: a call that an interrupt ends leaves every sequence in one queue, with tables that are true; the same call goes
+    on where it ended. A sequence that waits may have blocks then, and uses them when its turn comes. `due`: what nobody has any
+    more and the pool has not back yet.
     """
 
     def __init__(
@@ -103,21 +107,48 @@ class Scheduler:
         self.swap = swap
         self.overlap = overlap
         self.stream = stream
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.arriving: dict[Sequence, int] = {}  # whose KV is being copied in -> the ticket; their state is WAITING
+        self.due = Due()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._arriving: dict[Sequence, int] = {}
+        # Who goes to another queue, to which (its state then), and the ticket if its KV is being copied in: see `_move`.
+        self._moving: tuple[Sequence, State, int | None] | None = None
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Who is computed in passes."""
+        if self._moving is not None:
+            self._place()
+        return self._running
+
+    @property
+    def waiting(self) -> deque[Sequence]:
+        """Who has no KV, or has it in host memory."""
+        if self._moving is not None:
+            self._place()
+        return self._waiting
+
+    @property
+    def arriving(self) -> dict[Sequence, int]:
+        """Whose KV is being copied in -> the ticket; their state is WAITING."""
+        if self._moving is not None:
+            self._place()
+        return self._arriving
+
+    def share_line(self, line: deque[Sequence]) -> None:
+        """Who waits stands in this line, perhaps with those of other schedulers. Before the first request."""
+        self._waiting = line
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
         """A sequence runs on whose blocks hold the KV of its `computed` tokens: it came from another scheduler."""
-        sequence.state = State.RUNNING
-        insort(self.running, sequence, key=_order)
+        self._move(sequence, State.RUNNING)
 
     @property
     def used_blocks(self) -> int:
-        return sum(sequence.held_blocks for sequence in (*self.running, *self.arriving))
+        return sum(one.held_blocks for one in (*self.running, *self.arriving)) + len(self.due.ids[0])
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -141,7 +172,8 @@ class Scheduler:
         step.
         """
         if moved:
-            for sequence in (*self.running, *self.arriving):
+            self.due.relocate(moved)
+            for sequence in (*self.running, *self.arriving, *self.queued()):
                 sequence.blocks = [moved.get(block, block) for block in sequence.blocks]
                 if sequence.homing is not None:
                     ticket, blocks = sequence.homing
@@ -155,15 +187,17 @@ class Scheduler:
         """Choose the chunks of the next pass and allocate their blocks. Counts as nothing until `commit`: repeating is
         harmless. Raises the pool's error if copies in have failed: their sequences wait again, with their KV in host memory.
         """
+        self.due.give(pool)
         if not self.swap:
             return self._schedule(pool)
         for sequence in self.running:  # a block that will be written to is not in host memory any more
-            streaming.forget_host(sequence, sequence.computed // self.block_tokens, pool)
+            self._forget_host(sequence, sequence.computed // self.block_tokens, pool)
         self._arrive(pool)
         self._settle(pool)
         found = self._schedule(pool)
         if self.stream and not self.arriving and not any(self.queued()):
-            streaming.bring_home(self.running, pool.free_blocks - self.lookahead_blocks * len(self.running), pool)
+            spare = pool.free_blocks - self.lookahead_blocks * len(self.running)
+            streaming.bring_home(self.running, spare, pool, self.due)
         if found.chunks or not self.arriving:
             return found
         # There is nothing to compute before the first one is there.
@@ -212,14 +246,10 @@ class Scheduler:
             if not self._seat(sequence, end, self.blocks_for(whole) + spare, pool):
                 break
             if sequence.host:
-                if self._fetch(sequence, pool):
-                    self.waiting.popleft()
-                continue  # else it is computed anew, from its first chunk
-            self.waiting.popleft()
-            sequence.state = State.RUNNING
-            # At the end, unless `preempt` took out a sequence that is older than some that go on running.
-            insort(self.running, sequence, key=_order)
+                self._fetch(sequence, pool)
+                continue  # it arrives, or is computed anew, from its first chunk
             chunks.append(Chunk(sequence, 0, count))
+            self._move(sequence, State.RUNNING)
             budget -= count
             prompt -= count
         return Schedule(tuple(chunks), tuple(preempted), self.max_batch_tokens - budget)
@@ -237,52 +267,48 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take the blocks of a sequence away that runs or arrives; it waits in the place of its age. Its KV goes to host
-        memory, or is recomputed. If a copy fails, it stays where it is."""
+        memory, or is recomputed. Raises the pool's error if it cannot begin to copy; the sequence stays where it is then."""
+        self.due.give_surely(pool)
         self._put_back(sequence, pool)
 
     def save(self, pool: BlockPool, complete: bool = False) -> None:
         """Copy out what host memory does not have yet of those who run, while there is room, the youngest first: so their
         blocks can go at once when somebody needs them. Between turns, when nobody writes; during a turn only `complete`
         blocks."""
+        self.due.give_surely(pool)
         for sequence in reversed(self.running):
             if sequence.computed and not self._save(sequence, pool, (), complete):
                 return
 
     def bring_back(self, pool: BlockPool) -> None:
         """Start copying the KV of those back who are next and have it in host memory, while there is room: before their turn."""
+        self.due.give_surely(pool)
         while self.waiting and self.waiting[0].host and self._held < self.max_num_seqs:
             sequence = self.waiting[0]
             if not self._seat(sequence, sequence.length, self.blocks_for(sequence.length), pool):
                 return
-            if self._fetch(sequence, pool):
-                self.waiting.popleft()
+            self._fetch(sequence, pool)
 
     def leave_host(self, pool: BlockPool, spare: int) -> None:
         """Have nothing in host memory any more, but for what streams: what there is room for, with so many blocks to spare, comes
         back, the oldest first, and runs; the rest is computed again. Waits for the copies. Raises the pool's error if they have
         failed: then those who waited for them wait again, with their KV in host memory."""
+        self.due.give_surely(pool)
         for sequence in [one for one in self.waiting if one.host]:
-            if not self._seat(sequence, sequence.computed, self.blocks_for(sequence.computed) + spare, pool):
-                self._recompute(sequence, pool)
-            elif self._fetch(sequence, pool):
-                self.waiting.remove(sequence)
+            if self._seat(sequence, sequence.computed, self.blocks_for(sequence.computed) + spare, pool):
+                self._fetch(sequence, pool)
+            else:
+                self._drop(sequence, pool)
         if self.arriving:
             self._arrive(pool, max(self.arriving.values()))
         self._settle(pool)
         for sequence in self.running:
-            streaming.forget_host(sequence, 0, pool)
+            self._forget_host(sequence, 0, pool)
 
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Take a sequence out, wherever it is, and free its blocks."""
-        try:
-            self._release(sequence, pool)
-        except Error:
-            # A copy has failed, of its KV, which nobody needs any more, or of others', whom the pool tells when they ask. None
-            # is in flight now.
-            self._release(sequence, pool)
-        self._take_out(sequence)
-        streaming.forget_host(sequence, 0, pool)
-        sequence.state = State.FINISHED
+        """Take a sequence out, wherever it is, and free its blocks. Can be called again."""
+        self._move(sequence, State.FINISHED)
+        self._drop(sequence, pool)
 
     def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
         """How many tokens of `sequence` `schedule` computes next: all that is known, else up to a multiple of `chunk_align`. A
@@ -304,19 +330,21 @@ class Scheduler:
     def _room(self, blocks: int, pool: BlockPool) -> bool:
         """Whether so many blocks are free, or could be made free by letting others stream."""
         short = blocks - pool.free_blocks
-        return short <= 0 or (self.stream and streaming.make_room(self.running, short, pool, self.block_tokens))
+        if short <= 0 or not self.stream:
+            return short <= 0
+        return streaming.make_room(self.running, short, pool, self.block_tokens, self.due)
 
     def _seat(self, sequence: Sequence, tokens: int, blocks: int, pool: BlockPool) -> bool:
         """Give a waiting sequence its blocks for so many tokens, if `blocks` are free or can be made free. Where they are not,
         its own blocks in host memory stream first: that costs no copy now."""
-        if self.stream:
+        if self.stream and not sequence.blocks:
             streaming.show(sequence, blocks - pool.free_blocks, pool, self.block_tokens)
         seated = False
         try:
             seated = self._room(blocks - sequence.streamed, pool) and self._reserve(sequence, tokens, pool)
         finally:
             if not seated:
-                self._release(sequence, pool)
+                self._drop(sequence, pool, kept=True)
         return seated
 
     def _reserve(self, sequence: Sequence, tokens: int, pool: BlockPool) -> bool:
@@ -331,45 +359,59 @@ class Scheduler:
 
     def _put_back(self, sequence: Sequence, pool: BlockPool) -> None:
         kept = self._save(sequence, pool, [other for other in self.running if other is not sequence])
-        self._release(sequence, pool)
-        if not kept:
-            self._recompute(sequence, pool)
-        # Only now: copies may fail, and it must not be lost.
-        if self.arriving.pop(sequence, None) is None:
-            self.running.remove(sequence)
         sequence.preemptions += 1
-        sequence.state = State.WAITING
-        self._shelve(sequence)
+        self._retire(sequence, pool, kept)
+
+    def _retire(self, sequence: Sequence, pool: BlockPool, kept: bool) -> None:
+        """It waits, without blocks; with its KV in host memory if that is `kept`."""
+        # What has KV goes first, so that nobody computes with blocks that it lost; what has none, when it has none.
+        if kept:
+            self._move(sequence, State.WAITING)
+        self._drop(sequence, pool, kept)
+        if not kept:
+            self._move(sequence, State.WAITING)
 
     def _settle(self, pool: BlockPool) -> None:
         """What streams is there to be read, or its sequence waits."""
         if self.stream:
-            for sequence in streaming.settle(self.running, pool):
-                self._give_up(sequence, pool)
+            for sequence in streaming.settle(self.running, pool, self.due):
+                self._retire(sequence, pool, kept=False)  # its KV is lost
 
-    def _give_up(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Its KV is lost: it waits, to be computed anew."""
-        self._release(sequence, pool)
-        self._recompute(sequence, pool)
-        self.running.remove(sequence)
-        sequence.state = State.WAITING
-        self._shelve(sequence)
+    # -- who is where ------------------------------------------------------------------------------------------------
 
-    def _shelve(self, sequence: Sequence) -> None:
-        """Queue a preempted sequence."""
-        insort(self.waiting, sequence, key=_order)
+    def _move(self, sequence: Sequence, state: State, ticket: int | None = None) -> None:
+        """A sequence goes to the queue of this state, in the place of its age; with a ticket it arrives. It has happened as soon
+        as that is written down: what an interrupt leaves undone, whoever looks at the queues next does."""
+        if self._moving is not None:
+            self._place()
+        self._moving = sequence, state, ticket
+        self._place()
 
-    def _queues(self) -> tuple[list[Sequence] | deque[Sequence], ...]:
-        """Where a sequence can be."""
-        return self.running, self.waiting
-
-    def _take_out(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is. An interrupt may have ended a call that had done this and no more: then it is
-        nowhere, whatever its state says."""
-        self.arriving.pop(sequence, None)
+    def _place(self) -> None:
+        """Do what `_moving` says. Can be done again."""
+        assert self._moving is not None
+        sequence, state, ticket = self._moving
+        self._arriving.pop(sequence, None)
         for queue in self._queues():
             if sequence in queue:
                 queue.remove(sequence)
+        sequence.state = state
+        if ticket is not None:
+            self._arriving[sequence] = ticket
+        elif state is State.RUNNING:
+            # At the end, unless `preempt` took out a sequence that is older than some that go on running.
+            insort(self._running, sequence, key=_order)
+        elif state is State.WAITING:
+            insort(self._line_of(sequence), sequence, key=_order)
+        self._moving = None
+
+    def _queues(self) -> tuple[list[Sequence] | deque[Sequence], ...]:
+        """Where a sequence can be."""
+        return self._running, self._waiting
+
+    def _line_of(self, sequence: Sequence) -> deque[Sequence]:
+        """Where it waits."""
+        return self._waiting
 
     # -- in host memory --------------------------------------------------------------------------------------------
 
@@ -393,31 +435,28 @@ class Scheduler:
             except OutOfBlocks:
                 # What host memory keeps of those who run only saves a copy later.
                 for other in spare or ():
-                    streaming.forget_host(other, 0, pool)
+                    self._forget_host(other, 0, pool)
             else:
                 return True
         return False
 
     def _fetch(self, sequence: Sequence, pool: BlockPool) -> bool:
-        """Start copying its KV back into its new blocks. False if a copy out has failed: then it has no KV any more. Without
-        a copy in flight it has no blocks either, so that nobody waits for those."""
+        """Start copying its KV back into its new blocks: it arrives. False if a copy out has failed: then it has no KV any more.
+        Without a copy in flight it has no blocks either, so that nobody waits for those."""
         host, streamed = sequence.host, sequence.streamed
-        started = False
+        kept = pool.kept(host)
         try:
-            if pool.kept(host):
-                self.arriving[sequence] = pool.copy_in(host[streamed:], sequence.blocks[streamed : len(host)])
-                started = True
+            if kept:
+                self._move(
+                    sequence, State.WAITING, pool.copy_in(host[streamed:], sequence.blocks[streamed : len(host)])
+                )
         finally:
-            if not started:
-                self._release(sequence, pool)
-        if not started:
-            self._recompute(sequence, pool)
-        return started
+            if sequence not in self.arriving:
+                self._drop(sequence, pool, kept)
+        return kept
 
-    def _recompute(self, sequence: Sequence, pool: BlockPool) -> None:
-        """It has no KV, wherever."""
-        streaming.forget_host(sequence, 0, pool)
-        sequence.computed = 0
+    def _forget_host(self, sequence: Sequence, keep: int, pool: BlockPool) -> None:
+        streaming.forget_host(sequence, keep, pool, self.due)
 
     def _arrive(self, pool: BlockPool, behind: int | None = None) -> list[Sequence]:
         """Let those run whose KV has arrived. The host keeps complete blocks, which nobody writes any more. behind: the pass
@@ -431,23 +470,19 @@ class Scheduler:
                 self.preempt(sequence, pool)  # its host blocks are as they were
             raise
         for sequence in there:
-            del self.arriving[sequence]
-            streaming.forget_host(sequence, sequence.computed // self.block_tokens if self.overlap else 0, pool)
-            sequence.state = State.RUNNING
-            insort(self.running, sequence, key=_order)
+            self._move(sequence, State.RUNNING)
+            self._forget_host(sequence, sequence.computed // self.block_tokens if self.overlap else 0, pool)
         return there
 
-    def _release(self, sequence: Sequence, pool: BlockPool) -> None:
+    def _drop(self, sequence: Sequence, pool: BlockPool, kept: bool = False) -> None:
+        """Take its blocks away, and its KV in host memory unless that is `kept`. In one statement: it never has KV that is not
+        its own."""
         blocks = sequence.blocks if sequence.homing is None else [*sequence.blocks, *sequence.homing[1]]
-        if blocks:
-            live = pool.live_blocks
-            try:
-                pool.free(blocks)
-                sequence.blocks, sequence.streamed, sequence.homing = [], 0, None
-            except BaseException:
-                if pool.live_blocks < live:  # an interrupt behind that: nobody may free them a second time
-                    sequence.blocks, sequence.streamed, sequence.homing = [], 0, None
-                raise
+        host, done = (sequence.host, sequence.computed) if kept else (list[int](), 0)
+        one, due = sequence, self.due
+        ids = due.more(blocks, [] if kept else sequence.host)
+        one.blocks, one.streamed, one.homing, one.host, one.computed, due.ids = [], 0, None, host, done, ids
+        due.give_surely(pool)
 
 
 def _order(sequence: Sequence) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from remap.engine.block_pool import BlockPool
     from remap.engine.chunk import Chunk
+    from remap.engine.due import Due
     from remap.engine.request import Sequence
 
 __all__ = ["bring_home", "forget_host", "make_room", "settle", "show", "streamed"]
@@ -34,7 +35,7 @@ def streamed(chunks: Listed[Chunk]) -> list[int]:
     return found
 
 
-def make_room(running: Listed[Sequence], blocks: int, pool: BlockPool, block_tokens: int) -> bool:
+def make_room(running: Listed[Sequence], blocks: int, pool: BlockPool, block_tokens: int, due: Due) -> bool:
     """Free so many blocks by letting complete ones of these sequences stream, the oldest's first, as far as the passes'
     certificate (`pool.streamable_blocks`) goes. False if that was not enough; what has been freed stays free. Raises the
     pool's error; every sequence is consistent then."""
@@ -44,7 +45,7 @@ def make_room(running: Listed[Sequence], blocks: int, pool: BlockPool, block_tok
             break
         count = min(sequence.computed // block_tokens - sequence.streamed, max(_RUN, blocks - freed))
         if count > 0 and sequence.homing is None:
-            freed += _stream(sequence, count, pool)
+            freed += _stream(sequence, count, pool, due)
     return freed >= blocks
 
 
@@ -59,23 +60,20 @@ def show(sequence: Sequence, blocks: int, pool: BlockPool, block_tokens: int) ->
             sequence.blocks, sequence.streamed = pool.stream(have[:count]), count
 
 
-def bring_home(running: Listed[Sequence], spare: int, pool: BlockPool) -> None:
+def bring_home(running: Listed[Sequence], spare: int, pool: BlockPool, due: Due) -> None:
     """Start copying blocks that stream back, up to `spare`, the youngest's first and of each the last. Raises the pool's
     error; the rest stays as it is then."""
     for sequence in reversed(running):
         count = min(spare, sequence.streamed)
         if count > 0 and sequence.homing is None:
-            blocks = pool.allocate(count)
-            try:
-                ticket = pool.copy_in(sequence.host[sequence.streamed - count : sequence.streamed], blocks)
-            except BaseException:
-                pool.free(blocks)
-                raise
-            sequence.homing = ticket, blocks
+            hosts, before = sequence.host[sequence.streamed - count : sequence.streamed], due.ids
+            due.ids = [*before[0], *pool.allocate(count)], before[1]  # until the copies have begun
+            blocks = due.ids[0][len(before[0]) :]
+            sequence.homing, due.ids = (pool.copy_in(hosts, blocks), blocks), before
             spare -= count
 
 
-def settle(running: Listed[Sequence], pool: BlockPool) -> list[Sequence]:
+def settle(running: Listed[Sequence], pool: BlockPool, due: Due) -> list[Sequence]:
     """Let what has come back be the sequences' own blocks again. Returns those of which bytes that stream never reached host
     memory: they have to be computed anew. Raises the pool's error if copies back have failed; what streams goes on."""
     for sequence in running:
@@ -86,31 +84,30 @@ def settle(running: Listed[Sequence], pool: BlockPool) -> list[Sequence]:
             if not pool.arrived(ticket):
                 continue
         except Error:
-            sequence.homing = None
-            pool.free(blocks)
+            sequence.homing, due.ids = None, due.more(blocks, [])
+            due.give_surely(pool)
             raise
-        end = sequence.streamed
-        first = end - len(blocks)
-        shown = sequence.blocks[first:end]
-        sequence.blocks = [*sequence.blocks[:first], *blocks, *sequence.blocks[end:]]
-        sequence.streamed, sequence.homing = first, None
-        pool.free(shown)
+        first = sequence.streamed - len(blocks)
+        ids = due.more(sequence.blocks[first : sequence.streamed], [])
+        table = [*sequence.blocks[:first], *blocks, *sequence.blocks[sequence.streamed :]]
+        sequence.blocks, sequence.streamed, sequence.homing, due.ids = table, first, None, ids
+        due.give(pool)
     return [one for one in running if one.streamed and not pool.kept(one.host[: one.streamed])]
 
 
-def forget_host(sequence: Sequence, keep: int, pool: BlockPool) -> None:
+def forget_host(sequence: Sequence, keep: int, pool: BlockPool, due: Due) -> None:
     """Free its host blocks but for the first `keep`, and those that stream."""
     keep = max(keep, sequence.streamed)
     if len(sequence.host) > keep:
-        pool.free_host(sequence.host[keep:])
-        sequence.host = sequence.host[:keep]
+        sequence.host, due.ids = sequence.host[:keep], due.more([], sequence.host[keep:])
+        due.give(pool)
 
 
-def _stream(sequence: Sequence, count: int, pool: BlockPool) -> int:
+def _stream(sequence: Sequence, count: int, pool: BlockPool, due: Due) -> int:
     """Let its next blocks stream, at most `count`. Returns how many do: those whose host blocks are below the certificate's
     bound, or can be."""
     if not pool.kept(sequence.host):
-        forget_host(sequence, 0, pool)
+        forget_host(sequence, 0, pool, due)
     first, limit = sequence.streamed, pool.streamable_blocks
     have = sequence.host[first : first + count]
     near = next((index for index, host in enumerate(have) if host >= limit), len(have))
@@ -120,13 +117,8 @@ def _stream(sequence: Sequence, count: int, pool: BlockPool) -> int:
         return 0
     if more:
         sequence.host = sequence.host + pool.copy_out(sequence.blocks[first + near : end], limit)
-    shown = pool.stream(sequence.host[first:end])
-    before = sequence.blocks
-    sequence.blocks, sequence.streamed = [*before[:first], *shown, *before[end:]], end
-    try:
-        pool.free(before[first:end])
-    except BaseException:
-        sequence.blocks, sequence.streamed = before, first
-        pool.free(shown)
-        raise
+    hosts, ids = sequence.host[first:end], due.more(sequence.blocks[first:end], [])
+    low, high = sequence.blocks[:first], sequence.blocks[end:]
+    sequence.blocks, sequence.streamed, due.ids = [*low, *pool.stream(hosts), *high], end, ids
+    due.give(pool)
     return end - first

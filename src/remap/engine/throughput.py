@@ -21,7 +21,7 @@ from remap.engine.engine import Engine
 from remap.engine.pairs import END, PAIR, Kept, Pair
 from remap.engine.request import Request, Sequence, State
 from remap.engine.scheduler import TILE, Schedule, Scheduler
-from remap.errors import Error, InvalidArgument
+from remap.errors import InvalidArgument
 from remap.policy.activations import activations_of, next_is_activations
 from remap.policy.offline import at_once, choose
 
@@ -50,10 +50,6 @@ class ThroughputScheduler(Scheduler):
         self.ratio = ratio
         self.host_blocks = host_blocks
         self.held: dict[Sequence, Kept] = {}
-        self._leaving: list[
-            int
-        ] = []  # blocks, of the pool and streamed, that nobody has any more and that are not free yet
-        self._leaving_host: list[int] = []  # and host blocks
 
     def keeps_activations(self, pair: int) -> bool:
         """Whether a request's pair of this number is activations."""
@@ -82,16 +78,18 @@ class ThroughputScheduler(Scheduler):
 
     @property
     def used_blocks(self) -> int:
-        return sum(map(self._in_pool, self.held)) + len(self._leaving)
+        return sum(map(self._in_pool, self.held)) + len(self.due.ids[0])
 
     def schedule(self, pool: BlockPool) -> Schedule:
         """As `Scheduler.schedule`. Raises the pool's error if a copy out has failed: its sequences wait again, from their
         first token."""
+        self.due.give(pool)
         for sequence in [one for one in self.running if not pool.kept(self._host_blocks(one))]:
-            self._restart(sequence)
+            self._move(sequence, State.WAITING)
+            self._take_back(sequence)
         for sequence in self.running:
             self._put_out(sequence, pool)
-        self._free_left(pool)
+        self.due.give(pool)
         self._admit(pool)
         # Of the pool's blocks `taken` are in use, or kept for the end of somebody's last pair.
         taken = sum(max(END, self._in_pool(sequence)) for sequence in self.running)
@@ -111,13 +109,9 @@ class ThroughputScheduler(Scheduler):
         return Schedule(tuple(chunks), (), self.max_batch_tokens - budget)
 
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
+        self._move(sequence, State.FINISHED)
         self._take_back(sequence)
-        self._take_out(sequence)
-        sequence.state = State.FINISHED
-        try:
-            self._free_left(pool)
-        except Error:  # a copy has failed: others' is found when they are scheduled, and this one's nobody needs
-            self._free_left(pool)
+        self.due.give_surely(pool)
 
     def _admit(self, pool: BlockPool) -> None:
         promised = sum(kept.promised for kept in self.held.values())
@@ -127,10 +121,10 @@ class ThroughputScheduler(Scheduler):
             if need + promised > self.host_blocks:
                 return
             promised += need
+            self._take_back(sequence)  # what it has still where an interrupt came when it was put back
+            sequence.computed = 0
             self.held[sequence] = Kept(promised=need)
-            self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.state = State.RUNNING
+            self._move(sequence, State.RUNNING)
 
     def _in_pool(self, sequence: Sequence) -> int:
         """Blocks of the pool that it holds."""
@@ -148,12 +142,14 @@ class ThroughputScheduler(Scheduler):
         return max(0, self.blocks_for(tokens) - len(sequence.blocks)) + staging
 
     def _grow(self, sequence: Sequence, tokens: int, pool: BlockPool) -> None:
-        ids, new = pool.allocate(self._missing(sequence, tokens)), self._new_pairs(sequence, tokens)
+        kept, new, before = self.held[sequence], self._new_pairs(sequence, tokens), self.due.ids
+        missing = self._missing(sequence, tokens)
+        self.due.ids = [*before[0], *pool.allocate(missing)], before[1]  # until they are in the tables
+        ids = self.due.ids[0][len(before[0]) :]
         for pair in new:
             if pair.activations:
                 pair.staging = ids.pop()
-        sequence.blocks += ids
-        self.held[sequence].pairs += new
+        sequence.blocks, kept.pairs, self.due.ids = [*sequence.blocks, *ids], [*kept.pairs, *new], before
 
     def _host_blocks(self, sequence: Sequence) -> list[int]:
         return [block for pair in self.held[sequence].pairs for block in pair.host]
@@ -166,45 +162,26 @@ class ThroughputScheduler(Scheduler):
             at = PAIR * kept.out
             pair, own = kept.pairs[kept.out], sequence.blocks[at : at + PAIR]
             leaving = own if pair.staging is None else [pair.staging]
-            host = pool.copy_out(leaving, self.host_blocks)
-            try:
-                shown = pool.stream(host)
-            except BaseException:
-                pool.free_host(host)
-                raise
-            pair.host, pair.shown = host, shown
-            self._leaving += own if pair.staging is None else [*own, pair.staging]
+            # Each of these is done once: a call that an interrupt ended has written down how far it came.
+            if not pair.host:
+                pair.host = pool.copy_out(leaving, self.host_blocks)
+            if not pair.shown:
+                pair.shown = pool.stream(pair.host)
+            ids = self.due.more(own if pair.staging is None else [*own, pair.staging], [])
             # Activations show in no block of the sequence: the runner makes its keys and values in scratch blocks.
-            blocks = shown if pair.staging is None else [-1, -1]
-            sequence.blocks = [*sequence.blocks[:at], *blocks, *sequence.blocks[at + PAIR :]]
-            pair.staging = None
-            kept.out += 1
-
-    def _free_left(self, pool: BlockPool) -> None:
-        """Free what nobody has. If a copy out has failed this raises, and nothing is free yet; the next call tries again."""
-        if self._leaving:
-            pool.free(self._leaving)
-            self._leaving = []
-        if self._leaving_host:  # behind the blocks that showed them
-            pool.free_host(self._leaving_host)
-            self._leaving_host = []
+            blocks = pair.shown if pair.staging is None else [-1, -1]
+            blocks = [*sequence.blocks[:at], *blocks, *sequence.blocks[at + PAIR :]]
+            sequence.blocks, pair.staging, kept.out, self.due.ids = blocks, None, kept.out + 1, ids
 
     def _take_back(self, sequence: Sequence) -> None:
-        """Take all that it has. It is free at the next `_free_left`."""
-        kept = self.held.pop(sequence, None)
+        """Take all that it has. It is free when `due` is given back."""
+        kept = self.held.get(sequence)
         if kept is not None:
-            self._leaving += sequence.blocks[PAIR * kept.out :]
-            sequence.blocks = []
-            for pair in kept.pairs:
-                self._leaving += pair.shown if pair.staging is None else [pair.staging]
-                self._leaving_host += pair.host
-
-    def _restart(self, sequence: Sequence) -> None:
-        self._take_back(sequence)
-        self.running.remove(sequence)
-        sequence.computed = 0
-        sequence.state = State.WAITING
-        self.waiting.appendleft(sequence)
+            staged = [pair.staging for pair in kept.pairs if pair.staging is not None]
+            shown = [block for pair in kept.pairs for block in pair.shown]
+            ids = self.due.more([*sequence.blocks[PAIR * kept.out :], *staged, *shown], self._host_blocks(sequence))
+            sequence.blocks, kept.pairs, kept.out, self.due.ids = [], [], 0, ids
+            del self.held[sequence]
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,16 @@ class KVCache:
         one that a streamed block shows; nothing changed then."""
         self._turn.run(self._free_host, listed(host_ids))
 
+    def holds(self, ids: Iterable[int]) -> bool:
+        """Whether all of these are in use: blocks that `allocate` or `stream` returned and that were not freed. An engine asks it
+        behind an interrupt."""
+        pool, streamed = self.streamed.split(listed(ids))
+        return self.pool.holds(pool) and self.streamed.holds(streamed)
+
+    def holds_host(self, host_ids: Iterable[int]) -> bool:
+        """Whether all of these host blocks are in use."""
+        return self.host.holds(listed(host_ids))
+
     def stream(self, host_ids: Iterable[int]) -> list[int]:
         """The block that shows each of these host blocks, of which passes read what lies there: a pass that names it
         (`tenant.forward(streamed=)`) copies each layer's part in just before `wait` of that layer. Copies nothing now.

@@ -66,6 +66,10 @@ class HostBlocks:
         """Host blocks in use, ascending."""
         return [block for block, used in enumerate(self.books) if used]
 
+    def holds(self, ids: Iterable[int]) -> bool:
+        """Whether all of these are in use."""
+        return not first_wrong(self.books, list(ids))
+
     def free_below(self, stop: int) -> int:
         """Of the free host blocks those below `stop`, which is at most `KVSpec.streamed_blocks`."""
         return self.books.count(_FREE, 0, stop)

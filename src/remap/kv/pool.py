@@ -174,6 +174,11 @@ class BlockPool:
         self._refuse_external("free")
         self._release_all(self._checked(ids, (_LIVE, _DRAINING), "is not allocated"))
 
+    def holds(self, ids: Iterable[int]) -> bool:
+        """Whether all of these are allocated."""
+        size = len(self._state)
+        return all(0 <= block < size and self._state[block] in (_LIVE, _DRAINING) for block in ids)
+
     def require_live(self, ids: Sequence[int]) -> None:
         """Raises InvalidArgument (field: block) if one of these ids is not allocated, or is named twice."""
         self._checked(ids, (_LIVE, _DRAINING), "is not allocated")

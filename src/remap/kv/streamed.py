@@ -79,6 +79,10 @@ class StreamedBlocks:
             (streamed if self.total and block.__class__ is int and block >= self.first else pool).append(block)
         return pool, streamed
 
+    def holds(self, blocks: Iterable[int]) -> bool:
+        """Whether all of these show a host block."""
+        return not first_wrong(self.books, [block - self.first for block in blocks])
+
     def shows(self, host_blocks: Iterable[int]) -> tuple[int, ...]:
         """Those of these host blocks that a block shows."""
         books = self.books

@@ -35,6 +35,12 @@ class CountedPool:
     def free(self, ids: list[int]) -> None:
         self.live_blocks -= len(ids)
 
+    def holds(self, ids: list[int]) -> bool:
+        """Nothing interrupts virtual time: what is to be freed was not freed before."""
+        return True
+
+    holds_host = holds
+
 
 class PiePool(CountedPool):
     """The device's KV memory, `base` blocks of all n layers, holds n / (n - m) times as many while m layers' KV is elsewhere:

@@ -12,11 +12,9 @@ asked for when one is needed, which treats the baseline better than it was.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from remap.engine.block_pool import BlockPool
@@ -30,8 +28,6 @@ __all__ = ["SCHEDULERS", "PrefillFirst", "make_scheduling"]
 SCHEDULERS = ("prefill-first", "chunked")
 MAX_NUM_SEQS = 256  # vLLM's default
 BATCH_TOKENS = 2048  # vLLM's default for chunks; for whole prompts the longest context, if that is longer
-
-_order = attrgetter("order")
 
 
 class PrefillFirst(Scheduler):
@@ -96,10 +92,7 @@ class PrefillFirst(Scheduler):
             if sequence.length > budget or not self._room(blocks + (spare if self.running else 0), pool):
                 break
             sequence.blocks = pool.allocate(blocks)
-            sequence.state = State.RUNNING
-            self.waiting.popleft()
-            # At the end, unless `preempt` took out a sequence that is older than some that go on running.
-            insort(self.running, sequence, key=_order)
+            self._move(sequence, State.RUNNING)
             chunks.append(Chunk(sequence, 0, sequence.length))
             budget -= sequence.length
         return chunks
@@ -121,8 +114,8 @@ class PrefillFirst(Scheduler):
                 chunks.append(Chunk(sequence, sequence.computed, 1))
         return chunks, preempted
 
-    def _shelve(self, sequence: Sequence) -> None:
-        insort(self.swapped if sequence.host else self.waiting, sequence, key=_order)
+    def _line_of(self, sequence: Sequence) -> deque[Sequence]:
+        return self.swapped if sequence.host else super()._line_of(sequence)
 
     def _queues(self) -> tuple[list[Sequence] | deque[Sequence], ...]:
         return *super()._queues(), self.swapped
@@ -137,10 +130,8 @@ class PrefillFirst(Scheduler):
             left = max(spare, held if self.overlap else 0) if held else 0
             if not self._seat(sequence, sequence.length, blocks + left, pool):
                 break
-            started = self._fetch(sequence, pool)
-            self.swapped.popleft()  # only now: a copy may fail, and it must not be lost
-            if not started:
-                insort(self.waiting, sequence, key=_order)  # computed anew
+            if not self._fetch(sequence, pool):
+                self._move(sequence, State.WAITING)  # computed anew
 
 
 def make_scheduling(

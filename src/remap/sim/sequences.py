@@ -41,6 +41,10 @@ class Sequence(EngineSequence):
         self.length += 1
         return "length" if self.length >= self.end else None
 
+    @property
+    def ended(self) -> str | None:
+        return "length" if self.length >= self.end else None
+
     def output(self, reason: str) -> Output:
         return Output(self.id, (), reason, self.preemptions)
 

@@ -72,7 +72,7 @@ class OwnLines(Lanes):
     def __init__(self, lanes: Sequence[Lane], *others: object) -> None:
         super().__init__(lanes, *others)  # type: ignore[arg-type]
         for each in lanes:
-            each.waiting = deque()
+            each.share_line(deque())
 
     @property
     def lines(self) -> list[deque[EngineSequence]]:

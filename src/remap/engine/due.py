@@ -1,0 +1,57 @@
+"""Blocks that nobody has any more and that the pool has not back yet: pure bookkeeping.
+
+A sequence's tables and the pool's books cannot change at one moment, and an interrupt (Ctrl-C) may come between the two. So
+blocks leave the tables for this list, in one statement, and go from here to the pool. What an interrupt, or a copy that has
+failed, left here goes with the next call of the scheduler, before that allocates anything: so whether the pool has taken blocks
+back by then can be asked of the pool.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from remap.errors import Error
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from remap.engine.block_pool import BlockPool
+
+__all__ = ["Due"]
+
+
+class Due:
+    """ids: (blocks of the pool and of `pool.stream`, host blocks). A value: a change makes another one, and one store, together
+    with the tables that the blocks leave, puts it in the old one's place."""
+
+    def __init__(self) -> None:
+        self.ids: tuple[list[int], list[int]] = [], []
+
+    def more(self, blocks: list[int], hosts: list[int]) -> tuple[list[int], list[int]]:
+        """`ids` with these besides. Changes nothing."""
+        return [*self.ids[0], *blocks], [*self.ids[1], *hosts]
+
+    def relocate(self, moved: Mapping[int, int]) -> None:
+        """The session moved live blocks (old id -> new id)."""
+        self.ids = [moved.get(block, block) for block in self.ids[0]], self.ids[1]
+
+    def give(self, pool: BlockPool) -> None:
+        """Give all of it back: host blocks behind the blocks that show them. Raises the pool's error if a copy from or to the
+        blocks has failed; they go with the next call then."""
+        blocks, hosts = self.ids
+        if blocks:
+            if pool.holds(blocks):
+                pool.free(blocks)
+            self.ids = [], hosts
+        if hosts:
+            if pool.holds_host(hosts):
+                pool.free_host(hosts)
+            self.ids = [], []
+
+    def give_surely(self, pool: BlockPool) -> None:
+        """As `give`, where a copy that has failed concerns nobody here: those whose KV it was learn of it when they ask
+        (`kept`, `arrived`). None is in flight any more then, so the second try does it."""
+        try:
+            self.give(pool)
+        except Error:
+            self.give(pool)
