@@ -25,6 +25,23 @@ void done(Prefetcher& prefetcher, LayerId layer, StreamHandle stream) {
   beside_streams(stream != 0 || prefetcher.uses_streams(), [&] { prefetcher.done(layer, stream); });
 }
 
+template <typename T>
+bool is(const py::object& value) {
+  py::detail::make_caster<T> caster;
+  return caster.load(value, true);
+}
+
+// Where no overload before it takes the arguments: they are of the wrong kind, or no number of 32 or 64 bits.
+[[noreturn]] void refuse(const char* call, const py::object& layer, const py::object& stream) {
+  const bool known = is<LayerId>(layer);
+  const char* const kind = Py_TYPE((known ? stream : layer).ptr())->tp_name;
+  throw Error(ErrorKind::invalid_argument,
+              std::string(call) + ": " +
+                  (known ? "stream must be the handle of a stream, an int from 0 on" : "layer must be the number of a layer, an int") +
+                  "; got another value of type " + kind + ". Nothing changed.",
+              {{"field", std::string(known ? "stream" : "layer")}, {"type", std::string(kind)}});
+}
+
 }  // namespace
 
 void bind_prefetcher(py::module_& module) {
@@ -116,13 +133,21 @@ void bind_prefetcher(py::module_& module) {
              return beside_streams(prefetcher.uses_streams(), [&] { return prefetcher.unwaited(); });
            })
       .def("wait", &wait_blocking, py::arg("layer"), py::arg("stream") = 0)
+      .def(
+          "wait", [](Prefetcher&, const py::object& layer, const py::object& stream) { refuse("wait", layer, stream); },
+          py::arg("layer"), py::arg("stream") = 0)
       .def("done", &done, py::arg("layer"), py::arg("stream") = 0)
+      .def(
+          "done", [](Prefetcher&, const py::object& layer, const py::object& stream) { refuse("done", layer, stream); },
+          py::arg("layer"), py::arg("stream") = 0)
       .def("ready",
            [](const Prefetcher& prefetcher, LayerId layer) {
              if (prefetcher.ready(layer)) return true;
              (void)prefetcher.in_pass();  // raises in a forked child
              return false;
            })
+      .def("ready",
+           [](const Prefetcher&, const py::object& layer) -> bool { refuse("ready", layer, py::int_(0)); })
       .def("close", &Prefetcher::close, ReleaseGil())
       .def("loading",
            [](const Prefetcher& prefetcher) {

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from remap.arguments import require, require_range
+from remap.arguments import require, require_bytes, require_call, require_layer, require_layers, require_range
 from remap.config import Knobs
 from remap.errors import InvalidArgument
 from remap.memory.by_hand import check_by_hand, give_back_by_hand, lend_by_hand, remap_by_hand
@@ -175,10 +175,10 @@ def place(
     def verb(core: Core) -> Entries:
         tenant = core.tenant(name)
         tenant.require_idle()
-        for field, value in (("first", first), ("end", end)):
-            require(field, value, int, "an int")
-        check_place(tenant, first, end, hold, fill)
-        return place_layers(core.changes, core.lending, tenant, first, end, hold, fill)
+        require_bytes(first=first, end=end)
+        held, filling = (require_layers(name, each, tenant.layers) for name, each in (("hold", hold), ("fill", fill)))
+        check_place(tenant, first, end, held, filling)
+        return place_layers(core.changes, core.lending, tenant, first, end, held, filling)
 
     return session.change(verb)
 
@@ -192,7 +192,10 @@ def read_layer(session: Session, name: str, layer: int, offset: int, address: in
     """
 
     def call(core: Core) -> None:
-        read_bytes(core.changes, core.tenant(name), layer, offset, address, nbytes)
+        tenant = core.tenant(name)
+        require_layer(layer, tenant.layers)
+        require_bytes(offset=offset, address=address, nbytes=nbytes)
+        read_bytes(core.changes, tenant, layer, offset, address, nbytes)
 
     session.exclusively(call)
 
@@ -206,7 +209,10 @@ def fill_layer(session: Session, name: str, layer: int, offset: int, address: in
     """
 
     def call(core: Core) -> bool:
-        return fill_bytes(core.changes, core.tenant(name), layer, offset, address, nbytes)
+        tenant = core.tenant(name)
+        require_layer(layer, tenant.layers)
+        require_bytes(offset=offset, address=address, nbytes=nbytes)
+        return fill_bytes(core.changes, tenant, layer, offset, address, nbytes)
 
     return bool(session.exclusively(call))
 
@@ -221,6 +227,7 @@ def filled(session: Session, name: str, layer: int) -> None:
     def call(core: Core) -> None:
         tenant = core.tenant(name)
         tenant.require_idle()
+        require_layer(layer, tenant.layers)
         note_filled(core.changes, tenant, layer)
 
     session.exclusively(call)
@@ -241,6 +248,7 @@ def rewrite(session: Session, name: str, write: Callable[[], Answer]) -> Answer:
     def call(core: Core) -> Answer:
         tenant = core.tenant(name)
         tenant.require_idle()
+        require_call("write", write)
         answer: Answer = rewrite_layers(core, tenant, write)
         return answer
 
@@ -293,11 +301,7 @@ def layer_address(session: Session, name: str, layer: int) -> int:
 
     def call(core: Core) -> int:
         addresses = core.tenant(name).addresses
-        require("layer", layer, int, "an int")
-        if not 0 <= layer < len(addresses):
-            raise InvalidArgument(
-                f"layer must lie in 0..{len(addresses) - 1}, got {layer}; nothing changed", layer=layer
-            )
+        require_layer(layer, len(addresses))
         return addresses[layer]
 
     return int(session.exclusively(call, always=True, claims=False))

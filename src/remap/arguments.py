@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike, fsencode
 from typing import Any, cast
@@ -17,9 +17,14 @@ __all__ = [
     "require",
     "require_attach",
     "require_buffers",
+    "require_bytes",
+    "require_call",
     "require_demands",
+    "require_layer",
+    "require_layers",
     "require_module",
     "require_options",
+    "require_path",
     "require_range",
 ]
 
@@ -79,20 +84,59 @@ def require_options(
         require("mutable", pattern, str, "a sequence of patterns, each a str")
     paths = weights if isinstance(weights, Sequence) and not isinstance(weights, (str, bytes)) else (weights,)
     for path in paths:
-        require("weights", path, (str, PathLike, type(None)), "a path, a sequence of paths, or None")
-        if path is None:
-            continue
-        known = cast("str | PathLike[str]", path)
-        if not _encodes(partial(fsencode, known)) or b"\0" in fsencode(known):
-            raise invalid("weights", path, "a path that the file system can name: no NUL, no lone surrogate")
+        if path is not None:
+            require_path("weights", path, "a path, a sequence of paths, or None")
+
+
+def require_path(name: str, path: object, expected: str = "a path") -> None:
+    """Raises InvalidArgument (fields field, value) for what is no path, or none that a file can have."""
+    require(name, path, (str, PathLike), expected)
+    known = cast("str | PathLike[str]", path)
+    if not _encodes(partial(fsencode, known)) or b"\0" in fsencode(known):
+        raise invalid(name, path, "a path that the file system can name: no NUL, no lone surrogate")
+
+
+def require_layer(layer: object, layers: int) -> None:
+    """Raises InvalidArgument (fields field, value, layers) unless `layer` is the number of one of so many layers."""
+    if not is_count(layer) or cast(int, layer) >= layers:
+        raise InvalidArgument(
+            f"layer must be an int in 0..{layers - 1}, got {shown(layer)}; nothing changed",
+            field="layer",
+            value=layer,
+            layer=layer,
+            layers=layers,
+        )
+
+
+def require_layers(name: str, layers: object, count: int) -> tuple[int, ...]:
+    """These numbers of layers, of `count` that there are, each once and ascending. Raises InvalidArgument (fields field, value)
+    for what is no collection of ints."""
+    if isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)) or not isinstance(layers, Collection):
+        raise invalid(name, layers, "a collection of layers' numbers")
+    found = set[int]()
+    for layer in layers:  # of a range without end the first that is none
+        if not is_count(layer) or cast(int, layer) >= count:
+            raise invalid(name, layers, f"a collection of layers' numbers, each an int in 0..{count - 1}")
+        found.add(cast(int, layer))
+    return tuple(sorted(found))
+
+
+def require_bytes(**values: object) -> None:
+    """Raises InvalidArgument (fields field, value) for a size, offset or address that is no int from 0 to ADDRESSES - 1."""
+    for name, value in values.items():
+        if not is_count(value):
+            raise invalid(name, value, f"an int from 0 to {ADDRESSES - 1}")
+
+
+def require_call(name: str, call: object) -> None:
+    """Raises InvalidArgument (fields field, value) for what cannot be called."""
+    if not callable(call):
+        raise invalid(name, call, "a function")
 
 
 def require_range(address: object, nbytes: object) -> None:
     """Raises InvalidArgument (fields field, value) unless both are ints from 0 to ADDRESSES - 1."""
-    for name, value in (("address", address), ("nbytes", nbytes)):
-        require(name, value, int, "an int")
-        if not 0 <= cast(int, value) < ADDRESSES:
-            raise invalid(name, value, f"from 0 to {ADDRESSES - 1}")
+    require_bytes(address=address, nbytes=nbytes)
 
 
 def require_buffers(layers: object) -> list[memoryview]:

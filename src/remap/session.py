@@ -64,7 +64,7 @@ from remap.model.source import LayerSource, model_source, raw_source
 from remap.nvtx import annotated
 from remap.policy.views import Demand
 from remap.report import Snapshot, StepReport
-from remap.sizes import parse_size
+from remap.sizes import parse_size, shown
 from remap.tenant import Tenant
 
 __all__ = ["Session"]
@@ -119,7 +119,9 @@ class Session:
         if mode is None:
             mode = devices.default_mode()
         if mode not in ("aliased", "strict"):
-            raise InvalidArgument(f"mode must be 'aliased' or 'strict', got {mode!r}; nothing was created", mode=mode)
+            raise InvalidArgument(
+                f"mode must be 'aliased' or 'strict', got {shown(mode)}; nothing was created", mode=mode
+            )
         require("config", config, (Config, type(None)), "a remap.Config, or None")
         require("platform", platform, (Platform, type(None)), "a remap.advanced.Platform, or None")
         if page == 0 or size < page:
@@ -216,10 +218,8 @@ class Session:
         OutOfMemory (field minimum_bytes), LimitExceeded (page-locked memory, or more than 2**26 blocks). Nothing
         changes then.
         """
-        self._passes.check_open()
-        require_attach(name, priority, kv, config, active, resident_layers)
+        self._check_attach(name, priority, kv, config, active, resident_layers)
         require_options(layers, mutable, weights, names, extra_layers, hooks)
-        self._check_name(name)
         self._device.require_bytes()
         require_module(model)
         with self._host.taken(self._is_kept) as host:
@@ -257,9 +257,7 @@ class Session:
         On cuda a writable buffer that starts at an OS page is page-locked in place; remap makes a page-locked copy of
         any other. `remap.advanced.layer_address(session, name, i)` gives the address of layer i.
         """
-        self._passes.check_open()
-        require_attach(name, priority, kv, config, active, resident_layers)
-        self._check_name(name)
+        self._check_attach(name, priority, kv, config, active, resident_layers)
         views = require_buffers(layers)
         with self._host.taken(self._is_kept) as host:
             source = raw_source(views, self._masters(host))
@@ -555,7 +553,10 @@ class Session:
     def _is_kept(self, host: HostMemory) -> bool:
         return any(tenant.host is host for tenant in self._tenants.values())
 
-    def _check_name(self, name: str) -> None:
+    def _check_attach(self, name: str, *others: object) -> None:
+        """What every way of attaching checks first, before anything changes."""
+        self._passes.check_open()
+        require_attach(name, *others)
         if name in self._tenants:
             raise InvalidArgument(
                 f"a tenant {name!r} is attached already; nothing changed; give another name or detach it", tenant=name

@@ -77,7 +77,10 @@ def shown(value: object) -> str:
     """The value in a message, however long it is."""
     if isinstance(value, int) and value.bit_length() > 4 * _LONG:  # Python refuses to print an int of 5000 digits
         return f"a number of about {int(value.bit_length() * 0.30103) + 1} digits"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # it holds such an int
+        return f"an object of type {type(value).__name__}"
     return text if len(text) <= 2 * _LONG else f"{text[:_LONG]}... ({len(text)} characters)"
 
 

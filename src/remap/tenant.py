@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from remap.config import invalid
+from remap.arguments import require_layer
+from remap.config import invalid, is_amount, is_count
 from remap.errors import InvalidState
+from remap.kv.pool import listed
 from remap.memory.passes import Passes
 from remap.memory.state import TenantState
 from remap.policy.cost import LayerTimes
@@ -32,7 +34,7 @@ _PHASES = ("decode", "prefill", "mixed")
 
 def _checked(phase: object, tokens: Any) -> int:
     """tokens as an int. Raises InvalidArgument (fields field, value) for an invalid phase or number of tokens."""
-    if phase not in _PHASES:
+    if not isinstance(phase, str) or phase not in _PHASES:
         raise invalid("phase", phase, f"one of {_PHASES}")
     try:
         count = index(tokens)  # of numpy and torch as well
@@ -127,7 +129,8 @@ class Tenant:
         streamed: the blocks of `kv.stream` that the pass reads, each once. Every layer of the KV cache must then be waited
         for, and done, one after another.
 
-        Raises InvalidArgument (fields field, value) for another phase, or tokens that are no int of at least 0.
+        Raises InvalidArgument (fields field, value) for another phase, tokens that are no int of at least 0, or blocks that are
+        no iterable.
 
         Entering raises InvalidState if the session is closed, the tenant detached or a pass open already, and (field
         host_blocks) if the bytes of a block of `streamed` never arrived in host memory; InvalidArgument if the stream is
@@ -143,6 +146,8 @@ class Tenant:
         """
         if phase not in _PHASES or tokens.__class__ is not int or tokens < 0:
             tokens = _checked(phase, tokens)
+        if streamed.__class__ is not tuple and streamed.__class__ is not list:
+            streamed = listed(streamed)
         return _Pass(self, self._passes, self._state, phase, tokens, stream, streamed)
 
     def expect_whole_pass(self) -> None:
@@ -169,7 +174,7 @@ class Tenant:
         # Not a method, as in `expect_whole_pass`. The engine's thread reads `pages` in its passes; a change replaces them
         # outside of passes.
         def wait(layer: int, stream: int = 0) -> None:
-            if not state.pages.computes(layer):
+            if isinstance(layer, int) and not state.pages.computes(layer):
                 raise InvalidState(
                     f"tenant {state.name!r} does not compute layer {layer} now, another instance does; abandon the pass, or "
                     "place its layers anew (advanced.place)",
@@ -275,6 +280,7 @@ class Tenant:
 
     def lends(self, layer: int) -> bool:
         """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""
+        require_layer(layer, self.layers)
         return self._state.lends(layer)
 
     @property
@@ -302,6 +308,7 @@ class Tenant:
 
     def at_home(self, layer: int) -> bool:
         """Whether all bytes of the layer are at its address."""
+        require_layer(layer, self.layers)
         return not self._state.detached and layer not in self.away()
 
     def refuse_lost_writes(self) -> None:
@@ -325,8 +332,12 @@ class Tenant:
     def streamed_seconds(self, blocks: int) -> float:
         """Seconds to copy one layer's keys and values of so many streamed blocks in, by what was measured; 0 if the link was
         not measured."""
+        if not is_count(blocks):
+            raise invalid("blocks", blocks, "an int of at least 0")
         return 2.0 * self._state.part_seconds(blocks)
 
     def calibrate_link(self, bytes_per_s: float) -> None:
         """Set the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""
+        if not is_amount(bytes_per_s) or bytes_per_s == 0:
+            raise invalid("bytes_per_s", bytes_per_s, "a finite number above 0")
         self._state.timing.calibrate_link(bytes_per_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import odd_arguments
 import pytest
 from arena_worlds import PAGE, make_layers
 from sharing_worlds import Shared, spec
@@ -282,3 +283,54 @@ def test_a_path_that_no_file_has(path):
     from remap.arguments import require_options
 
     refused(lambda: require_options(None, (), path, None, (), True), field="weights", value=path)
+
+
+# --- every public call ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", odd_arguments.CALLS)
+def test_no_odd_argument_ends_in_a_bare_error(call: str) -> None:
+    """Wrong kinds, numbers of 5000 digits, NaN, lone surrogates, nested and endless collections, each in turn."""
+    assert [*odd_arguments.bare(call)] == []
+
+
+def test_every_public_call_is_tried() -> None:
+    assert odd_arguments.missing() == []
+
+
+def test_bare_errors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strict(count: int) -> int:
+        return count + 1
+
+    monkeypatch.setitem(odd_arguments.CALLS, "strict", (lambda world: strict, {"count": 1}))
+    found = [*odd_arguments.bare("strict")]
+    assert len(found) > 30 and all("TypeError" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ("verb", "given"),
+    [
+        (remap.advanced.place, {"first": 0, "end": 4, "hold": ["1"]}),
+        (remap.advanced.place, {"first": 0, "end": 4, "fill": range(1 << 40)}),
+        (remap.advanced.filled, {"layer": [1]}),
+        (remap.advanced.read_layer, {"layer": 0, "offset": "0", "address": 0, "nbytes": 0}),
+        (remap.advanced.rewrite, {"write": "weights"}),
+    ],
+)
+def test_verbs_by_hand_with_the_wrong_kinds(shared, verb, given):
+    name, value = list(given.items())[-1] if "offset" not in given else ("offset", "0")
+    refused(lambda: verb(shared.session, "a", **given), shared.session, field=name, value=value)
+
+
+@pytest.mark.parametrize("call", ["wait", "done", "ready"])
+@pytest.mark.parametrize("layer", [1 << 40, -1, "0", None, [0], 0.5])
+def test_brackets_of_no_layer(shared, call, layer):
+    with pytest.raises(InvalidArgument) as caught:
+        getattr(shared.engines["a"].tenant, call)(layer)
+    assert caught.value.field == "layer"
+
+
+def test_brackets_on_no_stream(shared):
+    with pytest.raises(InvalidArgument) as caught:
+        shared.engines["a"].tenant.wait(0, "stream")
+    assert caught.value.field == "stream"

@@ -486,3 +486,13 @@ def test_a_line_that_the_tokenizer_cannot_serve_is_answered_with_an_error(tmp_pa
     progress = generate_offline(Engine(), requests, output, tokenizer=Picky())
     assert (progress.answered, progress.errors) == (5, 3)
     assert [number for number, (_, tokens) in sorted(answers(output).items()) if tokens is None] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", 5, None, b"answers"])
+@pytest.mark.parametrize("field", ["requests_path", "output_path"])
+def test_paths_that_no_file_has(tmp_path, field, path):
+    given = {"requests_path": str(tmp_path / "q"), "output_path": str(tmp_path / "a"), field: path}
+    (tmp_path / "q").write_text("")
+    with pytest.raises(InvalidArgument) as caught:
+        offline_file.AnswerFile(given["requests_path"], given["output_path"])
+    assert caught.value.field == field and not (tmp_path / "a").exists()

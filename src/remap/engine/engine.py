@@ -235,8 +235,8 @@ class Engine(ABC):
         self._finish(sequence, reason)
 
     def _catch_up(self) -> None:
-        """An interrupt ended `land`: who has all his tokens is finished, in the next step's output, and a token that was not noted
-        is computed again."""
+        """An interrupt ended `land`: who has all his tokens is finished, in the next step's output, and a token that was not
+        noted is computed again."""
         for sequence in list(self._live.values()):
             if sequence.ended is not None:
                 self._end(sequence, sequence.ended)

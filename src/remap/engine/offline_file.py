@@ -23,6 +23,7 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from remap.arguments import require_path
 from remap.engine.request import SamplingParams
 from remap.errors import Error, InvalidArgument, InvalidState
 
@@ -148,6 +149,8 @@ class AnswerFile:
     """
 
     def __init__(self, requests: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+        require_path("requests_path", requests)
+        require_path("output_path", path)
         self.requests, self.path = Path(requests), Path(path)
         self.total = self.answered = self.errors = 0
         self._digests = array("Q")  # of the lines of the requests, 0 of a blank one

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from remap.config import invalid, is_count
 from remap.errors import InvalidArgument, InvalidState
 from remap.kv.host import HostBlocks
 from remap.kv.pool import BlockPool, Listener, listed
@@ -24,6 +25,17 @@ __all__ = ["KVCache"]
 
 def _gone(address: int, nbytes: int) -> Any:
     raise InvalidState("the tenant is detached, or the session closed: its KV cache has no memory; nothing changed")
+
+
+def _ticket(ticket: object) -> int:
+    if not isinstance(ticket, int) or isinstance(ticket, bool):
+        raise invalid("ticket", ticket, "what `copy_in` returned")
+    return ticket
+
+
+def _require_call(name: str, call: object) -> None:
+    if not callable(call):
+        raise invalid(name, call, "a function")
 
 
 class Copies(Protocol):
@@ -129,13 +141,13 @@ class KVCache:
     def arrived(self, ticket: int) -> bool:
         """Whether the copies of this ticket have been made. Does not wait. Raises the backend's error if copies have failed:
         none of those in flight has arrived then, and their host blocks are as they were."""
-        there: bool = self._turn.run(self._copies.arrived, ticket)
+        there: bool = self._turn.run(self._copies.arrived, _ticket(ticket))
         return there
 
     def join(self, ticket: int | None = None) -> None:
         """The next pass comes behind this copy in and those that began before it, or behind all. Raises as `arrived`
         does."""
-        self._turn.run(self._copies.join, ticket)
+        self._turn.run(self._copies.join, None if ticket is None else _ticket(ticket))
 
     def free_host(self, host_ids: Iterable[int]) -> None:
         """Give host blocks back. Raises InvalidArgument for one that is not in use, and InvalidState (field host_blocks) for
@@ -177,12 +189,15 @@ class KVCache:
 
     def on_stream(self, streamable: Callable[[], int]) -> None:
         """streamable(): what `streamable_blocks` is."""
+        _require_call("streamable", streamable)
         self._streamable = streamable
 
     def on_reclaim(self, reclaim: Callable[[int], object], reclaimable: Callable[[], int]) -> None:
         """While the tenant is inactive, others may need its pages. reclaim(blocks) is asked to free so many live blocks, by
         copying them out, or fewer; reclaimable() says how many it could free now. Both are called inside `session.step`,
         before anything changes."""
+        _require_call("reclaim", reclaim)
+        _require_call("reclaimable", reclaimable)
         self._reclaim, self._reclaimable = reclaim, reclaimable
 
     @property
@@ -197,6 +212,8 @@ class KVCache:
 
     def reclaim(self, blocks: int) -> None:
         """Ask the engine to free so many live blocks, or fewer."""
+        if not is_count(blocks):
+            raise invalid("blocks", blocks, "an int of at least 0")
         if self._reclaim is not None and blocks > 0:
             self._reclaim(blocks)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from remap.errors import InvalidArgument, OutOfBlocks
 from remap.kv.spec import KVGeometry
+from remap.sizes import shown
 
 __all__ = ["HostBlocks", "first_wrong", "marked"]
 
@@ -79,13 +80,15 @@ class HostBlocks:
         requested, free, usable) if fewer are free, InvalidArgument (fields field, value) for a bound that is no int."""
         if below is not None and not isinstance(below, int):
             raise InvalidArgument(
-                f"below must be a number of host blocks, got {below!r}; nothing was copied", field="below", value=below
+                f"below must be a number of host blocks, got {shown(below)}; nothing was copied",
+                field="below",
+                value=below,
             )
         stop = self.total if below is None else min(below, self.geometry.spec.streamed_blocks)
         free = self.free_below(stop) if stop > 0 else 0
         if count > free:
             raise OutOfBlocks(
-                f"{count} host blocks requested{'' if below is None else f' below {below}'}, {free} free of {self.total}; "
+                f"{count} host blocks requested{'' if below is None else f' below {shown(below)}'}, {free} free of {self.total}; "
                 "nothing was copied; free host blocks, or give the tenant more with KVSpec(host_blocks=)",
                 requested=count,
                 free=free,
@@ -108,7 +111,7 @@ class HostBlocks:
         wrong = first_wrong(self.books, known)
         if wrong:
             raise InvalidArgument(
-                f"host block {wrong[0]!r} is not in use, or is named twice; nothing changed; pass each id that copy_out "
+                f"host block {shown(wrong[0])} is not in use, or is named twice; nothing changed; pass each id that copy_out "
                 "returned, once",
                 field="block",
                 block=wrong[0],

@@ -20,13 +20,14 @@ that for its own pools (locking.py). Every method survives an interrupt: it has 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
 
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
 from remap.kv.pages import ABSENT, CLOSED, OPEN, Runs, SlotMap, SlotRuns
-from remap.kv.spec import KVGeometry, KVSpec
+from remap.kv.spec import MOST_BLOCKS, KVGeometry, KVSpec
+from remap.sizes import shown
 
 __all__ = ["BlockPool", "KVGeometry", "KVSpec", "Listener", "listed"]
 
@@ -131,7 +132,7 @@ class BlockPool:
         """
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise InvalidArgument(
-                f"the number of blocks must be an int of at least 0, got {count!r}; nothing was allocated; "
+                f"the number of blocks must be an int of at least 0, got {shown(count)}; nothing was allocated; "
                 "pass how many blocks are needed",
                 field="count",
                 value=count,
@@ -139,7 +140,7 @@ class BlockPool:
         self._refuse_external("allocate")
         if count > self._free:
             raise OutOfBlocks(
-                f"{count} blocks requested, {self._free} free of {self.usable_blocks} usable; nothing was allocated; "
+                f"{shown(count)} blocks requested, {self._free} free of {self.usable_blocks} usable; nothing was allocated; "
                 "free blocks, or raise the tenant's Demand and call step()",
                 requested=count,
                 free=self._free,
@@ -177,7 +178,8 @@ class BlockPool:
     def holds(self, ids: Iterable[int]) -> bool:
         """Whether all of these are allocated."""
         size = len(self._state)
-        return all(0 <= block < size and self._state[block] in (_LIVE, _DRAINING) for block in ids)
+        held = (_LIVE, _DRAINING)
+        return all(isinstance(block, int) and 0 <= block < size and self._state[block] in held for block in ids)
 
     def require_live(self, ids: Sequence[int]) -> None:
         """Raises InvalidArgument (field: block) if one of these ids is not allocated, or is named twice."""
@@ -371,7 +373,7 @@ class BlockPool:
         """
         if not callable(listener):
             raise InvalidArgument(
-                f"a listener must be callable with (added_ids, withdrawn_ids), got {listener!r}; nothing was subscribed",
+                f"a listener must be callable with (added_ids, withdrawn_ids), got {shown(listener)}; nothing was subscribed",
                 field="listener",
                 value=listener,
             )
@@ -527,7 +529,7 @@ class BlockPool:
             known = isinstance(block, int) and not isinstance(block, bool) and 0 <= block < len(self._state)
             if not known or self._state[block] not in allowed:
                 raise InvalidArgument(
-                    f"block {block!r} {otherwise if known else 'is not a block id of this pool'}; nothing changed; "
+                    f"block {shown(block)} {otherwise if known else 'is not a block id of this pool'}; nothing changed; "
                     "pass ids that allocate() returned and that have not been freed",
                     field="block",
                     block=block,
@@ -581,14 +583,23 @@ def _call(listener: Listener, added: Sequence[int], withdrawn: Sequence[int], er
 
 
 def listed(ids: Iterable[int]) -> list[int]:
-    """Block ids as a list. Raises InvalidArgument (fields field, value) if `ids` is not iterable."""
-    if ids.__class__ is not list and not isinstance(ids, Iterable):
+    """Block ids as a list. Raises InvalidArgument (fields field, value) if `ids` is not iterable, or has more than a pool."""
+    if ids.__class__ is not list and not (isinstance(ids, Iterable) and _countable(ids)):
         raise InvalidArgument(
-            f"block ids must be an iterable of ints, got {ids!r}; nothing changed; put a single id into a list",
+            f"block ids must be an iterable of ints, at most {MOST_BLOCKS} of them, got {shown(ids)}; nothing changed; put a "
+            "single id into a list",
             field="ids",
             value=ids,
         )
     return list(ids)
+
+
+def _countable(ids: Iterable[int]) -> bool:
+    """Whether these are no more than blocks that there can be, as far as that is known before they are counted."""
+    try:
+        return len(ids) <= MOST_BLOCKS if isinstance(ids, Sized) else True
+    except OverflowError:  # a range of more than the machine can count
+        return False
 
 
 def _joined(ranges: list[range]) -> Sequence[int]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from remap.errors import InvalidArgument
 from remap.sizes import MOST_BYTES, shown
 
-__all__ = ["BUFFERS", "DTYPE_BYTES", "LAYOUTS", "KVGeometry", "KVSpec", "with_streamed"]
+__all__ = ["BUFFERS", "DTYPE_BYTES", "LAYOUTS", "MOST_BLOCKS", "KVGeometry", "KVSpec", "with_streamed"]
 
 DTYPE_BYTES: dict[str, int] = {
     "float32": 4,
@@ -36,6 +36,8 @@ DTYPE_BYTES: dict[str, int] = {
     "uint8": 1,
 }
 LAYOUTS = ("block_major", "layer_major")
+MOST_BLOCKS = 1 << 26
+"""Of one KV cache: the pool's books take one byte per block, whatever memory the blocks have."""
 BUFFERS = 2
 """Layers whose parts of streamed blocks are in memory at a time: one computes, the next one's arrive."""
 
@@ -105,14 +107,14 @@ class KVSpec:
             )
         if self.dtype not in (*DTYPE_BYTES,):  # not in the dict itself: the value may have no hash
             raise InvalidArgument(
-                f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}; nothing was created; "
+                f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {shown(self.dtype)}; nothing was created; "
                 "pass the name of the dtype, without 'torch.'",
                 field="dtype",
                 value=self.dtype,
             )
         if self.layout not in LAYOUTS:
             raise InvalidArgument(
-                f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}; nothing was created; "
+                f"layout must be one of {', '.join(LAYOUTS)}, got {shown(self.layout)}; nothing was created; "
                 "use block_major unless the engine needs one contiguous tensor per layer",
                 field="layout",
                 value=self.layout,
@@ -121,7 +123,7 @@ class KVSpec:
         if self.streamed_blocks and (self.layout != "layer_major" or self.streamed_blocks > self.host_blocks):
             raise InvalidArgument(
                 f"streamed_blocks={self.streamed_blocks} needs layout='layer_major', where a layer's part of a block lies by "
-                f"itself, and a host block for each; got {self.layout!r} and host_blocks={self.host_blocks}; nothing was "
+                f"itself, and a host block for each; got {shown(self.layout)} and host_blocks={self.host_blocks}; nothing was "
                 "created; raise host_blocks or lower streamed_blocks",
                 field="streamed_blocks",
                 value=self.streamed_blocks,
@@ -311,7 +313,7 @@ class KVGeometry:
     def _inside(self, name: str, value: int, stop: int) -> None:
         if not isinstance(value, int) or not 0 <= value < stop:
             raise InvalidArgument(
-                f"{name} must be an int from 0 to {stop - 1}, got {value!r}; nothing was changed; check it against the "
+                f"{name} must be an int from 0 to {stop - 1}, got {shown(value)}; nothing was changed; check it against the "
                 "KVSpec that the region was made for",
                 field=name,
                 value=value,

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from remap.errors import InvalidArgument
 from remap.kv.host import first_wrong, marked
 from remap.kv.spec import KVGeometry
+from remap.sizes import shown
 
 __all__ = ["StreamedBlocks"]
 
@@ -97,7 +98,7 @@ class StreamedBlocks:
         if wrong:
             block = next(each for each, host in zip(known, hosts) if host is wrong[0])
             raise InvalidArgument(
-                f"block {block!r} is not a streamed block in use, or is named twice; nothing changed; pass each id that "
+                f"block {shown(block)} is not a streamed block in use, or is named twice; nothing changed; pass each id that "
                 "`kv.stream` returned, once",
                 field="block",
                 block=block,

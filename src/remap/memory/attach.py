@@ -14,7 +14,7 @@ from remap import _core
 from remap.config import Knobs
 from remap.errors import InvalidArgument, LimitExceeded, OutOfMemory
 from remap.kv.cache import KVCache
-from remap.kv.spec import BUFFERS, KVGeometry, KVSpec
+from remap.kv.spec import BUFFERS, MOST_BLOCKS, KVGeometry, KVSpec
 from remap.locking import SessionLock, Turn
 from remap.memory.apply import Changes
 from remap.memory.bounds import StallBounds
@@ -32,10 +32,7 @@ from remap.policy import schedule
 from remap.policy.controller import Controller
 from remap.sizes import MOST_BYTES, show_size, shown
 
-__all__ = ["MAX_BLOCKS", "Arrivals", "level_by_level"]
-
-MAX_BLOCKS = 1 << 26
-"""The most blocks of one KV cache: the pool's books take one byte per block, whatever memory the blocks have."""
+__all__ = ["Arrivals", "level_by_level"]
 
 
 @dataclass
@@ -152,18 +149,18 @@ class Arrivals:
                 kv_layers=kv.layers,
                 model_layers=source.kv_layers,
             )
-        if kv.max_blocks > MAX_BLOCKS:
+        if kv.max_blocks > MOST_BLOCKS:
             capacity = arena.counts()["total"] * page_bytes
             raise LimitExceeded(
-                f"KVSpec.max_blocks is {kv.max_blocks}, but a KV cache has at most {MAX_BLOCKS} blocks; nothing was "
+                f"KVSpec.max_blocks is {kv.max_blocks}, but a KV cache has at most {MOST_BLOCKS} blocks; nothing was "
                 f"attached; lower max_blocks (the session's {show_size(capacity)} hold "
                 f"{capacity // kv.block_bytes} blocks) or raise block_tokens",
                 max_blocks=kv.max_blocks,
-                most=MAX_BLOCKS,
+                most=MOST_BLOCKS,
             )
         geometry = KVGeometry(kv, page_bytes)
         for what, count, most in (
-            ("host_blocks", kv.host_blocks, MAX_BLOCKS),
+            ("host_blocks", kv.host_blocks, MOST_BLOCKS),
             ("host_bytes", kv.host_blocks * kv.block_bytes, MOST_BYTES),
             ("region_bytes", geometry.region_bytes, MOST_BYTES),
         ):

@@ -20,6 +20,7 @@ from remap.memory.step import Entries, ended_early, merge, moved_entry
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
 from remap.policy.slices import tail_for
+from remap.sizes import shown
 
 __all__ = ["check_by_hand", "give_back_by_hand", "lend_by_hand", "remap_by_hand"]
 
@@ -28,7 +29,7 @@ def check_by_hand(tenant: TenantState, layers: Any, buffers: Any, selection: Any
     """Raises InvalidArgument and InvalidState as `advanced.remap` says."""
     if selection not in ("uniform", "nested", "slices"):
         raise InvalidArgument(
-            f"selection must be 'uniform', 'nested' or 'slices', got {selection!r}; nothing changed",
+            f"selection must be 'uniform', 'nested' or 'slices', got {shown(selection)}; nothing changed",
             selection=selection,
         )
     streamable = len(tenant.order)
@@ -38,7 +39,8 @@ def check_by_hand(tenant: TenantState, layers: Any, buffers: Any, selection: Any
     if not whole or layers < 0 or not 1 <= buffers <= MAX_BUFFERS or (layers and layers + buffers > streamable):
         raise InvalidArgument(
             f"layers must lie in 0..{max(0, streamable - 1)}, buffers in 1..{MAX_BUFFERS}, and their sum must not "
-            f"exceed the {streamable} streamable layers of {tenant.name!r}; got {layers!r} and {buffers!r}; nothing changed",
+            f"exceed the {streamable} streamable layers of {tenant.name!r}; got {shown(layers)} and {shown(buffers)}; nothing "
+            "changed",
             layers=layers,
             buffers=buffers,
             streamable=streamable,

@@ -11,6 +11,7 @@ from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.registered import Registered
 from remap.memory.state import TenantState
+from remap.sizes import shown
 
 __all__ = ["Core"]
 
@@ -30,11 +31,11 @@ class Core:
         """The tenant of this name. Raises InvalidArgument (field tenant) if there is none."""
         if not isinstance(name, str):
             raise InvalidArgument(
-                f"name must be a tenant's name, a str, got {name!r}; nothing changed", field="name", value=name
+                f"name must be a tenant's name, a str, got {shown(name)}; nothing changed", field="name", value=name
             )
         tenant = self.tenants.get(name)
         if tenant is None:
             raise InvalidArgument(
-                f"no tenant {name!r} is attached, only {sorted(self.tenants)}; nothing changed", tenant=name
+                f"no tenant {shown(name)} is attached, only {sorted(self.tenants)}; nothing changed", tenant=name
             )
         return tenant

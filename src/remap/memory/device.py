@@ -24,7 +24,7 @@ from remap.config import invalid, is_count
 from remap.errors import InvalidArgument
 from remap.memory.machine_memory import require_memory
 from remap.memory.native_stream import LEGACY_DEFAULT_STREAM
-from remap.sizes import parse_size
+from remap.sizes import parse_size, shown
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,8 @@ def parse(device: object) -> DeviceName:
     found = _CUDA.fullmatch(device) if isinstance(device, str) else None
     if found is None:
         raise InvalidArgument(
-            f"device must be 'cpu', 'cuda', 'cuda:N' or 'sim:NAME', got {device!r}; nothing was created", device=device
+            f"device must be 'cpu', 'cuda', 'cuda:N' or 'sim:NAME', got {shown(device)}; nothing was created",
+            device=device,
         )
     return DeviceName("cuda", int(found.group(1) or 0))
 
@@ -225,7 +226,7 @@ def resolve(
     found = Device(platform.backend)
     if device is not None and parse(device) != found.name:
         raise InvalidArgument(
-            f"device is {device!r}, the given backend's is {str(found.name)!r}; nothing was created; leave device out",
+            f"device is {shown(device)}, the given backend's is {str(found.name)!r}; nothing was created; leave device out",
             device=device,
             backend=str(found.name),
         )

@@ -121,7 +121,9 @@ class KVCopies:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Whatever the tenant does next comes behind the copies of these blocks. Raises as `arrived` does."""
-        ids = frozenset(blocks)
+        if not self._flying and not self._leaving:
+            return
+        ids = frozenset(block for block in blocks if isinstance(block, int))  # the pool refuses all others
         last = next((each for each in reversed(self._flying) if not ids.isdisjoint(self._flying[each][1])), 0)
         out = next((each for each in reversed(self._leaving) if not ids.isdisjoint(self._leaving[each][1])), 0)
         self._join(last, out)

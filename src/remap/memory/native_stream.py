@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 from remap.errors import InvalidArgument
+from remap.sizes import shown
 
 __all__ = ["LEGACY_DEFAULT_STREAM", "PER_THREAD_DEFAULT_STREAM", "native_stream"]
 
@@ -36,9 +37,9 @@ def native_stream(stream: Any) -> int:
         version, handle = answer
         if version != _PROTOCOL_VERSION:
             raise InvalidArgument(
-                f"{type(stream).__name__}.__cuda_stream__() speaks version {version!r} of the protocol, expected "
+                f"{type(stream).__name__}.__cuda_stream__() speaks version {shown(version)} of the protocol, expected "
                 f"{_PROTOCOL_VERSION}; nothing changed; pass the stream's handle as an integer",
-                stream=repr(stream),
+                stream=shown(stream),
                 version=version,
             )
     elif hasattr(stream, "cuda_stream"):
@@ -61,6 +62,6 @@ def native_stream(stream: Any) -> int:
 def _refuse(stream: Any) -> InvalidArgument:
     return InvalidArgument(
         "stream must be a CUDA stream (an object with __cuda_stream__(), a torch.cuda.Stream, a cuda.bindings "
-        f"CUstream, or a handle as an integer >= 0), got {stream!r}; nothing changed",
-        stream=repr(stream),
+        f"CUstream, or a handle as an integer >= 0), got {shown(stream)}; nothing changed",
+        stream=shown(stream),
     )

@@ -22,6 +22,7 @@ from remap.memory.restream import require_places
 from remap.memory.state import TenantState
 from remap.memory.step import Entries, ended_early, merge
 from remap.memory.undoing import AllOrNothing
+from remap.sizes import shown
 
 __all__ = ["check_place", "fill_layer", "filled", "place", "read_layer"]
 
@@ -31,8 +32,8 @@ def check_place(tenant: TenantState, first: int, end: int, hold: Collection[int]
     count = tenant.layers
     if not 0 <= first <= end <= count or not all(0 <= layer < count for layer in hold):
         raise InvalidArgument(
-            f"the layers to compute must be a run of 0..{count}, and those to hold lie in 0..{count - 1}; got {first} to {end}, "
-            f"and {sorted(hold)}; nothing changed",
+            f"the layers to compute must be a run of 0..{count}, and those to hold lie in 0..{count - 1}; got {shown(first)} to "
+            f"{shown(end)}, and {sorted(hold)}; nothing changed",
             first=first,
             end=end,
             hold=tuple(hold),

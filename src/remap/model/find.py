@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from remap.errors import InvalidArgument
 from remap.model.pack import TensorSpec, span_bytes
+from remap.sizes import shown
 
 __all__ = ["BASE_ALIGNMENT", "KNOWN_LAYER_PATHS", "collect", "dtype_name", "find_layers", "resolve_layers", "span_of"]
 
@@ -61,7 +62,7 @@ def resolve_layers(model: nn.Module, layers: str | Sequence[nn.Module] | nn.Modu
         if not isinstance(found, nn.ModuleList | nn.Sequential | list | tuple):
             lists = _module_lists(model)
             raise InvalidArgument(
-                f"{type(model).__name__} has no list of layers at {layers!r}. Nothing was changed; its module lists "
+                f"{type(model).__name__} has no list of layers at {shown(layers)}. Nothing was changed; its module lists "
                 f"are {_describe(lists)}",
                 path=layers,
                 candidates=lists,

@@ -15,7 +15,7 @@ from remap.errors import InvalidArgument, OutOfMemory
 from remap.kv.spec import KVSpec
 from remap.model.kv_fit import require_fit
 from remap.model.protocols import Handle, LockedMemory, TargetDevice
-from remap.sizes import show_size
+from remap.sizes import show_size, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,11 +116,11 @@ def model_source(
 
     if embedding not in ("device", "host"):
         raise InvalidArgument(
-            f"embedding must be 'device' or 'host', got {embedding!r}; nothing was attached", embedding=embedding
+            f"embedding must be 'device' or 'host', got {shown(embedding)}; nothing was attached", embedding=embedding
         )
     if isinstance(mutable, str):
         raise InvalidArgument(
-            f"mutable= takes a sequence of patterns, not the one string {mutable!r}; nothing was attached; put it into "
+            f"mutable= takes a sequence of patterns, not the one string {shown(mutable)}; nothing was attached; put it into "
             "a tuple",
             mutable=mutable,
         )
@@ -256,7 +256,7 @@ def _modules(model: nn.Module, extra: Sequence[Any]) -> list[nn.Module]:
                 each = model.get_submodule(each)
             except AttributeError as error:
                 raise InvalidArgument(
-                    f"{type(model).__name__} has no module {each!r}; nothing was attached", path=each
+                    f"{type(model).__name__} has no module {shown(each)}; nothing was attached", path=each
                 ) from error
         found.append(each)
     return found

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice, pairwise
 from typing import Literal
 
 from remap.errors import InvalidArgument
 from remap.policy.maxplus import ROUNDING, Slots, lower_bound, pass_period
+from remap.sizes import shown
 
 __all__ = [
     "RELATIVE_EPSILON",
@@ -41,6 +42,11 @@ __all__ = [
 
 Select = Callable[[int, int, int], Sequence[int]]
 """(layers, remapped, buffers) -> the streamed layers, remapped + buffers of them."""
+
+MOST_LAYERS = 1 << 16
+"""No model has more, and choosing among more takes hours."""
+MOST_SECONDS = 1e100
+"""Of one layer: so sums of them are numbers."""
 
 RELATIVE_EPSILON = 1e-9
 """`max_remapped` forgives this share of a pass, so that an exact tie in real arithmetic is not lost to rounding."""
@@ -191,12 +197,12 @@ def max_remapped(
     compute, transfer = _times(compute_s, transfer_s, layers)
     mode = _mode(slots)
     n = len(compute)
-    if not (_is_real(slowdown) and slowdown >= 0.0 and math.isfinite(slowdown)):
+    if not 0.0 <= _real(slowdown) < math.inf:
         raise InvalidArgument(
-            f"slowdown must be a finite number >= 0 (0.05 allows 5 %), got {slowdown!r}; nothing changed; correct it",
+            f"slowdown must be a finite number >= 0 (0.05 allows 5 %), got {shown(slowdown)}; nothing changed; correct it",
             slowdown=slowdown,
         )
-    choices = (1, 2) if buffers == "auto" else (_integer("buffers", buffers, 1),)
+    choices = (1, 2) if isinstance(buffers, str) and buffers == "auto" else (_integer("buffers", buffers, 1),)
     total = math.fsum(compute)
     limit = (1.0 + slowdown) * total * (1.0 + RELATIVE_EPSILON)
     best = (0, 1)
@@ -243,16 +249,23 @@ def one_shot_delay(compute_s: Sequence[float], transfer_s: float | Sequence[floa
 # ---------------------------------------------------------------------------------------------- argument checks
 
 
-def _is_real(value: object) -> bool:
-    return hasattr(value, "__float__") and not isinstance(value, (bool, str, bytes))
+def _real(value: object) -> float:
+    """As a float; NaN for what is no number."""
+    if not hasattr(value, "__float__") or isinstance(value, (bool, str, bytes, type)):
+        return math.nan
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:  # an int that no float holds
+        return math.inf
 
 
 def _time(name: str, value: object, layer: int | None = None) -> float:
-    number = float(value) if _is_real(value) else math.nan  # type: ignore[arg-type]
-    if not (math.isfinite(number) and number >= 0.0):
+    number = _real(value)
+    if not 0.0 <= number <= MOST_SECONDS:
         where = "" if layer is None else f" for layer {layer}"
         raise InvalidArgument(
-            f"{name} must be seconds, finite and >= 0, got {value!r}{where}; nothing changed; correct the measurement",
+            f"{name} must be seconds, from 0 to {MOST_SECONDS:g}, got {shown(value)}{where}; nothing changed; correct the "
+            "measurement",
             **{name: value, "layer": layer},
         )
     return number
@@ -263,10 +276,14 @@ def _times(compute_s: object, transfer_s: object, layers: int | None) -> tuple[l
     given: dict[str, list[object] | None] = {}
     for name, value in (("compute_s", compute_s), ("transfer_s", transfer_s)):
         try:
-            given[name] = list(value)  # type: ignore[call-overload]
+            given[name] = list(islice(value, MOST_LAYERS + 1))  # type: ignore[call-overload]
         except TypeError:  # a number, or a zero-dimensional array
             given[name] = None
     wanted = {name: len(values) for name, values in given.items() if values is not None}
+    if max(wanted.values(), default=0) > MOST_LAYERS:
+        raise InvalidArgument(
+            f"there are at most {MOST_LAYERS} layers; nothing changed; give fewer times", most=MOST_LAYERS
+        )
     if layers is not None:
         wanted["layers"] = _integer("layers", layers, 1)
     if len(set(wanted.values())) != 1 or 0 in wanted.values():
@@ -288,7 +305,12 @@ def _times(compute_s: object, transfer_s: object, layers: int | None) -> tuple[l
 
 def _streamed(streamed: Iterable[int], layers: int | None) -> tuple[int, ...]:
     """Distinct layer indices in layer order."""
-    chosen = tuple(sorted(_integer("streamed", layer, 0) for layer in streamed))
+    if not isinstance(streamed, Iterable) or isinstance(streamed, (str, bytes, Mapping)):
+        raise InvalidArgument(
+            f"streamed must be an iterable of layers, got {shown(streamed)}; nothing changed; correct it",
+            streamed=streamed,
+        )
+    chosen = tuple(sorted(_integer("streamed", layer, 0) for layer in islice(streamed, MOST_LAYERS + 1)))
     for layer, following in pairwise(chosen):
         if layer == following:
             raise InvalidArgument(
@@ -306,14 +328,21 @@ def _streamed(streamed: Iterable[int], layers: int | None) -> tuple[int, ...]:
 
 
 def _integer(name: str, value: object, least: int | None) -> int:
-    number = None if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
-    if number is None or (least is not None and number < least):
-        expected = "an integer" if least is None else f"an integer >= {least}"
-        raise InvalidArgument(f"{name} must be {expected}, got {value!r}; nothing changed; correct it", **{name: value})
+    """A count of layers or buffers, or with least=None any integer."""
+    number = None
+    if hasattr(value, "__index__") and not isinstance(value, (bool, type)):
+        number = operator.index(value)
+    if number is None or (least is not None and not least <= number <= MOST_LAYERS):
+        expected = "an integer" if least is None else f"an integer from {least} to {MOST_LAYERS}"
+        raise InvalidArgument(
+            f"{name} must be {expected}, got {shown(value)}; nothing changed; correct it", **{name: value}
+        )
     return number
 
 
 def _mode(slots: object) -> Slots:
     if slots == "fixed" or slots == "rotating":
         return slots
-    raise InvalidArgument(f'slots must be "fixed" or "rotating", got {slots!r}; nothing changed; pick one', slots=slots)
+    raise InvalidArgument(
+        f'slots must be "fixed" or "rotating", got {shown(slots)}; nothing changed; pick one', slots=slots
+    )

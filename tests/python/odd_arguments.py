@@ -1,0 +1,259 @@
+"""The public calls with each argument in turn of a wrong kind: which of them raise anything but a typed error?
+
+`findings()` makes them all, each in a world of its own, and gives the calls that raised something else. A call may also accept
+the value, since not all are wrong everywhere. What nobody can validate is left out: addresses of memory that would be read or
+written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from arena_worlds import make_layers
+from sharing_worlds import SMALL, Shared, spec
+
+import remap
+from remap import advanced, schedule
+from remap.kv.cache import KVCache
+
+
+class Unhashable(list):  # type: ignore[type-arg]
+    """A list with a name, as a wrong str would have."""
+
+
+ODD: list[Any] = [
+    None, True, -1, 1 << 31, 1 << 40, (1 << 64) - 1, 1 << 70, 10**5000, -(10**5000), 1.5, -0.5, float("nan"), float("inf"), 1e308,
+    1j, "", "1", "\ud800", "a\0b", "x" * 5000, b"", b"1", [], ["1"], [[1]], [-1], [1 << 70], [None], [float("nan")], ["\ud800"],
+    (), (1, "a"), {}, {"a": 1}, {1: 2}, {"\ud800": 1}, {"a": "1"}, {"a": -1}, {"a": 10**5000}, {"a": None}, {"a": [1]}, set(),
+    {"1"}, range(3), range(1 << 40), object(), object, len, Unhashable([1]), iter([1]), iter(["a"]), memoryview(b"ab"),
+]  # fmt: skip
+
+ADDRESSES = [None, "1", b"1", [], 1.5, -1, 1 << 64, 1 << 70, 10**5000, {}]
+"""Of a host address: none that could be one."""
+
+
+class World(NamedTuple):
+    shared: Shared
+    a: Any  # an engine with live blocks, host blocks and streamed ones
+    hosts: list[int]
+
+    @property
+    def session(self) -> remap.Session:
+        return self.shared.session
+
+
+def make_world() -> World:
+    kv = remap.KVSpec(
+        layers=4, kv_heads=1, head_dim=64, dtype="int8", block_tokens=2, min_blocks=4, max_blocks=60, layout="layer_major",
+        host_blocks=8, streamed_blocks=4,
+    )  # fmt: skip
+    shared = Shared({"a": [2] * 4, "m": [2] * 4}, spare=40, page_bytes=SMALL, options={"a": {"kv": kv}})
+    engine = shared.engines["a"]
+    engine.allocate(3)
+    hosts = engine.kv.copy_out(list(engine.held)[:2], 4)
+    engine.kv.join()
+    for each in shared.engines.values():
+        each.serve()
+    return World(shared, engine, hosts)
+
+
+def ids(world: World) -> list[int]:
+    return list(world.a.held)
+
+
+Given = dict[str, Any]
+# name -> (world -> the call, and arguments that are right). A callable argument is made of the world.
+CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
+    "Session": (lambda w: closing(remap.Session), {
+        "capacity": 1 << 16, "device": "cpu", "mode": "strict", "page_bytes": 4096, "host_budget": None, "config": None,
+        "platform": None,
+    }),
+    "Config": (lambda w: remap.Config, {
+        "slowdown": 0.1, "reserve_blocks": 1, "max_layers": 1, "ttft_s": 1.0, "tbt_s": 1.0, "lends": True,
+    }),
+    "Knobs": (lambda w: advanced.Knobs, {
+        "hysteresis_blocks": 1, "contention": 0.1, "map_s": 0.1, "dwell": 1, "smoothing": 0.1, "policy": "lru",
+        "selection": "nested", "buffers": 1, "reversion": True, "min_idle": 1.0, "reload_s": 0.1,
+    }),
+    "Platform": (lambda w: advanced.Platform, {
+        "copy_chunk_bytes": 0, "copy_threads": 1, "shareable": "none", "gpu_direct_rdma": False, "backend": None,
+    }),
+    "Demand": (lambda w: remap.Demand, {"blocks": 1, "free": 1, "waited_s": 0.0}),
+    "KVSpec": (lambda w: remap.KVSpec, {
+        "layers": 4, "kv_heads": 1, "head_dim": 64, "block_tokens": 2, "dtype": "int8", "min_blocks": 4, "max_blocks": 60,
+        "layout": "layer_major", "host_blocks": 8, "streamed_blocks": 4, "scratch_blocks": 0,
+    }),
+    "schedule.uniform": (lambda w: schedule.uniform, {"layers": 8, "remapped": 2, "buffers": 1, "phase": 0}),
+    "schedule.nested": (lambda w: schedule.nested, {"layers": 8}),
+    "schedule.period": (lambda w: schedule.period, {
+        "compute_s": [1.0] * 4, "transfer_s": 1.0, "streamed": (0, 2), "buffers": 1, "slots": "fixed",
+    }),
+    "schedule.stall": (lambda w: schedule.stall, {
+        "compute_s": [1.0] * 4, "transfer_s": 1.0, "streamed": (0, 2), "buffers": 1, "slots": "fixed",
+    }),
+    "schedule.max_remapped": (lambda w: schedule.max_remapped, {
+        "compute_s": [1.0] * 4, "transfer_s": 1.0, "buffers": "auto", "slowdown": 0.0, "slots": "fixed",
+    }),
+    "schedule.one_shot_delay": (lambda w: schedule.one_shot_delay, {
+        "compute_s": [1.0] * 4, "transfer_s": 1.0, "missing": (0, 2),
+    }),
+    "Session.attach_bytes": (lambda w: w.session.attach_bytes, {
+        "layers": make_layers([1] * 4, 3, SMALL), "name": "new", "priority": 0, "kv": spec(4, SMALL), "config": None,
+        "active": True, "resident_layers": None,
+    }),
+    "Session.detach": (lambda w: w.session.detach, {"name": "m", "device": None}),
+    "Session.step": (lambda w: w.session.step, {"demand": {"a": 1}}),
+    "Session.activate": (lambda w: w.session.activate, {"name": "m", "alone": False, "partial": False}),
+    "Session.deactivate": (lambda w: w.session.deactivate, {"name": "m"}),
+    "Session.close": (lambda w: w.session.close, {"device": None}),
+    "advanced.remap": (lambda w: advanced.remap, {
+        "session": lambda w: w.session, "name": "m", "layers": 1, "buffers": 1, "selection": "nested", "drain": False,
+    }),
+    "advanced.lend": (lambda w: advanced.lend, {
+        "session": lambda w: w.session, "name": "m", "layers": 1, "buffers": 1, "to": "a",
+    }),
+    "advanced.give_back": (lambda w: advanced.give_back, {"session": lambda w: w.session, "name": "a"}),
+    "advanced.offers": (lambda w: advanced.offers, {"session": lambda w: w.session, "name": "a"}),
+    "advanced.place": (lambda w: advanced.place, {
+        "session": lambda w: w.session, "name": "m", "first": 0, "end": 3, "hold": [3], "fill": (),
+    }),
+    "advanced.read_layer": (lambda w: advanced.read_layer, {
+        "session": lambda w: w.session, "name": "m", "layer": 0, "offset": 0, "address": 0, "nbytes": 0,
+    }),
+    "advanced.fill_layer": (lambda w: advanced.fill_layer, {
+        "session": lambda w: w.session, "name": "m", "layer": 0, "offset": 0, "address": 0, "nbytes": 0,
+    }),
+    "advanced.filled": (lambda w: advanced.filled, {"session": lambda w: w.session, "name": "m", "layer": 0}),
+    "advanced.rewrite": (lambda w: advanced.rewrite, {"session": lambda w: w.session, "name": "m", "write": lambda w: int}),
+    "advanced.differing": (lambda w: advanced.differing, {"session": lambda w: w.session, "name": "m"}),
+    "advanced.settle": (lambda w: advanced.settle, {"session": lambda w: w.session, "name": "m"}),
+    "advanced.layer_address": (lambda w: advanced.layer_address, {"session": lambda w: w.session, "name": "m", "layer": 0}),
+    "advanced.declare_registered": (lambda w: advanced.declare_registered, {
+        "session": lambda w: w.session, "address": lambda w: layer_address(w), "nbytes": 4096,
+    }),
+    "advanced.withdraw_registered": (lambda w: advanced.withdraw_registered, {
+        "session": lambda w: w.session, "address": lambda w: layer_address(w), "nbytes": 4096,
+    }),
+    "Tenant.forward": (lambda w: entering(w), {
+        "phase": "decode", "tokens": 1, "stream": None, "streamed": (),
+    }),
+    "Tenant.wait": (lambda w: w.a.tenant.wait, {"layer": 0, "stream": 0}),
+    "Tenant.done": (lambda w: w.a.tenant.done, {"layer": 0, "stream": 0}),
+    "Tenant.ready": (lambda w: w.a.tenant.ready, {"layer": 0}),
+    "Tenant.lends": (lambda w: w.a.tenant.lends, {"layer": 0}),
+    "Tenant.at_home": (lambda w: w.a.tenant.at_home, {"layer": 0}),
+    "Tenant.streamed_seconds": (lambda w: w.a.tenant.streamed_seconds, {"blocks": 1}),
+    "Tenant.calibrate_link": (lambda w: w.a.tenant.calibrate_link, {"bytes_per_s": 1e9}),
+    "KVCache.allocate": (lambda w: w.a.kv.allocate, {"count": 1}),
+    "KVCache.free": (lambda w: w.a.kv.free, {"ids": ids}),
+    "KVCache.returned": (lambda w: w.a.kv.returned, {"ids": ids}),
+    "KVCache.holds": (lambda w: w.a.kv.holds, {"ids": ids}),
+    "KVCache.holds_host": (lambda w: w.a.kv.holds_host, {"host_ids": lambda w: w.hosts}),
+    "KVCache.copy_out": (lambda w: w.a.kv.copy_out, {"ids": ids, "below": 4}),
+    "KVCache.copy_in": (lambda w: w.a.kv.copy_in, {"host_ids": lambda w: w.hosts, "ids": lambda w: ids(w)[:2]}),
+    "KVCache.kept": (lambda w: w.a.kv.kept, {"host_ids": lambda w: w.hosts}),
+    "KVCache.arrived": (lambda w: w.a.kv.arrived, {"ticket": lambda w: w.a.kv.copy_in(w.hosts, ids(w)[:2])}),
+    "KVCache.join": (lambda w: w.a.kv.join, {"ticket": lambda w: w.a.kv.copy_in(w.hosts, ids(w)[:2])}),
+    "KVCache.free_host": (lambda w: w.a.kv.free_host, {"host_ids": lambda w: w.hosts}),
+    "KVCache.stream": (lambda w: w.a.kv.stream, {"host_ids": lambda w: w.hosts}),
+    "KVCache.on_stream": (lambda w: w.a.kv.on_stream, {"streamable": lambda w: int}),
+    "KVCache.on_reclaim": (lambda w: w.a.kv.on_reclaim, {"reclaim": lambda w: print, "reclaimable": lambda w: int}),
+    "KVCache.reclaim": (lambda w: w.a.kv.reclaim, {"blocks": 1}),
+    "KVCache.subscribe": (lambda w: w.a.kv.subscribe, {"listener": lambda w: lambda *_: None, "external": False}),
+}  # fmt: skip
+
+WITHOUT_ARGUMENTS = ("Session.snapshot", "advanced.unsettled", "advanced.check", "Tenant.stats")
+INSIDE = {
+    "Session": ("attach", "change", "exclusively"),  # attach: test_argument_kinds.py, with a torch model
+    "Tenant": (
+        "away", "compute_all", "compute_parts", "copy_seconds", "expect_whole_pass", "prefill_times", "refuse_lost_writes",
+        "retire", "times", "whole_pass_seen",
+    ),
+    "KVCache": ("abandon", "move", "reading", "retire"),
+    "advanced": (),
+    "schedule": (),
+}  # fmt: skip
+"""What this library itself calls, or what takes nothing."""
+
+
+def layer_address(world: World) -> int:
+    return advanced.layer_address(world.session, "m", 0)
+
+
+def closing(made: Callable[..., remap.Session]) -> Callable[..., None]:
+    def call(**given: Any) -> None:
+        made(**given).close()
+
+    return call
+
+
+def entering(world: World) -> Callable[..., None]:
+    def call(**given: Any) -> None:
+        with world.a.tenant.forward(**given):
+            for layer in range(4):
+                world.a.tenant.wait(layer)
+                world.a.tenant.done(layer)
+
+    return call
+
+
+def missing() -> list[str]:
+    """Public calls that nobody tries here."""
+    found = []
+    for owner, members in (
+        ("Session", vars(remap.Session)), ("Tenant", vars(remap.Tenant)), ("KVCache", vars(KVCache)),
+        ("advanced", {name: getattr(advanced, name) for name in advanced.__all__}),
+        ("schedule", {name: getattr(schedule, name) for name in schedule.__all__}),
+    ):  # fmt: skip
+        for name, member in members.items():
+            full = f"{owner}.{name}"
+            plain = inspect.isfunction(member) and not name.startswith("_") and name not in INSIDE[owner]
+            if plain and full not in CALLS and full not in WITHOUT_ARGUMENTS:
+                found.append(full)
+    return found
+
+
+def draws(name: str) -> Iterator[tuple[str, Any]]:
+    """(argument, a wrong value)."""
+    for argument in CALLS[name][1]:
+        if argument == "session":
+            continue
+        for value in ADDRESSES if argument == "address" and "registered" not in name else ODD:
+            if argument != "listener" or not callable(value):  # what a listener raises is its own
+                yield argument, value
+
+
+def bare(name: str) -> Iterator[str]:
+    """What the call raised that is no typed error, with each odd argument in turn. What was refused left the session as it
+    was."""
+    world = make_world()
+    try:
+        for argument, value in draws(name):
+            if world.session.closed:
+                world = make_world()
+            made, right = CALLS[name]
+            given = {each: what(world) if callable(what) else what for each, what in right.items()}
+            session, before = given.pop("session", None), world.session.snapshot()
+            given[argument] = value
+            call, tried = made(world), f"{name}({argument}={_short(value)})"
+            try:
+                call(session, **given) if session is not None else call(**given)
+            except remap.Error as error:
+                str(error), repr(error)
+                if not world.session.closed and world.session.snapshot() == before:
+                    continue  # the world is as it was: another value can be tried in it
+                yield f"{tried} changed the session and raised {type(error).__name__}: {str(error)[:100]}"
+            except Exception as error:  # noqa: BLE001  whatever it is, it is the finding
+                yield f"{tried}: {type(error).__name__}: {str(error)[:100]!r}"
+            world.session.close()
+    finally:
+        world.session.close()
+
+
+def _short(value: Any) -> str:
+    try:
+        return f"{value!r:.60}"
+    except ValueError:
+        return "a number of 5000 digits"
