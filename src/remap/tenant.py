@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from remap.arguments import require_layer
 from remap.config import invalid, is_amount, is_count
 from remap.errors import InvalidState
 from remap.kv.pool import listed
@@ -280,7 +279,7 @@ class Tenant:
 
     def lends(self, layer: int) -> bool:
         """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""
-        require_layer(layer, self.layers)
+        self._require_layer(layer)
         return self._state.lends(layer)
 
     @property
@@ -308,8 +307,12 @@ class Tenant:
 
     def at_home(self, layer: int) -> bool:
         """Whether all bytes of the layer are at its address."""
-        require_layer(layer, self.layers)
+        self._require_layer(layer)
         return not self._state.detached and layer not in self.away()
+
+    def _require_layer(self, layer: object) -> None:
+        if not is_count(layer) or layer not in range(self.layers):
+            raise invalid("layer", layer, f"an int in 0..{self.layers - 1}")
 
     def refuse_lost_writes(self) -> None:
         """Raises InvalidState (fields tenant, written) if something wrote into streamed layers: the write is lost."""

@@ -254,7 +254,7 @@ def _real(value: object) -> float:
     if not hasattr(value, "__float__") or isinstance(value, (bool, str, bytes, type)):
         return math.nan
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
     except OverflowError:  # an int that no float holds
         return math.inf
 
