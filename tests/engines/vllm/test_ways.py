@@ -34,6 +34,8 @@ def one(vllm: Vllm) -> Any:
             {**stock("plenty, 4 bits", [BURST], **bfloat), **four},
             {**stock("little, 4 bits", [BURST], **bfloat, **little), **four},
             {**remap("4 bits", [BURST], **bfloat, **little), **four},
+            {**stock("plenty, fp8", [BURST], kv_cache_dtype="fp8"), "refused": True},
+            {**remap("fp8", [BURST], kv_cache_dtype="fp8", kv_cache_memory_bytes=9 << 18), "refused": True},
             stock("plenty, four", [FOUR]),
             remap("a ceiling in blocks", [FOUR, FOUR], **CEILING),
             {
@@ -78,6 +80,15 @@ def test_the_cache_grows_to_a_ceiling_inside_of_a_layer(one: Any, name: str):
     assert_remapped(run)
     assert max(run["rounds"][0]["alphas"]) == 1
     assert answers(run) == answers(one["plenty, four"]) * 2
+
+
+def test_a_kv_cache_in_8_bits(one: Any):
+    """A quarter of the bytes: blocks leave, come and move as bytes, and a layer has its scales among its own tensors."""
+    if one["plenty, fp8"].get("error") == "NotImplementedError":
+        pytest.skip(one["plenty, fp8"]["text"])
+    assert_remapped(one["fp8"])
+    assert max(one["fp8"]["rounds"][0]["alphas"]) >= 1
+    assert answers(one["fp8"]) == answers(one["plenty, fp8"])
 
 
 def test_with_an_adapter(one: Any):
