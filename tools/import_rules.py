@@ -58,7 +58,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "kv": BASE,
     "model": (*BASE, "kv.spec", "_core"),
     "memory": (*BASE, "policy", "kv", "model", "_core", "sim.hardware"),
-    "tenant": (*BASE, "policy", "kv", "model", "memory"),
+    "tenant": (*BASE, "policy", "kv", "model", "memory", "arguments"),
     "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core"),
 }
 

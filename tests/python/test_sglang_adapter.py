@@ -481,6 +481,37 @@ def test_an_update_brings_layers_home_first_and_is_refused_while_their_pages_are
     assert torch.equal(found, models.logits_of(models.make("llama", seed=5), ids))
 
 
+class BeginWeightUpdateReqInput:
+    """The name is what the adapter looks at."""
+
+
+def test_the_begin_and_the_end_of_several_updates_write_into_layers_at_home(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """SGLang unpacks weights, and packs them: a refusal that it does not hear would leave half of that."""
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    answers = SimpleNamespace(BeginWeightUpdateReqOutput=SimpleNamespace)
+    monkeypatch.setattr(sys.modules["sglang.srt.managers"], "io_struct", answers, raising=False)
+    away: list[float] = []
+
+    def begin(manager: Any, request: Any) -> str:
+        away.append(world.tenant.remapped)
+        return "begun"
+
+    def ask() -> Any:
+        return hooks.around_update_session(begin, None, BeginWeightUpdateReqInput())
+
+    world.forward()
+    world.fill(400)
+    assert world.tenant.remapped > 0
+    world.used += world.allocator.alloc(len(world.allocator.free_pages))
+    answer = ask()
+    assert answer.success is False and answer.message and away == []
+    world.finish()
+    assert ask() == "begun" and away == [0]
+
+
 # -- a version newer than the tested one ----------------------------------------------------------------------------
 
 

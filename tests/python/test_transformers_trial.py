@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,12 @@ import remap
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+requirements = pytest.importorskip("packaging.requirements")
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import extras  # noqa: E402
 from attached_models import PAGE, as_cache, llama, prompts  # noqa: E402
 from test_transformers_families import one_thread  # noqa: E402, F401  (for every test)
 from transformers import DynamicCache  # noqa: E402
@@ -69,6 +76,13 @@ LATER = {  # what a later version changes: a name of the class, and what it is t
 }
 
 
+def _change(patch, change):
+    """As a later version does. generate() looks at the functions' parameters, so they keep those that they had."""
+    for name, double in LATER[change].items():
+        was = getattr(transformers.LlamaForCausalLM, name)
+        patch.setattr(transformers.LlamaForCausalLM, name, functools.wraps(was)(double))
+
+
 @pytest.fixture
 def later(monkeypatch):
     """A version newer than the tested ones, of which nobody was warned yet."""
@@ -96,12 +110,7 @@ def test_a_version_that_passes_the_cache_otherwise_is_refused_before_the_first_r
     model, given = llama(), prompts(2, 6)
     expected, before = model.generate(**given, **BRIEF), _places(model)
     with monkeypatch.context() as patch, remap.Session("8MiB", page_bytes=PAGE) as session:
-        for name, double in LATER[change].items():
-            patch.setattr(
-                transformers.LlamaForCausalLM,
-                name,
-                functools.wraps(getattr(transformers.LlamaForCausalLM, name))(double),
-            )
+        _change(patch, change)
         with pytest.raises(InvalidState) as refusal:
             remap.attach(model, **({"session": session} if shared else SMALL))
         assert (refusal.value.version, refusal.value.tested) == (later, adapter.TESTED)
@@ -110,11 +119,27 @@ def test_a_version_that_passes_the_cache_otherwise_is_refused_before_the_first_r
     _assert_bare(model, given, expected, before)
 
 
+def test_the_oldest_version_that_the_extras_admit_is_the_oldest_tested_one(monkeypatch):
+    """Older ones have another paged cache; attach refuses them, before anything changes."""
+    for extra in ("transformers", "demo"):
+        asked = map(requirements.Requirement, extras.requirements(ROOT / "pyproject.toml", [extra]))
+        (ours,) = (one.specifier for one in asked if one.name == "transformers")
+        assert [spec.version for spec in ours if spec.operator == ">="] == [adapter.TESTED[0]]
+    major, minor = adapter.TESTED[0].split(".")
+    older = f"{major}.{int(minor) - 1}.9"
+    monkeypatch.setattr(adapter.transformers, "__version__", older)
+    model = llama()
+    before = _places(model)
+    with pytest.raises(InvalidState) as refusal:
+        remap.attach(model, **SMALL)
+    assert (refusal.value.version, refusal.value.tested) == (older, adapter.TESTED)
+    assert all(tensor.data_ptr() == before[name][0] for name, tensor in model.named_parameters())
+
+
 def test_without_the_trial_such_a_version_fails_with_the_first_request(later, monkeypatch):
     """The doubles change something that matters: with them, a model that was attached does not serve."""
-    monkeypatch.setattr(adapter, "TESTED", ("5.16", later))
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", _in_an_envelope)
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "prepare_inputs_for_generation", _prepared_in_an_envelope)
+    monkeypatch.setattr(adapter, "TESTED", (adapter.TESTED[0], later))
+    _change(monkeypatch, "cache in an envelope")
     with remap.attach(llama(), **SMALL) as attached, pytest.raises(InvalidState):
         attached.model.generate(**prompts(2, 6), **BRIEF)
 

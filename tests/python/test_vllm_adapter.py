@@ -55,7 +55,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a KV connector": {"cache_config__kv_offloading_size": 4.0},
     "--cpu-offload-gb": {"offload_config__uva__cpu_offload_gb": 2.0},
     "--offload-group-size": {"offload_config__prefetch__offload_group_size": 4},
-    "--kv-cache-dtype": {"cache_config__cache_dtype": "fp8"},
+    "--kv-cache-dtype": {"cache_config__cache_dtype": "nvfp4"},
     "--enable-eplb": {"parallel_config__enable_eplb": True},
     "--enable-elastic-ep": {"parallel_config__enable_elastic_ep": True},
     "dual-batch overlap": {"parallel_config__use_ubatching": True},
@@ -104,7 +104,7 @@ def test_a_device_without_a_backend_is_refused(platform: Any) -> None:
     assert caught.value.fields["unserved"] == (platform.device_name,)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "fp8", "fp8_e5m2"])
 def test_the_rest_is_served(dtype: str) -> None:
     for platform in (CPU, CUDA):
         refuse_unserved(config(cache_config__cache_dtype=dtype), platform)

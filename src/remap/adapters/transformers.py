@@ -64,7 +64,7 @@ _PATIENT = Knobs(slowdown=100.0)
 _LEAST = 2  # blocks: the padding of generate_batch takes them
 _FACTORY = "_prepare_cache_for_generation"
 
-TESTED = ("5.16", "5.24")
+TESTED = ("5.19", "5.24")
 TOUCHED = (
     Touched("transformers.cache_utils", "Cache.__init__", "self layers="),
     Touched("transformers.cache_utils", "CacheLayerMixin.update", "self key_states value_states"),

@@ -28,7 +28,7 @@ STRICT = {  # SGLang's own leak checks: raise, in every iteration, pages looked 
 
 @dataclass(frozen=True)
 class Served:
-    """What one engine said: tokens[round][request], capacity[round] (tokens, when idle), updated[update], and its log."""
+    """What one engine said: tokens[round][request], capacity[round] (tokens, when idle), updated (answers), and its log."""
 
     tokens: list[list[list[int]]]
     capacity: list[int]

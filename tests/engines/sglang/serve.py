@@ -3,7 +3,7 @@
 A round: {"prompts": [[ids]], "new": tokens of each, "idle": seconds to wait afterwards, "flush": whether to flush the cache,
 "update": ["disk" or "tensor", folder], whose weights come before the round's requests}.
 OUT: {"tokens": of each round and request, "capacity": tokens of the KV cache, at the end of each round's idle time, "updated":
-of each update (whether it was made, why not)}.
+the answers (whether it was made, why not)}.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ CPU = {
 
 
 def update(engine: Any, how: str, folder: str) -> list[Any]:
-    """As trainers do, by a checkpoint or by tensors. Returns SGLang's answer."""
+    """As trainers do, by a checkpoint or by tensors. Returns SGLang's answers."""
     if how == "disk":
-        return list(engine.update_weights_from_disk(folder))
+        return [engine.update_weights_from_disk(folder)]
     from safetensors.torch import load_file
 
-    return list(engine.update_weights_from_tensor(list(load_file(f"{folder}/model.safetensors").items())))
+    tensors = list(load_file(f"{folder}/model.safetensors").items())
+    return [engine.begin_weight_update(), engine.update_weights_from_tensor(tensors), engine.end_weight_update()]
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
     try:
         for each in job["rounds"]:
             if "update" in each:
-                result["updated"].append(update(engine, *each["update"]))
+                result["updated"].extend(update(engine, *each["update"]))
             sampling = {"temperature": 0, "max_new_tokens": each["new"]}
             answers = engine.generate(input_ids=each["prompts"], sampling_params=[sampling] * len(each["prompts"]))
             result["tokens"].append([answer["output_ids"] for answer in answers])

@@ -18,9 +18,9 @@ def one(vllm: Vllm) -> Any:
         [
             stock("old", [BURST]),
             {**stock("new", [BURST]), "model": "tiny-new"},
+            {**stock("tied, new", [BURST]), "model": "tied-new"},
             {**remap("loaded", [BURST], **EXTENSION), "keep": True},
             {"name": "load", "use": "loaded", "remap": True, "load": ["load", new], "rounds": [BURST]},
-            {**stock("tied, new", [BURST]), "model": "tied-new"},
             {**remap("tied", [BURST], **EXTENSION), "model": "tied", "keep": True},
             {"name": "tied, load", "use": "tied", "remap": True, "load": ["load", tied], "rounds": [BURST]},
             {**remap("away", [BURST], **EXTENSION), "calls": [["load", new]], "calls_at": 90},

@@ -31,7 +31,6 @@ def tried(vllm: Vllm) -> Any:
             refused("offload", engine={"cpu_offload_gb": 1}),
             refused("groups", engine={"offload_group_size": 2}),
             refused("override", engine={"num_gpu_blocks_override": 600}),
-            refused("quantised", engine={"kv_cache_dtype": "fp8"}),
             {**remap("remap", [BURST]), "version": "0.99.1"},  # newer than known: with a warning
         ]
     )
@@ -68,7 +67,6 @@ def test_the_next_engine_starts_all_the_same(tried: Any):
     [
         ("offload", "--cpu-offload-gb", 1.0),
         ("groups", "--offload-group-size", 2),
-        ("quantised", "--kv-cache-dtype", "fp8"),
     ],
 )
 def test_what_vllm_was_told_and_remap_would_not_do_is_refused(tried: Any, name: str, what: str, value: object):

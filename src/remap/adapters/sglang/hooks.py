@@ -9,7 +9,8 @@ versions.
     evict_to_free_tokens   grows by the tokens that are missing after eviction, before SGLang retracts the decode batch
     check_prefill, ...     grow once for a request that was not admitted, and ask again
     on_idle                evicts drained ids that the prefix cache still holds
-    update_weights_...     the layers come home, SGLang writes into them, and the master copies get what it wrote
+    update_weights_...     the layers come home, SGLang writes into them, and the master copies get what it wrote; so do the
+                           begin and the end of several updates
 
 All of them run on the scheduler's thread, between passes or around them. A process serves one model.
 """
@@ -398,6 +399,21 @@ def around_update(original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any
     except InvalidState as error:
         logger.warning("%s", error)
         return False, str(error)
+
+
+def around_update_session(original: Any, manager: Any, request: Any) -> Any:
+    """Around the begin and the end of several updates: SGLang unpacks quantised weights in place, and packs them again.
+
+    A refused begin opens nothing; after a refused end the updates are still open, and it can be called again.
+    """
+    adapter = _adapter
+    if adapter is None:
+        return original(manager, request)
+    try:
+        return adapter.rewrite(lambda: original(manager, request))
+    except InvalidState as error:
+        logger.warning("%s", error)
+        return versions.refused(request, str(error))
 
 
 def around_next_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ __all__ = [
     "otherwise",
     "phase_of",
     "promised",
+    "refused",
     "replace_free",
     "set_sizes",
     "take_free",
@@ -67,8 +68,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
             "load_weights_from_distributed",
             "update_weights_from_tensor",
             "update_weights_from_ipc",
-            "end_weight_update",
         )
+    ),
+    "around_update_session": tuple(
+        f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}"
+        for name in ("begin_weight_update", "end_weight_update")
     ),
 }
 
@@ -89,6 +93,7 @@ _TAKES: dict[str, str | None] = {
     "around_next_batch": "self *",
     "around_idle": "self",
     "around_update": "self *",
+    "around_update_session": "self recv_req",
 }
 
 # argument -> the values that the adapter serves, and why it does not serve others
@@ -259,6 +264,14 @@ def set_sizes(runner: Any, scheduler: Any, tokens: int) -> None:
     for name in ("pool_stats_observer", "invariant_checker", "load_inquirer", "kv_events_publisher"):
         part = getattr(scheduler, name)
         object.__setattr__(part, "max_total_num_tokens", tokens)  # frozen dataclasses, some of them
+
+
+def refused(request: Any, why: str) -> Any:
+    """SGLang's answer to a request that was not carried out."""
+    from sglang.srt.managers import io_struct  # the engine's own, there when this runs
+
+    name = type(request).__name__.removesuffix("Input") + "Output"
+    return getattr(io_struct, name)(success=False, message=why)
 
 
 def promised(scheduler: Any) -> int:

@@ -22,8 +22,9 @@ class Unserved(NamedTuple):
     why: str
 
 
-def _quantised(cache: Any) -> str | None:
-    plain = ("auto", "float16", "bfloat16", "float32")
+def _other(cache: Any) -> str | None:
+    """A kind of KV cache that has more than a number for each element."""
+    plain = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     return None if cache.cache_dtype in plain else str(cache.cache_dtype)
 
 
@@ -53,8 +54,8 @@ UNSERVED = (
     ),
     Unserved(
         "--kv-cache-dtype",
-        lambda c: _quantised(c.cache_config),
-        "with a quantised KV cache one of ten answers was not that of vLLM alone, and nobody has found out why",
+        lambda c: _other(c.cache_config),
+        "it has scales beside its numbers; auto, float16, bfloat16, fp8, fp8_e4m3 and fp8_e5m2 are served",
     ),
     Unserved(
         "--enable-eplb", lambda c: c.parallel_config.enable_eplb, "it moves experts' weights past their master copies"
