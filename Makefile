@@ -65,7 +65,7 @@ CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap (TENANTS=3: of three models)'
+	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap (TENANTS=3; several models)'
 	@echo 'make test             C++ tests, and the Python suite over the built wheel without its slow tests'
 	@echo 'make test-all         all of that, the C++ example, sessions on the emulated CUDA driver, each benchmark once'
 	@echo 'make test-emulated    sessions on the emulated CUDA driver alone'

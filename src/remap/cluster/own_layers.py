@@ -44,7 +44,7 @@ def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fi
     got) if that ended before all was done.
     """
     has = member.has
-    report = changed(member, partial(advanced.place, has.session, has.name, first, end, hold=besides, fill=fill))
+    report = changed(member, partial(advanced.place, has.session, has.name, first, end, hold=besides, fill=tuple(fill)))
     elsewhere = sorted({*range(has.layers)} - ({*range(first, end), *besides} - {*fill}))
     got = has.tenant.computed, sorted(has.tenant.elsewhere)
     if got != (range(first, end), elsewhere):
