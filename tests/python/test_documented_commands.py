@@ -163,6 +163,7 @@ TYPERS_OWN = {"--install-completion", "--show-completion"}  # they change the us
 
 ELSEWHERE = {
     *("--mem-fraction-static", "--max-total-tokens"),  # SGLang's
+    "--node-ip-address",  # Ray's
     *(
         "--additional-config",
         "--cpu-offload-gb",
