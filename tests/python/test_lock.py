@@ -43,6 +43,15 @@ def test_the_makefile_installs_the_extras_that_the_lock_is_made_of() -> None:
     assert line.split() == lock.EXTRAS
 
 
+def test_no_pin_of_triton_holds_torch_back_in_the_newest_environment() -> None:
+    """A torch for CUDA asks for one triton exactly: beside a pin of another, pip takes an older torch."""
+    (rule,) = re.findall(
+        r"^\$\(NEWEST\)/stamps/venv:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert "$(LOCKED_EXTRAS)" in rule and "$(TRITON)" not in rule
+    assert any(one.startswith("triton") for one in extras.requirements(ROOT / "pyproject.toml", lock.EXTRAS))
+
+
 def test_what_differs_is_told_from_what_is_as_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = lock.locked()
     monkeypatch.setattr(lock, "installed", lambda: {**pins, "numpy": "1.0"} | {"more": "1"})
