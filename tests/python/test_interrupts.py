@@ -36,6 +36,13 @@ def test_an_interrupted_call_has_happened_or_has_not(names: list[str], mode: str
     assert tried >= len(names)
 
 
+def test_books_of_host_blocks_at_every_line() -> None:
+    """Few lines, so all of them: host blocks were lost for ever."""
+    findings, tried = interrupts.sweep(["copy out", "free host blocks", "stream"], "aliased", "lines", 0)
+    assert not [each.what[:700] for each in findings]
+    assert tried > 100
+
+
 def leaks_the_lock(world: Faulty) -> None:
     world.session._lock.held.acquire()
     world.session.snapshot()
