@@ -835,9 +835,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="lending-slices-come-home-as-layers",
-        file="src/remap/memory/activate.py",
-        text="    if tenant.slicing:\n        return [0]\n",
-        replacement="",
+        file="src/remap/memory/step.py",
+        text="        kind = self._homewards(lender, fewer, view.buffers)\n",
+        replacement='        kind = "inward"\n',
         breaks="A tenant that lent and then streams slices can never bring them home, and every step is refused (fault 02).",
         tests=("test_lending.py::test_a_tenant_that_lent_and_then_streams_slices_brings_them_home_together",),
     ),
