@@ -754,6 +754,60 @@ MUTANTS: tuple[Mutant, ...] = (
         breaks="A live block that moves is overwritten with the bytes of the free block that it moves to.",
         tests=("test_session_growth.py::test_another_set_of_the_same_size_needs_no_free_block",),
     ),
+    Mutant(
+        name="pool-host-blocks-go-one-by-one",
+        file="src/remap/kv/host.py",
+        text="        self.books = marked(self.books, self.checked(ids), _FREE)\n",
+        replacement=(
+            "        for block in self.checked(ids):\n            self.books = marked(self.books, [block], _FREE)\n"
+        ),
+        breaks="An interrupt when host blocks are given back leaves some of them in use, and nobody knows which (fault 03).",
+        tests=("test_interrupts.py::test_books_of_host_blocks_at_every_line",),
+    ),
+    # -- engine: an interrupt between two lines loses no request and no KV ------------------------------------------------------
+    Mutant(
+        name="engine-a-finish-that-was-interrupted-is-refused",
+        file="src/remap/engine/due.py",
+        text="            if pool.holds(blocks):\n                pool.free(blocks)\n",
+        replacement="            pool.free(blocks)\n",
+        breaks="A request whose blocks the pool had back when an interrupt came can never be finished (fault 04).",
+        tests=(
+            "test_engine_scheduler.py::test_finishing_again_after_an_interrupt_finishes",
+            "test_engine_interrupts.py::test_the_scheduler_goes_on_after_an_interrupt_at_any_line[1]",
+        ),
+    ),
+    Mutant(
+        name="engine-a-request-is-nowhere",
+        file="src/remap/engine/scheduler.py",
+        text="        sequence, state, ticket = self._moving\n",
+        replacement="        (sequence, state, ticket), self._moving = self._moving, None\n",
+        breaks="An interrupt between two queues leaves a request in none of them.",
+        tests=("test_engine_interrupts.py::test_the_scheduler_goes_on_after_an_interrupt_at_any_line[1]",),
+    ),
+    Mutant(
+        name="engine-due-host-blocks-are-forgotten",
+        file="src/remap/engine/due.py",
+        text="            self.ids = [], hosts\n",
+        replacement="            self.ids = [], []\n",
+        breaks="An interrupt between blocks and the host blocks that they showed loses the latter.",
+        tests=("test_engine_interrupts.py::test_an_offline_batch_goes_on_after_an_interrupt_at_any_line[1]",),
+    ),
+    Mutant(
+        name="engine-pairs-go-out-twice",
+        file="src/remap/engine/throughput.py",
+        text="            if not pair.host:\n                pair.host",
+        replacement="            if True:\n                pair.host",
+        breaks="A pair that was copied out when an interrupt came is copied out again, and its first host blocks are lost.",
+        tests=("test_engine_interrupts.py::test_an_offline_batch_goes_on_after_an_interrupt_at_any_line[1]",),
+    ),
+    Mutant(
+        name="engine-a-lost-token-is-not-computed-again",
+        file="src/remap/engine/engine.py",
+        text="                sequence.computed -= 1\n",
+        replacement="                pass\n",
+        breaks="A request whose token an interrupt lost has nothing to compute, and waits for ever.",
+        tests=("test_engine_interrupts.py::test_the_loop_goes_on_after_an_interrupt_at_any_line[0]",),
+    ),
     # -- lending: pages between tenants, all or nothing -----------------------------------------------------------------------
     Mutant(
         name="lending-holder-is-not-given-back",
@@ -770,6 +824,30 @@ MUTANTS: tuple[Mutant, ...] = (
         replacement="",
         breaks="Two holders count on the same free page for the blocks that have to move.",
         tests=("test_sharing_returns.py::test_who_is_in_the_way_of_an_activation_is_named_and_freeing_it_is_enough",),
+    ),
+    Mutant(
+        name="lending-a-refused-place-brings-layers-home",
+        file="src/remap/memory/place.py",
+        text="    _require_room(changes, tenant, there, _plans(tenant, there, held, frozenset(fill)))\n",
+        replacement="",
+        breaks="A place that is refused has brought lent layers home before (fault 01).",
+        tests=("test_place.py::test_a_place_that_is_refused_leaves_lent_layers_where_they_are",),
+    ),
+    Mutant(
+        name="lending-slices-come-home-as-layers",
+        file="src/remap/memory/step.py",
+        text="        kind = self._homewards(lender, fewer, view.buffers)\n",
+        replacement='        kind = "inward"\n',
+        breaks="A tenant that lent and then streams slices can never bring them home, and every step is refused (fault 02).",
+        tests=("test_lending.py::test_a_tenant_that_lent_and_then_streams_slices_brings_them_home_together",),
+    ),
+    Mutant(
+        name="schedule-share-of-a-layer-without-pages",
+        file="src/remap/memory/state.py",
+        text="each * (tail / size) if tail else 0.0 for each",
+        replacement="each * (tail / size) for each",
+        breaks="Beside layers that are elsewhere, what streams is divided by their pages, of which there are none (fault 05).",
+        tests=("test_place.py::test_slices_stream_beside_layers_that_are_elsewhere",),
     ),
     Mutant(
         name="lending-holder-inside-a-pass",

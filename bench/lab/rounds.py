@@ -1,4 +1,10 @@
-"""Runs on this machine in processes of their own, in alternating rounds, with equal tokens: what `real` and `offline` share."""
+"""Runs on this machine in processes of their own, in alternating rounds, of the same requests: what `real`, `offline` and
+`cluster` share.
+
+Policies put requests into other batches, and some compute tokens a second time, which may round otherwise (docs/promises.md, 4).
+Where two tokens are equally good, two right runs may choose different ones, and go on with different texts. So requests with
+other tokens are counted, and do not end a run. No policy here promises more: none has the batches of another.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +22,9 @@ from . import seeds
 from .apart import run_apart
 
 __all__ = [
+    "DIFFER",
     "Suite",
-    "compare",
+    "count_different",
     "empty",
     "find_in",
     "loads_of",
@@ -25,6 +32,7 @@ __all__ = [
     "require_machine",
     "run_missing",
     "run_name",
+    "said_of_tokens",
     "table",
 ]
 
@@ -35,6 +43,13 @@ class Named(Protocol):
     @property
     def name(self) -> str: ...
 
+
+DIFFER = seeds.Column(
+    "requests_that_differ", "requests with other tokens", show=lambda counts: [f"{x:.0f}" for x in counts]
+)
+_SAID_OF_TOKENS = """Requests with other tokens: than in the first run of `{first}`. Requests in all: {requests}.
+Policies put requests into other batches, and what is recomputed is computed in another one; that may round otherwise, and where
+two tokens are equally good the answer goes on as another text."""
 
 CaseT = TypeVar("CaseT", bound=Named)
 
@@ -70,7 +85,9 @@ def find_in(suites: Mapping[str, Suite[CaseT]], suite: str, case: str) -> tuple[
 def table(
     data: Mapping[str, Any], suite: Suite[CaseT], policies: Sequence[str], columns: Sequence[seeds.Column]
 ) -> str:
-    """Markdown: a line for each case and policy."""
+    """Markdown: a line for each case and policy. Runs that have no count of requests with other tokens were kept only if there
+    was none."""
+    points = {name: {DIFFER.key: 0.0, **point} for name, point in data["points"].items()}
     lines = [
         seeds.Line(
             (case.name,),
@@ -78,7 +95,7 @@ def table(
         )
         for case in suite.cases
     ]
-    return seeds.table(data["points"], ("case",), lines, columns, worst_first=True, of="rounds")
+    return seeds.table(points, ("case",), lines, [*columns, DIFFER], worst_first=True, of="rounds")
 
 
 def run_name(case: str, policy: str, number: int) -> str:
@@ -115,10 +132,11 @@ def run_missing(
     threads: int,
 ) -> None:
     """Run what `data` lacks with `python -m MODULE SUITE CASE POLICY`, round by round, and write `path` after each run: a run
-    that is stopped loses one. Every token is compared with those of the first run of the first policy.
+    that is stopped loses one. Every token is compared with those of the first run of the first policy; the figure
+    requests_that_differ counts requests with others.
 
-    Raises InvalidArgument (field path) for a file of another machine before anything runs, and InvalidState for tokens
-    that are not the first policy's or a run that fails; what was run before stays in the file then.
+    Raises InvalidArgument (field path) for a file of another machine before anything runs, and InvalidState for answers to other
+    requests or of other lengths than the first policy's, or a run that fails; what was run before stays in the file then.
     """
     require_machine(data, path)
     cases = tuple(cases)
@@ -131,24 +149,39 @@ def run_missing(
                 found = run_apart(name, module, suite, case, policy, threads=threads)
                 if policy == policies[0]:
                     data["tokens"].setdefault(case, found["tokens"])
-                compare(name, found["tokens"], data["tokens"][case], policies[0])
-                data["points"][name] = found["figures"]
+                different = count_different(name, found["tokens"], data["tokens"][case], policies[0])
+                data["points"][name] = {**found["figures"], DIFFER.key: different}
                 seeds.write(path, data)
                 print(name, file=sys.stderr, flush=True)
 
 
-def compare(name: str, found: Mapping[str, str], wanted: Mapping[str, str], policy: str) -> None:
-    """Raises InvalidState (fields run, different, requests) if a request's tokens are not the wanted ones, `policy`'s."""
+def count_different(name: str, found: Mapping[str, str], wanted: Mapping[str, str], policy: str) -> int:
+    """How many requests have other tokens than `policy`'s, the wanted ones: as many, since answers have fixed lengths.
+
+    Raises InvalidState (fields run, different, requests) for a request that only one of both has, or that has more or fewer
+    tokens: that is no rounding.
+    """
     requests = {**wanted, **found}
-    different = [one for one in requests if wanted.get(one) != found.get(one)]
-    if different:
+    wrong = [one for one in requests if _length(wanted.get(one)) != _length(found.get(one))]
+    if wrong:
         raise InvalidState(
-            f"{name}: the tokens of {len(different)} of {len(requests)} requests are not those of {policy}, the first is "
-            f"{different[0]!r}; this run was not kept",
+            f"{name}: {len(wrong)} of {len(requests)} requests have no answer, or one of another length, where {policy} has one; "
+            f"the first is {wrong[0]!r}; this run was not kept",
             run=name,
-            different=len(different),
+            different=len(wrong),
             requests=len(requests),
         )
+    return sum(wanted[one] != found[one] for one in requests)
+
+
+def _length(tokens: str | None) -> int | None:
+    return None if tokens is None else len(tokens.split())
+
+
+def said_of_tokens(data: Mapping[str, Any], first: str) -> str:
+    """For a page: what the column DIFFER counts."""
+    counts = "; ".join(f"{len(tokens)} ({case})" for case, tokens in sorted(data["tokens"].items()))
+    return _SAID_OF_TOKENS.format(first=first, requests=counts or "none yet")
 
 
 def machine_of(data: Mapping[str, Any]) -> str:

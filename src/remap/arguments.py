@@ -111,7 +111,7 @@ def require_layer(layer: object, layers: int) -> None:
 def require_layers(name: str, layers: object, count: int) -> tuple[int, ...]:
     """These numbers of layers, of `count` that there are, each once and ascending. Raises InvalidArgument (fields field, value)
     for what is no collection of ints."""
-    if isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)) or not isinstance(layers, Collection):
+    if isinstance(layers, (str, bytes, bytearray, memoryview)) or not isinstance(layers, Collection):
         raise invalid(name, layers, "a collection of layers' numbers")
     found = set[int]()
     for layer in layers:  # of a range without end the first that is none

@@ -20,7 +20,7 @@ from remap.engine.pairs import PAIR
 from remap.engine.request import Request, SamplingParams, Sequence
 from remap.engine.scheduler import Scheduler
 from remap.engine.throughput import ThroughputScheduler
-from remap.errors import DriverError
+from remap.errors import DriverError, InvalidArgument
 
 BLOCK = 4
 Act = Callable[[Callable[[], Any]], Any]
@@ -247,6 +247,7 @@ def looping(seed: int) -> Callable[[Act], None]:
                 victim = next(iter(engine._live))
                 act(lambda victim=victim: engine.abort(victim) if victim in engine._live else None)
                 ended[victim] = 0
+            assert engine.unfinished == len(engine._live.keys() | engine._ended.keys())
             for output in act(engine.step).finished:
                 assert output.id not in ended
                 ended[output.id] = len(output.tokens)
@@ -272,3 +273,21 @@ def test_points_are_of_these_files_alone() -> None:
     swapping(0)(sweep.act)
     assert sweep.seen and all(where.startswith("engine/due.py") for where in sweep.seen)
     assert Interrupt(-1, "lines").files == ()
+
+
+def test_an_end_that_no_output_told_of_is_the_run_s_own() -> None:
+    """An interrupt came when a request had all its tokens: it counts as unfinished until a step tells of it, or it is aborted, so
+    that no later run gets the output of an earlier one's."""
+    pool = ContentPool(14, 0, random.Random(0))
+    engine = Loop(pool, Scheduler(block_tokens=BLOCK))
+    for name in ("a", "b"):
+        engine.add_request(Request(name, (1, 2), SamplingParams(max_tokens=1)))
+    real, engine._record = engine._record, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine._record = real  # type: ignore[method-assign]
+    assert engine.unfinished == 2 and not pool.held
+    assert engine.abort("a").finish_reason == "length"
+    with pytest.raises(InvalidArgument):
+        engine.abort("a")
+    assert [output.id for output in engine.step().finished] == ["b"] and engine.unfinished == 0

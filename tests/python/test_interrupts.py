@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import interrupts
 import pytest
-from interrupts import CASES
+from interrupts import CASES, prepared
 from sharing_worlds import Faulty
 from test_fault_sweep import Case
 
@@ -34,6 +34,37 @@ def test_an_interrupted_call_has_happened_or_has_not(names: list[str], mode: str
     wrong = {each.place: each.what[:700] for each in findings if each.kind != "between"}
     assert not wrong, "\n".join([f"{len(wrong)} places:", *[*wrong.values()][:12]])
     assert tried >= len(names)
+
+
+def test_books_of_host_blocks_at_every_line() -> None:
+    """Few lines, so all of them: host blocks were lost for ever."""
+    findings, tried = interrupts.sweep(["copy out", "free host blocks", "stream"], "aliased", "lines", 0)
+    assert not [each.what[:700] for each in findings]
+    assert tried > 100
+
+
+@pytest.mark.parametrize("points", ["lines", "signals"])
+@pytest.mark.parametrize("name", ["copy out", "stream"])
+def test_what_nobody_got_is_free(name: str, points: str) -> None:
+    """An interrupt when the books had changed already, and the call had not returned: nobody knew the host blocks."""
+    case = CASES[name]
+    files = ("kv/", "locking.py", "memory/kv_copies.py")
+    world = prepared(case, "aliased")
+    seen = interrupts.interrupted(lambda: case.change(world), -1, points, files)[0].seen
+    world.close()
+    last = {where: at for at, where in enumerate(seen)}
+    for at in sorted(last.values()):
+        world = prepared(case, "aliased")
+        kv = world.engines["a"].kv
+        before = kv.host.books, kv.streamed.books
+        interrupt, _, error = interrupts.interrupted(lambda world=world: case.change(world), at, points, files)
+        if not interrupt.where:  # the core's threads were faster this time, and the call had fewer points
+            world.close()
+            continue
+        assert isinstance(error, KeyboardInterrupt)
+        assert (kv.host.books, kv.streamed.books) == before, interrupt.where
+        world.close()
+    assert len(last) > 10
 
 
 def leaks_the_lock(world: Faulty) -> None:

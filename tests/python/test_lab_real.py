@@ -17,9 +17,11 @@ from bench.lab.apart import run_apart
 from bench.lab.commands import app
 from bench.lab.real import command
 from bench.lab.real.cases import FULL, IDEAL, POLICIES, QUICK, find
-from bench.lab.real.one import _Watch, serve
+from bench.lab.real.one import _Watch, requests, serve
+from near_tokens import Near
 from typer.testing import CliRunner
 
+from remap.cli.shared_world import World, build
 from remap.engine.request import Output, Request, SamplingParams, Sequence
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim.results import Targets
@@ -31,7 +33,11 @@ BYTES = ("weights_in_bytes", "kv_in_bytes", "kv_out_bytes")
 def here(kind: str, module: str, *names: str, threads: int) -> Any:
     """`run_apart` without the process, which loads torch anew: as JSON gives it back."""
     assert (module, threads) == ("bench.lab.real.one", 1)
-    return json.loads(json.dumps(serve(*names)))
+    SERVED[kind] = json.loads(json.dumps(serve(*names)))
+    return SERVED[kind]
+
+
+SERVED: dict[str, Any] = {}
 
 
 def figures(**changed: float) -> dict[str, float]:
@@ -50,7 +56,28 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_policy_serves_the_same_tokens_and_copies_what_it_may(measured: Path) -> None:
+def test_every_policy_serves_tokens_that_are_as_good(measured: Path) -> None:
+    """By the models alone, where batches of one policy round otherwise than those of another."""
+    for case in QUICK.cases:
+        asked = requests(case, World(case.preset, kv_share=case.kv_share, seed=case.seed))
+        for index, spec in enumerate(case.preset.models):
+            model = build(spec, case.preset.dtype, case.seed + index)[0].eval()
+            for request in asked[spec.name]:
+                first, *others = (
+                    [
+                        *map(
+                            int,
+                            SERVED[rounds.run_name(case.name, policy, 0)]["tokens"][
+                                f"{spec.name} {request.id}"
+                            ].split(),
+                        )
+                    ]
+                    for policy in POLICIES
+                )
+                assert all(Near(model, request, first) == other for other in others)
+
+
+def test_every_policy_serves_all_tokens_and_copies_what_it_may(measured: Path) -> None:
     data = json.loads(measured.read_text(encoding="utf-8"))
     assert set(data) == {"settings", "machine", "tokens", "points"} and set(data["points"]) == NAMES
     assert data["settings"] == QUICK.settings() and {"cpu", "torch", "remap"} <= set(data["machine"])
@@ -107,13 +134,36 @@ def test_the_page_and_what_is_run_again(measured: Path, monkeypatch: pytest.Monk
     assert caught.value.fields["field"] == "path" and made == [lost]
 
 
-def test_different_tokens_end_the_run_and_nothing_of_it_is_kept(
+def test_requests_with_other_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other batches may round otherwise: the run is kept, and the page tells how many requests that concerned."""
+    other = rounds.run_name("one", "recompute", 0)
+
+    def pretended(kind: str, *arguments: str, threads: int) -> Any:
+        return {"figures": figures(), "tokens": {"opt 0": "1 2", "opt 1": "1 3" if kind == other else "1 2"}}
+
+    monkeypatch.setattr(rounds, "run_apart", pretended)
+    path = tmp_path / "real.json"
+    page = command.run_real(path, "quick")
+    points = json.loads(path.read_text(encoding="utf-8"))["points"]
+    assert {name: point[rounds.DIFFER.key] for name, point in points.items() if point[rounds.DIFFER.key]} == {other: 1}
+    column = [line.split(" | ").index(f"{rounds.DIFFER.title} |") for line in page.splitlines() if "| policy |" in line]
+    counts = {tuple(row[:2]): row[column[0]] for line in page.splitlines() if len(row := line.split(" | ")) > 5}
+    assert counts["| one", "recompute"] == "1 |" and counts["| one", "remap"] == "0 |"
+    assert "2 (one); 2 (three in turns)" in page
+    # Files of before that figure: their runs were kept only if no request had other tokens.
+    for point in points.values():
+        del point[rounds.DIFFER.key]
+    seeds.write(path, {**json.loads(path.read_text(encoding="utf-8")), "points": points})
+    assert "| 1 |" not in [line[-5:] for line in command.run_real(path, "quick", report_only=True).splitlines()]
+
+
+def test_answers_that_no_rounding_explains_end_the_run_and_nothing_of_it_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = rounds.run_name("one", "remap", 0)
 
     def pretended(kind: str, *arguments: str, threads: int) -> Any:
-        return {"figures": figures(), "tokens": {"opt 0": "1 2", "opt 1": "1 3" if kind == wrong else "1 2"}}
+        return {"figures": figures(), "tokens": {"opt 0": "1 2", "opt 1": "1" if kind == wrong else "1 2"}}
 
     monkeypatch.setattr(rounds, "run_apart", pretended)
     path = tmp_path / "real.json"
@@ -126,10 +176,12 @@ def test_different_tokens_end_the_run_and_nothing_of_it_is_kept(
     assert data["tokens"] == {"one": {"opt 0": "1 2", "opt 1": "1 2"}}
 
 
-@pytest.mark.parametrize("found", [{"a": "1"}, {"a": "1", "b": "2", "c": "3"}], ids=["missing", "more"])
-def test_a_request_that_only_one_of_both_has_is_different(found: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "found", [{"a": "1"}, {"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "2 2"}], ids=["missing", "more", "longer"]
+)
+def test_a_request_that_only_one_of_both_has_or_that_is_longer_is_no_rounding(found: dict[str, str]) -> None:
     with pytest.raises(InvalidState) as caught:
-        rounds.compare("x", found, {"a": "1", "b": "2"}, "ideal")
+        rounds.count_different("x", found, {"a": "1", "b": "2"}, "ideal")
     assert caught.value.fields["different"] == 1
 
 

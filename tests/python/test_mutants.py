@@ -50,7 +50,7 @@ def test_all_areas_have_mutants_and_names_are_unique() -> None:
     names = [mutant.name for mutant in tool.MUTANTS]
     assert len(names) == len(set(names)) >= 40
     areas = Counter(mutant.area for mutant in tool.MUTANTS)
-    assert set(areas) == {"planner", "schedule", "controller", "pool", "lending", "executor", "cluster"}
+    assert set(areas) == {"planner", "schedule", "controller", "pool", "lending", "executor", "cluster", "engine"}
     assert min(areas.values()) >= 5
     for mutant in tool.MUTANTS:
         assert mutant.breaks.endswith(".")

@@ -52,10 +52,11 @@ PAGE = """# A cluster under a burst, {rounds} rounds
 
 Measured on {machine}. The 1-minute load before the runs was {load}. Instances are processes (Ray actors)
 of {threads} thread each, which share these cores; activations and KV go through gloo over loopback. Greedy, prompts of random
-tokens; the requests of a case are asked for at fixed times and are the same in every run, and every run gave the tokens of
-`{first}`. Each figure is the median of n rounds, (worst to best); the policies alternate within a round. Made by
-`python -m bench.lab cluster`. Gap closed: how far a policy comes from recompute (0 %) to ideal (100 %), each round by itself; –
-where both are within 5 %.
+tokens; the requests of a case are asked for at fixed times and are the same in every run. Each figure is the median of n
+rounds, (worst to best); the policies alternate within a round. Made by `python -m bench.lab cluster`. Gap closed: how far a
+policy comes from recompute (0 %) to ideal (100 %), each round by itself; – where both are within 5 %.
+
+{tokens}
 
 {policies}
 
@@ -103,7 +104,7 @@ def run_cluster(results: Path, suite_name: str = "full", *, report_only: bool = 
         machine=rounds.machine_of(data),
         load=rounds.loads_of(data),
         threads=suite.threads,
-        first=next(iter(POLICIES)),
+        tokens=rounds.said_of_tokens(data, next(iter(POLICIES))),
         policies="\n".join(f"- `{name}`: {policy.about}" for name, policy in POLICIES.items()),
         cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
         table=rounds.table(shown, suite, list(POLICIES), COLUMNS),

@@ -50,9 +50,11 @@ ORDERS = [
 PAGE = """# Offline batches of a model larger than its memory, {rounds} rounds
 
 Measured on {machine}. The 1-minute load before the runs was {load}. {threads} thread computes, greedy; copies are made by
-another thread of the same processor. Models have random weights, prompts are random tokens, and every run gave the tokens of
-`{first}`. Each figure is the median of n rounds, (worst to best); the policies alternate within a round. Tokens/s count from the
-first step, in which the ratio is chosen, to the last token. Made by `python -m bench.lab offline`.
+another thread of the same processor. Models have random weights, prompts are random tokens. Each figure is the median of n
+rounds, (worst to best); the policies alternate within a round. Tokens/s count from the first step, in which the ratio is chosen,
+to the last token. Made by `python -m bench.lab offline`.
+
+{tokens}
 
 {policies}
 
@@ -123,6 +125,7 @@ def _page(data: Mapping[str, Any], suite: rounds.Suite[Case], text: str) -> str:
         load=rounds.loads_of(data),
         threads=suite.threads,
         first=next(iter(POLICIES)),
+        tokens=rounds.said_of_tokens(data, next(iter(POLICIES))),
         policies="\n".join(f"- `{name}`: {about}" for name, about in POLICIES.items()),
         cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
         table=rounds.table(data, suite, list(POLICIES), COLUMNS),

@@ -5,7 +5,7 @@
     python -m bench.lab real --report-only    writes the page of what is stored
 
 Policies alternate within each round, so that what the machine does meanwhile falls on all of them; each run is a
-process of its own. Every token is compared with those of the first ideal run.
+process of its own. Every token is compared with those of the first ideal run, and requests with others are counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from bench.lab import ROOT, rounds, seeds
 from bench.lab.seeds import AGAINST, GOODPUT, Column
 
-from .cases import POLICIES, SUITES, Case
+from .cases import IDEAL, POLICIES, SUITES, Case
 
 __all__ = ["RESULTS", "run_real"]
 
@@ -40,8 +40,10 @@ PAGE = """# The engine under each policy, {rounds} rounds
 
 Measured on {machine}. The 1-minute load before the runs was {load}. {threads} thread computes,
 greedy. All models but SmolLM2 have random weights, and prompts are random tokens. The requests of a case arrive at fixed
-times and are the same in every run, and every run gave the tokens of `ideal`. Each figure is the median of n rounds,
-(worst to best); the policies alternate within a round. Made by `python -m bench.lab real`.
+times and are the same in every run. Each figure is the median of n rounds, (worst to best); the policies alternate within a
+round. Made by `python -m bench.lab real`.
+
+{tokens}
 
 {policies}
 
@@ -63,6 +65,7 @@ def _page(data: Mapping[str, Any], suite: rounds.Suite[Case]) -> str:
         threads=suite.threads,
         policies="\n".join(f"- `{name}`: {policy.about}" for name, policy in POLICIES.items()),
         cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
+        tokens=rounds.said_of_tokens(data, IDEAL),
         table=rounds.table(data, suite, list(POLICIES), COLUMNS),
     )
 

@@ -110,15 +110,19 @@ class Engine(ABC):
 
     @property
     def unfinished(self) -> int:
-        return len(self._live)
+        """Requests of which no step's output has told that they have ended."""
+        return len(self._live.keys() | self._ended.keys()) if self._ended else len(self._live)
 
     def abort(self, id: str) -> Output:
         """Take an unfinished request out between steps and free its blocks. Raises InvalidArgument for an unknown
         id.
         """
-        if id not in self._live:
-            raise InvalidArgument(f"no unfinished request {id!r}; there are {len(self._live)}", id=id)
-        return self._finish(self._live[id], "abort")
+        ended = self._ended.pop(id, None)  # an interrupt came before a step's output told of it
+        if id in self._live:
+            return self._finish(self._live[id], "abort")
+        if ended is None:
+            raise InvalidArgument(f"no unfinished request {id!r}; there are {self.unfinished}", id=id)
+        return ended
 
     def step(self) -> StepOutput:
         """One scheduler iteration, at most one pass. With nothing to do it only lets the session act.
@@ -246,7 +250,7 @@ class Engine(ABC):
     def _require_servable(self, request: Request, vocabulary: int, positions: int) -> None:
         """Raises InvalidArgument if the id is in use, a token is none of the model's, or it needs more positions than there
         are."""
-        if request.id in self._live:
+        if request.id in self._live or request.id in self._ended:
             raise InvalidArgument(
                 f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
             )

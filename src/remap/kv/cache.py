@@ -119,8 +119,14 @@ class KVCache:
         memory has fewer blocks, InvalidArgument for a block that is not live; nothing was copied then. A copy that fails
         later is found by `join`, `free` or a copy in, which raise, and by `kept`.
         """
-        copied: list[int] = self._turn.run(self._copy_out, listed(ids), below)
-        return copied
+        got: list[list[int]] = []
+        try:
+            self._turn.run(self._copy_out, got, listed(ids), below)
+            return got[0]
+        except BaseException:
+            if got:  # an interrupt, and nobody knows these
+                self._turn.run(self._free_host, got[0])
+            raise
 
     def copy_in(self, host_ids: Iterable[int], ids: Iterable[int]) -> int:
         """Start copying host blocks back into live blocks, one each, beside what computes. Returns a ticket.
@@ -173,8 +179,14 @@ class KVCache:
         InvalidArgument for a host block that cannot, that does already, or that is not in use, and InvalidState (field
         host_blocks) for host blocks that are not `kept`; nothing changed then.
         """
-        ids: list[int] = self._turn.run(self._stream, listed(host_ids))
-        return ids
+        got: list[list[int]] = []
+        try:
+            self._turn.run(self._stream, got, listed(host_ids))
+            return got[0]
+        except BaseException:
+            if got:  # an interrupt, and nobody knows these
+                self._turn.run(self.streamed.release, got[0])
+            raise
 
     @property
     def streamable_blocks(self) -> int:
@@ -288,7 +300,8 @@ class KVCache:
         self._memory = _gone
         self._streamable = self._reclaim = self._reclaimable = None
 
-    def _copy_out(self, ids: Sequence[int], below: int | None) -> list[int]:
+    def _copy_out(self, got: list[list[int]], ids: Sequence[int], below: int | None) -> None:
+        """Puts what it takes into `got`: then it has happened."""
         self._require_memory()
         self.pool.require_live(ids)
         before = self.host.books
@@ -301,9 +314,10 @@ class KVCache:
                 ids,
             )
             self.copied_out_bytes += len(ids) * self.spec.block_bytes
-            return hosts
+            got.append(hosts)
         except BaseException:  # an interrupt as well: host blocks that nobody gets must not stay in use
-            self.host.books = before
+            if not got:  # else the caller gives them back
+                self.host.books = before
             raise
 
     def _free(self, ids: Sequence[int]) -> None:
@@ -330,15 +344,17 @@ class KVCache:
             )
         self.host.free(host_ids)
 
-    def _stream(self, host_ids: Sequence[int]) -> list[int]:
+    def _stream(self, got: list[list[int]], host_ids: Sequence[int]) -> None:
+        """Puts what it takes into `got`: then it has happened."""
         self._require_memory()
         hosts = self.host.checked(host_ids)
         self._require_kept(hosts)
         before = self.streamed.books
         try:
-            return self.streamed.show(hosts)
+            got.append(self.streamed.show(hosts))
         except BaseException:  # an interrupt as well: blocks that nobody gets must not stay in use
-            self.streamed.books = before
+            if not got:
+                self.streamed.books = before
             raise
 
     def reading(self, streamed: Sequence[int]) -> tuple[tuple[int, int, int], int]:
