@@ -23,12 +23,13 @@ from remap.engine.throughput import ThroughputScheduler
 from remap.errors import DriverError, InvalidArgument
 
 BLOCK = 4
-Act = Callable[[Callable[[], Any]], Any]
 
 
 class Sweep:
-    """Runs `world(act)` once without an interrupt, and then once for each place in `files` that it came to (the first and the
-    last time): `act(call)` is where one may come, and makes the call again then."""
+    """Runs `world(sweep)` once without an interrupt, and then once for each place in `files` that it came to (the first and the
+    last time): `sweep.act(call)` is where one may come, and makes the call again then. between: what happens before that."""
+
+    between: Callable[[], None] | None = None
 
     def __init__(self, *files: str) -> None:
         self.files = files
@@ -44,21 +45,23 @@ class Sweep:
         self.where = interrupt.where
         self.left -= interrupt.count if self.left >= 0 else 0
         if isinstance(error, KeyboardInterrupt):
+            if self.between is not None:
+                self.between()
             return call()
         if error is not None:
             raise error
         return result
 
-    def __call__(self, world: Callable[[Act], None]) -> int:
+    def __call__(self, world: Callable[[Sweep], None]) -> int:
         """How many interrupts there were."""
-        world(self.act)
+        world(self)
         first = {place: at for at, place in reversed(list(enumerate(self.seen)))}
         last = {place: at for at, place in enumerate(self.seen)}
         tried = 0
         for at in sorted({*first.values(), *last.values()}):
             self.left, self.where = at, ""
             try:
-                world(self.act)
+                world(self)
             except BaseException as error:
                 error.add_note(f"interrupted at {self.where}") if hasattr(error, "add_note") else None
                 raise
@@ -89,10 +92,11 @@ def compute(pool: ContentPool, scheduler: Scheduler, chunk: Any) -> None:
         pool.content[sequence.blocks[index]] = (sequence.id, index, min(BLOCK, chunk.end - BLOCK * index))
 
 
-def swapping(seed: int) -> Callable[[Act], None]:
+def swapping(seed: int) -> Callable[[Sweep], None]:
     """Preemptions, turns that end, blocks that stream, copies that fail."""
 
-    def world(act: Act) -> None:
+    def world(sweep: Sweep) -> None:
+        act = sweep.act
         rng = random.Random(seed)
         host = rng.choice([4, 12, 60])
         pool = ContentPool(14, host, rng)
@@ -155,10 +159,11 @@ class PairPool(ContentPool):
         return ids
 
 
-def batching(seed: int) -> Callable[[Act], None]:
+def batching(seed: int) -> Callable[[Sweep], None]:
     """Whatever a sequence has in host memory is its own; nothing is lost, nothing is freed twice."""
 
-    def world(act: Act) -> None:
+    def world(sweep: Sweep) -> None:
+        act = sweep.act
         rng = random.Random(seed)
         pool = PairPool(30, 40, rng)
         pool.streamable_blocks = 40
@@ -231,11 +236,24 @@ class Loop(Engine):
         return samplers, [7] * len(samplers)
 
 
-def looping(seed: int) -> Callable[[Act], None]:
-    def world(act: Act) -> None:
+def moved(pool: ContentPool) -> dict[int, int]:
+    """Every block that is held moves."""
+    old, places = sorted(pool.held), sorted([*pool.held, *pool.free_ids])
+    new = random.Random(len(places)).sample(places, len(old))
+    contents = [pool.content.pop(block, ("", 0, 0)) for block in old]
+    pool.content.update(zip(new, contents))
+    pool.held = set(new)
+    pool.free_ids = [block for block in places if block not in pool.held]
+    return dict(zip(old, new))
+
+
+def looping(seed: int) -> Callable[[Sweep], None]:
+    def world(sweep: Sweep) -> None:
+        act = sweep.act
         rng = random.Random(seed)
         pool = ContentPool(14, 0, rng)
         engine = Loop(pool, Scheduler(block_tokens=BLOCK, max_num_seqs=4, max_batch_tokens=16, chunk_align=4))
+        sweep.between = lambda: engine.follow(moved(pool))  # as a session's step may do, which comes first
         requests = [sequence.request for sequence in load(rng)]
         ended: dict[str, int] = {}
         for turn in range(300):
@@ -270,7 +288,7 @@ def test_the_loop_goes_on_after_an_interrupt_at_any_line(seed: int) -> None:
 
 def test_points_are_of_these_files_alone() -> None:
     sweep = Sweep("engine/due.py")
-    swapping(0)(sweep.act)
+    swapping(0)(sweep)
     assert sweep.seen and all(where.startswith("engine/due.py") for where in sweep.seen)
     assert Interrupt(-1, "lines").files == ()
 

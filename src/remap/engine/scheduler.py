@@ -307,8 +307,8 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take a sequence out, wherever it is, and free its blocks. Can be called again."""
+        self._drop(sequence, pool)  # first: blocks that are in no queue are not told that they moved
         self._move(sequence, State.FINISHED)
-        self._drop(sequence, pool)
 
     def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
         """How many tokens of `sequence` `schedule` computes next: all that is known, else up to a multiple of `chunk_align`. A
