@@ -27,9 +27,7 @@ BLOCK = 4
 
 class Sweep:
     """Runs `world(sweep)` once without an interrupt, and then once for each place in `files` that it came to (the first and the
-    last time): `sweep.act(call)` is where one may come, and makes the call again then. between: what happens before that."""
-
-    between: Callable[[], None] | None = None
+    last time): `sweep.act(call)` is where one may come, and makes the call again then."""
 
     def __init__(self, *files: str) -> None:
         self.files = files
@@ -45,8 +43,6 @@ class Sweep:
         self.where = interrupt.where
         self.left -= interrupt.count if self.left >= 0 else 0
         if isinstance(error, KeyboardInterrupt):
-            if self.between is not None:
-                self.between()
             return call()
         if error is not None:
             raise error
@@ -218,12 +214,11 @@ def test_an_offline_batch_goes_on_after_an_interrupt_at_any_line(seed: int) -> N
 class Loop(Engine):
     """An engine whose runner says 7, and finds each sequence's own KV."""
 
-    def __init__(self, pool: ContentPool, scheduler: Scheduler) -> None:
+    def __init__(self, pool: ContentPool, scheduler: Scheduler, session: Any = None) -> None:
         self.pool = pool
         ticks: Iterator[float] = iter(range(1 << 30))
-        super().__init__(
-            SimpleNamespace(kv=pool, name="m", remapped=0), scheduler, self, clock=lambda: float(next(ticks))
-        )
+        tenant = SimpleNamespace(kv=pool, name="m", remapped=0)
+        super().__init__(tenant, scheduler, self, session=session, clock=lambda: float(next(ticks)))
 
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
         if request.id not in self._live:
@@ -236,15 +231,24 @@ class Loop(Engine):
         return samplers, [7] * len(samplers)
 
 
-def moved(pool: ContentPool) -> dict[int, int]:
-    """Every block that is held moves."""
-    old, places = sorted(pool.held), sorted([*pool.held, *pool.free_ids])
-    new = random.Random(len(places)).sample(places, len(old))
-    contents = [pool.content.pop(block, ("", 0, 0)) for block in old]
-    pool.content.update(zip(new, contents))
-    pool.held = set(new)
-    pool.free_ids = [block for block in places if block not in pool.held]
-    return dict(zip(old, new))
+class Mover:
+    """A session that moves every block that is held, and tells of that once, in every second report."""
+
+    def __init__(self, pool: ContentPool) -> None:
+        self.pool, self.calls = pool, 0
+
+    def step(self, demand: Any = None) -> Any:
+        self.calls += 1
+        pool = self.pool
+        if self.calls % 2:
+            return SimpleNamespace(moved={})
+        old, places = sorted(pool.held), sorted([*pool.held, *pool.free_ids])
+        new = random.Random(self.calls).sample(places, len(old))
+        contents = [pool.content.pop(block, ("", 0, 0)) for block in old]
+        pool.content.update(zip(new, contents))
+        pool.held = set(new)
+        pool.free_ids = [block for block in places if block not in pool.held]
+        return SimpleNamespace(moved={"m": dict(zip(old, new))})
 
 
 def looping(seed: int) -> Callable[[Sweep], None]:
@@ -252,8 +256,8 @@ def looping(seed: int) -> Callable[[Sweep], None]:
         act = sweep.act
         rng = random.Random(seed)
         pool = ContentPool(14, 0, rng)
-        engine = Loop(pool, Scheduler(block_tokens=BLOCK, max_num_seqs=4, max_batch_tokens=16, chunk_align=4))
-        sweep.between = lambda: engine.follow(moved(pool))  # as a session's step may do, which comes first
+        scheduler = Scheduler(block_tokens=BLOCK, max_num_seqs=4, max_batch_tokens=16, chunk_align=4)
+        engine = Loop(pool, scheduler, Mover(pool))
         requests = [sequence.request for sequence in load(rng)]
         ended: dict[str, int] = {}
         for turn in range(300):
@@ -283,7 +287,24 @@ def looping(seed: int) -> Callable[[Sweep], None]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loop_goes_on_after_an_interrupt_at_any_line(seed: int) -> None:
-    assert Sweep("engine/engine.py", "engine/scheduler.py", "engine/request.py")(looping(seed)) > 100
+    files = "engine/engine.py", "engine/scheduler.py", "engine/request.py", "engine/reports.py", "engine/due.py"
+    assert Sweep(*files)(looping(seed)) > 150
+
+
+def test_an_abort_behind_an_interrupted_step_frees_its_own_blocks() -> None:
+    """Blocks had moved, and the report was lost between the session's call and the tables."""
+    pool = ContentPool(14, 0, random.Random(3))
+    engine = Loop(pool, Scheduler(block_tokens=BLOCK), Mover(pool))
+    for name in ("a", "b"):
+        engine.add_request(Request(name, tuple(range(1, 12)), SamplingParams(max_tokens=4)))
+    engine.step()
+    follow, engine.follow = engine.follow, lambda moved: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.follow = follow  # type: ignore[method-assign]
+    engine.abort("a")
+    outputs = [output for _ in range(8) for output in engine.step().finished]
+    assert [output.id for output in outputs] == ["b"] and not pool.held
 
 
 def test_points_are_of_these_files_alone() -> None:
