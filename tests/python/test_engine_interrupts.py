@@ -23,12 +23,11 @@ from remap.engine.throughput import ThroughputScheduler
 from remap.errors import DriverError, InvalidArgument
 
 BLOCK = 4
-Act = Callable[[Callable[[], Any]], Any]
 
 
 class Sweep:
-    """Runs `world(act)` once without an interrupt, and then once for each place in `files` that it came to (the first and the
-    last time): `act(call)` is where one may come, and makes the call again then."""
+    """Runs `world(sweep)` once without an interrupt, and then once for each place in `files` that it came to (the first and the
+    last time): `sweep.act(call)` is where one may come, and makes the call again then."""
 
     def __init__(self, *files: str) -> None:
         self.files = files
@@ -49,16 +48,16 @@ class Sweep:
             raise error
         return result
 
-    def __call__(self, world: Callable[[Act], None]) -> int:
+    def __call__(self, world: Callable[[Sweep], None]) -> int:
         """How many interrupts there were."""
-        world(self.act)
+        world(self)
         first = {place: at for at, place in reversed(list(enumerate(self.seen)))}
         last = {place: at for at, place in enumerate(self.seen)}
         tried = 0
         for at in sorted({*first.values(), *last.values()}):
             self.left, self.where = at, ""
             try:
-                world(self.act)
+                world(self)
             except BaseException as error:
                 error.add_note(f"interrupted at {self.where}") if hasattr(error, "add_note") else None
                 raise
@@ -89,10 +88,11 @@ def compute(pool: ContentPool, scheduler: Scheduler, chunk: Any) -> None:
         pool.content[sequence.blocks[index]] = (sequence.id, index, min(BLOCK, chunk.end - BLOCK * index))
 
 
-def swapping(seed: int) -> Callable[[Act], None]:
+def swapping(seed: int) -> Callable[[Sweep], None]:
     """Preemptions, turns that end, blocks that stream, copies that fail."""
 
-    def world(act: Act) -> None:
+    def world(sweep: Sweep) -> None:
+        act = sweep.act
         rng = random.Random(seed)
         host = rng.choice([4, 12, 60])
         pool = ContentPool(14, host, rng)
@@ -155,10 +155,11 @@ class PairPool(ContentPool):
         return ids
 
 
-def batching(seed: int) -> Callable[[Act], None]:
+def batching(seed: int) -> Callable[[Sweep], None]:
     """Whatever a sequence has in host memory is its own; nothing is lost, nothing is freed twice."""
 
-    def world(act: Act) -> None:
+    def world(sweep: Sweep) -> None:
+        act = sweep.act
         rng = random.Random(seed)
         pool = PairPool(30, 40, rng)
         pool.streamable_blocks = 40
@@ -213,12 +214,11 @@ def test_an_offline_batch_goes_on_after_an_interrupt_at_any_line(seed: int) -> N
 class Loop(Engine):
     """An engine whose runner says 7, and finds each sequence's own KV."""
 
-    def __init__(self, pool: ContentPool, scheduler: Scheduler) -> None:
+    def __init__(self, pool: ContentPool, scheduler: Scheduler, session: Any = None) -> None:
         self.pool = pool
         ticks: Iterator[float] = iter(range(1 << 30))
-        super().__init__(
-            SimpleNamespace(kv=pool, name="m", remapped=0), scheduler, self, clock=lambda: float(next(ticks))
-        )
+        tenant = SimpleNamespace(kv=pool, name="m", remapped=0)
+        super().__init__(tenant, scheduler, self, session=session, clock=lambda: float(next(ticks)))
 
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
         if request.id not in self._live:
@@ -231,11 +231,33 @@ class Loop(Engine):
         return samplers, [7] * len(samplers)
 
 
-def looping(seed: int) -> Callable[[Act], None]:
-    def world(act: Act) -> None:
+class Mover:
+    """A session that moves every block that is held, and tells of that once, in every second report."""
+
+    def __init__(self, pool: ContentPool) -> None:
+        self.pool, self.calls = pool, 0
+
+    def step(self, demand: Any = None) -> Any:
+        self.calls += 1
+        pool = self.pool
+        if self.calls % 2:
+            return SimpleNamespace(moved={})
+        old, places = sorted(pool.held), sorted([*pool.held, *pool.free_ids])
+        new = random.Random(self.calls).sample(places, len(old))
+        contents = [pool.content.pop(block, ("", 0, 0)) for block in old]
+        pool.content.update(zip(new, contents))
+        pool.held = set(new)
+        pool.free_ids = [block for block in places if block not in pool.held]
+        return SimpleNamespace(moved={"m": dict(zip(old, new))})
+
+
+def looping(seed: int) -> Callable[[Sweep], None]:
+    def world(sweep: Sweep) -> None:
+        act = sweep.act
         rng = random.Random(seed)
         pool = ContentPool(14, 0, rng)
-        engine = Loop(pool, Scheduler(block_tokens=BLOCK, max_num_seqs=4, max_batch_tokens=16, chunk_align=4))
+        scheduler = Scheduler(block_tokens=BLOCK, max_num_seqs=4, max_batch_tokens=16, chunk_align=4)
+        engine = Loop(pool, scheduler, Mover(pool))
         requests = [sequence.request for sequence in load(rng)]
         ended: dict[str, int] = {}
         for turn in range(300):
@@ -265,12 +287,29 @@ def looping(seed: int) -> Callable[[Act], None]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loop_goes_on_after_an_interrupt_at_any_line(seed: int) -> None:
-    assert Sweep("engine/engine.py", "engine/scheduler.py", "engine/request.py")(looping(seed)) > 100
+    files = "engine/engine.py", "engine/scheduler.py", "engine/request.py", "engine/reports.py", "engine/due.py"
+    assert Sweep(*files)(looping(seed)) > 150
+
+
+def test_an_abort_behind_an_interrupted_step_frees_its_own_blocks() -> None:
+    """Blocks had moved, and the report was lost between the session's call and the tables."""
+    pool = ContentPool(14, 0, random.Random(3))
+    engine = Loop(pool, Scheduler(block_tokens=BLOCK), Mover(pool))
+    for name in ("a", "b"):
+        engine.add_request(Request(name, tuple(range(1, 12)), SamplingParams(max_tokens=4)))
+    engine.step()
+    follow, engine.follow = engine.follow, lambda moved: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.follow = follow  # type: ignore[method-assign]
+    engine.abort("a")
+    outputs = [output for _ in range(8) for output in engine.step().finished]
+    assert [output.id for output in outputs] == ["b"] and not pool.held
 
 
 def test_points_are_of_these_files_alone() -> None:
     sweep = Sweep("engine/due.py")
-    swapping(0)(sweep.act)
+    swapping(0)(sweep)
     assert sweep.seen and all(where.startswith("engine/due.py") for where in sweep.seen)
     assert Interrupt(-1, "lines").files == ()
 

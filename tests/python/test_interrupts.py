@@ -44,27 +44,57 @@ def test_books_of_host_blocks_at_every_line() -> None:
 
 
 @pytest.mark.parametrize("points", ["lines", "signals"])
-@pytest.mark.parametrize("name", ["copy out", "stream"])
+@pytest.mark.parametrize("name", ["allocate", "copy out", "stream"])
 def test_what_nobody_got_is_free(name: str, points: str) -> None:
     """An interrupt when the books had changed already, and the call had not returned: nobody knew the host blocks."""
     case = CASES[name]
+    change = case.change if name != "allocate" else lambda world: world.engines["a"].kv.allocate(3)
     files = ("kv/", "locking.py", "memory/kv_copies.py")
     world = prepared(case, "aliased")
-    seen = interrupts.interrupted(lambda: case.change(world), -1, points, files)[0].seen
+    seen = interrupts.interrupted(lambda: change(world), -1, points, files)[0].seen
     world.close()
     last = {where: at for at, where in enumerate(seen)}
     for at in sorted(last.values()):
         world = prepared(case, "aliased")
         kv = world.engines["a"].kv
-        before = kv.host.books, kv.streamed.books
-        interrupt, _, error = interrupts.interrupted(lambda world=world: case.change(world), at, points, files)
+        before = kv.host.books, kv.streamed.books, kv.live_blocks
+        interrupt, _, error = interrupts.interrupted(lambda world=world: change(world), at, points, files)
         if not interrupt.where:  # the core's threads were faster this time, and the call had fewer points
             world.close()
             continue
         assert isinstance(error, KeyboardInterrupt)
-        assert (kv.host.books, kv.streamed.books) == before, interrupt.where
+        after = kv.host.books, kv.streamed.books, kv.live_blocks
+        assert after == before, interrupt.where
         world.close()
     assert len(last) > 10
+
+
+def test_a_detach_at_any_line_keeps_no_stream() -> None:
+    """A tenant that was gone had left its copy stream to the garbage collector."""
+
+    def prepare(world: Faulty) -> None:
+        world.place("b", 0, 3)
+        world.place("b", 0, world.engines["b"].tenant.layers)
+
+    case = Case("detach", prepare, lambda world: world.detach("b"), Faulty)
+    files = ("session.py", "memory/apply.py", "memory/streams.py")
+    world = prepared(case, "aliased")
+    seen = interrupts.interrupted(lambda: case.change(world), -1, "lines", files)[0].seen
+    left = world.backend.usage()["streams"]
+    world.close()
+    last = {where: at for at, where in enumerate(seen)}
+    for at in sorted(last.values()):
+        world = prepared(case, "aliased")
+        interrupt, _, error = interrupts.interrupted(lambda world=world: case.change(world), at, "lines", files)
+        assert isinstance(error, KeyboardInterrupt)
+        for name in {*world.engines} & {*world.session._tenants}:
+            if world.engines[name].tenant._state.leaving:
+                world.session.detach(name)
+        world.session.step()
+        tenants = len(world.session._tenants)
+        assert world.backend.usage()["streams"] == left + (tenants == len(world.SIZES)), interrupt.where
+        world.close()
+    assert len(last) > 20
 
 
 def leaks_the_lock(world: Faulty) -> None:

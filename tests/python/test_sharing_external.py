@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from arena_worlds import External
-from sharing_worlds import Shared, set_times, times_of
+from sharing_worlds import EAGER, Shared, set_times, times_of
 
 import remap
+from remap import OutOfBlocks
 
 N = 8  # layers: a block is a page
 PLAIN: dict[str, Any] = {
@@ -168,3 +169,25 @@ def test_who_is_deactivated_while_it_waits_for_blocks_takes_them_back() -> None:
         e.check()
         assert world.session.activate("e").activated
         world.check()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a refused change is undone by hand, and undoing it asks for blocks anew: needs changes that are one value",
+)
+def test_a_refused_change_does_not_ask_for_blocks_that_came_back() -> None:
+    """A change drains, and its engine has returned what nothing uses; then another change is refused: the engine was given the
+    blocks again, and asked for them again, though nothing is said to have changed."""
+    with Shared({"a": [2] * 4, "b": [2] * 3}, config=remap.advanced.Knobs(**EAGER, slowdown=9.0)) as world:
+        for engine in world.engines.values():
+            engine.serve()
+        allocator = External(world.engines["a"].tenant, False)
+        world.remap("a", 2, 1, "nested")
+        allocator.use(sorted(allocator.free)[-3:])
+        world.remap("a", 0, drain=True)
+        allocator.give_back()
+        before = world.engines["a"].kv.live_blocks
+        with pytest.raises(OutOfBlocks):
+            world.remap("a", 0)
+        assert world.engines["a"].kv.live_blocks == before

@@ -26,14 +26,17 @@ class Due:
 
     def __init__(self) -> None:
         self.ids: tuple[list[int], list[int]] = [], []
+        self.relocated = 0  # the last move of blocks that they follow
 
     def more(self, blocks: list[int], hosts: list[int]) -> tuple[list[int], list[int]]:
         """`ids` with these besides. Changes nothing."""
         return [*self.ids[0], *blocks], [*self.ids[1], *hosts]
 
-    def relocate(self, moved: Mapping[int, int]) -> None:
-        """The session moved live blocks (old id -> new id)."""
-        self.ids = [moved.get(block, block) for block in self.ids[0]], self.ids[1]
+    def relocate(self, number: int, moved: Mapping[int, int]) -> None:
+        """The session moved live blocks (old id -> new id). Can be called again: a move of this number happens once."""
+        if self.relocated != number:
+            ids = [moved.get(block, block) for block in self.ids[0]], self.ids[1]
+            self.ids, self.relocated = ids, number
 
     def give(self, pool: BlockPool) -> None:
         """Give all of it back: host blocks behind the blocks that show them. Raises the pool's error if a copy from or to the

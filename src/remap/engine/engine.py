@@ -1,6 +1,5 @@
-"""The loop: ask for blocks, schedule, run one pass, sample, account. Adopting remap is the first three lines of
-`Engine.step`. Engines that share an arena are stepped together: see sharing.py, which calls `demand`, `follow` and
-`advance` instead.
+"""The loop: ask for blocks, schedule, run one pass, sample, account. Adopting remap is the first lines of
+`Engine.step`. Engines that share an arena are stepped together: see sharing.py, which asks for all of them and calls `advance`.
 
 `Engine` is the loop without a model: its runner may compute, or only say how long that takes (remap.sim). `LLMEngine` is the
 one with a model, on the CPU or on a GPU.
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from remap.engine.chunk import Chunk
 from remap.engine.metrics import Metrics, Sample
+from remap.engine.reports import Reports
 from remap.engine.request import Output, Request, Sequence
 from remap.engine.scheduler import TILE, Schedule, Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
@@ -93,6 +93,7 @@ class Engine(ABC):
         self._live: dict[str, Sequence] = {}
         self._orders = count()
         self._stuck = 0
+        self.reports = Reports({tenant.name: self})
         self._landing = False  # or a pass's tokens are being noted, or an interrupt came then: see `_catch_up`
         self._ended: dict[str, Output] = {}  # of whom no step's output has told yet
         self.reset_metrics()
@@ -117,6 +118,7 @@ class Engine(ABC):
         """Take an unfinished request out between steps and free its blocks. Raises InvalidArgument for an unknown
         id.
         """
+        self._settle()
         ended = self._ended.pop(id, None)  # an interrupt came before a step's output told of it
         if id in self._live:
             return self._finish(self._live[id], "abort")
@@ -133,8 +135,7 @@ class Engine(ABC):
         """
         begin = self._clock()
         if self.session is not None:
-            report = self.session.step({self.tenant.name: self.demand()})
-            self.follow(report.moved.get(self.tenant.name, {}))
+            self.reports.ask(lambda: self.session.step({self.tenant.name: self.demand()}))
         return self.advance(begin)
 
     def demand(self) -> Demand:
@@ -148,7 +149,8 @@ class Engine(ABC):
         return max(0.0, self._clock() - head.arrived_s) if head is not None and head.first_s is None else 0.0
 
     def follow(self, moved: Mapping[int, int]) -> None:
-        """The session moved blocks (old id -> new id): patch the block tables. Before anything else touches the KV."""
+        """The session moved blocks (old id -> new id): patch the block tables. Before anything else touches the KV. The same
+        mapping is applied once."""
         self.scheduler.relocate(moved)
 
     def preempt(self, blocks: int) -> tuple[str, ...]:
@@ -157,6 +159,7 @@ class Engine(ABC):
 
         Returns the ids of those requests, youngest first.
         """
+        self._settle()
         victims = []
         for sequence in self._youngest():
             if blocks <= 0:
@@ -196,11 +199,13 @@ class Engine(ABC):
         """The engine's turn is over: what is new of its requests' KV goes to host memory, if it swaps, so that their blocks
         can go at once when others need them. soon: its turn will be over soon; complete blocks go already."""
         if self.scheduler.swap:
+            self._settle()
             self.scheduler.save(self.tenant.kv, complete=soon)
 
     def bring_back(self) -> None:
         """The engine's turn will begin soon: KV of its requests comes back from host memory, if it swaps."""
         if self.scheduler.swap:
+            self._settle()
             self.scheduler.bring_back(self.tenant.kv)
 
     def advance(self, begin: float | None = None) -> StepOutput:
@@ -212,6 +217,7 @@ class Engine(ABC):
 
     def launch(self) -> Schedule:
         """The first half of `advance`: who runs in the next pass, with blocks allocated."""
+        self._settle()
         if self._landing:
             self._catch_up()
         schedule = self.scheduler.schedule(self.tenant.kv)
@@ -237,6 +243,11 @@ class Engine(ABC):
     def _end(self, sequence: Sequence, reason: str) -> None:
         self._ended[sequence.id] = sequence.output(reason)
         self._finish(sequence, reason)
+
+    def _settle(self) -> None:
+        """Block tables are as the session's reports say, even behind an interrupt."""
+        if self.session is not None:
+            self.reports.settle(self.session.step)
 
     def _catch_up(self) -> None:
         """An interrupt ended `land`: who has all his tokens is finished, in the next step's output, and a token that was not

@@ -90,7 +90,8 @@ class Sequence:
     which never change. `streamed`: so many of its first blocks are of `kv.stream`, and show the first of `host`; `homing`: a
     ticket, and blocks into which the last of them are being copied back. `high_water` = the most
     tokens whose KV ever existed, so computing token i < high_water is recomputing. `blocks` is extended in place; whoever
-    changes an entry, or takes any away, replaces the list (a block table knows by that what to write again).
+    changes an entry, or takes any away, replaces the list (a block table knows by that what to write again). `relocated`: the
+    last move of blocks that the tables follow (`Scheduler.relocate`).
     Times are on the engine's clock: when it arrived, and when its first and its last token came (None before the first).
 
     Scheduler, loop and metrics ask for lengths, not for values: `id`, `length`, `prompt_tokens`, `append` and `output`
@@ -108,6 +109,7 @@ class Sequence:
     host: list[int] = field(default_factory=list)
     streamed: int = 0
     homing: tuple[int, list[int]] | None = None
+    relocated: int = 0
     preemptions: int = 0
     first_s: float | None = None
     last_s: float | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from remap.engine import streaming
@@ -29,6 +29,8 @@ __all__ = ["TILE", "Schedule", "Scheduler"]
 
 # Rows of one prefill call. 32 is also the number that torch's fused CPU attention takes at a time, so nothing is lost.
 TILE = 32
+
+_MOVES = count(1)  # numbers of moves of blocks: a sequence may go to another scheduler
 
 
 class Schedule(NamedTuple):
@@ -108,6 +110,9 @@ class Scheduler:
         self.overlap = overlap
         self.stream = stream
         self.due = Due()
+        # Blocks that moved, under a number of their own, while tables follow; and the last that all follow, or will.
+        self._relocating: tuple[int, Mapping[int, int]] | None = None
+        self._relocated: Mapping[int, int] | None = None
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._arriving: dict[Sequence, int] = {}
@@ -169,15 +174,31 @@ class Scheduler:
 
     def relocate(self, moved: Mapping[int, int]) -> None:
         """Patch the block tables after the session moved blocks (old id -> new id). Call before anything else in a
-        step.
+        step. Can be called again with the same mapping, which is applied once.
         """
-        if moved:
-            self.due.relocate(moved)
-            for sequence in (*self.running, *self.arriving, *self.queued()):
-                sequence.blocks = [moved.get(block, block) for block in sequence.blocks]
-                if sequence.homing is not None:
-                    ticket, blocks = sequence.homing
-                    sequence.homing = ticket, [moved.get(block, block) for block in blocks]
+        if moved and moved is not self._relocated:
+            self._relocate()
+            self._relocating, self._relocated = (next(_MOVES), moved), moved
+            self._relocate()
+
+    def _relocate(self) -> None:
+        """Do what `_relocating` says. Can be done again: each table follows once."""
+        if self._relocating is None:
+            return
+        number, moved = self._relocating
+        self.due.relocate(number, moved)
+        for sequence in (*self.running, *self.arriving, *self.queued()):
+            if sequence.relocated != number:
+                blocks, homing = [moved.get(block, block) for block in sequence.blocks], sequence.homing
+                if homing is not None:
+                    homing = homing[0], [moved.get(block, block) for block in homing[1]]
+                sequence.blocks, sequence.homing, sequence.relocated = blocks, homing, number
+        self._relocating = None
+
+    def _mend(self, pool: BlockPool) -> None:
+        """Do what an interrupt has left undone."""
+        self._relocate()
+        self.due.give_surely(pool)
 
     def queued(self) -> Iterable[Sequence]:
         """Who does not run yet, in the order in which they will."""
@@ -187,6 +208,7 @@ class Scheduler:
         """Choose the chunks of the next pass and allocate their blocks. Counts as nothing until `commit`: repeating is
         harmless. Raises the pool's error if copies in have failed: their sequences wait again, with their KV in host memory.
         """
+        self._relocate()
         self.due.give(pool)
         if not self.swap:
             return self._schedule(pool)
@@ -268,21 +290,21 @@ class Scheduler:
     def preempt(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take the blocks of a sequence away that runs or arrives; it waits in the place of its age. Its KV goes to host
         memory, or is recomputed. Raises the pool's error if it cannot begin to copy; the sequence stays where it is then."""
-        self.due.give_surely(pool)
+        self._mend(pool)
         self._put_back(sequence, pool)
 
     def save(self, pool: BlockPool, complete: bool = False) -> None:
         """Copy out what host memory does not have yet of those who run, while there is room, the youngest first: so their
         blocks can go at once when somebody needs them. Between turns, when nobody writes; during a turn only `complete`
         blocks."""
-        self.due.give_surely(pool)
+        self._mend(pool)
         for sequence in reversed(self.running):
             if sequence.computed and not self._save(sequence, pool, (), complete):
                 return
 
     def bring_back(self, pool: BlockPool) -> None:
         """Start copying the KV of those back who are next and have it in host memory, while there is room: before their turn."""
-        self.due.give_surely(pool)
+        self._mend(pool)
         while self.waiting and self.waiting[0].host and self._held < self.max_num_seqs:
             sequence = self.waiting[0]
             if not self._seat(sequence, sequence.length, self.blocks_for(sequence.length), pool):
@@ -293,7 +315,7 @@ class Scheduler:
         """Have nothing in host memory any more, but for what streams: what there is room for, with so many blocks to spare, comes
         back, the oldest first, and runs; the rest is computed again. Waits for the copies. Raises the pool's error if they have
         failed: then those who waited for them wait again, with their KV in host memory."""
-        self.due.give_surely(pool)
+        self._mend(pool)
         for sequence in [one for one in self.waiting if one.host]:
             if self._seat(sequence, sequence.computed, self.blocks_for(sequence.computed) + spare, pool):
                 self._fetch(sequence, pool)
@@ -307,8 +329,9 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take a sequence out, wherever it is, and free its blocks. Can be called again."""
+        self._relocate()
+        self._drop(sequence, pool)  # first: blocks that are in no queue are not told that they moved
         self._move(sequence, State.FINISHED)
-        self._drop(sequence, pool)
 
     def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
         """How many tokens of `sequence` `schedule` computes next: all that is known, else up to a multiple of `chunk_align`. A

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from remap.engine.reports import Reports
 from remap.engine.shared_metrics import Activation, SharedResult, SharedSample, TenantSample
 from remap.errors import InvalidArgument, InvalidState
 
@@ -97,6 +98,9 @@ class SharedEngines:
                 )
         self.session = session
         self.engines = dict(engines)
+        self._reports = Reports(self.engines)
+        for engine in engines.values():
+            engine.reports = self._reports
         self.mode = mode
         self.quantum_s = quantum_s
         # Only who can give its blocks up for a copy does so before its turn is over.
@@ -320,8 +324,8 @@ class SharedEngines:
         tenant, begun = self.engines[name].tenant, self._clock()
         lent = tenant.lent_pages
         for _ in range(len(self.engines) + 1):
-            report = self.session.activate(name, alone=alone, partial=self.partial)
-            moved += self._follow(report.moved)
+            report = self._reports.ask(lambda: self.session.activate(name, alone=alone, partial=self.partial))
+            moved += sum(map(len, report.moved.values()))
             if report.activated:
                 if lent > tenant.lent_pages:
                     self._returning = _Return(name, report.restored, lent - tenant.lent_pages, begun)
@@ -366,16 +370,7 @@ class SharedEngines:
         """One call for all who are active; moves may concern anybody. The session's report, None without one."""
         if self.session is None or not self.active or self._prepared is not None:
             return None
-        report = self.session.step({name: self.engines[name].demand() for name in self.active})
-        self._follow(report.moved)
-        return report
-
-    def _follow(self, moved: Mapping[str, Mapping[int, int]]) -> int:
-        """Patch the block tables of whoever's blocks moved. How many did."""
-        for name, pairs in moved.items():
-            if name in self.engines:
-                self.engines[name].follow(pairs)
-        return sum(map(len, moved.values()))
+        return self._reports.ask(lambda: self.session.step({name: self.engines[name].demand() for name in self.active}))
 
     def _stalls(self) -> dict[str, float]:
         if self.session is None:

@@ -98,8 +98,14 @@ class KVCache:
 
     def allocate(self, count: int) -> list[int]:
         """`BlockPool.allocate`. Raises ForkedProcess in a forked child."""
-        ids: list[int] = self._turn.run(self.pool.allocate, count)
-        return ids
+        got: list[list[int]] = []
+        try:
+            self._turn.run(self._allocate, got, count)
+            return got[0]
+        except BaseException:
+            if got:  # an interrupt, and nobody knows these
+                self._turn.run(self.pool.free, got[0])
+            raise
 
     def free(self, ids: Iterable[int]) -> None:
         """`BlockPool.free`, of blocks that `stream` returned too. Raises ForkedProcess in a forked child."""
@@ -299,6 +305,10 @@ class KVCache:
         self._tensors = None
         self._memory = _gone
         self._streamable = self._reclaim = self._reclaimable = None
+
+    def _allocate(self, got: list[list[int]], count: int) -> None:
+        """Puts what it takes into `got`: then it has happened."""
+        got.append(self.pool.allocate(count))
 
     def _copy_out(self, got: list[list[int]], ids: Sequence[int], below: int | None) -> None:
         """Puts what it takes into `got`: then it has happened."""

@@ -531,10 +531,11 @@ class Changes:
         self._executor.forget(tenant.number)
 
     def release(self, tenant: TenantState) -> None:
-        """The tenant has gone: release its copy stream, its events and the objects that kept master copies alive."""
-        prefetcher, tenant.prefetcher = tenant.prefetcher, None
-        if prefetcher is not None:
-            self.streams.retire(prefetcher)
+        """The tenant has gone: release its copy stream, its events and the objects that kept master copies alive. Can be called
+        again."""
+        if tenant.prefetcher is not None:
+            self.streams.retire(tenant.prefetcher)
+            tenant.prefetcher = None
         tenant.source = tenant.source.released()
 
     def abandon(self, tenant: TenantState) -> None:

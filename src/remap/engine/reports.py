@@ -1,0 +1,56 @@
+"""The session's last report, until the tables of all engines follow it.
+
+A report tells which live blocks moved, once. An interrupt (Ctrl-C) may come between the session's call and the engine's tables:
+so the report is kept, and whoever touches the tables next lets them follow first. Of a call that an interrupt has ended the
+session's next report tells.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from remap.errors import Error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from remap.engine.engine import Engine
+
+__all__ = ["Reports"]
+
+
+class Reports:
+    """engines: by tenant name, all that the session moves blocks of."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = WeakValueDictionary(engines)  # they refer to this
+        self._report: Any = None
+        self._asking = False  # or an interrupt has ended that
+
+    def ask(self, call: Callable[[], Any]) -> Any:
+        """call() of the session: its report, with all tables as it says."""
+        self.follow()
+        self._asking = True
+        try:
+            self._report = call()
+        except Error:
+            self._asking = False  # nothing has moved
+            raise
+        self._asking = False
+        self.follow()
+        return self._report
+
+    def follow(self) -> None:
+        """Let all tables follow the last report. Can be called again."""
+        moved = {} if self._report is None else self._report.moved
+        for name, pairs in moved.items():
+            if name in self._engines:
+                self._engines[name].follow(pairs)
+
+    def settle(self, step: Callable[[], Any]) -> None:
+        """Before tables are touched outside of `ask`. step: the session's."""
+        if self._asking:
+            self.ask(step)
+        else:
+            self.follow()
