@@ -70,7 +70,7 @@ TRIED = {
     "remap demo": Tried(
         (
             "--budget 352MiB --dtype bfloat16 --requests 1 --max-num-seqs 2 --max-batch-tokens 64 --block-tokens 16 "
-            "--threads 1 --rounds 2 --out out",
+            "--threads 1 --rounds 1 --out out",
             "--tenants 3 --requests 1 --out out",
         ),
         small="--requests 1 --out out",
