@@ -247,7 +247,7 @@ class Engine(ABC):
     def _settle(self) -> None:
         """Block tables are as the session's reports say, even behind an interrupt."""
         if self.session is not None:
-            self.reports.settle(self.session.step)
+            self.reports.settle(lambda: self.session.step())
 
     def _catch_up(self) -> None:
         """An interrupt ended `land`: who has all his tokens is finished, in the next step's output, and a token that was not
