@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from statistics import median
 
 import pytest
 from bench.lab import gap, seeds
@@ -92,6 +94,38 @@ def test_what_is_run() -> None:
         assert setup.tenants == tenants(cell.panel.tenants, on)
         for policy in gap.POLICIES:
             fitting(setup, find(policy))
+
+
+def test_what_the_page_says_of_the_alternatives_is_what_is_stored() -> None:
+    """ "Behind in six of the seven", "2.9 to 30 times", "within 26 % of ideal in four", "4 to 35 times", "56 %"; who is far."""
+    data = json.loads(gap.RESULTS.read_text(encoding="utf-8"))
+
+    def values(cell: gap.Cell, policy: str, figure: str = "ttft_p99_s") -> list[float]:
+        return [data["points"][cell.name(policy, seed)][figure] for seed in range(gap.SETTINGS.seeds)]
+
+    behind, sooner, of_ideal, oftener, gaps = [], {}, {}, [], []
+    for cell in gap.CELLS:
+        pool, ours, everything, ideal = (
+            median(values(cell, policy)) for policy in ("kv-pool+swap", "remap", "remap:pool+swap", "ideal")
+        )
+        behind.append(ours > pool)
+        sooner[cell], of_ideal[cell] = pool / everything, everything / ideal
+        counts = [median(values(cell, policy, "preemptions")) for policy in ("remap:pool+swap", "kv-pool+swap")]
+        oftener.append(counts[0] / counts[1])
+        pairs = zip(values(cell, "remap:pool+swap", "tbt_p99_s"), values(cell, "ideal", "tbt_p99_s"))
+        gaps.append(median(mine / best for mine, best in pairs))
+        assert pool < median(values(cell, "kv-pool"))
+    assert behind == [True, True, False, True, True, True, True]
+    assert 2.8 < min(sooner.values()) < 2.95 and 29 < max(sooner.values()) < 30.5
+    assert sum(ratio < 1.265 for ratio in of_ideal.values()) == 4
+    assert min(oftener) > 3.95 and 34.5 < max(oftener) < 35.5
+    assert 1.555 < max(gaps) < 1.565
+    assert min(of_ideal[gap.CELLS[2]], of_ideal[gap.CELLS[-1]]) > 1.8
+
+
+def test_the_page_is_the_one_of_what_is_stored() -> None:
+    data = json.loads(gap.RESULTS.read_text(encoding="utf-8"))
+    assert gap.table(data) in gap.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
