@@ -7,7 +7,7 @@ session's next report tells.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from remap.errors import Error
@@ -15,15 +15,19 @@ from remap.errors import Error
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from remap.engine.engine import Engine
-
 __all__ = ["Reports"]
+
+
+class Tables(Protocol):
+    """What has block tables: an engine."""
+
+    def follow(self, moved: Mapping[int, int]) -> None: ...
 
 
 class Reports:
     """engines: by tenant name, all that the session moves blocks of."""
 
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, engines: Mapping[str, Tables]) -> None:
         self._engines = WeakValueDictionary(engines)  # they refer to this
         self._report: Any = None
         self._asking = False  # or an interrupt has ended that
