@@ -187,6 +187,13 @@ void bind_backend(py::module_& module) {
       py::arg("device") = 0, py::arg("library") = "", py::arg("shareable") = ShareableHandle::none,
       py::arg("gpu_direct_rdma") = false, py::arg("host_budget_bytes") = 0, ReleaseGil());
   module.def(
+      "host_room",
+      [](std::size_t budget_bytes) {
+        const HostRoom room = host_room(budget_bytes);
+        return py::make_tuple(room.bytes, room.limited_by);
+      },
+      py::arg("budget_bytes") = 0);
+  module.def(
       "probe_cuda",
       [](const std::string& library) {
         const CudaProbe probe = probe_cuda(library);

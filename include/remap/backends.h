@@ -69,6 +69,15 @@ struct CudaProbe {
 // What is there, without opening an arena (`remap doctor`). Throws as make_cuda_backend does if no driver can be loaded.
 CudaProbe probe_cuda(const std::string& library = {});
 
+// Host memory that may be taken now, and what bounds it: `budget_bytes` ("host_budget") if that is not 0, else REMAP_HOST_BUDGET,
+// whatever is in use of them; else what the process's cgroups ("cgroup") and the machine ("machine") can spare.
+// Throws invalid_argument for a REMAP_HOST_BUDGET that is no size.
+struct HostRoom {
+  std::size_t bytes = 0;
+  std::string limited_by;
+};
+HostRoom host_room(std::size_t budget_bytes = 0);
+
 // A device in virtual time (sim.h). Seconds, bytes and bytes per second.
 struct SimOptions {
   std::string machine = "custom";          // the name that a session shows

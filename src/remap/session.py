@@ -96,10 +96,14 @@ class Session:
     weights. By default the environment variable REMAP_HOST_BUDGET, else what the control group and the machine can
     spare. The field limited_by of LimitExceeded says which limit it was: "host_budget", "REMAP_HOST_BUDGET", "cgroup"
     or "machine".
+    host_kv: host memory for KV of paused and preempted requests, of all tenants whose `KVSpec.host_blocks` is None together:
+    bytes or "8GiB", shared evenly; 0: none. "auto": at most half of what the machine and its control group can spare when an
+    engine asks (`kv.open_host`), and no tenant more than the session could hold of its blocks. An engine that never asks
+    takes none.
 
     Raises InvalidArgument for a bad size, device, mode or option; OutOfMemory or LimitExceeded if the pages cannot be
     allocated (on the CPU also, with fields requested, limit and limited_by, for more than the machine or its control
-    group could ever hold); DriverError if the device has no driver, or one too old.
+    group could ever hold, host_kv included); DriverError if the device has no driver, or one too old.
 
     `clock()` gives the time in seconds for idle times and uses: time.monotonic, or a simulated device's virtual time.
     """
@@ -112,10 +116,12 @@ class Session:
         mode: str | None = None,
         page_bytes: int | str = "2MiB",
         host_budget: int | str | None = None,
+        host_kv: int | str = "auto",
         config: Config | None = None,
         platform: Platform | None = None,
     ) -> None:
         size, page = parse_size(capacity, "capacity"), parse_size(page_bytes, "page_bytes")
+        kv_bytes = None if host_kv == "auto" else parse_size(host_kv, "host_kv")
         if mode is None:
             mode = devices.default_mode()
         if mode not in ("aliased", "strict"):
@@ -139,7 +145,8 @@ class Session:
         self._executor = _core.Executor(self._arena)
         self.clock = self._device.clock
         self._streams = Streams(self._backend, self._device.simulator)
-        self._host = HostMemories(self._backend, self._device, size)
+        budget = 0 if host_budget is None else parse_size(host_budget, "host_budget")
+        self._host = HostMemories(self._backend, self._device, self._arena, kv_bytes, budget)
         self._config = Knobs.of(config or Config())
         self._tenants: dict[str, TenantState] = {}
         self._lock = SessionLock(_core.fork_generation, self, Session._begin_call, Session._end_call)
@@ -147,7 +154,13 @@ class Session:
         self._lending = Lending(self._tenants, self._changes)
         self._memory = partial(_memory, self._device, self._arena)
         self._arrivals = Arrivals(
-            self._changes, self._tenants, self._device, self._lock, self._memory, int(platform.copy_chunk_bytes)
+            self._changes,
+            self._tenants,
+            self._device,
+            self._lock,
+            self._memory,
+            self._host,
+            int(platform.copy_chunk_bytes),
         )
         self._link = self._arrivals.link
         self._offers = Offers(

@@ -67,7 +67,7 @@ Given = dict[str, Any]
 # name -> (world -> the call, and arguments that are right). A callable argument is made of the world.
 CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "Session": (lambda w: closing(remap.Session), {
-        "capacity": 1 << 16, "device": "cpu", "mode": "strict", "page_bytes": 4096, "host_budget": None, "config": None,
+        "capacity": 1 << 16, "device": "cpu", "mode": "strict", "page_bytes": 4096, "host_budget": None, "host_kv": "auto", "config": None,
         "platform": None,
     }),
     "Config": (lambda w: remap.Config, {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -103,10 +104,13 @@ def test_tokens_are_those_of_the_unconstrained_engine(kind, runner, layout):
     model, requests = make(kind), requests_for(kind)
     expected = reference(model, requests, layout=layout)
     scarce = kv_spec(model, min_blocks=14, layout=layout)
-    with unhooked(model, kv=scarce, config=remap.advanced.Knobs(max_layers=0)) as rig:  # a session that may not grow
-        tokens, baseline, _ = run(rig, requests, rig.session, runner=runner)
-        assert tokens == expected
-        assert min(baseline.preemptions, baseline.recomputed_tokens) > 0 == rig.tenant.remapped
+    fixed = remap.advanced.Knobs(max_layers=0)  # a session that may not grow
+    for host_blocks, recomputes in ((0, True), (None, False)):  # by default what is preempted goes to host memory
+        with unhooked(model, kv=replace(scarce, host_blocks=host_blocks), config=fixed) as rig:
+            tokens, baseline, _ = run(rig, requests, rig.session, runner=runner)
+            assert tokens == expected
+            assert baseline.preemptions > 0 == rig.tenant.remapped
+            assert (baseline.recomputed_tokens > 0) is recomputes
     with unhooked(model, kv=scarce, config=STEADY) as rig:
         tokens, grown, _ = run(rig, requests, rig.session, runner=runner)
         assert tokens == expected

@@ -30,7 +30,7 @@ MODES = ("aliased", "strict")
 
 def store(blocks: int, layout: str = "block_major", layers: int = 3) -> HostBlocks:
     spec = KVSpec(layers=layers, kv_heads=1, head_dim=4, min_blocks=0, max_blocks=20, layout=layout, host_blocks=blocks)
-    return HostBlocks(KVGeometry(spec, 256))
+    return HostBlocks(KVGeometry(spec, 256), blocks)
 
 
 # -- books -------------------------------------------------------------------------------------------------------------

@@ -76,7 +76,9 @@ def test_runs_of_several_tenants_add_up(small):
         assert len(run.ttft_s) == len(run.tokens) == len(items)
         assert len(run.tbt_s) == run.generated_tokens - len(items)
         assert run.capacity_bytes == world.budget_bytes
-        assert run.kv_blocks_start == sum(world.start_blocks.values())
+        # With remap a tenant begins with a part of its own, and what its warm-up needed.
+        everything = sum(world.start_blocks.values())
+        assert run.kv_blocks_start == everything if kind == "baseline" else 0 < run.kv_blocks_start <= everything
         assert run.layers == sum(map(world.layers, world.names))
         assert run.preemptions == sum(one["preemptions"] for one in run.tenants.values())
         assert run.timeline[-1].preemptions == run.preemptions

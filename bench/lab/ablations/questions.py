@@ -69,8 +69,9 @@ class Ablation:
     quiet_from: float | None = None
 
 
-def _remap(**settings: object) -> Wiring:
-    return Wiring(controller=MappingProxyType(settings))
+def _remap(partial: bool | None = None, **settings: object) -> Wiring:
+    """What weights are worth by themselves: each tenant keeps its KV, and nothing goes to host memory."""
+    return Wiring(controller=MappingProxyType(settings), partial=partial, own=1.0, swap=False)
 
 
 RECOMPUTE = Side("recompute", Wiring())
@@ -212,7 +213,7 @@ ABLATIONS = (
         "activation",
         "A turn begins while others' requests live where its layers were: preempt them, or stream these layers meanwhile?",
         (
-            Side("preempt", Wiring(controller=MappingProxyType({}), partial=False)),
+            Side("preempt", _remap(partial=False)),
             Side("stream", _remap()),
         ),
         (

@@ -44,7 +44,12 @@ POLICIES: Mapping[str, Policy] = {
         "KV of running requests streams from host memory",
         Wiring({"max_layers": 0, "lends": False}, swap=True, stream=True),
     ),
-    "remap": Policy("the controller remaps weights", Wiring(controller={})),
+    "kv-pool+swap": Policy(
+        "unused KV is everybody's, preempted requests keep theirs in host memory, weights stay",
+        Wiring({"max_layers": 0}),
+    ),
+    "weights": Policy("the controller remaps weights, and nothing else", Wiring({}, own=1.0, swap=False)),
+    "remap": Policy("the default: unused KV, KV in host memory, weights", Wiring({})),
     "all": Policy("the controller, KV in host memory, and KV that streams", Wiring({}, swap=True, stream=True)),
 }
 

@@ -25,16 +25,21 @@ std::size_t free_bytes(const Driver& driver, int ordinal) {
 
 }  // namespace
 
+HostRoom host_room(std::size_t budget_bytes) {
+  HostBudget budget = user_budget(budget_bytes);
+  if (!budget.set()) budget = host_budget(read_host_limits());
+  return {budget.bytes, to_string(budget.limited_by)};
+}
+
 CudaProbe probe_cuda(const std::string& library) {
   const Driver& driver = load_driver(library);
   CudaProbe probe;
   probe.library = driver.library;
   probe.driver_version = driver.version;
   probe.emulated = driver.emulated;
-  HostBudget budget = user_budget(0);
-  if (!budget.set()) budget = host_budget(read_host_limits());
-  probe.host_budget_bytes = budget.bytes;
-  probe.host_limited_by = to_string(budget.limited_by);
+  const HostRoom room = host_room();
+  probe.host_budget_bytes = room.bytes;
+  probe.host_limited_by = room.limited_by;
   try {
     initialize(driver);
   } catch (const Error& error) {

@@ -80,21 +80,28 @@ SMALL = Preset(
 )
 
 
+OWN = 0.25
+"""The share of each tenant's KV that stays its own where unused KV is everybody's, as in the simulator."""
+
+
 @dataclass(frozen=True)
 class Wiring:
     """The settings of a run.
 
     controller: the arguments of `Knobs`; None for the recompute baseline. by_hand: share of each tenant's layers that
     is remapped before the first request, without a controller (`controller` is then None). partial: see
-    `SharedEngines`. swap: whoever is preempted keeps its KV in host memory, which has room for all requests at once. stream:
-    and complete blocks of running requests stream from there, as many as a tenant's KV has at first.
+    `SharedEngines`. own: with a controller, the share of its KV at the start that stays a tenant's own; the rest is for whoever
+    needs it first. swap: whoever is preempted keeps its KV in host memory, which has room for all requests at once; None: it has
+    what the session gives (`Session(host_kv=)`), with a controller, and none without. stream: and complete blocks of running
+    requests stream from there, as many as a tenant's KV has at first.
     """
 
     controller: Mapping[str, Any] | None = None
     by_hand: float = 0.0
     buffers: int = 2
     partial: bool | None = None
-    swap: bool = False
+    own: float = OWN
+    swap: bool | None = None
     stream: bool = False
 
 
@@ -166,8 +173,8 @@ class World:
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 
-    def spec(self, name: str, start: int, most: int, host: int = 0) -> KVSpec:
-        """The KV cache of a tenant. host: blocks of host memory."""
+    def spec(self, name: str, start: int, most: int, host: int | None = 0) -> KVSpec:
+        """The KV cache of a tenant. host: blocks of host memory; None: what the session gives."""
         from remap import KVSpec
 
         config = self._models[name].config
@@ -264,11 +271,14 @@ class World:
             for name in self.names
         }
         blocks = {name: max(start, need[name] if ample else 0) for name, start in self.start_blocks.items()}
-        host = need if wiring.swap and not ample else dict.fromkeys(self.names, 0)
+        room = None if wiring.swap is None else 0
+        host = need if wiring.swap and not ample else dict.fromkeys(self.names, 0 if ample else room)
         capacity = self.last_capacity_bytes = self.capacity(blocks)
         config = None if wiring.controller is None or ample else self._controller(wiring.controller)
         with Session(capacity=capacity, device="cpu", page_bytes=preset.page_bytes, config=config) as session:
             stream = wiring.stream and not ample
+            if config is not None and not stream:
+                blocks = {name: max(1, int(wiring.own * mine)) for name, mine in blocks.items()}
             engines = self._attach(
                 session, blocks, host, stream, config is not None, max_num_seqs or preset.max_num_seqs
             )
@@ -306,7 +316,7 @@ class World:
         self,
         session: Session,
         blocks: Mapping[str, int],
-        host: Mapping[str, int],
+        host: Mapping[str, int | None],
         stream: bool,
         remaps: bool,
         max_num_seqs: int,
@@ -347,7 +357,7 @@ class World:
             for index in range(2):
                 engine.add_request(Request(f"warm-{index}", prompt[index:], SamplingParams(max_tokens=6)))
             while engine.unfinished:
-                engine.advance()
+                engine.step()
 
 
 def _copied(session: Session) -> dict[str, dict[str, int]]:

@@ -344,9 +344,10 @@ class LLMEngine(Engine):
 
     model: a transformers causal LM whose layers the tenant owns. tenant: see `ModelRunner` and `Engine`, as are session and
     probe. runner: "cpu" (`ModelRunner`), "gpu" (`GpuRunner`) or "auto", by the device of the KV tensors;
-    attention, graphs, staging, max_model_len: the GPU runner's. The other arguments are the scheduler's. A tenant with host
-    blocks (`KVSpec.host_blocks`) swaps: whoever is preempted keeps its KV in host memory, and nothing is recomputed while that
-    has room. One with streamed blocks (`KVSpec.streamed_blocks`) lets complete blocks stream from there before it preempts.
+    attention, graphs, staging, max_model_len: the GPU runner's. The other arguments are the scheduler's. With a session the
+    engine takes the host memory that this gives it (`Session(host_kv=)`, `KVSpec.host_blocks`) and swaps: whoever is preempted
+    keeps its KV in host memory, and nothing is recomputed while that has room. Without one it swaps only if `host_blocks` is a
+    number. Streamed blocks (`KVSpec.streamed_blocks`): complete blocks stream from there before it preempts.
     """
 
     runner: ModelRunner | GpuRunner
@@ -392,10 +393,10 @@ class LLMEngine(Engine):
                 graphs=graphs,
                 staging=staging,
             )
-        host = getattr(tenant.kv, "host", None)  # a test double has no host memory
+        real = hasattr(tenant.kv, "open_host")  # a test double has no host memory
         scheduler = Scheduler(
-            swap=host is not None and host.total > 0,
-            stream=host is not None and tenant.kv.spec.streamed_blocks > 0,
+            swap=real and (tenant.kv.host.total if session is None else tenant.kv.open_host()) > 0,
+            stream=real and tenant.kv.spec.streamed_blocks > 0,
             block_tokens=tenant.kv.block_tokens,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,

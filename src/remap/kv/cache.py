@@ -70,9 +70,11 @@ class KVCache:
         copies: Copies,
         memory: Any,
         turn: Turn,
-        host_address: int = 0,
+        host: HostBlocks,
+        host_store: Callable[[], HostBlocks] | None = None,
     ) -> None:
-        """copies: of bytes of the region and of the host store, which begins at host_address if the spec has host blocks.
+        """copies: of bytes of the region and of the host store. host_store: takes the store that comes in place of `host`, when
+        somebody first asks for it; None: `host` stays.
 
         memory(address, nbytes) makes byte tensors. turn: the tenant's; the engine's calls wait for changes in progress.
         """
@@ -86,9 +88,9 @@ class KVCache:
         self._memory = memory
         self._tensors: list[torch.Tensor] | None = None
         self._turn = turn
-        self.host = HostBlocks(geometry)
+        self.host = host
+        self._host_store = host_store
         self.streamed = StreamedBlocks(geometry)
-        self._host_address = host_address
         self.copied_out_bytes = self.copied_in_bytes = 0
         self._streamable: Callable[[], int] | None = None
         self._reclaim: Callable[[int], object] | None = None
@@ -125,6 +127,7 @@ class KVCache:
         memory has fewer blocks, InvalidArgument for a block that is not live; nothing was copied then. A copy that fails
         later is found by `join`, `free` or a copy in, which raise, and by `kept`.
         """
+        self.open_host()
         got: list[list[int]] = []
         try:
             self._turn.run(self._copy_out, got, listed(ids), below)
@@ -210,12 +213,25 @@ class KVCache:
         _require_call("streamable", streamable)
         self._streamable = streamable
 
+    def open_host(self) -> int:
+        """Take the host memory that `Session(host_kv=)` gives to this tenant's KV, if its `KVSpec.host_blocks` leaves that open.
+        Returns how many host blocks the tenant has. `on_reclaim` and the first `copy_out` do it as well.
+
+        Between passes: on a GPU it page-locks memory, some tenths of a second for each GiB. Done once: later calls change
+        nothing. Where "auto" finds no memory to spare there are 0, and a line of log says why. Raises OutOfMemory or
+        LimitExceeded if a number that `host_kv` names cannot be had; nothing changed then.
+        """
+        if self._host_store is not None:
+            self._turn.exclusively(self._take_host)
+        return self.host.total
+
     def on_reclaim(self, reclaim: Callable[[int], object], reclaimable: Callable[[], int]) -> None:
         """While the tenant is inactive, others may need its pages. reclaim(blocks) is asked to free so many live blocks, by
         copying them out, or fewer; reclaimable() says how many it could free now. Both are called inside `session.step`,
-        before anything changes."""
+        before anything changes. Raises as `open_host` does."""
         _require_call("reclaim", reclaim)
         _require_call("reclaimable", reclaimable)
+        self.open_host()
         self._reclaim, self._reclaimable = reclaim, reclaimable
 
     @property
@@ -304,11 +320,16 @@ class KVCache:
         object keeps nothing of the tenant or its engine."""
         self._tensors = None
         self._memory = _gone
+        self._host_store = None
         self._streamable = self._reclaim = self._reclaimable = None
 
     def _allocate(self, got: list[list[int]], count: int) -> None:
         """Puts what it takes into `got`: then it has happened."""
         got.append(self.pool.allocate(count))
+
+    def _take_host(self) -> None:
+        if self._host_store is not None:
+            self.host, self._host_store = self._host_store(), None
 
     def _copy_out(self, got: list[list[int]], ids: Sequence[int], below: int | None) -> None:
         """Puts what it takes into `got`: then it has happened."""
@@ -319,7 +340,7 @@ class KVCache:
             hosts = self.host.allocate(len(ids), below)
             ranges = self.host.ranges(list(zip(ids, hosts)))
             self._copies.copy_out(
-                [(self._host_address + store, self.address + region, size) for region, store, size in ranges],
+                [(self.host.address + store, self.address + region, size) for region, store, size in ranges],
                 hosts,
                 ids,
             )
@@ -396,7 +417,7 @@ class KVCache:
         self._require_kept(hosts)
         ranges = self.host.ranges(list(zip(ids, hosts)))
         ticket = self._copies.copy_in(
-            [(self.address + region, self._host_address + store, size) for region, store, size in ranges], hosts, ids
+            [(self.address + region, self.host.address + store, size) for region, store, size in ranges], hosts, ids
         )
         self.copied_in_bytes += len(ids) * self.spec.block_bytes
         return ticket

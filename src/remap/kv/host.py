@@ -1,9 +1,9 @@
 """KV blocks in host memory: which host blocks are in use, and which bytes a copy to or from them moves. Pure.
 
-The store is laid out as the KV region is, with `host_blocks` blocks a range instead of pages:
+The store is laid out as the KV region is, with `total` blocks a range instead of pages:
 
     block_major   host block h: bytes [h * unit, (h + 1) * unit)
-    layer_major   the same in each of 2 * layers ranges of host_blocks * unit bytes
+    layer_major   the same in each of 2 * layers ranges of total * unit bytes
 
 so blocks that are consecutive on both sides are one copy a range. KV is append-only: a complete block never changes, so
 its host copy stays valid for as long as the request lives (Pie copies out again whatever it copies in; theory: an
@@ -44,13 +44,15 @@ def first_wrong(books: bytes, blocks: Sequence[object]) -> list[object]:
 class HostBlocks:
     """The books of one tenant's host store. All methods are whole or change nothing, an interrupted one too.
 
-    books: a byte for each host block, 1 for one in use. A value: a change makes another one, and one store puts it in the old
-    one's place. Whoever changes several books together keeps the old value, and stores it again if the rest fails.
+    total blocks begin at `address`. books: a byte for each host block, 1 for one in use. A value: a change makes another one, and
+    one store puts it in the old one's place. Whoever changes several books together keeps the old value, and stores it again
+    if the rest fails.
     """
 
-    def __init__(self, geometry: KVGeometry) -> None:
+    def __init__(self, geometry: KVGeometry, total: int, address: int = 0) -> None:
         self.geometry = geometry
-        self.total = geometry.spec.host_blocks
+        self.total = total
+        self.address = address
         self.books = bytes(self.total)
 
     @property
@@ -89,7 +91,7 @@ class HostBlocks:
         if count > free:
             raise OutOfBlocks(
                 f"{count} host blocks requested{'' if below is None else f' below {shown(below)}'}, {free} free of {self.total}; "
-                "nothing was copied; free host blocks, or give the tenant more with KVSpec(host_blocks=)",
+                "nothing was copied; free host blocks, or give the tenant more with KVSpec(host_blocks=) or Session(host_kv=)",
                 requested=count,
                 free=free,
                 usable=self.total,

@@ -62,7 +62,8 @@ class KVSpec:
     addresses, not of memory). Raises InvalidArgument (fields: field, value, and the bound that was broken).
 
     host_blocks: blocks of host memory (page-locked for a device) that `kv.copy_out` copies to, and `kv.copy_in` from: what a
-    paused request holds can lie there while others use its pages.
+    paused request holds can lie there while others use its pages. None: as many as `Session(host_kv=)` gives, taken when the
+    engine first asks for them (`kv.open_host`). A number: taken at attach, beside `host_kv`.
     streamed_blocks: blocks of the tensors that hold, in passes that name them, what lies in host blocks (`kv.stream`): each
     layer's part of them is copied in just before that layer reads it. They take the memory of
     streamed_blocks * 2 / layers blocks. layer_major only, and at most host_blocks.
@@ -80,7 +81,7 @@ class KVSpec:
     min_blocks: int
     max_blocks: int
     layout: str = "block_major"
-    host_blocks: int = 0
+    host_blocks: int | None = None
     streamed_blocks: int = 0
     scratch_blocks: int = 0
     dtype_named: bool = field(init=False, repr=False, compare=False)
@@ -92,7 +93,8 @@ class KVSpec:
         for name in ("layers", "kv_heads", "head_dim", "block_tokens", "max_blocks"):
             _require_int(name, getattr(self, name), 1)
         _require_int("min_blocks", self.min_blocks, 0)
-        _require_int("host_blocks", self.host_blocks, 0)
+        if self.host_blocks is not None:
+            _require_int("host_blocks", self.host_blocks, 0)
         _require_int("streamed_blocks", self.streamed_blocks, 0)
         _require_int("scratch_blocks", self.scratch_blocks, 0)
         if self.max_blocks < self.min_blocks:
@@ -120,7 +122,7 @@ class KVSpec:
                 value=self.layout,
             )
 
-        if self.streamed_blocks and (self.layout != "layer_major" or self.streamed_blocks > self.host_blocks):
+        if self.streamed_blocks and (self.layout != "layer_major" or self.streamed_blocks > (self.host_blocks or 0)):
             raise InvalidArgument(
                 f"streamed_blocks={self.streamed_blocks} needs layout='layer_major', where a layer's part of a block lies by "
                 f"itself, and a host block for each; got {shown(self.layout)} and host_blocks={self.host_blocks}; nothing was "
@@ -156,7 +158,7 @@ class KVSpec:
 def with_streamed(spec: KVSpec, streamed_blocks: int, page_bytes: int) -> KVSpec:
     """`spec` in layer_major layout with so many streamed blocks, or as many as it has host blocks. Their buffers come out of
     the memory of its min_blocks, which falls by what they take, in whole blocks. spec: block_major."""
-    wide = replace(spec, layout="layer_major", streamed_blocks=min(streamed_blocks, spec.host_blocks))
+    wide = replace(spec, layout="layer_major", streamed_blocks=min(streamed_blocks, spec.host_blocks or 0))
     geometry = KVGeometry(wide, page_bytes)
     pages = KVGeometry(spec, page_bytes).pages_for_blocks(spec.min_blocks) - geometry.buffer_pages
     return replace(

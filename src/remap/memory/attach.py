@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from remap import _core
 from remap.config import Knobs
 from remap.errors import InvalidArgument, LimitExceeded, OutOfMemory
 from remap.kv.cache import KVCache
+from remap.kv.host import HostBlocks
 from remap.kv.spec import BUFFERS, MOST_BLOCKS, KVGeometry, KVSpec
 from remap.locking import SessionLock, Turn
 from remap.memory.apply import Changes
 from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
-from remap.memory.host_memory import HostMemory
+from remap.memory.host_memory import HostMemories, HostMemory
 from remap.memory.kv_copies import KVCopies
 from remap.memory.plan import MAX_BUFFERS, TenantPages, plan_free_pages, run_of
 from remap.memory.shared_link import SharedLink
@@ -56,15 +58,17 @@ class Arrivals:
         device: Device,
         lock: SessionLock,
         memory: Callable[[int, int], Any],
+        hosts: HostMemories,
         copy_chunk_bytes: int,
     ) -> None:
-        """tenants: the session's own. memory(address, nbytes) makes byte tensors over a region."""
+        """tenants: the session's own, as hosts. memory(address, nbytes) makes byte tensors over a region."""
         self._changes = changes
         self._arena = changes.arena
         self._tenants = tenants
         self._device = device
         self._lock = lock
         self._memory = memory
+        self._hosts = hosts
         self._copy_chunk_bytes = copy_chunk_bytes
         self.link = SharedLink(tenants)
         self._next = 0
@@ -160,8 +164,8 @@ class Arrivals:
             )
         geometry = KVGeometry(kv, page_bytes)
         for what, count, most in (
-            ("host_blocks", kv.host_blocks, MOST_BLOCKS),
-            ("host_bytes", kv.host_blocks * kv.block_bytes, MOST_BYTES),
+            ("host_blocks", kv.host_blocks or 0, MOST_BLOCKS),
+            ("host_bytes", (kv.host_blocks or 0) * kv.block_bytes, MOST_BYTES),
             ("region_bytes", geometry.region_bytes, MOST_BYTES),
         ):
             if count > most:
@@ -261,11 +265,15 @@ class Arrivals:
             chunk_bytes=self._copy_chunk_bytes,
         )
         copies = KVCopies(self._changes.streams, compute, (lambda: prefetcher.copy_stream) if window else None)
-        store = host.reserve(kv.host_blocks * kv.block_bytes) if kv.host_blocks else 0
+        host.kv_bytes = None if kv.host_blocks is None else 0
+        stored = HostBlocks(
+            geometry, kv.host_blocks or 0, host.reserve(kv.host_blocks * kv.block_bytes) if kv.host_blocks else 0
+        )
         if window:
             region, unit = arena.address(kv_region), geometry.unit_bytes
             ranges = [
-                (region + r * geometry.range_bytes, store + r * kv.host_blocks * unit) for r in range(geometry.ranges)
+                (region + r * geometry.range_bytes, stored.address + r * stored.total * unit)
+                for r in range(geometry.ranges)
             ]
             prefetcher.stream_blocks(list(zip(ranges[::2], ranges[1::2])), unit, BUFFERS)
         made = arrival.tenant = TenantState(
@@ -303,7 +311,8 @@ class Arrivals:
                 copies,
                 self._memory,
                 turn,
-                store,
+                stored,
+                partial(self._hosts.store_kv, host, name, geometry) if kv.host_blocks is None else None,
             ),
             prefetcher=prefetcher,
             compute=compute,
@@ -318,7 +327,7 @@ class Arrivals:
             self._changes.configure(made)
         if window:  # at most what a copy costs whatever its size: one block's takes hardly longer
             first = ranges[0][0] + geometry.first_streamed * unit
-            made.copy_setup_s = self._changes.streams.copy_seconds(first, store, unit)
+            made.copy_setup_s = self._changes.streams.copy_seconds(first, stored.address, unit)
         if first_pages:
             self._changes.apply(made, plan_free_pages(made.pages, giving[:first_pages], give=True))
             self._changes.settle(made)

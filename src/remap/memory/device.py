@@ -205,6 +205,14 @@ class Device:
             torch.cuda.current_stream(self.name.index).synchronize()
 
 
+def host_room(budget: int = 0) -> tuple[int, str]:
+    """Bytes of host memory that may be taken now, and what bounds them: `budget` ("host_budget") if it is not 0, else the
+    environment's ("REMAP_HOST_BUDGET"), whatever is in use of them; else what the control group ("cgroup") and the machine
+    ("machine") can spare."""
+    room: tuple[int, str] = _core.host_room(budget)
+    return room
+
+
 def resolve(
     device: object,
     capacity: int,

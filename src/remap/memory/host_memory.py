@@ -4,14 +4,19 @@ from it at the full speed of its link."""
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from remap.errors import Error
+from remap.errors import Error, LimitExceeded, OutOfMemory
+from remap.kv.host import HostBlocks
+from remap.kv.spec import MOST_BLOCKS, KVGeometry
+from remap.memory.device import host_room
 from remap.memory.machine_memory import require_memory
 from remap.memory.streams import gone
+from remap.sizes import MOST_BYTES, show_size
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
     from remap.memory.device import Device
 
 __all__ = ["HostMemories", "HostMemory"]
+
+_logger = logging.getLogger("remap.host_kv")
 
 
 class HostMemory:
@@ -31,6 +38,7 @@ class HostMemory:
         self._beside = beside
         self._allocated: list[tuple[int, int]] = []
         self._registered: list[tuple[int, int]] = []
+        self.kv_bytes: int | None = 0  # that `HostMemories.store_kv` gave; None: it may be asked for them yet
 
     @property
     def allocated_bytes(self) -> int:
@@ -102,16 +110,73 @@ class HostMemory:
 class HostMemories:
     """A session's host memory: its tenants', and memory that the backend has not taken back yet."""
 
-    def __init__(self, backend: Any, device: Device, arena_bytes: int) -> None:
-        """arena_bytes: of the arena, which lies in host memory as well on the CPU."""
+    def __init__(self, backend: Any, device: Device, arena: Any, kv_bytes: int | None = None, budget: int = 0) -> None:
+        """arena: it lies in host memory as well on the CPU. kv_bytes: for KV of tenants whose `KVSpec.host_blocks` is None; None:
+        sized by itself. budget: of page-locked memory; 0: the environment's, or what can be spared. Raises OutOfMemory (fields
+        requested, limit, limited_by) for more kv_bytes than the machine or its control group could ever hold.
+        """
         self._backend = backend
         self._device = device
-        self._arena_bytes = arena_bytes if device.name.kind == "cpu" else 0
+        self._arena = arena
+        self._capacity = arena.counts()["total"] * arena.page_bytes
+        self._arena_bytes = self._capacity if device.name.kind == "cpu" else 0
         self._held: list[HostMemory] = []
+        self._kv_bytes = kv_bytes
+        self._budget = budget
+        if kv_bytes and device.simulator is None:
+            require_memory(self._arena_bytes + kv_bytes, what="host memory for KV, with the arena,")
 
     def nbytes(self) -> int:
         """Bytes of the machine's memory that the session has, the arena on the CPU included."""
         return self._arena_bytes + sum(host.allocated_bytes for host in self._held)
+
+    def store_kv(self, host: HostMemory, name: str, geometry: KVGeometry) -> HostBlocks:
+        """Memory for the KV blocks of tenant `name`, whose `host` has none yet: an equal part of what there is for those that
+        have none, and never more than the arena could hold of its blocks. Sized by itself, all together take at most half of
+        what can be spared now: the rest is for master copies to come, and for everybody else. None to spare: no blocks, and a
+        line of log. Raises what `reserve` raises if a number was named. With the session's lock held."""
+        asking = sum(each.kv_bytes is None for each in self._held)
+        each_bytes = geometry.spec.block_bytes
+        if self._kv_bytes is not None:
+            room, why = self._kv_bytes - sum(each.kv_bytes or 0 for each in self._held), "host_kv"
+        else:
+            spare, why = self._spare()
+            room = spare // 2
+        most = min(geometry.spec.max_blocks, self._capacity // each_bytes, MOST_BLOCKS)
+        blocks = max(0, min(most, room // max(1, asking) // each_bytes))
+        address = 0
+        try:
+            address = host.reserve(blocks * each_bytes) if blocks else 0
+        except (OutOfMemory, LimitExceeded) as error:
+            if self._kv_bytes is not None:
+                raise
+            blocks, why = 0, str(error)
+        # An interrupt above leaves memory that nobody uses, until the tenant goes.
+        host.kv_bytes = blocks * each_bytes
+        if blocks or self._kv_bytes == 0:
+            _logger.info("KV of %r: %d host blocks, %s", name, blocks, show_size(host.kv_bytes))
+        else:
+            _logger.warning(
+                "KV of %r gets no host memory: %s to give, a block takes %s (%s); whoever is preempted is recomputed",
+                name,
+                show_size(max(0, room)),
+                show_size(each_bytes),
+                why,
+            )
+        return HostBlocks(geometry, blocks, address)
+
+    def _spare(self) -> tuple[int, str]:
+        """Bytes of host memory that may be taken now, and what bounds them."""
+        if self._device.simulator is not None:
+            return MOST_BYTES, "machine"
+        room, why = host_room(self._budget)
+        if why in ("host_budget", "REMAP_HOST_BUDGET"):
+            return room - sum(each.nbytes for each in self._held), why
+        if self._arena_bytes:
+            # Of the arena only the weights have surely been touched; the kernel has yet to find the rest.
+            counts = self._arena.counts()
+            room -= (counts["total"] - counts["params"]) * self._arena.page_bytes
+        return room, why
 
     @contextmanager
     def taken(self, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory]:

@@ -1,0 +1,195 @@
+"""`Session(host_kv=)`: how much host memory a tenant's KV gets, when, and what is said where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+import pytest
+from arena_worlds import PAGE, make_layers, write_block
+from hypothesis import given
+from hypothesis import strategies as st
+
+import remap
+from remap.errors import InvalidArgument, LimitExceeded, OutOfBlocks, OutOfMemory
+from remap.kv.spec import KVSpec
+from remap.memory import host_memory
+
+CAPACITY = 64 * PAGE
+BLOCK = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=0, max_blocks=1).block_bytes
+
+
+def session_of(tenants: str = "m", most: int = 20, **session: Any) -> remap.Session:
+    made = remap.Session(CAPACITY, page_bytes=PAGE, **session)
+    for name in tenants:
+        attach(made, name, most)
+    return made
+
+
+def content(tenant: Any, block: int) -> bytes:
+    return ctypes.string_at(tenant.kv.address + block * BLOCK, BLOCK)
+
+
+def attach(session: remap.Session, name: str, most: int = 20, **more: Any) -> remap.Tenant:
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=2, max_blocks=most, **more)
+    return session.attach_bytes(make_layers((1, 1)), name=name, kv=spec)
+
+
+def held(session: remap.Session) -> int:
+    return sum(host.allocated_bytes for host in session._host._held)
+
+
+@pytest.fixture
+def spare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """spare(nbytes): the machine can spare so much, beside what the arena has yet to touch of its pages."""
+
+    def say(nbytes: int, why: str = "machine") -> None:
+        untouched = (64 - 2) * PAGE  # one tenant's layers have been touched
+        monkeypatch.setattr(host_memory, "host_room", lambda budget: (untouched + nbytes, why))
+
+    return say
+
+
+def test_nobody_who_does_not_ask_takes_any() -> None:
+    with session_of("ab") as session:
+        kv = session._tenants["a"].kv
+        assert kv.spec.host_blocks is None and kv.host.total == 0 and not kv.reclaims and held(session) == 0
+        assert session._tenants["b"].kv.open_host() == 20
+        assert held(session) == 20 * BLOCK and kv.host.total == 0
+
+
+@pytest.mark.parametrize("asks", ["open_host", "on_reclaim", "copy_out"])
+def test_whoever_asks_has_as_many_blocks_as_its_kv_can_ever_have(asks: str) -> None:
+    with session_of(most=20) as session:
+        kv = session._tenants["m"].kv
+        (block,) = kv.allocate(1)
+        write_block(session._tenants["m"], block, 77)
+        if asks == "open_host":
+            assert kv.open_host() == 20
+        elif asks == "on_reclaim":
+            kv.on_reclaim(lambda blocks: None, lambda: 0)
+            assert kv.reclaims
+        hosts = kv.copy_out([block])
+        books, address = kv.host.books, kv.host.address
+        kv.on_reclaim(lambda blocks: None, lambda: 0)
+        assert kv.open_host() == kv.host.total == 20 and (kv.host.books, kv.host.address) == (books, address)
+        assert held(session) == 20 * BLOCK
+        kv.free([block])  # behind the copy
+        (block,) = kv.allocate(1)
+        write_block(session._tenants["m"], block, 5)
+        kv.join(kv.copy_in(hosts, [block]))
+        assert content(session._tenants["m"], block) == bytes([77]) * BLOCK
+    assert kv.open_host() == 20  # nothing is taken for who has gone
+    with session_of(most=10**6) as session:
+        assert session._tenants["m"].kv.open_host() == CAPACITY // BLOCK
+
+
+def test_by_itself_it_takes_at_most_half_of_what_can_be_spared(spare: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "remap.host_kv")
+    with session_of("m", most=1000) as session:
+        spare(31 * BLOCK)
+        assert session._tenants["m"].kv.open_host() == 15
+    (line,) = caplog.records
+    assert line.levelno == logging.INFO and "'m': 15 host blocks" in line.getMessage()
+
+
+@pytest.mark.parametrize("spared", [BLOCK, 0, -(10**9)])
+def test_a_machine_without_spare_memory_serves_as_before(
+    spared: int, spare: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with session_of() as session:
+        spare(spared, "cgroup")
+        kv = session._tenants["m"].kv
+        kv.on_reclaim(lambda blocks: None, lambda: 0)
+        assert kv.open_host() == 0 and not kv.reclaims and held(session) == 0
+        with pytest.raises(OutOfBlocks, match="host_kv"):
+            kv.copy_out(kv.allocate(1))
+    (line,) = caplog.records
+    assert line.levelno == logging.WARNING and "cgroup" in line.getMessage()
+
+
+def test_a_budget_of_locked_memory_counts_what_is_in_use(spare: Any) -> None:
+    with session_of("ab", most=1000) as session:
+        spare(0)
+        used = (64 - 2) * PAGE
+        session._tenants["a"].host.reserve(used)  # as master copies of it
+        spare(20 * BLOCK, "REMAP_HOST_BUDGET")
+        assert session._tenants["b"].kv.open_host() == 5  # half of 20, for two
+
+
+def test_a_number_is_shared_evenly_and_given_back(spare: Any, caplog: pytest.LogCaptureFixture) -> None:
+    spare(0)  # is not asked
+    with session_of("abc", most=1000, host_kv=30 * BLOCK) as session:
+        tenants = {name: session._tenants[name].kv for name in "abc"}
+        assert [tenants[name].open_host() for name in "abc"] == [10, 10, 10]
+        late = attach(session, "late").kv
+        assert late.open_host() == 0
+        assert "'late' gets no host memory" in caplog.text
+        session.detach("b")
+        assert held(session) == 20 * BLOCK
+        assert attach(session, "next", most=1000).kv.open_host() == 10
+        number = attach(session, "number", host_blocks=7).kv  # beside them
+        assert number.host.total == number.open_host() == 7
+
+
+def test_none_when_none_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    with session_of(host_kv=0) as session:
+        kv = session._tenants["m"].kv
+        kv.on_reclaim(lambda blocks: None, lambda: 0)
+        assert kv.open_host() == 0 and not kv.reclaims
+    assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
+
+
+def test_more_than_the_machine_has_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(OutOfMemory, match="host memory for KV") as caught:
+        session_of("", host_kv=1 << 60)
+    assert caught.value.fields["requested"] == CAPACITY + (1 << 60) > caught.value.fields["limit"] > 0
+    for wrong in ("some", -1, 1.5, None, True):
+        with pytest.raises(InvalidArgument, match="host_kv"):
+            session_of("", host_kv=wrong)
+
+
+def test_what_is_refused_later(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By itself: none, and a line. A number: the error, and it can be asked again."""
+    reserve, refused = host_memory.HostMemory.reserve, LimitExceeded("no more locked memory", limited_by="cgroup")
+
+    def refuse(self: Any, nbytes: int) -> int:
+        raise refused
+
+    monkeypatch.setattr(host_memory.HostMemory, "reserve", refuse)
+    with session_of() as session:
+        assert session._tenants["m"].kv.open_host() == 0
+        assert "no more locked memory" in caplog.text
+    with session_of(host_kv=4 * BLOCK) as session:
+        kv = session._tenants["m"].kv
+        for ask in (kv.open_host, lambda: kv.on_reclaim(print, lambda: 0), lambda: kv.copy_out(kv.allocate(1))):
+            with pytest.raises(LimitExceeded) as caught:
+                ask()
+            assert caught.value is refused and kv.host.total == held(session) == 0 and not kv.reclaims
+        monkeypatch.setattr(host_memory.HostMemory, "reserve", reserve)
+        assert kv.open_host() == 4
+
+
+@given(
+    st.integers(0, 60),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.booleans(), st.integers(2, 40)), max_size=12),
+)
+def test_all_together_never_have_more_than_the_number(blocks: int, steps: list[tuple[str, bool, int]]) -> None:
+    """Whoever comes, asks and goes: each has min(what its KV can have, an equal part of what is left)."""
+    had: dict[str, int | None] = {}
+    with remap.Session(CAPACITY, page_bytes=PAGE, host_kv=blocks * BLOCK) as session:
+        for name, asks, most in steps:
+            if name not in had:
+                attach(session, name, most)
+                had[name] = None
+            elif asks and had[name] is None:
+                kv = session._tenants[name].kv
+                left = blocks - sum(one or 0 for one in had.values())
+                part = left // sum(one is None for one in had.values())
+                had[name] = kv.open_host()
+                assert had[name] == min(part, kv.spec.max_blocks)
+            elif not asks:
+                session.detach(name)
+                del had[name]
+            assert held(session) == sum(one or 0 for one in had.values()) * BLOCK <= blocks * BLOCK
