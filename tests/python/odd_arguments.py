@@ -67,8 +67,8 @@ Given = dict[str, Any]
 # name -> (world -> the call, and arguments that are right). A callable argument is made of the world.
 CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "Session": (lambda w: closing(remap.Session), {
-        "capacity": 1 << 16, "device": "cpu", "mode": "strict", "page_bytes": 4096, "host_budget": None, "host_kv": "auto", "config": None,
-        "platform": None,
+        "capacity": 1 << 16, "device": "cpu", "mode": "strict", "page_bytes": 4096, "host_budget": None, "host_kv": "auto",
+        "config": None, "platform": None,
     }),
     "Config": (lambda w: remap.Config, {
         "slowdown": 0.1, "reserve_blocks": 1, "max_layers": 1, "ttft_s": 1.0, "tbt_s": 1.0, "lends": True,

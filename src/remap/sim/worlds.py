@@ -114,7 +114,7 @@ def _session_world(setup: Setup, policy: Policy) -> World:
                 _stream_from_the_start(session, tenant.name, tenant.model, policy)
             most = spec.max_blocks if managed is not None else attached.kv.usable_blocks
             scheduler = _scheduling(
-                setup, tenant, spec.host_blocks > 0, overlap=policy.kind != "swap", stream=policy.stream
+                setup, tenant, policy.swaps, overlap=policy.kind != "swap", stream=policy.stream
             )
             engines[tenant.name] = _engine(setup, tenant, attached, scheduler, passes, backend, managed, most)
     except BaseException:
