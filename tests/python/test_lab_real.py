@@ -97,11 +97,13 @@ def test_every_policy_serves_all_tokens_and_copies_what_it_may(measured: Path) -
         for streams in (found["pie"], found["stream"]):
             assert streams["recomputed_tokens"] == 0 == streams["weights_in_bytes"]
             assert streams["kv_out_bytes"] > 0 < streams["kv_in_bytes"]
-        remap = found["remap"]
-        assert remap["kv_in_bytes"] == remap["kv_out_bytes"] == 0 == found["all"]["recomputed_tokens"]
+        assert found["weights"]["kv_in_bytes"] == found["weights"]["kv_out_bytes"] == 0
+        assert all(found[policy]["recomputed_tokens"] == 0 for policy in ("kv-pool+swap", "remap", "all"))
+        assert found["kv-pool+swap"]["weights_in_bytes"] == 0 == found["kv-pool+swap"]["layers_remapped_peak"]
         assert all(found[policy]["kv_growth_peak"] == 1 for policy in (IDEAL, "recompute", "swap"))
         # Whether anything streams is the controller's decision, by measured times.
-        assert remap["weights_in_bytes"] > 0 or remap["layers_remapped_peak"] == 0
+        for one in (found["weights"], found["remap"]):
+            assert one["weights_in_bytes"] > 0 or one["layers_remapped_peak"] == 0
         for one in found.values():
             assert 0 < one["ttft_p50_s"] <= one["ttft_p99_s"] and 0 < one["tbt_p50_s"] <= one["tbt_p99_s"]
             assert one["cpu_s"] > 0
@@ -208,8 +210,9 @@ def test_goodput_counts_requests_that_meet_both_targets() -> None:
 
 
 def test_what_is_run() -> None:
-    """Seven policies, three loads of the real models, three rounds."""
-    assert list(POLICIES) == ["ideal", "recompute", "swap", "pie", "stream", "remap", "all"] and FULL.rounds == 3
+    """Nine policies, three loads of the real models, three rounds."""
+    names = ["ideal", "recompute", "swap", "pie", "stream", "kv-pool+swap", "weights", "remap", "all"]
+    assert list(POLICIES) == names and FULL.rounds == 3
     assert [[model.name for model in case.preset.models] for case in FULL.cases] == [
         ["SmolLM2"],
         ["OPT"],

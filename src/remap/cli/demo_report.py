@@ -45,6 +45,7 @@ class RunResult:
     recomputed_tokens: int
     ttft_s: tuple[float, ...]  # per request: arrival to first token
     tbt_s: tuple[float, ...]  # all gaps between consecutive tokens of a request
+    tpot_s: tuple[float, ...]  # per request of more than one token: the mean of its gaps
     capacity_bytes: int
     kv_blocks_start: int
     kv_blocks_peak: int
@@ -72,6 +73,7 @@ class RunResult:
         fields = dict(data)
         fields["ttft_s"] = tuple(fields["ttft_s"])
         fields["tbt_s"] = tuple(fields["tbt_s"])
+        fields["tpot_s"] = tuple(fields["tpot_s"])
         fields["tokens"] = tuple(tuple(ids) for ids in fields["tokens"])
         fields["timeline"] = tuple(Sample(**point) for point in fields["timeline"])
         return cls(**fields)
@@ -123,6 +125,7 @@ def numbers(run: RunResult) -> dict[str, Any]:
         "ttft_p99_s": percentile(run.ttft_s, 0.99),
         "tbt_p50_s": percentile(run.tbt_s, 0.50),
         "tbt_p99_s": percentile(run.tbt_s, 0.99),
+        "tpot_p99_s": percentile(run.tpot_s, 0.99),
         "kv_blocks_start": run.kv_blocks_start,
         "kv_blocks_peak": run.kv_blocks_peak,
         "layers_remapped_peak": run.layers_remapped_peak,
@@ -273,6 +276,7 @@ def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
         seconds("time to first token P99", "ttft_p99_s"),
         seconds("time between tokens P50", "tbt_p50_s"),
         seconds("time between tokens P99", "tbt_p99_s"),
+        seconds("TPOT P99 (per request)", "tpot_p99_s"),
         row("layers remapped (peak)", [f"{run.layers_remapped_peak:g} of {run.layers}" for run in runs]),
         row("layers over time", [sparkline(run.timeline, run.layers) for run in runs]),
         row("stall share", [f"{run.stall_fraction:.1%}" for run in runs]),

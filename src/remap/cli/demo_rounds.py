@@ -67,6 +67,7 @@ def rounds_rows(rounds: Sequence[DemoResult]) -> list[Row]:
         row("first token P99", "ttft_p99_s"),
         row("next token P50", "tbt_p50_s"),
         row("next token P99", "tbt_p99_s"),
+        row("TPOT P99", "tpot_p99_s"),
         row("layers remapped", "layers_remapped_peak", lambda n: f"{n:g}"),
         row("stall share", "stall_fraction", lambda share: f"{share:.1%}"),
         ("same tokens", "reference", same, kept, ""),

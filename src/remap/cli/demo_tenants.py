@@ -180,6 +180,7 @@ def summed(kind: str, world: World, requests: Mapping[str, list[Request]], resul
         recomputed_tokens=numbers["recomputed_tokens"],
         ttft_s=tuple(value for one in result.metrics.values() for value in one.ttft_s),
         tbt_s=tuple(value for one in result.metrics.values() for value in one.tbt_s),
+        tpot_s=tuple(value for one in result.metrics.values() for value in one.tpot_s),
         capacity_bytes=world.last_capacity_bytes,
         kv_blocks_start=start,
         kv_blocks_peak=max((point.kv_usable_blocks for point in timeline), default=start),

@@ -99,9 +99,9 @@ def prepare(options: Options) -> Prepared:
         raise InvalidArgument(
             f"{error}; combinations: {', '.join(serving.COMBINATIONS)}", **{"tenants": options.tenants, **error.fields}
         ) from error
-    if not 0 < options.quantum < math.inf:
+    if not options.quantum > 0:
         raise InvalidArgument(
-            f"quantum must be above 0 and finite, got {options.quantum}; nothing was run",
+            f"quantum must be above 0, got {options.quantum}; nothing was run",
             field="quantum",
             value=options.quantum,
         )
@@ -263,7 +263,10 @@ def simulate(
     scheduler: Annotated[str, typer.Option(help="prefill-first or chunked.")] = Options.scheduler,
     seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = Options.seed,
     quantum: Annotated[
-        float, typer.Option(help="Seconds of a tenant's turn, under temporal sharing.")
+        float,
+        typer.Option(
+            help="Seconds of a tenant's turn, under temporal sharing; inf: it lasts until the tenant has nothing to do."
+        ),
     ] = Options.quantum,
     ttft_target: Annotated[
         float, typer.Option(help="Seconds to the first token, at most, of a request that counts as goodput.")

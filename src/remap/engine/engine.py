@@ -297,7 +297,7 @@ class Engine(ABC):
 
     def _finish(self, sequence: Sequence, reason: str) -> Output:
         self._drop(sequence)
-        self.metrics.finished += 1
+        self.metrics.finish(sequence)
         return sequence.output(reason)
 
     def _record(self, begin: float, schedule: Schedule) -> None:

@@ -52,7 +52,8 @@ class Metrics:
     """Filled by the engine while it runs; all times are seconds on the engine's clock.
 
     gaps: seconds between two tokens of a request -> how often. All that decode in one pass have the same gap, so there are
-    about as many as passes.
+    about as many as passes. tpot_s: of each finished request of more than one token, the mean of its gaps (time per output
+    token).
     """
 
     started_s: float = 0.0
@@ -66,6 +67,7 @@ class Metrics:
     steps: int = 0
     ttft_s: list[float] = field(default_factory=list)
     gaps: Counter[float] = field(default_factory=Counter)
+    tpot_s: list[float] = field(default_factory=list)
     timeline: list[Sample] = field(default_factory=list)
 
     def tokens(self, sequences: Listed[Sequence], now_s: float) -> None:
@@ -85,6 +87,12 @@ class Metrics:
         if sequences:
             self.generated_tokens += len(sequences)
             self.ended_s = now_s
+
+    def finish(self, sequence: Sequence) -> None:
+        """It has ended, with all its tokens or without."""
+        self.finished += 1
+        if sequence.generated > 1 and sequence.first_s is not None and sequence.last_s is not None:
+            self.tpot_s.append((sequence.last_s - sequence.first_s) / (sequence.generated - 1))
 
     @property
     def tbt_s(self) -> list[float]:
@@ -113,6 +121,8 @@ class Metrics:
             "ttft_p99_s": percentile(self.ttft_s, 0.99),
             "tbt_p50_s": percentile(tbt, 0.50),
             "tbt_p99_s": percentile(tbt, 0.99),
+            "tpot_p50_s": percentile(self.tpot_s, 0.50),
+            "tpot_p99_s": percentile(self.tpot_s, 0.99),
             "kv_blocks_start": self.kv_blocks_start,
             "kv_blocks_peak": max(usable, default=self.kv_blocks_start),
             "kv_used_peak": max((sample.kv_used_blocks for sample in self.timeline), default=0),

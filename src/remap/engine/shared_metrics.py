@@ -89,12 +89,13 @@ class SharedResult:
     def summary(self) -> dict[str, Any]:
         """Numbers of all tenants together, and under "tenants" each one's own (`Metrics.summary` and its stall).
 
-        Latencies are over all requests (first token, queueing included) and over all gaps between tokens. An activation's
+        Latencies are over all requests (first token, queueing included; TPOT) and over all gaps between tokens. An activation's
         delay is `first_pass_s`.
         """
         each = list(self.metrics.values())
         ttft = [value for one in each for value in one.ttft_s]
         tbt = [value for one in each for value in one.tbt_s]
+        tpot = [value for one in each for value in one.tpot_s]
         generated, duration = sum(one.generated_tokens for one in each), self.duration_s
         delays = [one.first_pass_s for one in self.activations if one.first_pass_s is not None]
         tenants = {}
@@ -121,6 +122,8 @@ class SharedResult:
             "tbt_mean_s": math.fsum(tbt) / len(tbt) if tbt else 0.0,
             "tbt_p50_s": percentile(tbt, 0.50),
             "tbt_p99_s": percentile(tbt, 0.99),
+            "tpot_p50_s": percentile(tpot, 0.50),
+            "tpot_p99_s": percentile(tpot, 0.99),
             "stall_s": math.fsum(self.stall_s.values()),
             "activations": len(self.activations),
             "activation_p50_s": percentile(delays, 0.50),

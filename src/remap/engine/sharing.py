@@ -59,7 +59,8 @@ class SharedEngines:
     session: None, or the one that all engines were made with (`LLMEngine(..., session=session)`): its `step` is called once
     a step for all of them, and the engines' own `step` must not be. engines: by tenant name, at least one. quantum_s: a
     temporal turn ends when the active tenant has nothing to do or gets nothing done, or when it has lasted so long; only if
-    somebody else has work. Turns go round in the order of `engines`. clock: the engines' own.
+    somebody else has work. math.inf: turns drain, and whoever is never out of work keeps the device. Turns go round in the order
+    of `engines`. clock: the engines' own.
 
     partial: a turn begins at once, and layers whose place live blocks of others have taken are streamed (a number: while passes
     then wait for at most this share of their computation); otherwise the requests that hold these blocks are preempted

@@ -113,9 +113,7 @@ def _session_world(setup: Setup, policy: Policy) -> World:
             if policy.kind == "static":
                 _stream_from_the_start(session, tenant.name, tenant.model, policy)
             most = spec.max_blocks if managed is not None else attached.kv.usable_blocks
-            scheduler = _scheduling(
-                setup, tenant, policy.swaps, overlap=policy.kind != "swap", stream=policy.stream
-            )
+            scheduler = _scheduling(setup, tenant, policy.swaps, overlap=policy.kind != "swap", stream=policy.stream)
             engines[tenant.name] = _engine(setup, tenant, attached, scheduler, passes, backend, managed, most)
     except BaseException:
         session.close()
