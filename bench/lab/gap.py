@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from remap.sim.policies import ALL, UNUSED_KV, UNUSED_KV_AND_SWAP
+from remap.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
 from . import ROOT, seeds
 from .paper.experiment_list import C1, C2
-from .paper.experiments import BASELINE, IDEAL, OURS, Panel
+from .paper.experiments import BASELINE, IDEAL, Panel
 from .paper.runs import Run, Settings
 from .seeds import AGAINST, GOODPUT, Column
 
@@ -47,7 +47,11 @@ CELLS = (
 )
 WHOLE = "whole"
 """`BASELINE` where whoever has the turn has all memory, and switching costs nothing."""
-POLICIES = (BASELINE, "swap", "pie", UNUSED_KV, UNUSED_KV_AND_SWAP, OURS, "remap:swap", ALL, WHOLE, IDEAL)
+WEIGHTS_AND_SWAP = f"{WEIGHTS_ONLY}+swap"
+POLICIES = (
+    *(BASELINE, "swap", "pie", UNUSED_KV, UNUSED_KV_AND_SWAP),
+    *(WEIGHTS_ONLY, WEIGHTS_AND_SWAP, OURS, WHOLE, IDEAL),
+)
 SETTINGS = Settings(requests=1500, seeds=5)
 QUICK = Settings(requests=100, seeds=2, quick=True)
 COLUMNS = (
