@@ -13,15 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from remap.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
+
 from . import ROOT, seeds
 from .paper.experiment_list import C1, C2
-from .paper.experiments import BASELINE, IDEAL, OURS, Panel
+from .paper.experiments import BASELINE, IDEAL, Panel
 from .paper.runs import Run, Settings, saturation
 from .seeds import AGAINST, GOODPUT, Column
 
 PANELS: tuple[Panel, ...] = (C1[1], C2[1])
 FACTORS = (0.5, 0.7, 0.85, 1.0)
-POLICIES = (BASELINE, OURS, IDEAL)
+POLICIES = (BASELINE, "swap", "pie", UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY, OURS, IDEAL)
 SETTINGS = Settings(requests=2000, seeds=5)
 RESULTS = ROOT / "bench" / "results" / "headline.json"
 PAGE = """# Recompute and remap, simulated: five seeds of 2,000 requests

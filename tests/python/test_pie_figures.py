@@ -35,7 +35,7 @@ def test_what_is_run() -> None:
     assert [policy for policy in ALL if policy.startswith("pie:")] == [
         f"pie:{e}" for e in (1.2, 1.4, 1.6, 1.8, 2.0, 2.2)
     ]
-    assert {BASELINE, PIE, KV_ONLY, "remap:swap", IDEAL} == set(FIGURES[1].policies) < set(ALL)
+    assert {BASELINE, PIE, KV_ONLY, "remap:weights+swap", IDEAL} == set(FIGURES[1].policies) < set(ALL)
     for panel, _ in PLACES.values():
         setup = setup_of(panel, on)
         assert (panel.arrivals, setup.scheduler, len(setup.tenants)) == ("poisson", "prefill-first", 1)
@@ -197,7 +197,7 @@ def test_what_the_words_say_is_what_is_stored() -> None:
     assert [round(end(late[name] for name in full), 1) for end in (min, max)] == [1.0, 8.3]
     first = by_pies(KV_ONLY, lambda point: point["ttft_p99_s"])
     assert round(first["OPT-30b ShareGPT, KV 3 GB x1"]) == 35
-    swap = by_pies("remap:swap", lambda point: point["tokens_per_s"])
+    swap = by_pies("remap:weights+swap", lambda point: point["tokens_per_s"])
     few = ["OPT-13b Alpaca, KV 9 GB x3", "OPT-13b Alpaca, KV 12 GB x3"]
     assert [round(100 * (1 - swap[name])) for name in few] == [3, 11]
     more = [100 * (swap[name] - 1) for name in full - set(few)]
@@ -211,7 +211,9 @@ def test_what_the_words_say_is_what_is_stored() -> None:
     assert [round(100 * end(out[name] for name in full), 1) for end in (min, max)] == [0.3, 1.6]
     text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     (line,) = (line for line in text.splitlines() if line.startswith("| OPT-30b, ShareGPT | "))
-    for policy, cell in zip((BASELINE, PIE, KV_ONLY, "remap:swap"), line.strip("|").split("|")[1:], strict=True):
+    for policy, cell in zip(
+        (BASELINE, PIE, KV_ONLY, "remap:weights+swap"), line.strip("|").split("|")[1:], strict=True
+    ):
         values = [
             stored[headline.name_of(*PLACES["OPT-30b ShareGPT, KV 3 GB x3"], policy, seed)]["tokens_per_s"]
             for seed in range(command.SETTINGS.seeds)

@@ -144,7 +144,10 @@ def much(names: str = "t", count: int = 60) -> list[Item]:
     return [Item(rng.choice(names), rng.uniform(0, 20), rng.randint(20, 300), rng.randint(2, 60)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("policy", ["recompute", "swap", "pie", "static:2", "remap", "remap:slices"])
+WEIGHTS = ("remap:weights", "remap:weights+slices")
+
+
+@pytest.mark.parametrize("policy", ["recompute", "swap", "pie", "static:2", *WEIGHTS, "remap", "remap:slices"])
 def test_alone_sharing_is_nothing(policy: str) -> None:
     """One tenant in turns, at once with nobody, or on a partition that is everything: the same passes at the same times."""
     items, on = sorted(much(), key=lambda item: item.time_s), ON.with_(iteration_gap_s=0.001)
@@ -152,7 +155,8 @@ def test_alone_sharing_is_nothing(policy: str) -> None:
     first = only(runs[0])
     for other in runs:
         mine, last = only(other), other.timeline[-1]
-        assert mine.ttft_s == approx(first.ttft_s, rel=1e-6)
+        # A page that is everybody's is mapped one step sooner or later: a microsecond.
+        assert mine.ttft_s == approx(first.ttft_s, rel=1e-6, abs=2e-6 if find(policy).pooled < 1 else 0.0)
         for figure in ("preemptions", "output_tokens", "kv_blocks_peak"):
             assert getattr(mine, figure) == getattr(first, figure)
         assert (other.virtual_s, mine.compute_s) == approx((runs[0].virtual_s, first.compute_s), rel=1e-9)
@@ -170,7 +174,7 @@ def test_what_no_remapping_makes_room_for_is_refused(sharing: str, monkeypatch: 
     monkeypatch.setattr(running, "_STUCK", 64)
     setup = one(sharing, on=ON.with_(iteration_gap_s=0.0), kv_blocks=20, cost=None)
     items = [Item("t", 0.0, 900, 9), Item("t", 0.0, 50, 9)]
-    found = only(simulate(setup, items, "remap:max_layers=0"))
+    found = only(simulate(setup, items, "remap:weights+max_layers=0"))
     assert (found.requests, found.finished, found.output_tokens) == (2, 1, 9)
     for policy, words in (("static:7", "at most 6"), ("static:100%", "below 100"), ("static:99%", "at most 6")):
         with pytest.raises(InvalidArgument, match=words):
@@ -187,7 +191,7 @@ def test_what_has_outgrown_the_memory_is_refused_though_its_kv_is_kept(
     monkeypatch.setattr(running, "_STUCK", 64)
     setup = one(sharing, on=ON.with_(iteration_gap_s=0.0), kv_blocks=24, cost=None)
     items = [Item("t", 0.0, 24 * BLOCK - 3, 9), Item("t", 0.0, 50, 9)]
-    found = only(simulate(setup, items, "remap:max_layers=0+swap"))
+    found = only(simulate(setup, items, "remap:weights+max_layers=0+swap"))
     assert (found.requests, found.finished, found.preemptions) == (2, 1, 1)
 
 

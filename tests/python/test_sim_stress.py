@@ -28,10 +28,13 @@ from remap.sim.worlds import World
 
 MIB = 1 << 20
 POLICIES = (
-    *("recompute", "swap", "pie", "pie:1.5", "pie:4", "static", "static:1", "static:40%", "remap", "remap:pool"),
-    *("remap:pool+preempt", "remap:pool+slices+eager-reversion", "remap:uncapped+dwell=1", "remap:pooled=0.1+partial=0.3"),
-    *("remap:slices+uncapped+pool", "remap:reload_s=10+min_idle=0", "remap:max_layers=1", "remap:auto+single+pool+preempt"),
+    *("recompute", "swap", "pie", "pie:1.5", "pie:4", "static", "static:1", "static:40%", "kv-pool", "kv-pool+swap"),
+    *("remap", "remap:slices+eager-reversion", "remap:uncapped+dwell=1", "remap:pooled=0.1+partial=0.3"),
+    *("remap:slices+uncapped", "remap:reload_s=10+min_idle=0", "remap:max_layers=1", "remap:auto+single+preempt"),
+    *("remap:weights+pool+preempt", "remap:weights+uncapped+dwell=1", "remap:weights+pooled=0.1+partial=0.3"),
+    *("remap:weights+slices+uncapped+pool", "remap:weights+reload_s=10+min_idle=0", "remap:weights+max_layers=1"),
     *(f"remap:{name}" for name in ABLATIONS),
+    *(f"remap:weights+{name}" for name in ABLATIONS),
     "ideal",
 )  # fmt: skip
 

@@ -133,7 +133,7 @@ def test_the_margin_is_that_of_switching_alone() -> None:
 # -- in virtual time -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "waits"), [("remap:swap", 0.1), ("remap", 0.25)])
+@pytest.mark.parametrize(("policy", "waits"), [("remap:weights+swap", 0.1), ("remap:weights", 0.25), ("remap", 0.1)])
 def test_passes_do_not_spend_turns_waiting_over_a_slow_link(policy: str, waits: float) -> None:
     """Two models on 24 GB behind 25.5 GB/s, at saturation. With all KV and weights on the link at each switch, two streamed
     layers cost half of each turn; layers lent while their model was idle cost four fifths of it, as long as blocks lived."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .experiments import BASELINE, IDEAL, OURS, PAPERS_OWN, Comparison, Experiment, Panel, Reckoning
+from remap.sim.policies import WEIGHTS_ONLY
+
+from .experiments import BASELINE, IDEAL, PAPERS_OWN, Comparison, Experiment, Panel, Reckoning
 
 __all__ = ["EXPERIMENTS"]
 
@@ -146,7 +148,7 @@ _LIST = (
         figure="Oneiros, Fig 14",
         title="Against swapping the KV cache (Pie)",
         panels=(ALONE,),
-        policies=(BASELINE, "pie", PAPERS_OWN, OURS),
+        policies=(BASELINE, "pie", PAPERS_OWN, WEIGHTS_ONLY),
         reckonings=_three("oneiros-23", "oneiros-24", "oneiros-25", "pie"),
         stated="OPT-13b with 35 % of a GH200, Alpaca. " + _AZURE,
         assumed="One model alone, so nobody lends: only its own layers can be streamed. Pie is its pipeline in closed form, "
@@ -157,9 +159,15 @@ _LIST = (
         figure="Oneiros, Fig 15",
         title="One ring buffer or two",
         panels=(ALONE,),
-        policies=(BASELINE, "remap:uniform+single", "remap:uniform+double", "remap:uniform"),
+        policies=(BASELINE, "remap:weights+uniform+single", "remap:weights+uniform+double", "remap:weights+uniform"),
         reckonings=(
-            Reckoning("oneiros-26", "throughput_loss", "remap:uniform+double", ("remap:uniform+single",), how="most"),
+            Reckoning(
+                "oneiros-26",
+                "throughput_loss",
+                "remap:weights+uniform+double",
+                ("remap:weights+uniform+single",),
+                how="most",
+            ),
         ),
         stated="OPT-13b, Alpaca; m = alpha + 1 loses up to 12.7 % of throughput against m = alpha + 2.",
         assumed="Azure code arrivals.",
@@ -169,7 +177,7 @@ _LIST = (
         figure="Oneiros, Fig 16",
         title="Layers come home when the peak is over",
         panels=(ALONE, PEAK_QUIET, TEN_ONE),
-        policies=(BASELINE, PAPERS_OWN, _OWN_STAYS, OURS, "remap:no-reversion"),
+        policies=(BASELINE, PAPERS_OWN, _OWN_STAYS, WEIGHTS_ONLY, "remap:weights+no-reversion"),
         reckonings=(
             Reckoning("oneiros-27", "tbt_p50_reduction", _OWN_STAYS, (PAPERS_OWN,), panels=(PEAK_QUIET.name,)),
             Reckoning("oneiros-28", "tbt_p50_reduction", _OWN_STAYS, (PAPERS_OWN,), "about_zero", (ALONE.name,)),
@@ -185,7 +193,7 @@ _LIST = (
         figure="Oneiros, Fig 17",
         title="The remapped share capped or not",
         panels=(ALONE,),
-        policies=(BASELINE, PAPERS_OWN, _OWN_UNCAPPED, OURS, "remap:uncapped"),
+        policies=(BASELINE, PAPERS_OWN, _OWN_UNCAPPED, WEIGHTS_ONLY, "remap:weights+uncapped"),
         reckonings=(
             Reckoning("oneiros-29", _TBT, _OWN_UNCAPPED, (PAPERS_OWN,)),
             Reckoning("oneiros-30", "tbt_p50_reduction", _OWN_UNCAPPED, (PAPERS_OWN,)),
@@ -214,8 +222,8 @@ _BEYOND = (
         figure="remap",
         title="Models that lend each other layers and KV, against every model for itself",
         panels=(*C1, *C2),
-        policies=(BASELINE, OURS, "remap:self"),
-        comparisons=(Comparison(OURS, "remap:self", (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
+        policies=(BASELINE, WEIGHTS_ONLY, "remap:weights+self"),
+        comparisons=(Comparison(WEIGHTS_ONLY, "remap:weights+self", (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
         factors=_SOME,
         group="beyond",
     ),
@@ -224,7 +232,7 @@ _BEYOND = (
         figure="remap",
         title="What memory is worth: recompute with six times as much, and how far the others come",
         panels=(C1[1], C2[1]),
-        policies=(BASELINE, PAPERS_OWN, OURS, IDEAL),
+        policies=(BASELINE, PAPERS_OWN, WEIGHTS_ONLY, IDEAL),
         factors=_SOME,
         group="beyond",
     ),
@@ -233,8 +241,8 @@ _BEYOND = (
         figure="remap",
         title="Turns of 1 s, 0.1 s and 0.02 s: how much of the time between tokens is waiting for one's turn",
         panels=(C1[1], *TURNS),
-        policies=(BASELINE, OURS),
-        comparisons=(Comparison(OURS, BASELINE, (_TBT, _TPOT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
+        policies=(BASELINE, WEIGHTS_ONLY),
+        comparisons=(Comparison(WEIGHTS_ONLY, BASELINE, (_TBT, _TPOT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
         factors=_SOME,
         group="beyond",
     ),
@@ -243,8 +251,10 @@ _BEYOND = (
         figure="remap",
         title="Idle models whose next first token may be 0.1 s late, against none that may be late",
         panels=(*C1, *C2),
-        policies=(BASELINE, OURS, "remap:reload_s=0"),
-        comparisons=(Comparison(OURS, "remap:reload_s=0", (_TBT, _TPOT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
+        policies=(BASELINE, WEIGHTS_ONLY, "remap:weights+reload_s=0"),
+        comparisons=(
+            Comparison(WEIGHTS_ONLY, "remap:weights+reload_s=0", (_TBT, _TPOT, _TTFT, _RATE, _GOOD, "preemptions_cut")),
+        ),
         factors=_SOME,
         group="beyond",
     ),
@@ -253,10 +263,16 @@ _BEYOND = (
         figure="remap",
         title="A slice of every layer, and nested sets of layers, against evenly spaced layers",
         panels=(ALONE, ALONE_CHAT),
-        policies=(BASELINE, "remap:uniform", "remap:nested", "remap:slices", "remap:auto"),
+        policies=(
+            BASELINE,
+            "remap:weights+uniform",
+            "remap:weights+nested",
+            "remap:weights+slices",
+            "remap:weights+auto",
+        ),
         comparisons=tuple(
-            Comparison(test, "remap:uniform", (_TBT, _TTFT, _RATE, _GOOD, "stall_cut"))
-            for test in ("remap:slices", "remap:nested", "remap:auto")
+            Comparison(test, "remap:weights+uniform", (_TBT, _TTFT, _RATE, _GOOD, "stall_cut"))
+            for test in ("remap:weights+slices", "remap:weights+nested", "remap:weights+auto")
         ),
         factors=_SOME,
         group="beyond",
@@ -266,9 +282,11 @@ _BEYOND = (
         figure="remap",
         title="Growth bounded by the stall that it would cause, against growth as asked",
         panels=(ALONE, ALONE_CHAT),
-        policies=(BASELINE, OURS, "remap:uncapped"),
+        policies=(BASELINE, WEIGHTS_ONLY, "remap:weights+uncapped"),
         comparisons=(
-            Comparison(OURS, "remap:uncapped", (_TBT, "tbt_p50_reduction", _TTFT, _RATE, _GOOD, "stall_cut")),
+            Comparison(
+                WEIGHTS_ONLY, "remap:weights+uncapped", (_TBT, "tbt_p50_reduction", _TTFT, _RATE, _GOOD, "stall_cut")
+            ),
         ),
         factors=_SOME,
         group="beyond",
@@ -278,10 +296,10 @@ _BEYOND = (
         figure="remap",
         title="Layers come home when their rent is paid, against at once and against never",
         panels=(PEAK_QUIET,),
-        policies=(BASELINE, OURS, "remap:eager-reversion", "remap:no-reversion"),
+        policies=(BASELINE, WEIGHTS_ONLY, "remap:weights+eager-reversion", "remap:weights+no-reversion"),
         comparisons=tuple(
-            Comparison(OURS, base, ("tbt_p50_reduction", "tbt_mean_reduction", _TBT, "decisions_cut"))
-            for base in ("remap:eager-reversion", "remap:no-reversion")
+            Comparison(WEIGHTS_ONLY, base, ("tbt_p50_reduction", "tbt_mean_reduction", _TBT, "decisions_cut"))
+            for base in ("remap:weights+eager-reversion", "remap:weights+no-reversion")
         ),
         group="beyond",
     ),
@@ -290,8 +308,8 @@ _BEYOND = (
         figure="remap",
         title="Three quarters of the KV reservations as a pool, against reservations of one's own",
         panels=(C1[1], C2[1]),
-        policies=(BASELINE, OURS, "remap:pool"),
-        comparisons=(Comparison("remap:pool", OURS, (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
+        policies=(BASELINE, WEIGHTS_ONLY, "remap:weights+pool"),
+        comparisons=(Comparison("remap:weights+pool", WEIGHTS_ONLY, (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
         factors=_SOME,
         group="beyond",
     ),
@@ -300,8 +318,12 @@ _BEYOND = (
         figure="remap",
         title="A waking model streams around what lies in its pages, against preempting it",
         panels=C1,
-        policies=(BASELINE, OURS, "remap:preempt"),
-        comparisons=(Comparison(OURS, "remap:preempt", (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut", "stall_cut")),),
+        policies=(BASELINE, WEIGHTS_ONLY, "remap:weights+preempt"),
+        comparisons=(
+            Comparison(
+                WEIGHTS_ONLY, "remap:weights+preempt", (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut", "stall_cut")
+            ),
+        ),
         factors=_SOME,
         group="beyond",
     ),

@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 from remap.errors import InvalidArgument
 from remap.sim.hardware import Machine, model
+from remap.sim.policies import WEIGHTS_ONLY
 from remap.sim.serving import Setup, TenantSetup, tenants
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "HOW",
     "IDEAL",
     "LOWEST",
-    "OURS",
     "PAPERS_OWN",
     "Comparison",
     "Experiment",
@@ -43,9 +43,8 @@ __all__ = [
 ]
 
 BASELINE = "recompute"
-OURS = "remap"
-PAPERS_OWN = "remap:oneiros"
-"""Evenly spaced layers, the most recently used donor first, two buffers: what Oneiros describes."""
+PAPERS_OWN = f"{WEIGHTS_ONLY}+oneiros"
+"""Weights alone, evenly spaced layers, the most recently used donor first, two buffers: what Oneiros describes."""
 IDEAL = "ideal"
 """`BASELINE` with six times the memory."""
 
@@ -135,7 +134,7 @@ class Reckoning:
     headline: str
     metric: str
     base: str = BASELINE
-    tests: tuple[str, ...] = (PAPERS_OWN, OURS)
+    tests: tuple[str, ...] = (PAPERS_OWN, WEIGHTS_ONLY)
     how: str = "mean"
     panels: tuple[str, ...] = ()
 
@@ -161,7 +160,7 @@ class Experiment:
     figure: str
     title: str
     panels: tuple[Panel, ...]
-    policies: tuple[str, ...] = (BASELINE, PAPERS_OWN, OURS)
+    policies: tuple[str, ...] = (BASELINE, PAPERS_OWN, WEIGHTS_ONLY)
     reckonings: tuple[Reckoning, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     stated: str = ""

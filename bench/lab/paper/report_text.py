@@ -50,8 +50,10 @@ Of {figures} figures of the paper that are compared:
   "mean" is the average over such rates at which `recompute` still serves all requests within {finishes:g} times the
   time in which they came; "better at 4 of 6" says at how many of them ours is better. Both go by the medians of the
   seeds.
-- `remap:oneiros` is the library set as Oneiros describes it: evenly spaced layers, the most recently used model gives
-  first, two buffers. `remap` is the library with its defaults.
+- Ours are runs of weights alone, as in the paper: every KV reservation is its model's own, and nothing goes to host
+  memory. `remap:weights+oneiros` is the library set as Oneiros describes it: evenly spaced layers, the most recently used
+  model gives first, two buffers. `remap:weights` decides as the library does by default. The default has all donors and is
+  called `remap`; it stands in [headline.md](../bench/results/headline.md) and in [gap.md](../bench/results/gap.md).
 - "reached": the paper's number is reached or passed: an "up to" at one rate, an average in the mean of the rates that
   count, a range at both ends. "at its best rate": reached or passed at the rate that is quoted, not in the mean.
   "direction": better at most of the rates that count, but less than the paper's number. "at some rates": better at the

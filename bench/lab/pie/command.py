@@ -52,8 +52,10 @@ when all requests are there at once. Each figure is the median of the seeds, (lo
 `python -m bench.lab pie`; equal settings give equal figures.
 
 `recompute` is vLLM's preemption, and Pie at an expansion of 1. `pie:E` is Pie at a fixed expansion, `pie` its
-adaptive one. "KV only" is `{kv_only}`: complete blocks of KV stream from host memory, and weights stay. `remap:swap`
-streams weights too, and keeps preempted requests in host memory. `ideal` is `recompute` with six times the memory.
+adaptive one. "KV only" is `{kv_only}`: complete blocks of KV stream from host
+memory, and weights stay. `remap:weights+swap` streams weights too, and keeps preempted requests in host memory; the
+default, `remap`, also shares KV between models, of which there is one here, and was not run. `ideal` is `recompute` with
+six times the memory.
 Pie is its pipeline in closed form ([passes.py](../../src/remap/sim/passes.py)), which errs on Pie's side: no layer
 waits for a copy unless all copies take longer than the pass, one copy moves a layer's KV however many blocks that is,
 and expanding is free.
@@ -80,8 +82,8 @@ Good: Pie's figures come out as its text has them, at 3 c within 13 % of every "
 fixed
 expansion of OPT-13b with 7 GB is 1.6, and with 3 GB the adaptive one is within 0.2 % of the best fixed one. Higher
 than in the paper are the gains of OPT-30b in Figure 8, where Pie expands up to 4.4 times. Not reproduced: at 3 GB an
-expansion of 2.2 does not block. `remap:swap` serves 1 to 20 % more tokens a second
-than `pie` at 3 c, but for OPT-13b Alpaca with 9 and 12 GB (3 and 11 % fewer).
+expansion of 2.2 does not block. `remap:weights+swap` serves 1 to 20 % more tokens a second than `pie` at 3 c,
+but for OPT-13b Alpaca with 9 and 12 GB (3 and 11 % fewer).
 
 Bad: **KV only is behind Pie wherever memory is full.** At 3 c it serves 59 to 82 % of Pie's tokens a second with
 OPT-30b, 84 to 99 % with the others, and a token takes 1 to 8 times as long, since more requests wait. At c both

@@ -23,10 +23,10 @@ __all__ = [
 
 EXPANSIONS = tuple(f"pie:{value}" for value in (1.2, 1.4, 1.6, 1.8, 2.0, 2.2))
 """Fixed expansions of Pie; 1.0 is `recompute`."""
-KV_ONLY = "remap:stream+max_layers=0+lends=false"
+KV_ONLY = "remap:weights+stream+max_layers=0+lends=false"
 """Of the library only what Pie has too: complete blocks of KV stream from host memory, weights stay."""
 PIE = "pie"
-SWAP = "remap:swap"
+SWAP = "remap:weights+swap"
 ALL = (BASELINE, *EXPANSIONS, PIE, KV_ONLY, SWAP, IDEAL)
 ADAPTIVE = (BASELINE, PIE, KV_ONLY, SWAP, IDEAL)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from remap.errors import InvalidArgument
 from remap.sim.hardware import Machine, Model
-from remap.sim.policies import find
+from remap.sim.policies import WEIGHTS_ONLY, find
 from remap.sim.serving import Setup, TenantSetup
 from remap.sim.workload import Item
 from remap.sim.worlds import make_world
@@ -182,7 +182,9 @@ class Rerun:
         return tuple(step.seconds for step in self.steps)
 
 
-def rerun(recording: Recording, machine: Machine, cost: CalibratedCost | None = None, policy: str = "remap") -> Rerun:
+def rerun(
+    recording: Recording, machine: Machine, cost: CalibratedCost | None = None, policy: str = WEIGHTS_ONLY
+) -> Rerun:
     """Simulate the recorded run. machine: whatever is not measured, such as the cost of mapping. cost: calibrated from the
     recording by default. Raises what `make_world` raises."""
     if cost is None:

@@ -20,6 +20,7 @@ from remap.cli.demo_config import DemoConfig
 from remap.cli.machine import machine_now
 from remap.sim.hardware import Machine, Model
 from remap.sim.hardware import machine as machine_of
+from remap.sim.policies import WEIGHTS_ONLY
 from remap.sim.results import percentile
 
 from .calibrated import CalibratedCost, MeasuredPass, Recording, Rerun, calibrate, rerun
@@ -31,8 +32,8 @@ __all__ = ["compared", "measure", "reckoned", "recording_of", "table", "twin"]
 
 BOUNDS = {"step_mean_s": 0.10, "step_p99_s": 0.25}
 """How far the twin may be off, as a share of the real figure."""
-KINDS = {"remap": "remap", "baseline": "recompute"}
-"""The demo's name of a run -> the policy that simulates it."""
+KINDS = {"remap": WEIGHTS_ONLY, "baseline": "recompute"}
+"""The demo's name of a run -> the policy that simulates it: the demo has one model, and no host memory for KV."""
 POINTS = 120  # of each series in the file
 
 

@@ -256,7 +256,7 @@ def simulate(
     policies: Annotated[
         str,
         typer.Option(
-            help="Such as recompute,swap,pie,static:10%,remap,remap:slices,ideal; others are compared with the first."
+            help="Such as recompute,swap,pie,kv-pool,remap,remap:weights,ideal; others are compared with the first."
         ),
     ] = Options.policies,
     sharing: Annotated[str, typer.Option(help="temporal, spatial or mig.")] = Options.sharing,

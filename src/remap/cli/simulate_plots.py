@@ -35,6 +35,7 @@ WIDTH = 9.2
 KNOWN = {
     "recompute": "#a5581b",
     "remap": "#1466b8",
+    "remap:weights": "#4f97d7",
     "pie": "#12714a",
     "swap": "#8d5fb0",
     "static": "#6b7280",

@@ -4,8 +4,8 @@
     found.verdict, found.lines
 
 Five policies serve the same requests: `recompute` (what engines do), KV that the models share while weights stay (`kv-pool`, what
-kvcached gives), the same with KV swapped to host memory, all of remap's donors, and six times the memory (`ideal`), which nobody
-has. So the answer is not "better than recompute" where sharing the KV alone, or nothing at all, would do.
+kvcached gives), the same with KV swapped to host memory, `remap` with all its donors, and six times the memory (`ideal`), which
+nobody has. So the answer is not "better than recompute" where sharing the KV alone, or nothing at all, would do.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from remap.errors import InvalidArgument
-from remap.sim.policies import ALL, UNUSED_KV, UNUSED_KV_AND_SWAP
+from remap.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP
 from remap.sim.results import PolicyResult, Targets
 from remap.sim.setup import Setup
 from remap.sim.workload import Item
 
 __all__ = ["POLICIES", "VERDICTS", "Advised", "Figures", "advise", "decide"]
 
-POLICIES = ("recompute", UNUSED_KV, UNUSED_KV_AND_SWAP, ALL, "ideal")
+POLICIES = ("recompute", UNUSED_KV, UNUSED_KV_AND_SWAP, OURS, "ideal")
 VERDICTS = ("not needed", "sharing KV suffices", "weights pay", "does not help")
 SAME = 0.10
 """P99 times to the first token that differ by less are the same: seeds differ by more."""
@@ -89,9 +89,9 @@ def decide(figures: Mapping[str, Figures]) -> str:
     if as_good("recompute", "ideal"):
         return "not needed"
     best = min((UNUSED_KV, UNUSED_KV_AND_SWAP), key=lambda name: figures[name].ttft_p99_s)
-    if as_good(best, ALL):
+    if as_good(best, OURS):
         return "sharing KV suffices" if not as_good("recompute", best) else "does not help"
-    return "weights pay" if not as_good("recompute", ALL) else "does not help"
+    return "weights pay" if not as_good("recompute", OURS) else "does not help"
 
 
 def advise(
@@ -141,7 +141,7 @@ def _sooner(before: float, after: float) -> str:
 def _lines(
     setup: Setup, found: Mapping[str, Figures], verdict: str, seeds: int, requests: int, targets: Targets
 ) -> tuple[str, ...]:
-    base, ours, ideal = found["recompute"], found[ALL], found["ideal"]
+    base, ours, ideal = found["recompute"], found[OURS], found["ideal"]
     first = {name: _seconds(each.ttft_p99_s) for name, each in found.items()}
     pool_s = min(found[UNUSED_KV].ttft_p99_s, found[UNUSED_KV_AND_SWAP].ttft_p99_s)
     alone = len(setup.tenants) == 1
@@ -155,19 +155,19 @@ def _lines(
             f"to the first token {first['recompute']} to {_seconds(pool_s)}; six times the memory gives {first['ideal']}."
         ),
         "weights pay": (
-            f"remap pays: P99 time to the first token {first['recompute']} to {first[ALL]} "
+            f"remap pays: P99 time to the first token {first['recompute']} to {first[OURS]} "
             f"({_sooner(base.ttft_p99_s, ours.ttft_p99_s)}; six times the memory gives {first['ideal']}), goodput "
             f"{base.goodput_per_s:.3g} to {ours.goodput_per_s:.3g} requests/s."
         ),
         "does not help": (
-            f"remap does not help here: P99 time to the first token {first['recompute']} without it, {first[ALL]} with it; "
+            f"remap does not help here: P99 time to the first token {first['recompute']} without it, {first[OURS]} with it; "
             f"six times the memory gives {first['ideal']}."
         ),
     }[verdict]
     stays = "one model, which has nobody to share KV with" if alone else "KV shared between the models"
     added = (
         f"What weights add: {stays}: {first[UNUSED_KV]}; and KV in host memory: {first[UNUSED_KV_AND_SWAP]}; and weights: "
-        f"{first[ALL]}, {_sooner(pool_s, ours.ttft_p99_s)} than the better of these."
+        f"{first[OURS]}, {_sooner(pool_s, ours.ttft_p99_s)} than the better of these."
     )
     lost = [
         f"{name} {_seconds(before)} to {_seconds(after)}"

@@ -8,12 +8,15 @@
                   "static:10%"
     kv-pool       unused KV of any tenant is everybody's, weights stay (kvcached); "kv-pool+swap": and preempted requests keep
                   their KV in host memory. The strongest alternatives: what weights add is beyond these
-    remap         the production controller with its defaults
-    remap:A       one of its ablations (below), or settings of Knobs: "remap:selection=slices+buffers=2"
+    remap         the production controller with all donors: unused KV of any tenant is everybody's, KV of paused and preempted
+                  requests goes to host memory, and weights are lent and streamed
+    remap:weights weights alone: every reservation is its tenant's own, nothing is swapped (what Oneiros has)
+    remap:A       any of its ablations (below), or settings of Knobs: "remap:selection=slices+buffers=2"
     ideal         recompute with six times the memory: what memory is worth. Nobody can choose it; the others are
                   compared with it (`remap.sim.ideal`)
 
-A name may carry several settings, joined by "+": "remap:uniform+lru".
+A name may carry several settings, joined by "+", which are set from left to right: "remap:uniform+lru",
+"remap:weights+pool" (KV is pooled again, but not swapped).
 """
 
 from __future__ import annotations
@@ -28,19 +31,23 @@ from remap.errors import InvalidArgument
 
 __all__ = [
     "ABLATIONS",
-    "ALL",
     "IDEAL_MEMORY",
+    "OURS",
     "POLICIES",
     "UNBOUNDED",
     "UNUSED_KV",
     "UNUSED_KV_AND_SWAP",
+    "WEIGHTS_ONLY",
     "Policy",
     "find",
     "known",
 ]
 
-UNUSED_KV, UNUSED_KV_AND_SWAP, ALL = "kv-pool", "kv-pool+swap", "remap:pool+swap"
-"""Names: KV shared between models, weights where they are; the same with KV in host memory; and all donors, weights too."""
+UNUSED_KV, UNUSED_KV_AND_SWAP = "kv-pool", "kv-pool+swap"
+"""Names: KV shared between models, weights where they are; and the same with KV in host memory."""
+
+OURS, WEIGHTS_ONLY = "remap", "remap:weights"
+"""Names: the default, all donors; and weights alone, every reservation its tenant's own."""
 
 UNBOUNDED = 1e6
 """As slowdown: demand decides alone."""
@@ -105,7 +112,9 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             _policy(
                 UNUSED_KV_AND_SWAP, "the same, and preempted requests go to host memory", "remap", **_KV_POOL, swap=True
             ),
-            _policy("remap", "the production controller", "remap"),
+            _policy(
+                OURS, "the production controller: KV and weights of all tenants", "remap", pooled=_POOLED, swap=True
+            ),
             _policy("ideal", "recompute with six times the memory", "recompute", memory=IDEAL_MEMORY),
             _policy(
                 "whole",
@@ -119,7 +128,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        # What the paper has: evenly spaced layers, the most recently used donor first.
+        # What the paper chooses: evenly spaced layers, the most recently used donor first. All of it: "remap:weights+oneiros".
         "oneiros": (
             "evenly spaced layers, MRU, two buffers",
             {"selection": "uniform", "policy": "mru", "buffers": 2, "partial": True},
@@ -136,6 +145,11 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "mru": ("the most recently used inactive tenant gives first", {"policy": "mru"}),
         "lru": ("the least recently used one", {"policy": "lru"}),
         "self": ("no tenant gives layers to another", {"lends": False}),
+        # The donors one by one: without words all of them.
+        "weights": (
+            "every KV reservation is its tenant's own and nothing is swapped",
+            {"pooled": 1.0, "swap": False, "stream": False},
+        ),
         "pool": ("three quarters of every KV reservation are everybody's", {"pooled": _POOLED}),
         "swap": ("preempted requests keep their KV in host memory", {"swap": True}),
         "stream": (
