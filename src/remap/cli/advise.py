@@ -154,7 +154,7 @@ def _show(found: Advised, block: dict[str, str], console: Console) -> None:
         for name, value in block.items():
             console.print(f"  {name}={value}", markup=False, highlight=False)
         text = (
-            "  KV goes to host memory by itself in engines that copy it (remap.engine.LLMEngine, Session(host_kv=)); vLLM and SGLang do "
-            "not on remap, and get what the line on weights says without it at most."
+            "  KV goes to host memory by itself in engines that copy it (remap.engine.LLMEngine, Session(host_kv=)); vLLM and "
+            "SGLang do not on remap, and get what the line on weights says without it at most."
         )
         console.print(text, markup=False, highlight=False)
