@@ -120,6 +120,24 @@ def gap(
 
 
 @app.command()
+def trades(
+    quick: Annotated[bool, typer.Option("--quick", help="Few requests, two seeds.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/trades.json")] = None,
+) -> None:
+    """What targets for latency and the length of a turn trade, five seeds. What is in the file already is not run again."""
+    from .trades import QUICK, RESULTS, SETTINGS, run_trades
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/trades.json") if quick else RESULTS)
+    with exit_on_error():
+        writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(run_trades(path, QUICK if quick else SETTINGS, jobs=jobs, report_only=report_only))
+
+
+@app.command()
 def regret(
     loads: Annotated[int, typer.Option(min=1, help="The first so many loads; more later go on.")] = 40,
     quick: Annotated[bool, typer.Option("--quick", help="Few requests, one seed, four loads at most.")] = False,

@@ -1,0 +1,133 @@
+"""What a target for latency costs, and what the length of a turn trades, over several seeds.
+
+python -m bench.lab trades                  runs what is missing and writes the page
+python -m bench.lab trades --quick          few requests and two seeds: that it runs
+python -m bench.lab trades --report-only    writes the page of what is stored
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from remap.sim.policies import OURS
+
+from . import ROOT, seeds
+from .gap import TWO, Cell, empty
+from .paper.experiment_list import ALONE_CHAT, C1
+from .paper.experiments import BASELINE, IDEAL
+from .paper.runs import Run, Settings
+from .seeds import GOODPUT, Column
+
+__all__ = ["QUICK", "RESULTS", "SETTINGS", "TARGETS", "TURNS", "Group", "run_trades"]
+
+RESULTS = ROOT / "bench" / "results" / "trades.json"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Loads, and the policies that serve each of them."""
+
+    cells: tuple[Cell, ...]
+    policies: tuple[str, ...]
+
+
+TARGETS = Group(
+    tuple(Cell("GH200-96GB", ALONE_CHAT, rate) for rate in (6.0, 10.0)),
+    (
+        *(BASELINE, OURS, *(f"{OURS}:tbt_s={target:g}" for target in (0.03, 0.02, 0.015))),
+        *(f"{OURS}:tbt_s=0.02+ttft_s={target:g}" for target in (5, 1)),
+        IDEAL,
+    ),
+)
+QUANTA = (0.25, 0.5, 1.0, 2.0, 4.0, math.inf)
+TURNS = Group(
+    tuple(
+        Cell(machine, replace(panel, name=f"{panel.name}, turns of {quantum:g} s", quantum_s=quantum), 4.0)
+        for machine, panel in (("GH200-96GB", C1[1]), ("RTX-4090", TWO))
+        for quantum in QUANTA
+    ),
+    (OURS, IDEAL),
+)
+SETTINGS = Settings(requests=600, seeds=5)
+QUICK = Settings(requests=60, seeds=2, quick=True)
+COLUMNS = (
+    Column("ttft_p50_s", "TTFT P50, s"),
+    Column("ttft_p99_s", "TTFT P99, s"),
+    Column("tpot_p99_s", "TPOT P99, ms", 1e3),
+    Column("tbt_p50_s", "gap P50, ms", 1e3),
+    Column("tbt_p99_s", "gap P99, ms", 1e3),
+    Column("tokens_per_s", "tokens/s", more_is_better=True),
+    GOODPUT,
+    Column("preemptions", "preemptions"),
+)
+PAGE = """# What a target costs, and what the length of a turn trades: {seeds} seeds of {requests:,} requests
+
+Virtual time, bursts of the Azure code trace, ShareGPT lengths. Each figure is the median of n seeds, (worst to best). TPOT is
+a request's mean time of a token after the first, a gap is the time between two of its tokens. Made by
+`python -m bench.lab trades`; equal settings give equal figures.
+
+## `Config(tbt_s=)` and `Config(ttft_s=)`: one model, nobody else
+
+`tbt_s` bounds the time of a decode pass, stall included, that growth may lead to: requests wait instead. With `ttft_s` beside
+it they wait only while the first of them can still meet that. No target counts a prefill that runs between two decode passes.
+
+{targets}
+
+## Turns
+
+Each model computes for so long, then the next one that has work; `inf`: until it is out of work, so that turns drain. (What a
+turn gains for whoever computes it costs those who wait for theirs.)
+
+{turns}
+"""
+
+
+def _runs(settings: Settings, group: Group) -> dict[str, tuple[Run, Settings]]:
+    return {
+        cell.name(policy, seed): (
+            Run(cell.panel, policy, f"{cell.rate:g}/s", cell.rate, seed),
+            replace(settings, machine=cell.machine),
+        )
+        for seed in range(settings.seeds)
+        for cell in group.cells
+        for policy in group.policies
+    }
+
+
+def _table(data: Mapping[str, Any], group: Group) -> str:
+    number = data["settings"]["seeds"]
+    lines = [
+        seeds.Line(
+            (cell.machine, cell.panel.name, f"{cell.rate:g}/s"),
+            {policy: [cell.name(policy, seed) for seed in range(number)] for policy in group.policies},
+        )
+        for cell in group.cells
+    ]
+    return seeds.table(data["points"], ("machine", "load", "rate"), lines, COLUMNS, worst_first=True)
+
+
+def run_trades(
+    results: Path,
+    settings: Settings = SETTINGS,
+    *,
+    jobs: int = 1,
+    report_only: bool = False,
+    groups: Sequence[Group] = (TARGETS, TURNS),
+) -> str:
+    """Run what `results` lacks of two groups, targets and turns, and write the page beside it. Returns the page.
+
+    What was run with other settings does not count: the file is begun anew. Raises InvalidArgument (field path) for a file
+    of something else, before anything runs.
+    """
+    data = seeds.read(results, empty(settings), "trades")
+    if not report_only:
+        runs = {name: run for group in groups for name, run in _runs(settings, group).items()}
+        seeds.run_missing(data, runs, results, jobs)
+    targets, turns = (_table(data, group) for group in groups)
+    text = PAGE.format(seeds=settings.seeds, requests=settings.requests, targets=targets, turns=turns)
+    results.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text
