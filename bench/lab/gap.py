@@ -1,6 +1,6 @@
 """How much of what memory is worth each policy gets, over several seeds: where it is between recompute and ideal.
 
-python -m bench.lab gap                  runs what is missing (a quarter of an hour on one core) and writes the page
+python -m bench.lab gap                  runs what is missing (an hour or more on one core) and writes the page
 python -m bench.lab gap --quick          few requests and two seeds: that it runs
 python -m bench.lab gap --report-only    writes the page of what is stored
 """
