@@ -57,6 +57,8 @@ QUICK = Settings(requests=100, seeds=2, quick=True)
 COLUMNS = (
     Column("preemptions", "preemptions"),
     Column("ttft_p99_s", "TTFT P99, s"),
+    Column("tpot_p99_s", "TPOT P99, s"),
+    Column("tbt_p99_s", "gap P99, s"),
     Column("tokens_per_s", "tokens/s", more_is_better=True),
     *AGAINST,
     GOODPUT,
@@ -71,7 +73,7 @@ twice, on a machine of 24 GB whose link has 25.5 GB/s. Each figure is the median
 `ideal` is recompute with six times the memory. `whole` is recompute where whoever has the turn has all memory and
 switching costs nothing: no lending in turns could reach more. Gap closed: how far a policy comes from recompute (0 %) to
 ideal (100 %), each seed by itself; – where both are within 5 %. Goodput: requests with the first token within 2 s and TPOT
-of at most 0.2 s.
+of at most 0.2 s. TPOT is a request's mean time of a token after the first, a gap is the time between two of its tokens.
 
 {table}
 

@@ -38,9 +38,9 @@ class Config:
     reserve_blocks: blocks kept free beyond the demand (L); None: derived from the demand.
     max_layers: the most layers ever remapped; None: as many as hide.
     tbt_s, ttft_s: the targets of the model's requests, in seconds; None: no target. tbt_s: between two tokens. No growth
-    lifts the predicted time of a decode pass (computation and stall) above it; requests wait instead. ttft_s: from
-    arrival to the first token. Requests wait for blocks that tbt_s refuses only while they can still meet it; an idle
-    model gives only layers that are back in time for its first prefill to meet it.
+    lifts the predicted time of a decode pass that reads all blocks (computation and stall) above it; requests wait
+    instead. ttft_s: from arrival to the first token. Requests wait for blocks that tbt_s refuses only while they can still
+    meet it; an idle model gives only layers that are back in time for its first prefill to meet it.
     lends: whether other tenants may get this tenant's unused KV and its layers.
     """
 

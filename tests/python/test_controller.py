@@ -494,6 +494,43 @@ def test_requests_wait_rather_than_break_tbt_s_while_they_can_meet_ttft_s(
     assert decision.reason.endswith("limited by " + ("tbt_s=0.02" if remapped == 3 else "slowdown=1.0"))
 
 
+def measured_on_a_line(**config: object) -> tuple[Controller, Callable[..., Decision]]:
+    """Passes of 8 ms and 0.1 ms for each live block were seen. decide(live, waited_s, ...): 100 blocks more are wanted."""
+    policy = controller(reserve_blocks=0, **config)
+
+    def decide(live: int, blocks: int = 100, waited_s: float = 0.0, **changes: object) -> Decision:
+        usable = max(150, live)
+        times = times_of(compute=(8e-3 + 1e-4 * live) / 20)
+        counts = {"usable_blocks": usable, "free_blocks": usable - live, "live_blocks": live, "times": times}
+        return policy.decide(view(**{**counts, "free_pool_blocks": 1000, **changes}), Demand(blocks, waited_s=waited_s))
+
+    for live in range(80, 150, 7):
+        decide(live, blocks=0)
+    return policy, decide
+
+
+def test_no_growth_lifts_a_full_pool_s_pass_above_tbt_s() -> None:
+    """A pass that reads all blocks, those that come as well: 8 + 0.1 b <= 24 / 1.02 ms, so 155 blocks are useful."""
+    _, decide = measured_on_a_line(tbt_s=0.024)
+    decision = decide(live=150)
+    assert decision.free_pool_blocks_to_take == 5 and decision.unmet_blocks == 95 and decision.remapped == 0
+    assert decision.reason.endswith("limited by tbt_s=0.024")
+    missed = decide(live=160)  # it is missed by now: nothing more, and the next request waits
+    assert (missed.action, missed.unmet_blocks) == ("none", 100) and missed.reason.endswith("limited by tbt_s=0.024")
+    assert "longer than the target" in missed.reason
+    for wide in (measured_on_a_line()[1], measured_on_a_line(tbt_s=0.1)[1]):
+        assert wide(live=150).free_pool_blocks_to_take == 100
+
+
+def test_whoever_is_alone_or_would_miss_ttft_s_is_served_whatever_tbt_s_says() -> None:
+    _, decide = measured_on_a_line(tbt_s=0.001)
+    assert decide(live=0, blocks=400).free_pool_blocks_to_take == 250  # or it would wait for ever
+    assert decide(live=1, blocks=400).free_pool_blocks_to_take == 0
+    _, decide = measured_on_a_line(tbt_s=0.024, ttft_s=0.5)
+    assert decide(live=150, waited_s=0.1).free_pool_blocks_to_take == 5
+    assert decide(live=150, waited_s=0.49).free_pool_blocks_to_take == 100
+
+
 def test_others_get_only_what_tbt_s_leaves() -> None:
     policy = controller(slowdown=1.0, tbt_s=0.024)
     assert [quote.step for quote in policy.offers(view())] == [(n, 2) for n in range(1, 5)]

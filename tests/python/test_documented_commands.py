@@ -129,6 +129,7 @@ TRIED = {
     ),
     "bench.lab headline": Tried(_resumed("headline", quick=False)),
     "bench.lab gap": Tried(_resumed("gap")),
+    "bench.lab trades": Tried(_resumed("trades")),
     "bench.lab regret": Tried(
         (
             "--quick --loads 1 --jobs 1 --results regret.json",
@@ -252,6 +253,7 @@ FILES: Mapping[str, Callable[[Path], None]] = {
     "models.json": _models,
     "headline.json": _lacking("headline"),
     "gap.json": _lacking("gap"),
+    "trades.json": _lacking("trades"),
     "pie.json": _lacking("pie.command"),
     "hybridserve.json": _lacking("hybridserve.command"),
     "kunserve.json": _lacking("kunserve.command"),

@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import cast
 
 from remap.config import Knobs
+from remap.policy.batch_time import BatchTime
 from remap.policy.donors.supply import Quote, choose
 from remap.policy.link import spared
 from remap.policy.rental import Guard, Rental, income
@@ -70,6 +71,7 @@ class Controller:
         self._possible = possible
         self._watermark = Watermark(smoothing=self.config.smoothing)
         self._guard = Guard()
+        self._batch = BatchTime()
         self._rental = Rental(self.config.dwell)
         self._headroom = 0  # L of the last step
         self._steps_ahead = 1  # the horizon of L, for `_times`
@@ -103,6 +105,8 @@ class Controller:
         self._watermark.observe(wanted)
         headroom = self.config.reserve_blocks
         if view.times is not self._times or view.order is not self._order:
+            if self.config.tbt_s is not None and view.times is not None:
+                self._batch.observe(view.live_blocks, math.fsum(view.times.compute_s))
             self._learn(view)
         if headroom is None:
             headroom = self._watermark.blocks(self._steps_ahead)
@@ -124,6 +128,10 @@ class Controller:
         self._learn(view)
         demand, patient = wanted.blocks, self._patient(view.times, wanted.waited_s)
         room = deficit if view.max_blocks is None else max(0, min(deficit, view.max_blocks - view.usable_blocks))
+        useful = self._useful(view, patient)
+        waits = useful - view.usable_blocks < room
+        if waits:
+            room = max(0, int(useful) - view.usable_blocks)
         taken = min(room, view.free_pool_blocks)
         alpha, buffers, why = view.remapped, view.buffers, ""
         takes: tuple[Take, ...] = ()
@@ -152,6 +160,8 @@ class Controller:
             )
             if gap:
                 reason += f", at most {gap * 1e3:.3g} ms a pass dearer than the cheapest plan"
+        elif waits:
+            reason = f"{need}: passes would take longer than the target with more blocks in use"
         elif room < deficit and room == 0:
             reason = f"{need}: the KV region is full at {view.usable_blocks} blocks"
         else:
@@ -159,6 +169,7 @@ class Controller:
         if unmet:
             reason += f"; {unmet} blocks stay unmet"
             limit = "" if why or room < deficit else self._limit_beyond(view, alpha, buffers, patient)
+            limit = f"tbt_s={self.config.tbt_s}" if waits else limit
             reason += f", limited by {limit}" if limit else ""
         if view.times is not None and stall > (allowed := self._allowed(view.times, patient)):
             reason += (
@@ -257,6 +268,16 @@ class Controller:
             if allowed and self._can(alpha, buffers) and self._spares(view, alpha, buffers):
                 return alpha, buffers, why
         return present, view.buffers, why
+
+    def _useful(self, view: TenantView, patient: bool) -> float:
+        """The most usable blocks with which a decode pass that reads all of them, and stalls as long as `slowdown` allows, takes
+        no longer than tbt_s. Infinite without that target, before the passes have said what a block costs, and while
+        nothing is live: whoever comes then has nobody beside him, and must be served."""
+        target, times = self.config.tbt_s, view.times
+        if target is None or times is None or not patient or view.live_blocks == 0:
+            return math.inf
+        within = target / (1.0 + self.config.slowdown)
+        return self._batch.blocks_within(within, view.live_blocks, math.fsum(times.compute_s))
 
     def _patient(self, times: LayerSeconds | None, waited_s: float) -> bool:
         """Whether demand waits rather than break tbt_s: while the first of the queue, one pass later, can still meet

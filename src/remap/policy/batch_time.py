@@ -1,0 +1,42 @@
+"""What a decode pass takes with so many live KV blocks: a line through what was measured. Pure.
+
+A pass reads the weights once and every live block once, and computes for every request: of requests of like length its time is
+a line in the live blocks (Oneiros section 4 has the same two terms). Only the slope is asked for: what one block more adds.
+Old measurements fade, since lengths change.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BatchTime"]
+
+_FADES = 0.98  # what a measurement counts after another one
+_SPREAD = 0.02  # of the mean: so far must live blocks have been apart, or the line may have any slope
+
+
+class BatchTime:
+    """Least squares of seconds over blocks, the newest measurement counting most."""
+
+    def __init__(self) -> None:
+        self._count = self._blocks = self._seconds = 0.0
+        self._squares = self._products = 0.0  # of the differences from the means
+        self.slope = 0.0
+        """Seconds of one block more, at least 0; 0 while nothing is known."""
+
+    def observe(self, blocks: int, seconds: float) -> None:
+        """A pass with so many live blocks computed for so long."""
+        old, self._count = self._count * _FADES, self._count * _FADES + 1.0
+        ahead, later = blocks - self._blocks, seconds - self._seconds
+        self._blocks += ahead / self._count
+        self._seconds += later / self._count
+        weight = old / self._count
+        self._squares = self._squares * _FADES + weight * ahead * ahead
+        self._products = self._products * _FADES + weight * ahead * later
+        if self._squares > self._count * (1.0 + _SPREAD * self._blocks) ** 2:
+            self.slope = max(0.0, self._products / self._squares)
+
+    def blocks_within(self, seconds: float, blocks: int, now_s: float) -> float:
+        """The most live blocks whose pass takes `seconds`, if `blocks` take `now_s`; infinite while nothing is known. Below
+        `blocks` if they take too long already."""
+        if self.slope <= 0.0:
+            return float("inf")
+        return blocks + (seconds - now_s) / self.slope
