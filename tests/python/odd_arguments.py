@@ -164,7 +164,7 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "KVCache.subscribe": (lambda w: w.a.kv.subscribe, {"listener": lambda w: lambda *_: None, "external": False}),
 }  # fmt: skip
 
-WITHOUT_ARGUMENTS = ("Session.snapshot", "advanced.unsettled", "advanced.check", "Tenant.stats")
+WITHOUT_ARGUMENTS = ("Session.snapshot", "KVCache.open_host", "advanced.unsettled", "advanced.check", "Tenant.stats")
 INSIDE = {
     "Session": ("attach", "change", "exclusively"),  # attach: test_argument_kinds.py, with a torch model
     "Tenant": (

@@ -657,6 +657,26 @@ def test_a_host_budget_is_a_hard_limit(opened: Any) -> None:
     assert _core.probe_cuda()["host_limited_by"] in ("cgroup", "machine")
 
 
+def test_host_memory_for_kv_is_what_the_budget_leaves(opened: Any) -> None:
+    """By itself half of it, page-locked when an engine asks; a number beyond it is refused then, and can be asked again."""
+    layers, by = make_layers([2] * 4, 1), "REMAP_HOST_BUDGET"  # 8 pages of master copies
+    for given in ({"host_budget": 16 * PAGE}, {"environment": {by: str(16 * PAGE)}}):
+        with opened(**given) as session:
+            kv = session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=1000)).kv
+            before = session._backend.usage()["host_bytes"]
+            assert before == 8 * PAGE and kv.host.total == 0
+            assert kv.open_host() == 4 * PAGE // kv.spec.block_bytes
+            assert session._backend.usage()["host_bytes"] == before + kv.open_host() * kv.spec.block_bytes
+            session.detach("m")
+            assert session._backend.usage()["host_bytes"] == 0
+    with opened(host_budget=16 * PAGE, host_kv=12 * PAGE) as session:
+        kv = session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=1000)).kv
+        for _ in range(2):
+            with pytest.raises(remap.LimitExceeded) as caught:
+                kv.open_host()
+            assert (caught.value.limited_by, caught.value.in_use) == ("host_budget", 8 * PAGE) and kv.host.total == 0
+
+
 def test_shared_memory_that_is_there_takes_nothing_more(opened: Any) -> None:
     """Masters in shared memory, anonymous or of a memfd, are locked in place as private ones are."""
     memories = [mmap.mmap(-1, 2 * PAGE), mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]
