@@ -23,20 +23,20 @@ def test_the_pages_say_what_is_stored() -> None:
         assert len(lines) == rows
         for line in lines:
             cells = [cell.strip() for cell in line.strip("|").split("|")]
-            for said in (cells[4], cells[9]):  # preemptions and tokens/s are written alike
+            for said in (cells[4], cells[9], cells[10]):  # preemptions, TPOT and tokens/s are written alike
                 assert f"| {said} |" in results, (line, said)
 
 
 def test_the_readme_has_the_medians_and_ranges_of_three_models_at_half_the_rate() -> None:
     (row,) = (line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "three models" in line)
     told = []
-    for figure, unit in (("ttft_p99_s", "s"), ("tbt_p50_s", "ms"), ("tbt_p99_s", "ms")):
+    for figure, unit in (("ttft_p99_s", "s"), ("tbt_p50_s", "ms"), ("tpot_p99_s", "ms"), ("tbt_p99_s", "ms")):
         (column,) = (one for one in headline.COLUMNS if one.key == figure)
         for policy in ("recompute", "remap"):
             names = [headline.name_of(headline.PANELS[0], 0.5, policy, seed) for seed in range(headline.SETTINGS.seeds)]
             middle, _, ends = seeds.cell([STORED["points"][name][figure] for name in names], column).partition(" ")
             told.append(f"{middle} {unit} {ends}")
-    assert [row.count(f"{first} to {second}") for first, second in zip(told[::2], told[1::2])] == [1, 1, 1]
+    assert [row.count(f"{first} to {second}") for first, second in zip(told[::2], told[1::2])] == [1, 1, 1, 1]
 
 
 def test_what_the_words_say_is_what_is_stored() -> None:
@@ -66,6 +66,8 @@ def test_what_the_words_say_is_what_is_stored() -> None:
     assert [round(end(far[load] for load in far if "C2" in load[0])) for end in (min, max)] == [41, 66]
     told = (("C1 ShareGPT", 0.5), ("C1 ShareGPT", 0.85), ("C2 ShareGPT", 0.85))
     assert [round(sooner[load], 1 if sooner[load] < 10 else None) for load in told] == [31, 48, 5.7]
+    tpot = [1 - ratio for ratio in ratios("tpot_p99_s").values()]
+    assert [round(100 * end(tpot)) for end in (min, max)] == [3, 44]
     oftener, weights = ratios("preemptions"), ratios("preemptions", "remap:weights")
     assert sum(ratio > 1 for ratio in oftener.values()) == 5 and 1.65 < max(oftener.values()) < 1.75
     assert [round(end(weights.values()), 1) for end in (min, max)] == [2.3, 4.2]
