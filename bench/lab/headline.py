@@ -41,7 +41,8 @@ each seed by itself; – where both are within 5 %. Goodput: requests with the f
 is swapped.
 
 Good: times to first token, at every rate. Under `remap` their P99 is 31 to 55 times shorter than under `recompute` on C1, at
-most 4 % longer than `ideal`'s, and 5.5 to 6.6 times shorter on C2; nothing is recomputed. P99 TPOT is 3 to 44 % shorter. Bad: **`remap` preempts more often
+most 4 % longer than `ideal`'s, and 5.5 to 6.6 times shorter on C2; nothing is recomputed. P99 TPOT is 3 to 44 %
+shorter. Bad: **`remap` preempts more often
 than `recompute` in five of eight loads, up to 1.7 times** (each time to host memory), and 2.3 to 4.2 times as often as
 `remap:weights`. **The P99 time between tokens is longer than under `recompute` in six of eight loads, up to 3.1 times (C1 at
 0.7 c)**, because more requests run at once and all wait while another model has its turn (C2 at c: 10 % shorter); the median
