@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -236,6 +238,16 @@ def test_baseline_generates_what_each_engine_does_alone(mode, blocks):
     assert (summary["preemptions"] > 0) == (blocks == 9)
     assert summary["preemptions"] == sum(one["preemptions"] for one in summary["tenants"].values())
     assert summary["generated_tokens"] == sum(len(ids) for mine in result.tokens().values() for ids in mine.values())
+
+
+def test_turns_of_no_end_drain():
+    """A turn ends when its model is out of work, however long that is: as many turns as models, where all is there at once."""
+    requests = requests_for(1)
+    ran = []
+    shared = SharedEngines(None, engines_for(tenants_for(100)), quantum_s=math.inf)
+    result = shared.run(requests, on_step=lambda _, done: ran.extend(done))
+    assert result.different(alone(requests)) == []
+    assert [name for name, _ in itertools.groupby(ran)] == list(requests) == [turn.tenant for turn in result.activations]
 
 
 @pytest.mark.parametrize("seed", range(6))
