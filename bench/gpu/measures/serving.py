@@ -239,6 +239,7 @@ def serving(ctx: Context) -> Iterator[Figure]:
         dtype=shape.dtype,
         min_blocks=kv_pages * PAGE // block_bytes,
         max_blocks=capacity // block_bytes + 1,
+        host_blocks=0,  # one engine runs all kinds, and whoever "recompute" preempts is recomputed
     )
     requests = make_requests(shape)
     runs: list[Run] = []
