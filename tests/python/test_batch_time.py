@@ -44,15 +44,15 @@ def test_the_slope_is_that_of_least_squares(measured: list[tuple[int, float]]) -
 
 def test_a_line_is_found_and_followed() -> None:
     line = BatchTime()
-    assert line.blocks_within(1.0, 10, 0.5) == math.inf
+    assert line.blocks_within(1.0) == math.inf
     for blocks in (100, 100, 100):
         line.observe(blocks, 0.02)
     assert line.slope == 0.0  # one place says nothing
     for blocks in range(100, 200, 5):
         line.observe(blocks, 0.01 + 1e-4 * blocks)
     assert line.slope == pytest.approx(1e-4)
-    assert line.blocks_within(0.03, 150, 0.025) == pytest.approx(200)
-    assert line.blocks_within(0.02, 150, 0.025) == pytest.approx(100)
+    assert line.blocks_within(0.03) == pytest.approx(200)
+    assert line.blocks_within(0.02) == pytest.approx(100)
     for _ in range(10):  # requests have become three times as long
         for blocks in range(100, 200, 5):
             line.observe(blocks, 0.01 + 3e-4 * blocks)

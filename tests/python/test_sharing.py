@@ -247,7 +247,9 @@ def test_turns_of_no_end_drain():
     shared = SharedEngines(None, engines_for(tenants_for(100)), quantum_s=math.inf)
     result = shared.run(requests, on_step=lambda _, done: ran.extend(done))
     assert result.different(alone(requests)) == []
-    assert [name for name, _ in itertools.groupby(ran)] == list(requests) == [turn.tenant for turn in result.activations]
+    assert (
+        [name for name, _ in itertools.groupby(ran)] == list(requests) == [turn.tenant for turn in result.activations]
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

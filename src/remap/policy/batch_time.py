@@ -19,11 +19,13 @@ class BatchTime:
     def __init__(self) -> None:
         self._count = self._blocks = self._seconds = 0.0
         self._squares = self._products = 0.0  # of the differences from the means
+        self._last = (0, 0.0)
         self.slope = 0.0
         """Seconds of one block more, at least 0; 0 while nothing is known."""
 
     def observe(self, blocks: int, seconds: float) -> None:
         """A pass with so many live blocks computed for so long."""
+        self._last = blocks, seconds
         old, self._count = self._count * _FADES, self._count * _FADES + 1.0
         ahead, later = blocks - self._blocks, seconds - self._seconds
         self._blocks += ahead / self._count
@@ -34,9 +36,10 @@ class BatchTime:
         if self._squares > self._count * (1.0 + _SPREAD * self._blocks) ** 2:
             self.slope = max(0.0, self._products / self._squares)
 
-    def blocks_within(self, seconds: float, blocks: int, now_s: float) -> float:
-        """The most live blocks whose pass takes `seconds`, if `blocks` take `now_s`; infinite while nothing is known. Below
-        `blocks` if they take too long already."""
+    def blocks_within(self, seconds: float) -> float:
+        """The most live blocks whose pass takes `seconds`, by the slope from the last measurement on; infinite while nothing is
+        known."""
         if self.slope <= 0.0:
             return float("inf")
-        return blocks + (seconds - now_s) / self.slope
+        blocks, last_s = self._last
+        return blocks + (seconds - last_s) / self.slope

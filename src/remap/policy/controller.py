@@ -142,7 +142,10 @@ class Controller:
                 alpha, buffers, takes, gap = self._share(view, room - taken, others, patient)
                 why = "" if view.seen else _UNSEEN
             else:
-                want = view.remapped + math.ceil((room - taken) / view.blocks_per_layer)
+                layers = (
+                    room - taken
+                ) / view.blocks_per_layer  # whole ones: beyond the target there is no use for the rest
+                want = view.remapped + (math.floor(layers) if waits else math.ceil(layers))
                 alpha, buffers, why = self._target(view, want, patient)
         gained = taken + sum(take.blocks for take in takes) + int((alpha - view.remapped) * view.blocks_per_layer)
         if view.max_blocks is not None:
@@ -271,13 +274,13 @@ class Controller:
 
     def _useful(self, view: TenantView, patient: bool) -> float:
         """The most usable blocks with which a decode pass that reads all of them, and stalls as long as `slowdown` allows, takes
-        no longer than tbt_s. Infinite without that target, before the passes have said what a block costs, and while
-        nothing is live: whoever comes then has nobody beside him, and must be served."""
-        target, times = self.config.tbt_s, view.times
-        if target is None or times is None or not patient or view.live_blocks == 0:
+        no longer than tbt_s. Infinite without that target, before the passes have said what a block costs, and if nothing is
+        live although there are so many: who needs more than that has nobody beside him, and must be served."""
+        target = self.config.tbt_s
+        if target is None or not patient:
             return math.inf
-        within = target / (1.0 + self.config.slowdown)
-        return self._batch.blocks_within(within, view.live_blocks, math.fsum(times.compute_s))
+        useful = self._batch.blocks_within(target / (1.0 + self.config.slowdown))
+        return math.inf if view.live_blocks == 0 and useful < view.usable_blocks + 1 else useful
 
     def _patient(self, times: LayerSeconds | None, waited_s: float) -> bool:
         """Whether demand waits rather than break tbt_s: while the first of the queue, one pass later, can still meet
