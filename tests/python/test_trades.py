@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from statistics import median
 
 import pytest
 from bench.lab import seeds, trades
-from bench.lab.gap import empty
+from bench.lab.gap import Cell, empty
 from bench.lab.paper.experiments import setup_of
 from bench.lab.paper.runs import Settings
 
@@ -30,6 +32,39 @@ def test_what_is_run() -> None:
         for cell in group.cells:
             for policy in group.policies:
                 fitting(setup_of(cell.panel, machine(cell.machine)), find(policy))
+
+
+def test_what_the_page_says_is_what_is_stored() -> None:
+    data = json.loads(trades.RESULTS.read_text(encoding="utf-8"))
+    page = trades.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+    numbers = range(trades.SETTINGS.seeds)
+    assert len(data["points"]) == len(numbers) * sum(len(group.cells) * len(group.policies) for group in GROUPS)
+
+    def middle(cell: Cell, policy: str, figure: str) -> float:
+        return median(data["points"][cell.name(policy, seed)][figure] for seed in numbers)
+
+    longer, late, slow, lower, over = [], [], [], [], []
+    for cell in trades.TARGETS.cells:
+        assert round(1e3 * middle(cell, "remap", "tbt_p50_s"), 1) == 16.4
+        assert round(1e3 * middle(cell, "remap:tbt_s=0.016", "tbt_p50_s"), 1) == 16.4
+        for target in (0.014, 0.012):
+            policy = f"remap:tbt_s={target:g}"
+            longer.append(round(1e3 * middle(cell, policy, "tbt_p50_s"), 1))
+            over.append((middle(cell, policy, "tbt_p50_s") - machine(cell.machine).iteration_gap_s) / target - 1)
+            for figure, found in (("ttft_p99_s", late), ("tokens_per_s", slow), ("tbt_p99_s", lower)):
+                found.append(round(100 * (middle(cell, policy, figure) / middle(cell, "remap", figure) - 1)))
+    assert longer == [15.5, 14.7, 15.6, 14.8] and [round(100 * end(over)) for end in (min, max)] == [3, 15]
+    assert (min(late), max(late), min(slow), max(slow), min(lower), max(lower)) == (12, 25, -10, -2, -24, -6)
+    c1, small = trades.TURNS.cells[:6], trades.TURNS.cells[6:]
+    for cell, first, gap in ((c1[0], "0.556", "552"), (c1[-1], "28.8", "25.3")):
+        assert f"{middle(cell, 'remap', 'ttft_p99_s'):.3g}" == first
+        assert f"{1e3 * middle(cell, 'remap', 'tbt_p99_s'):.3g}" == gap and first in page and gap in page
+    good = [middle(cell, "remap", "goodput_per_s") for cell in c1]
+    assert sorted(good, reverse=True) == good or max(good) in good[:2]
+    worth = [middle(cell, "remap", "ttft_p99_s") / middle(cell, "ideal", "ttft_p99_s") for cell in (*c1, *small)]
+    assert max(worth[:6]) < 1.03 and [round(100 * one - 100) for one in worth[6:10]] == [42, 47, 17, 5]
+    tpot = [middle(cell, "remap", "tpot_p99_s") / middle(cell, "ideal", "tpot_p99_s") for cell in small[:3]]
+    assert min(tpot) > 2.0 and max(tpot) < 3.1
 
 
 @pytest.mark.slow
