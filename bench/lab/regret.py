@@ -199,7 +199,8 @@ def worst(data: Mapping[str, Any], loads: Sequence[Load], policy: str, most: int
             found.append((one["ttft_p99_s"], load))
     out = ["| load | regret, TTFT P99 | best there |", "|---|---|---|"]
     for (value, best), load in sorted(found, key=lambda each: -each[0][0])[:most]:
-        out.append(f"| {load.place}, {load.rate:g} c | {_share(value)} | {best} |")
+        where = load.place.replace(" | ", ", ")
+        out.append(f"| {where}, {load.rate:g} c | {_share(value)} | {best} |")
     return "\n".join(out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -92,3 +93,21 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFi
     told = capsys.readouterr().err.splitlines()
     assert told == [loads[0].name(policy, 0) for policy in regret.POLICIES]
     assert regret.run_regret(path, settings, loads=loads) == page and not capsys.readouterr().err
+
+
+def test_where_the_readme_says_that_nobody_needs_it_all_policies_are_alike() -> None:
+    """ "the same latencies with nothing, with shared KV, with swapping and with remap": P99 times to the first token and TPOT,
+    seed by seed, within what goes unnoticed or a tenth; nothing is preempted."""
+    text = (regret.ROOT / "README.md").read_text(encoding="utf-8")
+    assert "one Qwen3-4B with 95 % of an RTX 4090 at 1.2 times" in text and "70 % of an A100 and short answers" in text
+    points = json.loads(regret.RESULTS.read_text(encoding="utf-8"))["points"]
+    for load in (
+        regret.Load("RTX-4090", "one 4B", 0.95, "sharegpt", 1.2),
+        regret.Load("A100", "13B and 8B", 0.7, "alpaca", 0.6),
+    ):
+        assert load in regret.LOADS[:10]
+        for seed in range(regret.SETTINGS.seeds):
+            runs = [points[load.name(policy, seed)] for policy in regret.POLICIES]
+            assert all(run["preemptions"] == 0 for run in runs)
+            first = [run["ttft_p99_s"] for run in runs]
+            assert max(first) < 1.1 * min(first) or max(first) - min(first) < 0.05
