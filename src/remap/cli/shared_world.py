@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap import advanced
 from remap.model.footprint import footprint
+from remap.sim.policies import OURS, POLICIES
 
 from .demo_config import default_config
 
@@ -80,8 +81,8 @@ SMALL = Preset(
 )
 
 
-OWN = 0.25
-"""The share of each tenant's KV that stays its own where unused KV is everybody's, as in the simulator."""
+OWN = POLICIES[OURS].pooled
+"""The share of each tenant's KV that stays its own where unused KV is everybody's."""
 
 
 @dataclass(frozen=True)
