@@ -55,15 +55,21 @@ class UnusedKV:
         self._lending = lending
 
     def surplus(self, giver: TenantState) -> int:
-        """Own blocks that a tenant could lose now: an inactive tenant all unused ones above min_blocks; an active one
-        keeps its last demand, headroom and hysteresis as well."""
-        free = giver.kv.usable_blocks - giver.kv.spec.min_blocks
-        if not giver.kv.pool.external:
-            free = min(free, giver.kv.free_blocks)
-        if giver.active and free > 0:
+        """Unused blocks that a tenant will not miss: above min_blocks, its last demand, headroom and hysteresis. A tenant that
+        neither serves nor has live blocks needs none of them."""
+        free = self.unused(giver)
+        if free > 0 and (giver.active or giver.kv.live_blocks > 0):
             wanted = giver.demand
             view = view_of(self._changes, giver, wanted)
             free = min(free, giver.controller.spare(view, wanted.blocks if wanted else 0))
+        return max(0, free)
+
+    @staticmethod
+    def unused(giver: TenantState) -> int:
+        """Unused blocks above min_blocks."""
+        free = giver.kv.usable_blocks - giver.kv.spec.min_blocks
+        if not giver.kv.pool.external:
+            free = min(free, giver.kv.free_blocks)
         return max(0, free)
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
@@ -92,7 +98,7 @@ class PausedKV:
         self._lending = lending
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
-        live = 0 if giver.active else giver.kv.reclaimable_blocks
+        live = 0 if giver.active else giver.kv.reclaimable_blocks + self._kept(giver)
         blocks = int(live * giver.kv.spec.block_bytes / receiver.kv.spec.block_bytes)
         if blocks <= 0:
             return []
@@ -103,8 +109,14 @@ class PausedKV:
 
     def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
         # One block more: pages at both ends may hold a part of a block that stays.
-        giver.kv.reclaim(-(-take.blocks * receiver.kv.spec.block_bytes // giver.kv.spec.block_bytes) + 1)
-        self._lending.give_idle(giver, take.blocks, receiver, self._unused.surplus(giver))
+        blocks = -(-take.blocks * receiver.kv.spec.block_bytes // giver.kv.spec.block_bytes) + 1 - self._kept(giver)
+        if blocks > 0:
+            giver.kv.reclaim(blocks)
+        self._lending.give_idle(giver, take.blocks, receiver, self._unused.unused(giver))
+
+    def _kept(self, giver: TenantState) -> int:
+        """Unused blocks that it will miss in its next turn."""
+        return self._unused.unused(giver) - self._unused.surplus(giver)
 
 
 class _Layers:

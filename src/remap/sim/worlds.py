@@ -29,8 +29,9 @@ from remap.sim.setup import Setup, TenantSetup
 __all__ = ["World", "fitting", "make_world"]
 
 _STATIC_BUFFERS = 2
-_HOST_BLOCKS = 1 << 20
-"""Of host memory for KV, where requests are swapped: more than any run asks for, as host memory is plentiful."""
+_HOST_BLOCKS = 1 << 17
+"""Of host memory for KV, where requests are swapped: two million tokens a tenant, more than any run asks for. What asks in vain
+recomputes."""
 
 
 @dataclass
