@@ -157,6 +157,25 @@ def regret(
         typer.echo(run_regret(path, settings, loads=chosen, jobs=jobs, report_only=report_only))
 
 
+@app.command("map")
+def pressure_map(
+    quick: Annotated[bool, typer.Option("--quick", help="Few requests, two links, one seed.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write page and picture from the file.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/map.json")] = None,
+) -> None:
+    """What weights add, by pressure, link and number of models: a table and a picture. What is in the file is not run again."""
+    from .pressure_map import FULL, PICTURE, QUICK, RESULTS, run_map
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/map.json") if quick else RESULTS)
+    drawing = PICTURE if path == RESULTS else path.with_suffix(".svg")
+    with exit_on_error():
+        writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(run_map(path, drawing, QUICK if quick else FULL, jobs=jobs, report_only=report_only))
+
+
 @app.command()
 def pie(
     quick: Annotated[bool, typer.Option("--quick", help="Few requests, two seeds.")] = False,

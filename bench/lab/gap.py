@@ -8,33 +8,21 @@ python -m bench.lab gap --report-only    writes the page of what is stored
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from remap.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
 from . import ROOT, seeds
+from .cells import Cell, Group, empty, run_missing
 from .paper.experiment_list import C1, C2
 from .paper.experiments import BASELINE, IDEAL, Panel
-from .paper.runs import Run, Settings
+from .paper.runs import Settings
 from .seeds import AGAINST, GOODPUT, Column
 
-__all__ = ["CELLS", "POLICIES", "QUICK", "RESULTS", "SETTINGS", "Cell", "empty", "run_gap", "run_missing", "table"]
+__all__ = ["CELLS", "POLICIES", "QUICK", "RESULTS", "SETTINGS", "run_gap", "table"]
 
 RESULTS = ROOT / "bench" / "results" / "gap.json"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One load on one machine at one rate, in requests per second of all models together."""
-
-    machine: str
-    panel: Panel
-    rate: float
-
-    def name(self, policy: str, seed: int) -> str:
-        return f"{self.machine} | {self.panel.name} | {self.rate:g}/s | {policy} | {seed}"
 
 
 THREE = Panel("8B, 13B and 14B ShareGPT", "Llama-3-8b:25%,Llama-2-13b:37%,Qwen2.5-14B:37%", ("sharegpt",))
@@ -88,36 +76,9 @@ reservation is its tenant's own and nothing is swapped, are behind `kv-pool+swap
 """
 
 
-def empty(settings: Settings) -> dict[str, Any]:
-    """What a file of these settings begins with; the machine is each cell's own."""
-    made_with = {name: value for name, value in settings.to_json().items() if name != "machine"}
-    return {"settings": made_with, "points": {}}
-
-
-def run_missing(data: dict[str, Any], settings: Settings, path: Path, jobs: int, cells: Sequence[Cell] = CELLS) -> None:
-    """Run what `data` lacks, seed by seed, and write `path` after each run."""
-    runs = {
-        cell.name(policy, seed): (
-            Run(cell.panel, policy, f"{cell.rate:g}/s", cell.rate, seed),
-            replace(settings, machine=cell.machine),
-        )
-        for seed in range(settings.seeds)
-        for cell in cells
-        for policy in POLICIES
-    }
-    seeds.run_missing(data, runs, path, jobs)
-
-
 def table(data: Mapping[str, Any], cells: Sequence[Cell] = CELLS) -> str:
     """Markdown: a line for each cell and policy."""
-    lines = [
-        seeds.Line(
-            (cell.machine, cell.panel.name, f"{cell.rate:g}/s"),
-            {policy: [cell.name(policy, seed) for seed in range(data["settings"]["seeds"])] for policy in POLICIES},
-        )
-        for cell in cells
-    ]
-    return seeds.table(data["points"], ("machine", "load", "rate"), lines, COLUMNS, worst_first=True)
+    return Group(tuple(cells), POLICIES).table(data, COLUMNS)
 
 
 def run_gap(
@@ -135,7 +96,7 @@ def run_gap(
     """
     data = seeds.read(results, empty(settings), "gap")
     if not report_only:
-        run_missing(data, settings, results, jobs, cells)
+        run_missing(data, settings, results, jobs, [Group(tuple(cells), POLICIES)])
     text = PAGE.format(seeds=settings.seeds, requests=settings.requests, table=table(data, cells))
     results.with_suffix(".md").write_text(text, encoding="utf-8")
     return text

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from remap.sim.policies import OURS, WEIGHTS_ONLY
+from remap.sim.policies import OURS, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
 from . import ROOT, seeds
 from .paper.experiment_list import C1, C2
@@ -23,7 +23,7 @@ from .seeds import AGAINST, GOODPUT, Column
 
 PANELS: tuple[Panel, ...] = (C1[1], C2[1])
 FACTORS = (0.5, 0.7, 0.85, 1.0)
-POLICIES = (BASELINE, WEIGHTS_ONLY, OURS, IDEAL)
+POLICIES = (BASELINE, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY, OURS, IDEAL)
 SETTINGS = Settings(requests=2000, seeds=5)
 RESULTS = ROOT / "bench" / "results" / "headline.json"
 PAGE = """# Recompute and remap, simulated: five seeds of 2,000 requests

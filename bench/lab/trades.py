@@ -8,32 +8,24 @@ python -m bench.lab trades --report-only    writes the page of what is stored
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from remap.sim.hardware import machine
 from remap.sim.policies import OURS
 
 from . import ROOT, seeds
-from .gap import TWO, Cell, empty
+from .cells import Cell, Group, empty, run_missing
+from .gap import TWO
 from .paper.experiment_list import ALONE_CHAT, C1
 from .paper.experiments import BASELINE, IDEAL
-from .paper.runs import Run, Settings
+from .paper.runs import Settings
 from .seeds import GOODPUT, Column
 
-__all__ = ["QUICK", "RESULTS", "SETTINGS", "TARGETS", "TURNS", "Group", "run_trades"]
+__all__ = ["QUICK", "RESULTS", "SETTINGS", "TARGETS", "TURNS", "run_trades"]
 
 RESULTS = ROOT / "bench" / "results" / "trades.json"
-
-
-@dataclass(frozen=True)
-class Group:
-    """Loads, and the policies that serve each of them."""
-
-    cells: tuple[Cell, ...]
-    policies: tuple[str, ...]
 
 
 TARGETS = Group(
@@ -99,30 +91,6 @@ of `ideal`'s P99 time to the first token whatever the turn. Bad: over the 25.5 G
 """
 
 
-def _runs(settings: Settings, group: Group) -> dict[str, tuple[Run, Settings]]:
-    return {
-        cell.name(policy, seed): (
-            Run(cell.panel, policy, f"{cell.rate:g}/s", cell.rate, seed),
-            replace(settings, machine=cell.machine),
-        )
-        for seed in range(settings.seeds)
-        for cell in group.cells
-        for policy in group.policies
-    }
-
-
-def _table(data: Mapping[str, Any], group: Group) -> str:
-    number = data["settings"]["seeds"]
-    lines = [
-        seeds.Line(
-            (cell.machine, cell.panel.name, f"{cell.rate:g}/s"),
-            {policy: [cell.name(policy, seed) for seed in range(number)] for policy in group.policies},
-        )
-        for cell in group.cells
-    ]
-    return seeds.table(data["points"], ("machine", "load", "rate"), lines, COLUMNS, worst_first=True)
-
-
 def run_trades(
     results: Path,
     settings: Settings = SETTINGS,
@@ -138,9 +106,8 @@ def run_trades(
     """
     data = seeds.read(results, empty(settings), "trades")
     if not report_only:
-        runs = {name: run for group in groups for name, run in _runs(settings, group).items()}
-        seeds.run_missing(data, runs, results, jobs)
-    targets, turns = (_table(data, group) for group in groups)
+        run_missing(data, settings, results, jobs, groups)
+    targets, turns = (group.table(data, COLUMNS) for group in groups)
     gap = 1e3 * machine(TARGETS.cells[0].machine).iteration_gap_s
     text = PAGE.format(seeds=settings.seeds, requests=settings.requests, gap=gap, targets=targets, turns=turns)
     results.with_suffix(".md").write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ from statistics import median
 
 import pytest
 from bench.lab import gap, seeds
+from bench.lab.cells import Cell, empty
 from bench.lab.commands import app
 from bench.lab.paper.experiments import setup_of
 from bench.lab.paper.runs import Settings
@@ -101,7 +102,7 @@ def test_what_the_page_says_of_the_alternatives_is_what_is_stored() -> None:
     "56 %", "sooner in two loads"; who is far. Behind are weights alone; all else is of the default."""
     data = json.loads(gap.RESULTS.read_text(encoding="utf-8"))
 
-    def values(cell: gap.Cell, policy: str, figure: str = "ttft_p99_s") -> list[float]:
+    def values(cell: Cell, policy: str, figure: str = "ttft_p99_s") -> list[float]:
         return [data["points"][cell.name(policy, seed)][figure] for seed in range(gap.SETTINGS.seeds)]
 
     behind, unpooled, sooner, of_ideal, oftener, gaps, longer = [], [], {}, {}, [], [], []
@@ -141,7 +142,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert path.with_suffix(".md").read_text(encoding="utf-8") == page and "2 seeds of 20 requests" in page
     assert len([line for line in page.splitlines() if line.startswith("| GH200")]) == len(gap.POLICIES)
     kept = path.read_bytes()
-    data = seeds.read(path, gap.empty(settings), "gap")
+    data = seeds.read(path, empty(settings), "gap")
     lost = cells[0].name("ideal", 1)
     del data["points"][lost]
     seeds.write(path, data)

@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 from bench.lab import seeds, trades
-from bench.lab.gap import Cell, empty
+from bench.lab.cells import Cell, Group, empty
 from bench.lab.paper.experiments import setup_of
 from bench.lab.paper.runs import Settings
 
@@ -72,8 +72,8 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     """With turns that drain, too."""
     settings, path = Settings(requests=20, seeds=2), tmp_path / "trades.json"
     groups = (
-        trades.Group(trades.TARGETS.cells[:1], ("remap", "remap:tbt_s=0.012")),
-        trades.Group(trades.TURNS.cells[5:6], ("remap",)),
+        Group(trades.TARGETS.cells[:1], ("remap", "remap:tbt_s=0.012")),
+        Group(trades.TURNS.cells[5:6], ("remap",)),
     )
     page = trades.run_trades(path, settings, groups=groups)
     lines = [line for line in page.splitlines() if line.startswith("| GH200")]

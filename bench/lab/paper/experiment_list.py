@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from remap.sim.policies import WEIGHTS_ONLY
+from remap.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
 from .experiments import BASELINE, IDEAL, PAPERS_OWN, Comparison, Experiment, Panel, Reckoning
 
@@ -13,6 +13,9 @@ __all__ = ["EXPERIMENTS"]
 
 MANY = 3.0
 """Alpaca's answers are six times as short as ShareGPT's: a run needs more of them, or it is all beginning and end."""
+
+KV_STREAM = f"{WEIGHTS_ONLY}+stream+max_layers=0+lends=false"
+"""Complete blocks of KV stream from host memory, and weights stay."""
 
 _TBT, _TTFT, _RATE = "tbt_p99_reduction", "ttft_p99_reduction", "throughput_gain"
 _TPOT, _GOOD = "tpot_p99_reduction", "goodput_gain"
@@ -232,7 +235,22 @@ _BEYOND = (
         figure="remap",
         title="What memory is worth: recompute with six times as much, and how far the others come",
         panels=(C1[1], C2[1]),
-        policies=(BASELINE, PAPERS_OWN, WEIGHTS_ONLY, IDEAL),
+        policies=(BASELINE, "swap", UNUSED_KV, UNUSED_KV_AND_SWAP, PAPERS_OWN, WEIGHTS_ONLY, OURS, IDEAL),
+        comparisons=tuple(
+            Comparison(OURS, base, (_TBT, _TPOT, _TTFT, _RATE, _GOOD)) for base in (UNUSED_KV_AND_SWAP, BASELINE)
+        ),
+        factors=_SOME,
+        group="beyond",
+    ),
+    Experiment(
+        id="beyond-alone",
+        figure="remap",
+        title="One model alone: streaming weights, against other ways to have more KV",
+        panels=(ALONE, ALONE_CHAT),
+        policies=(BASELINE, "swap", "pie", "static", KV_STREAM, WEIGHTS_ONLY, OURS, IDEAL),
+        comparisons=tuple(
+            Comparison(OURS, base, (_TBT, _TPOT, _TTFT, _RATE, _GOOD)) for base in ("swap", "pie", "static", KV_STREAM)
+        ),
         factors=_SOME,
         group="beyond",
     ),

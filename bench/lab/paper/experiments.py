@@ -104,7 +104,8 @@ class Panel:
     divided by the tokens of a mean answer). like: the panel whose c is taken, so that several setups get equal requests.
     fixed: rates in requests per second that are run besides. quiet: if not 0, every rate r is followed by a second part at
     quiet x r, which begins when all requests of the first have been served; only its gaps between tokens count.
-    requests: a factor on the number of requests of a run. quantum_s: a turn, in temporal sharing.
+    requests: a factor on the number of requests of a run. quantum_s: a turn, in temporal sharing. link_bytes_per_s: of the
+    machine's link in each direction; its own if 0.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Panel:
     quiet: float = 0.0
     requests: float = 1.0
     quantum_s: float = 1.0
+    link_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,8 @@ class Experiment:
 
 def setup_of(panel: Panel, machine: Machine) -> Setup:
     """The panel's setup on this machine. Raises InvalidArgument for unknown models or too little memory."""
+    if panel.link_bytes_per_s:
+        machine = machine.with_(h2d_bytes_per_s=panel.link_bytes_per_s, d2h_bytes_per_s=panel.link_bytes_per_s)
     made = tenants(panel.tenants, machine)
     if panel.kv_bytes:
         found = model(panel.tenants)

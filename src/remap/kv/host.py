@@ -63,7 +63,7 @@ class HostBlocks:
     @property
     def free_blocks(self) -> int:
         """Host blocks that `allocate` could return now."""
-        return self.books.count(_FREE)
+        return self.free_below(self.total)
 
     def live_ids(self) -> list[int]:
         """Host blocks in use, ascending."""
@@ -75,7 +75,9 @@ class HostBlocks:
 
     def free_below(self, stop: int) -> int:
         """Of the free host blocks those below `stop`, which is at most `KVSpec.streamed_blocks`."""
-        return self.books.count(_FREE, 0, stop)
+        # Those in use are counted, since they are few: `count` jumps from one to the next.
+        stop = min(stop, self.total)
+        return stop - self.books.count(_USED, 0, stop) if stop > 0 else 0
 
     def allocate(self, count: int, below: int | None = None) -> list[int]:
         """`count` host blocks, the lowest, ascending, so that runs are long; `below`: all below that. Raises OutOfBlocks (fields:
@@ -87,7 +89,7 @@ class HostBlocks:
                 value=below,
             )
         stop = self.total if below is None else min(below, self.geometry.spec.streamed_blocks)
-        free = self.free_below(stop) if stop > 0 else 0
+        free = self.free_below(stop)
         if count > free:
             raise OutOfBlocks(
                 f"{count} host blocks requested{'' if below is None else f' below {shown(below)}'}, {free} free of {self.total}; "
