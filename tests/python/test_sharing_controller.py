@@ -124,6 +124,35 @@ def test_what_a_paused_model_needs_soon_is_left_to_it(next_use_s: float | None, 
         world.check()
 
 
+@pytest.mark.parametrize(
+    ("next_use_s", "kept", "away"), [(90.0, 3, True), (None, 3, True), (10.0, 5, False), (0.0, 5, False)]
+)
+def test_unused_kv_that_a_paused_tenant_will_miss_is_taken_when_it_is_cheapest(
+    next_use_s: float | None, kept: int, away: bool
+) -> None:
+    """It wanted five blocks more in its last step and has them. A layer of eight blocks costs what eight of these cost; the
+    receiver's own layers cost rent at each of the 8 s of its passes."""
+    with world_of({"r": 2, "i": 2}, times_of(N, 1.0, 0.5), spare=5) as world:
+        r, i = world.engines["r"], world.engines["i"]
+        for engine in (r, i):
+            set_times(engine, times_of(N, 1.0, 0.5), copy_s=0.5)
+            engine.tenant._state.controller.config = config_of(hysteresis_blocks=0)
+        world.session._tenants["i"].controller.config = config_of(max_layers=0, hysteresis_blocks=0)
+        world.step(i=7)
+        assert i.kv.usable_blocks == 7
+        i.allocate(2)
+        world.step(i=5)
+        world.session.deactivate("i")
+        world.session._offers._activity.expected_s = lambda name, now: next_use_s  # type: ignore[method-assign]
+        state = i.tenant._state
+        assert (world.session._offers.unused_kv.surplus(state), world.session._offers.unused_kv.unused(state)) == (0, 5)
+        hold(r, 99)
+        seen = watch(world, "r")
+        assert not world.step(r=2).unmet_blocks
+        print(next_use_s, sources(seen[-1]), i.kv.usable_blocks, r.tenant.remapped)
+        world.check()
+
+
 def test_free_pages_are_taken_where_blocks_stand_together() -> None:
     """By their places in the KV region, not by their numbers: blocks that straddle pages need neighbours."""
     with world_of({"r": 1, "i": 2}) as world:

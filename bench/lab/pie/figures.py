@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench.lab.paper.experiment_list import MANY
+from bench.lab.paper.experiment_list import KV_STREAM, MANY
 from bench.lab.paper.experiments import BASELINE, IDEAL, Panel
 from bench.lab.seeds import Point
 
@@ -23,7 +23,7 @@ __all__ = [
 
 EXPANSIONS = tuple(f"pie:{value}" for value in (1.2, 1.4, 1.6, 1.8, 2.0, 2.2))
 """Fixed expansions of Pie; 1.0 is `recompute`."""
-KV_ONLY = "remap:weights+stream+max_layers=0+lends=false"
+KV_ONLY = KV_STREAM
 """Of the library only what Pie has too: complete blocks of KV stream from host memory, weights stay."""
 PIE = "pie"
 SWAP = "remap:weights+swap"

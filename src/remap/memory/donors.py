@@ -4,11 +4,13 @@
                                            nothing. share: of an inactive giver's reload, what falls on each pass
     give(giver, receiver, take)            makes the taken increments free pages, for the receiver to take
 
-    unused KV         blocks above min_blocks that nobody uses (an active giver keeps its headroom and hysteresis)
+    unused KV         blocks above min_blocks that nobody uses (a giver that serves, or waits for its turn, keeps its demand,
+                      headroom and hysteresis)
     inactive layers   a tenant's last layers, up to what its first prefill hides and its targets leave
     active layers     layers of a tenant that serves, or is about to, within its own slowdown; the receiver's own layers
                       compete with them (Controller.offers)
-    paused KV         live blocks of a tenant that waits for its turn, which its engine copies to host memory first
+    paused KV         what a tenant that waits for its turn keeps of its unused KV, and its live blocks, which its engine copies
+                      to host memory first
 
 `policy/donors/supply.py` chooses among the quotes, by what they cost; the executor never learns which donor it serves.
 Sources: Oneiros section 5.1 (layers of inactive models and of active ones); KV and the exact cap are ours.
@@ -88,34 +90,40 @@ class UnusedKV:
 
 
 class PausedKV:
-    """Live blocks of an inactive tenant: its engine copies their requests' KV to host memory, what is new of it, and frees
-    them. They cost nobody anything until its next turn, when they are copied in again."""
+    """What an inactive tenant will miss in its next turn: unused blocks that it needed in its last one, and live blocks, whose KV
+    its engine copies to host memory, what is new of it, before it frees them.
+
+    Both cost nobody anything until then, and as much: a block's KV is copied in again, the giver's own, or that of whoever
+    lies in the giver's place by then. stuck: whether live blocks stay where they are, whoever needs their pages.
+    """
 
     kind: Kind = "paused_kv"
 
-    def __init__(self, unused: UnusedKV, lending: Lending) -> None:
+    def __init__(self, unused: UnusedKV, lending: Lending, stuck: Callable[[], bool]) -> None:
         self._unused = unused
         self._lending = lending
+        self._stuck = stuck
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
-        live = 0 if giver.active else giver.kv.reclaimable_blocks + self._kept(giver)
-        blocks = int(live * giver.kv.spec.block_bytes / receiver.kv.spec.block_bytes)
+        if giver.active:
+            return []
+        missed = self._kept(giver) + (0 if self._stuck() else giver.kv.reclaimable_blocks)
+        blocks = int(missed * giver.kv.spec.block_bytes / receiver.kv.spec.block_bytes)
         if blocks <= 0:
             return []
         # At the link's rate, as layers are copied. What was new went out when its turn ended.
         nbytes = max(giver.layer_bytes)
-        reload = live * giver.kv.spec.block_bytes * giver.timing.copy_seconds() / nbytes if nbytes else 0.0
+        reload = missed * giver.kv.spec.block_bytes * giver.timing.copy_seconds() / nbytes if nbytes else 0.0
         return [Quote(giver.name, self.kind, blocks, 0.0, reload, share, Take(giver.name, self.kind, blocks))]
 
     def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
         # One block more: pages at both ends may hold a part of a block that stays.
         blocks = -(-take.blocks * receiver.kv.spec.block_bytes // giver.kv.spec.block_bytes) + 1 - self._kept(giver)
-        if blocks > 0:
+        if blocks > 0 and not self._stuck():
             giver.kv.reclaim(blocks)
         self._lending.give_idle(giver, take.blocks, receiver, self._unused.unused(giver))
 
     def _kept(self, giver: TenantState) -> int:
-        """Unused blocks that it will miss in its next turn."""
         return self._unused.unused(giver) - self._unused.surplus(giver)
 
 

@@ -77,7 +77,7 @@ class Offers:
         # No method of this object: it would keep it alive.
         self.inactive = InactiveLayers(changes, lending, partial(_ahead, tenants, self._activity))
         self.active = ActiveLayers(changes, lending)
-        self.paused_kv = PausedKV(self.unused_kv, lending)
+        self.paused_kv = PausedKV(self.unused_kv, lending, partial(_stuck, tenants))
         donors: tuple[Donor, ...] = (self.unused_kv, self.inactive, self.paused_kv, self.active)
         self._donors = {one.kind: one for one in donors}
 
@@ -116,7 +116,7 @@ class Offers:
         least = self._config.min_idle
         asked: list[tuple[Donor, TenantState]] = [(self.unused_kv, giver) for giver in (*idle, *busy)]
         asked += [(self.inactive, giver) for giver in idle if may_donate(self._candidate(giver, now), min_idle=least)]
-        asked += [(self.paused_kv, giver) for giver in idle]
+        asked += [(self.paused_kv, giver) for giver in (*idle, *busy)]
         asked += [(self.active, giver) for giver in busy]
         pass_s = _decode_pass_s(receiver)
         share = {one.name: self._share(pass_s, one, now) for one in others}

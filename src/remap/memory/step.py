@@ -48,7 +48,8 @@ class Steps:
         the blocks that had moved by then (`Changes.moved`): the engines have to hear of them.
         """
         for name, tenant in self._tenants.items():
-            tenant.demand = demand.get(name)
+            if tenant.active:  # what a paused tenant wanted last, it will want in its next turn
+                tenant.demand = demand.get(name)
         entries: Entries = {}
         applied = self._changes.applied
         try:
