@@ -151,7 +151,9 @@ def test_unused_kv_that_a_paused_tenant_will_miss_is_taken_when_it_is_cheapest(
         hold(r, 99)
         seen = watch(world, "r")
         assert not world.step(r=2).unmet_blocks
-        if swaps and next_use_s == 90.0:  # an idle layer of two pages is copied in sooner than three blocks of a page each
+        if (
+            swaps and next_use_s == 90.0
+        ):  # an idle layer of two pages is copied in sooner than three blocks of a page each
             assert sources(seen[-1]) == [("inactive", "i")] and (i.kv.usable_blocks, r.tenant.remapped) == (7, 0)
         elif next_use_s is None or next_use_s > 60.0:  # at no cost, if nobody knows when
             assert sources(seen[-1]) == [("paused_kv", "i")] and (i.kv.usable_blocks, r.tenant.remapped) == (4, 0)
