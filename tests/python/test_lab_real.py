@@ -210,12 +210,13 @@ def test_goodput_counts_requests_that_meet_both_targets() -> None:
 
 
 def test_what_is_run() -> None:
-    """Nine policies, three loads of the real models, three rounds."""
+    """Nine policies, four loads of the real models, three rounds."""
     names = ["ideal", "recompute", "swap", "pie", "stream", "kv-pool+swap", "weights", "remap", "all"]
     assert list(POLICIES) == names and FULL.rounds == 3
     assert [[model.name for model in case.preset.models] for case in FULL.cases] == [
         ["SmolLM2"],
         ["OPT"],
-        ["SmolLM2", "OPT", "wide"],
+        *[["SmolLM2", "OPT", "wide"]] * 2,
     ]
+    assert [case.mode for case in FULL.cases] == ["temporal"] * 3 + ["spatial"]
     assert json.loads(json.dumps(FULL.settings())) == FULL.settings()

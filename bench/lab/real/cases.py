@@ -56,7 +56,7 @@ POLICIES: Mapping[str, Policy] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One load: models on one arena, in turns of quantum_s, and when and how long their requests are.
+    """One load: models on one arena, in turns of quantum_s or all at once (mode), and when and how long their requests are.
 
     kv_share: see `World`. rate: requests a second of all models together, each has its share. cv: of the gaps between
     one model's requests. lengths: factor on ShareGPT's. targets: what goodput counts by.
@@ -70,6 +70,7 @@ class Case:
     targets: Targets
     cv: float = 2.0
     lengths: float = 0.25
+    mode: str = "temporal"
     quantum_s: float = 1.0
     seed: int = 0
 
@@ -80,7 +81,8 @@ class Case:
 
     def __str__(self) -> str:
         models = [spec.name for spec in self.preset.models]
-        turns = f" in turns of {self.quantum_s:g} s" if len(models) > 1 else ""
+        turns = f" in turns of {self.quantum_s:g} s" if self.mode == "temporal" else " at once"
+        turns *= len(models) > 1
         return (
             f"{' and '.join(models) if len(models) < 3 else ', '.join(models)}{turns} in {self.preset.dtype}, KV of "
             f"{self.kv_share:.0%} of the weights, {self.rate:g} requests/s for {self.seconds:g} s (cv {self.cv:g}), "
@@ -109,13 +111,14 @@ def _small(*models: ModelSpec) -> Preset:
 
 
 _LATE = Targets(ttft_s=5.0, tpot_s=0.25)
-# Of three models in turns, each computes a third of the time.
+# Of three models, each computes a third of the time.
 _LATE_IN_TURNS = Targets(ttft_s=5.0, tpot_s=0.75)
 FULL = Suite(
     (
         Case("SmolLM2", _large(SMOLLM2), 0.08, rate=2.0, seconds=16.0, targets=_LATE),
         Case("OPT", _large(OPT), 0.1, rate=2.0, seconds=16.0, targets=_LATE),
         Case("three in turns", _large(SMOLLM2, OPT, WIDE), 0.06, rate=2.4, seconds=16.0, targets=_LATE_IN_TURNS),
+        Case("three at once", _large(SMOLLM2, OPT, WIDE), 0.06, 2.4, 16.0, _LATE_IN_TURNS, mode="spatial"),
     ),
     rounds=3,
 )

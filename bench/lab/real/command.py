@@ -27,6 +27,7 @@ COLUMNS = (
     Column("ttft_p99_s", "TTFT P99, s"),
     Column("tbt_p50_s", "TBT P50, ms", 1e3),
     Column("tbt_p99_s", "TBT P99, ms", 1e3),
+    Column("tpot_p99_s", "TPOT P99, ms", 1e3),
     GOODPUT,
     *AGAINST,
     Column("preemptions", "preemptions"),

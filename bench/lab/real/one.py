@@ -78,6 +78,7 @@ def serve(suite_name: str, case_name: str, policy_name: str) -> dict[str, Any]:
     result = world.serve(
         requests(case, world),
         policy.wiring,
+        case.mode,
         quantum_s=case.quantum_s,
         ample=policy.ample,
         on_step=watch,
