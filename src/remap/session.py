@@ -49,7 +49,7 @@ from remap.memory.apply import Changes
 from remap.memory.attach import Arrivals
 from remap.memory.core import Core
 from remap.memory.device import Platform
-from remap.memory.host_memory import HostMemories, HostMemory
+from remap.memory.host_memory import HostMemories, HostMemory, require_kv
 from remap.memory.lend import Lending
 from remap.memory.moves import compose_all
 from remap.memory.observe import Log, make_report, take_snapshot
@@ -139,6 +139,7 @@ class Session:
             )
         platform = platform or Platform()
         self._backend, self._device = devices.resolve(device, size, page, platform, host_budget)
+        require_kv(self._device, size, kv_bytes)
         self.device = str(self._device.name)
         self.capacity_bytes = size
         self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode))

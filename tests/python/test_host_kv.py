@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import remap
+from remap import _core
 from remap.errors import InvalidArgument, LimitExceeded, OutOfBlocks, OutOfMemory
 from remap.kv.spec import KVSpec
 from remap.memory import host_memory
@@ -141,7 +142,8 @@ def test_none_when_none_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
     assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
 
 
-def test_more_than_the_machine_has_is_refused_before_anything_is_made() -> None:
+def test_more_than_the_machine_has_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "Arena", lambda *arguments: pytest.fail("an arena was made"))
     with pytest.raises(OutOfMemory, match="host memory for KV") as caught:
         session_of("", host_kv=1 << 60)
     assert caught.value.fields["requested"] == CAPACITY + (1 << 60) > caught.value.fields["limit"] > 0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from remap.memory.device import Device
 
-__all__ = ["HostMemories", "HostMemory"]
+__all__ = ["HostMemories", "HostMemory", "require_kv"]
 
 _logger = logging.getLogger("remap.host_kv")
 
@@ -107,13 +107,20 @@ class HostMemory:
             raise first
 
 
+def require_kv(device: Device, capacity: int, kv_bytes: int | None) -> None:
+    """Raise OutOfMemory (fields requested, limit, limited_by) for more host memory for KV than the machine or its control group
+    could ever hold, beside an arena of `capacity` bytes where that is host memory, too."""
+    if kv_bytes and device.simulator is None:
+        beside = capacity if device.name.kind == "cpu" else 0
+        require_memory(beside + kv_bytes, what="host memory for KV, with the arena,")
+
+
 class HostMemories:
     """A session's host memory: its tenants', and memory that the backend has not taken back yet."""
 
     def __init__(self, backend: Any, device: Device, arena: Any, kv_bytes: int | None = None, budget: int = 0) -> None:
         """arena: it lies in host memory as well on the CPU. kv_bytes: for KV of tenants whose `KVSpec.host_blocks` is None; None:
-        sized by itself. budget: of page-locked memory; 0: the environment's, or what can be spared. Raises OutOfMemory (fields
-        requested, limit, limited_by) for more kv_bytes than the machine or its control group could ever hold.
+        sized by itself. budget: of page-locked memory; 0: the environment's, or what can be spared.
         """
         self._backend = backend
         self._device = device
@@ -123,8 +130,6 @@ class HostMemories:
         self._held: list[HostMemory] = []
         self._kv_bytes = kv_bytes
         self._budget = budget
-        if kv_bytes and device.simulator is None:
-            require_memory(self._arena_bytes + kv_bytes, what="host memory for KV, with the arena,")
 
     def nbytes(self) -> int:
         """Bytes of the machine's memory that the session has, the arena on the CPU included."""
