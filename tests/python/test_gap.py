@@ -98,14 +98,15 @@ def test_what_is_run() -> None:
 
 
 def test_what_the_page_says_of_the_alternatives_is_what_is_stored() -> None:
-    """ "Behind in six of the seven", "2.9 to 30 times", "within 26 % of ideal in four", "4 to 35 times", "6.8 times",
-    "56 %", "sooner in two loads"; who is far. Behind are weights alone; all else is of the default."""
+    """ "Behind in six of the seven", "2.7 to 36 times", "within 4 % of ideal in four", "4 to 39 times", "9.8 times",
+    "63 %", "2.6 times", "sooner in two loads"; who is far. Behind are weights alone; all else is of the default."""
     data = json.loads(gap.RESULTS.read_text(encoding="utf-8"))
 
     def values(cell: Cell, policy: str, figure: str = "ttft_p99_s") -> list[float]:
         return [data["points"][cell.name(policy, seed)][figure] for seed in range(gap.SETTINGS.seeds)]
 
-    behind, unpooled, sooner, of_ideal, oftener, gaps, longer = [], [], {}, {}, [], [], []
+    behind, unpooled, sooner, of_ideal = [], [], {}, {}
+    oftener, gaps, longer, slower = [], [], [], []
     for cell in gap.CELLS:
         pool, weights, swap, ours, ideal = (
             median(values(cell, policy))
@@ -119,15 +120,17 @@ def test_what_the_page_says_of_the_alternatives_is_what_is_stored() -> None:
             pairs = zip(values(cell, "remap", "tbt_p99_s"), values(cell, other, "tbt_p99_s"))
             ratios.append(median(mine / theirs for mine, theirs in pairs))
         if swap < 0.98 * ours:
-            unpooled.append((cell.machine, cell.rate, round(swap, 2), round(ours, 2)))
+            unpooled.append((cell.rate, round(swap, 2), round(ours, 2)))
+        slower.append(median(values(cell, "remap", "tpot_p99_s")) / median(values(cell, "kv-pool+swap", "tpot_p99_s")))
         assert pool < median(values(cell, "kv-pool"))
     assert behind == [True, True, False, True, True, True, True]
-    assert 2.8 < min(sooner.values()) < 2.95 and 29 < max(sooner.values()) < 30.5
-    assert sum(ratio < 1.265 for ratio in of_ideal.values()) == 4
-    assert min(oftener) > 3.95 and 34.5 < max(oftener) < 35.5
-    assert 1.555 < max(gaps) < 1.565 and 6.75 < max(longer) == longer[2] < 6.85
-    assert unpooled == [("H100-PCIe", 4.0, 2.25, 2.59), ("RTX-4090", 4.0, 1.37, 1.76)]
-    assert min(of_ideal[gap.CELLS[2]], of_ideal[gap.CELLS[-1]]) > 1.8
+    assert 2.65 < min(sooner.values()) < 2.75 and 35.5 < max(sooner.values()) < 36.5
+    assert sum(ratio < 1.04 for ratio in of_ideal.values()) == 4
+    assert min(oftener) > 3.95 and 38.5 < max(oftener) < 39.5
+    assert 1.625 < max(gaps) < 1.635 and 9.75 < max(longer) == longer[2] < 9.85
+    assert 2.55 < max(slower) == slower[-1] < 2.65
+    assert unpooled == [(1.5, 36.03, 40.92), (4.0, 1.37, 1.71)]
+    assert [cell.machine for cell, ratio in of_ideal.items() if ratio > 1.5] == ["GH200-96GB", "RTX-4090", "RTX-4090"]
 
 
 def test_the_page_is_the_one_of_what_is_stored() -> None:
