@@ -136,6 +136,7 @@ TRIED = {
             "--quick --loads 1 --report-only --results regret.json",
         )
     ),
+    "bench.lab map": Tried(_resumed("map")),
     "bench.lab pie": Tried(_resumed("pie")),
     "bench.lab hybridserve": Tried(_resumed("hybridserve")),
     "bench.lab kunserve": Tried(_resumed("kunserve")),
