@@ -38,16 +38,18 @@ each seed by itself; – where both are within 5 %. Goodput: requests with the f
 {table}
 
 `remap` is the default, with all donors; `remap:weights` has weights alone: every reservation is its tenant's own, and nothing
-is swapped.
+is swapped; `kv-pool+swap` is the strongest alternative that leaves weights where they are.
 
-Good: times to first token, at every rate. Under `remap` their P99 is 31 to 55 times shorter than under `recompute` on C1, at
-most 4 % longer than `ideal`'s, and 5.5 to 6.6 times shorter on C2; nothing is recomputed. P99 TPOT is 3 to 44 %
-shorter. Bad: **`remap` preempts more often
-than `recompute` in five of eight loads, up to 1.7 times** (each time to host memory), and 2.3 to 4.2 times as often as
-`remap:weights`. **The P99 time between tokens is longer than under `recompute` in six of eight loads, up to 3.1 times (C1 at
-0.7 c)**, because more requests run at once and all wait while another model has its turn (C2 at c: 10 % shorter); the median
-time between tokens is up to 13 % longer. On C2 first tokens come 41 to 66 times later than with `ideal`, and on C1 at c one
-seed's P99 is 20 s. Tokens/s differ by up to 16 %: until the rate is far above c, what limits them is how fast requests come.
+Good: times to first token, at every rate. Under `remap` their P99 is 31 to 56 times shorter than under `recompute` on C1, at
+most 3 % longer than `ideal`'s, and 5.4 to 5.8 times shorter on C2; nothing is recomputed. P99 TPOT is 5 to 44 %
+shorter. What weights add: P99 first tokens come 9 to 21 times sooner on C1 and 3.6 to 4 times on C2 than with `kv-pool+swap`, and
+P99 TPOT is within 3 % (C1 at 0.5 and 0.85 c) or 5 to 31 % shorter. Bad: **`remap` preempts more often than
+`recompute` in four of eight loads, up to 1.8 times** (each time to host memory), and 2.2 to 8.4 times as often as
+`kv-pool+swap`. **The P99 time between tokens is longer than under `recompute` in six of eight loads, up to three times (C1 at
+0.7 c)**, because more requests run at once and all wait while another model has its turn (C2 at 0.5 c: 7 % shorter), and up
+to 4.3 times that under `kv-pool+swap` (C2); the median time between tokens is up to 13 % longer than under `recompute`. On C2
+first tokens come 47 to 63 times later than with `ideal`, and on C1 at c one seed's P99 is 29 s. Tokens/s differ by up to 16 %:
+until the rate is far above c, what limits them is how fast requests come.
 """
 
 COLUMNS = (
