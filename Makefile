@@ -60,7 +60,7 @@ INSTALL_TORCH = args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test test-all test-emulated test-engines test-newest lock check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help demo test test-all test-emulated test-engines test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -72,6 +72,7 @@ help:
 	@echo 'make test-engines     vLLM (and SGLang) on a CPU, on remap: an environment of their own (.venv-engines, some GB)'
 	@echo 'make test-newest      the suite with the newest of every dependency (.venv-newest), and what differs from the lock'
 	@echo 'make lock             requirements.lock anew: what is tested, exactly (LOCK_ARGS=--upgrade)'
+	@echo 'make stubs            src/remap/_core.pyi anew, from the bindings: what the type checker knows of the C++ core'
 	@echo 'make cpp-example      C++ tests; the core installed as a CMake package; examples/cpp built against it and run'
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
 	@echo 'make check-quick      the same without the sanitizers'
@@ -115,6 +116,10 @@ test-emulated: $(STAMPS)/wheel cpp-tests
 	$(RUN_EMULATED)
 
 check: check-quick check-cpp
+
+# What the type checker knows of the C++ core; tests/python/test_core_stub.py compares it with the core.
+stubs: $(STAMPS)/wheel
+	$(BIN)/python tools/stubs.py make
 
 check-quick: $(STAMPS)/venv
 	$(BIN)/python tools/lock.py check

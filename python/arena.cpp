@@ -2,7 +2,6 @@
 
 #include "common.h"
 #include "page_list.h"
-#include "prefetcher_observer.h"
 #include "remap/arena.h"
 #include "remap/executor.h"
 #include "remap/fork.h"
@@ -121,7 +120,7 @@ void bind_arena(py::module_& module) {
              const PageCounts counts = tenant.is_none()
                                            ? looking<PageCounts>(&Arena::counts)(arena)
                                            : looking<PageCounts, TenantId>(&Arena::counts)(arena, tenant.cast<TenantId>());
-             py::dict out;
+             py::typing::Dict<py::str, py::int_> out;
              for (std::size_t i = 0; i < kOwners; ++i) out[owner_name(static_cast<Owner>(i))] = counts.by_owner[i];
              out["total"] = counts.total;
              return out;
@@ -173,12 +172,6 @@ void bind_arena(py::module_& module) {
             return executor.apply(plan, Ordering{after, zero_on});
           },
           py::arg("plan"), py::arg("after") = 0, py::arg("zero_on") = 0, ReleaseGil())
-      .def(
-          "commit",
-          [](Executor& executor, const std::shared_ptr<Prefetcher>& prefetcher, EventHandle after, bool asleep) {
-            executor.commit(prefetcher ? std::make_shared<PrefetcherObserver>(prefetcher) : nullptr, after, asleep);
-          },
-          py::arg("prefetcher").none(true), py::arg("after") = 0, py::arg("asleep") = false, ReleaseGil())
       .def("wake", &Executor::wake, py::arg("tenant"), py::arg("after") = 0, ReleaseGil())
       .def("rollback", &Executor::rollback, ReleaseGil())
       .def("drain", &Executor::drain, ReleaseGil())

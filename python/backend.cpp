@@ -55,9 +55,9 @@ bool synchronize(Backend& backend, EventHandle event, double timeout_s) {
   }
 }
 
-py::dict usage(const Backend& backend) {
+py::typing::Dict<py::str, py::int_> usage(const Backend& backend) {
   const Usage usage = backend.usage();
-  py::dict out;
+  py::typing::Dict<py::str, py::int_> out;
   out["reserved_bytes"] = usage.reserved_bytes;
   out["page_bytes"] = usage.page_bytes;
   out["mapped_bytes"] = usage.mapped_bytes;
@@ -78,7 +78,6 @@ void bind_contract(py::module_& module) {
       .def_property_readonly("device_kind", [](const Backend& b) { return kind_name(b.device().kind); })
       .def_property_readonly("device_index", [](const Backend& b) { return b.device().index; })
       .def_property_readonly("host_addressable", [](const Backend& b) { return b.device().host_addressable; })
-      .def_property_readonly("simulator", &Backend::simulator)
       .def("reserve", [](Backend& b, std::size_t bytes, std::size_t align) { return to_int(b.reserve(bytes, align)); }, ReleaseGil())
       .def("release", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.release(to_address(at), bytes); }, ReleaseGil())
       .def("retire", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.retire(to_address(at), bytes); }, ReleaseGil())
@@ -130,9 +129,10 @@ void bind_decorators(py::module_& module) {
       .value("limit_exceeded", ErrorKind::limit_exceeded)
       .value("invalid_argument", ErrorKind::invalid_argument);
 
+  const auto kind = py::arg_v("kind", ErrorKind::driver, "ErrorKind.driver");
   py::class_<FaultBackend, Backend, std::shared_ptr<FaultBackend>>(module, "FaultBackend")
-      .def("arm", &FaultBackend::arm, py::arg("call"), py::arg("nth"), py::arg("forever") = false, py::arg("kind") = ErrorKind::driver)
-      .def("arm_any", &FaultBackend::arm_any, py::arg("nth"), py::arg("forever") = false, py::arg("kind") = ErrorKind::driver)
+      .def("arm", &FaultBackend::arm, py::arg("call"), py::arg("nth"), py::arg("forever") = false, kind)
+      .def("arm_any", &FaultBackend::arm_any, py::arg("nth"), py::arg("forever") = false, kind)
       .def("fail_async_copy", &FaultBackend::fail_async_copy, py::arg("nth"), py::arg("forever") = false)
       .def("disarm", &FaultBackend::disarm)
       .def("calls", [](const FaultBackend& b, const py::object& call) {
@@ -184,7 +184,7 @@ void bind_backend(py::module_& module) {
         known(shareable, ShareableHandle::fabric);
         return make_cuda_backend(CudaOptions{device, std::move(library), shareable, gpu_direct_rdma, host_budget_bytes});
       },
-      py::arg("device") = 0, py::arg("library") = "", py::arg("shareable") = ShareableHandle::none,
+      py::arg("device") = 0, py::arg("library") = "", py::arg_v("shareable", ShareableHandle::none, "ShareableHandle.none"),
       py::arg("gpu_direct_rdma") = false, py::arg("host_budget_bytes") = 0, ReleaseGil());
   module.def(
       "host_room",
@@ -217,7 +217,7 @@ void bind_backend(py::module_& module) {
           entry["pcie"] = py::make_tuple(device.pcie_domain, device.pcie_bus, device.pcie_device);
           devices.append(entry);
         }
-        py::dict out;
+        py::typing::Dict<py::str, py::object> out;
         out["library"] = probe.library;
         out["driver_version"] = probe.driver_version;
         out["emulated"] = probe.emulated;
@@ -231,7 +231,7 @@ void bind_backend(py::module_& module) {
   module.def("make_trace_backend", &make_trace_backend, py::arg("inner"));
   module.def(
       "make_limit_backend",
-      [](std::shared_ptr<Backend> inner, const py::kwargs& arguments) {
+      [](std::shared_ptr<Backend> inner, const py::KWArgs<py::int_>& arguments) {
         Limits limits;
         for (const auto& [key, value] : arguments) {
           const auto name = key.cast<std::string>();

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 #include <unistd.h>
 
 namespace py = pybind11;
@@ -44,6 +45,12 @@ class GilRelease {
  private:
   PyThreadState* state_;
 };
+
+// A class that is bound already, for methods whose signatures name classes that are bound after it.
+template <typename Bound>
+py::class_<Bound, std::shared_ptr<Bound>> more_of(const py::module_& module, const char* name) {
+  return py::reinterpret_borrow<py::class_<Bound, std::shared_ptr<Bound>>>(module.attr(name));
+}
 
 using ReleaseGil = py::call_guard<GilRelease>;
 

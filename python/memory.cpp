@@ -140,11 +140,11 @@ class BytesView {
                   {{"address", static_cast<std::int64_t>(address)}, {"nbytes", static_cast<std::int64_t>(bytes)}});
     }
   }
-  py::tuple device() const { return py::make_tuple(device_.device_type, device_.device_id); }
+  py::typing::Tuple<py::int_, py::int_> device() const { return py::make_tuple(device_.device_type, device_.device_id); }
 
   // `stream=` is accepted and needs nothing: exporting enqueues no work, and who may use the bytes when is ordered by wait().
 
-  py::object dlpack(const py::kwargs& arguments) const {
+  py::object dlpack(const py::KWArgs<py::object>& arguments) const {
     bool versioned = false;
     if (arguments.contains("max_version") && !arguments["max_version"].is_none()) {
       const py::sequence version = py::cast<py::sequence>(arguments["max_version"]);

@@ -1,6 +1,8 @@
 #include <chrono>
 
 #include "common.h"
+#include "prefetcher_observer.h"
+#include "remap/executor.h"
 #include "remap/prefetcher.h"
 
 namespace remap::python {
@@ -167,6 +169,14 @@ void bind_prefetcher(py::module_& module) {
            })
       .def_property_readonly("copy_stream", &Prefetcher::copy_stream)
       .def_property_readonly("in_pass", &Prefetcher::in_pass);
+
+  // Here, and not with its class: its signature names the class above.
+  more_of<Executor>(module, "Executor").def(
+      "commit",
+      [](Executor& executor, const std::shared_ptr<Prefetcher>& prefetcher, EventHandle after, bool asleep) {
+        executor.commit(prefetcher ? std::make_shared<PrefetcherObserver>(prefetcher) : nullptr, after, asleep);
+      },
+      py::arg("prefetcher").none(true), py::arg("after") = 0, py::arg("asleep") = false, ReleaseGil());
 }
 
 }  // namespace remap::python

@@ -9,8 +9,8 @@
 namespace remap::python {
 namespace {
 
-py::dict traffic(const SimBackend& backend) {
-  py::dict out;
+py::typing::Dict<py::str, py::typing::Dict<py::str, py::float_>> traffic(const SimBackend& backend) {
+  py::typing::Dict<py::str, py::typing::Dict<py::str, py::float_>> out;
   for (const auto& [name, route] : {std::pair("h2d", SimRoute::to_device), std::pair("d2h", SimRoute::to_host),
                                     std::pair("d2d", SimRoute::inside_device)}) {
     const SimTraffic traffic = backend.traffic(route);
@@ -41,6 +41,8 @@ void bind_sim(py::module_& module) {
       .def("finish", &SimBackend::finish, py::arg("stream"))
       .def("join", &SimBackend::join)
       .def("traffic", &traffic);
+  // Here, and not with its class: its signature names the class above.
+  more_of<Backend>(module, "Backend").def_property_readonly("simulator", &Backend::simulator);
   module.def(
       "make_sim_backend",
       [](std::size_t capacity_bytes, double h2d, double d2h, double hbm, std::size_t granularity, double duplex, double copy_setup_s,

@@ -1,0 +1,26 @@
+"""The type checker knows the C++ core as it is: `_core.pyi` is what pybind11 says of every name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pybind11_stubgen", reason="tools/stubs.py needs pybind11-stubgen (the extra dev)")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_stub_is_the_cores() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "stubs.py", "check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_name_of_it_is_anything() -> None:
+    """`def __getattr__(name) -> Any`, as a stub by hand has, would hide every mistake."""
+    text = (ROOT / "src" / "remap" / "_core.pyi").read_text(encoding="utf-8")
+    assert "__getattr__" not in text and "class Executor" in text
