@@ -238,8 +238,8 @@ to the first token and 5 ms between tokens count as none.
 The P99 gap is not a smooth figure where models take turns. Each turn of another model is one gap of a second for
 everybody who runs; with 50 to 100 passes in a turn about one gap in a hundred is such a one, and the P99 is 70 ms or a second
 as it is a little less or a little more. On an H100-SXM with a 13B and an 8B model (70 % of the memory, ShareGPT, 0.9 c, one seed)
-0.77 % of the gaps are longer than 0.3 s under `kv-pool+swap`, 0.91 % under `ideal` and 1.01 % under `remap`: their P99 are 73,
-98 and 607 ms, their means 25.0, 24.4 and 26.4 ms, and the P99 times to the first token 22.5, 1.1 and 1.2 s.
+0.78 % of the gaps are longer than 0.3 s under `kv-pool+swap`, 0.91 % under `ideal` and 1.02 % under `remap`: their P99 are 79,
+98 and 768 ms, their means 25.1, 24.4 and 26.6 ms, and the P99 times to the first token 22.5, 1.1 and 1.2 s.
 
 {table}
 

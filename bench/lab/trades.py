@@ -84,10 +84,10 @@ turn gains for whoever computes it costs those who wait for theirs.)
 
 {turns}
 
-Longer turns make first tokens late and gaps short: on C1 the P99 time to the first token goes from 0.556 s to 28.8 s when turns
-drain, and the P99 gap from 552 to 25.3 ms; goodput is best with turns of half a second or less. There `remap` is within 3 %
-of `ideal`'s P99 time to the first token whatever the turn. Bad: over the 25.5 GB/s of the RTX 4090 short turns cost more, 42 and
-47 % over `ideal` with 0.25 and 0.5 s, 17 % with 1 s and 5 % with 2 s, and P99 TPOT is two to three times `ideal`'s up to 1 s.
+Longer turns make first tokens late and gaps short: on C1 the P99 time to the first token goes from 0.555 s to 28.8 s when turns
+drain, and the P99 gap from 550 to 25.3 ms; goodput is best with turns of half a second or less. There `remap` is within 3 %
+of `ideal`'s P99 time to the first token whatever the turn. Bad: over the 25.5 GB/s of the RTX 4090 short turns cost more, 33 and
+52 % over `ideal` with 0.25 and 0.5 s, 18 % with 1 s and 11 % with 2 s, and P99 TPOT is 1.7 to 3.5 times `ideal`'s up to 1 s.
 """
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -483,3 +484,26 @@ def test_what_docs_results_says_is_what_is_stored() -> None:
         (mean,) = (one.mean for one in found[id].findings if one.test == "remap:weights")
         assert mean is not None
         assert said.format(f"{-mean.median:.1f} % ({-mean.high:.1f} to {-mean.low:.1f})") in text
+
+
+def test_what_docs_results_says_of_one_model_alone_is_what_is_stored() -> None:
+    store = Store.read(RESULTS)
+    panels = {panel.lengths[0]: panel.name for panel in EXPERIMENTS["beyond-alone"].panels}
+
+    def changes(lengths: str, other: str, figure: str) -> tuple[int, int]:
+        """Of the default against the other one, in percent: lowest and highest of the medians at each rate."""
+        found = []
+        for key in ("x0.3", "x0.7", "x1", "x1.5"):
+            ours, theirs = (store.points.at(panels[lengths], key, policy) for policy in ("remap", other))
+            found.append(median(mine[figure] / its[figure] for mine, its in zip(ours, theirs)))
+        return round(100 * min(found) - 100), round(100 * max(found) - 100)
+
+    text = " ".join((ROOT / "docs/results.md").read_text(encoding="utf-8").split())
+    sooner = [changes("sharegpt", other, "ttft_p99_s") for other in ("swap", "pie", "static")]
+    assert sooner == [(-35, -28), (-19, -16), (-28, -22)]
+    assert "28 to 35 % sooner than with `swap`, 16 to 19 % sooner than with `pie`, and 22 to 28 % sooner" in text
+    more = [changes("sharegpt", other, "tokens_per_s") for other in ("swap", "pie", "static")]
+    assert more == [(0, 18), (0, 12), (1, 14)] and "0 to 18, 0 to 12 and 1 to 14 % more tokens/s" in text
+    assert changes("sharegpt", "swap", "tbt_p99_s") == (33, 39) and "33 to 39 % longer than with `swap`" in text
+    assert changes("alpaca", "swap", "tokens_per_s") == (-8, 0) and "0 to 8 % fewer tokens/s than `swap`" in text
+    assert changes("alpaca", "pie", "ttft_p99_s") == (27, 46) and "27 to 46 % later than with `pie`" in text

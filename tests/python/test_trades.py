@@ -56,15 +56,15 @@ def test_what_the_page_says_is_what_is_stored() -> None:
     assert longer == [15.5, 14.7, 15.6, 14.8] and [round(100 * end(over)) for end in (min, max)] == [3, 15]
     assert (min(late), max(late), min(slow), max(slow), min(lower), max(lower)) == (12, 25, -10, -2, -24, -6)
     c1, small = trades.TURNS.cells[:6], trades.TURNS.cells[6:]
-    for cell, first, gap in ((c1[0], "0.556", "552"), (c1[-1], "28.8", "25.3")):
+    for cell, first, gap in ((c1[0], "0.555", "550"), (c1[-1], "28.8", "25.3")):
         assert f"{middle(cell, 'remap', 'ttft_p99_s'):.3g}" == first
         assert f"{1e3 * middle(cell, 'remap', 'tbt_p99_s'):.3g}" == gap and first in page and gap in page
     good = [middle(cell, "remap", "goodput_per_s") for cell in c1]
     assert sorted(good, reverse=True) == good or max(good) in good[:2]
     worth = [middle(cell, "remap", "ttft_p99_s") / middle(cell, "ideal", "ttft_p99_s") for cell in (*c1, *small)]
-    assert max(worth[:6]) < 1.03 and [round(100 * one - 100) for one in worth[6:10]] == [42, 47, 17, 5]
+    assert max(worth[:6]) < 1.03 and [round(100 * one - 100) for one in worth[6:10]] == [33, 52, 18, 11]
     tpot = [middle(cell, "remap", "tpot_p99_s") / middle(cell, "ideal", "tpot_p99_s") for cell in small[:3]]
-    assert min(tpot) > 2.0 and max(tpot) < 3.1
+    assert 1.7 < min(tpot) < 1.75 and 3.45 < max(tpot) < 3.5
 
 
 @pytest.mark.slow
