@@ -33,8 +33,8 @@ __all__ = ["FULL", "PICTURE", "QUICK", "RESULTS", "Grid", "gains", "picture", "r
 RESULTS = ROOT / "bench" / "results" / "map.json"
 PICTURE = ROOT / "docs" / "pictures" / "map.svg"
 MACHINE = "H100-SXM"
-MODEL, EACH = "Llama-3-8b", 0.234
-"""Of the device's memory: 20 GB, of which weights take 16.1, KV 3.5 and activations 0.5."""
+MODEL, EACH = "OPT-6.7b", 0.2
+"""Of the device's memory: 17 GB, of which weights take 13.3, activations 0.5 and KV the rest, for 6,000 tokens."""
 OTHER = UNUSED_KV_AND_SWAP
 
 
@@ -46,7 +46,7 @@ class Grid:
     settings: Settings
     models: tuple[int, ...] = (1, 2, 4)
     links: tuple[float, ...] = (12.5e9, 25e9, 55e9, 450e9)
-    rates: tuple[float, ...] = (0.3, 0.6, 1.0)
+    rates: tuple[float, ...] = (0.3, 0.6, 1.0, 1.5)
 
     def panel(self, models: int, link: float) -> Panel:
         tenants = ",".join([f"{MODEL}:{EACH:.1%}"] * models)
@@ -163,7 +163,7 @@ PAGE = """# What weights add, and where nothing
 How many times sooner the P99 first token comes with `{ours}` than with `{other}`, the strongest alternative that leaves
 weights where they are (KV shared between models, and in host memory): 1 is no gain. Virtual time, {requests} requests, {seeds}
 seeds: the median, (lowest to highest). An {machine} whose link alone was changed; one, two or four times {model}, each with
-20 GB, in turns of 1 s; bursts of the Azure code trace, ShareGPT lengths. c is the rate that `recompute` is saturated at. Made by
+17 GB, in turns of 1 s; bursts of the Azure code trace, ShareGPT lengths. c is the rate that `recompute` is saturated at. Made by
 `python -m bench.lab map`.
 
 ![The map](../../docs/pictures/map.svg)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -59,11 +58,3 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert pressure_map.run_map(path, drawing, SMALL) == page
     assert capsys.readouterr().err.split("\n")[:-1] == [lost]
     assert path.read_bytes() == kept and drawing.read_bytes() == drawn
-
-
-def test_the_page_is_the_one_of_what_is_stored() -> None:
-    data = json.loads(pressure_map.RESULTS.read_text(encoding="utf-8"))
-    page = pressure_map.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
-    for figure in ("ttft_p99_s", "tpot_p99_s", "virtual_s"):
-        assert pressure_map.table(data, FULL, figure) in page
-    assert len(data["points"]) == 5 * len(FULL.models) * len(FULL.rates) * (2 * len(FULL.links) + 1)
