@@ -30,6 +30,8 @@ MANYLINUX_GLIBC ?= 2.28
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Whose install has -C. Debian 12 and Ubuntu 22.04 put an older one into a virtual environment.
+PIP_WITH_C := pip>=23.1
 STAMPS := $(VENV)/stamps
 # The versions that are tested; `make lock` writes it.
 LOCK := requirements.lock
@@ -207,6 +209,7 @@ wheel: $(STAMPS)/wheel
 $(STAMPS)/venv: $(LOCK) tools/torch_index.py
 	$(PYTHON) -m venv --clear $(VENV)
 	@mkdir -p $(STAMPS)
+	$(PIP) install -q '$(PIP_WITH_C)'
 	$(PIP) install -q --require-hashes --no-deps -r $(LOCK)
 	$(call INSTALL_TORCH,$(BIN),$(TRITON))
 	@touch $@
@@ -216,6 +219,7 @@ $(STAMPS)/venv: $(LOCK) tools/torch_index.py
 $(NEWEST)/stamps/venv: pyproject.toml tools/extras.py tools/torch_index.py
 	$(PYTHON) -m venv --clear $(NEWEST)
 	@mkdir -p $(NEWEST)/stamps
+	$(NEWEST)/bin/python -m pip install -q '$(PIP_WITH_C)'
 	$(call INSTALL_TORCH,$(NEWEST)/bin,,$(TORCH_NEWEST))
 	$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager \
 	  $$($(NEWEST)/bin/python tools/extras.py $(LOCKED_EXTRAS) | grep -v '^torch' | sed 's/ //g')
