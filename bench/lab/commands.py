@@ -300,19 +300,32 @@ def vllm(
     ] = "40MiB",
     seconds: Annotated[float, typer.Option(min=1.0, help="Requests arrive for so long, under each load.")] = 45.0,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 2,
-    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, on both sides.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder for vllm.md and vllm.json.")] = Path("bench/results"),
+    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, on all sides.")] = 1,
+    load: Annotated[list[str] | None, typer.Option(help="Only this load; may be given several times.")] = None,
+    host_kv: Annotated[
+        str | None, typer.Option(help="Also run both sides with so much host memory for KV (OffloadingConnector).")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for vllm.md and vllm.json (with --host-kv: vllm-host-kv).")] = Path(
+        "bench/results"
+    ),
 ) -> None:
     """Stock vLLM against vLLM on remap at the same memory, under three loads. Run it where vLLM is installed."""
-    from .vllm.compare import VllmBench, measure, model_folder, need_vllm
-    from .vllm.report import write
+    from .vllm.compare import LOADS, VllmBench, measure, model_folder, need_vllm
+    from .vllm.report import stem, write
 
     console = Console(soft_wrap=True)
     with exit_on_error():
         need_vllm()
-        writable(out / "vllm.json")
+        host = 0 if host_kv is None else parse_size(host_kv, "host_kv")
+        writable(out / f"{stem(host)}.json")
         settings = VllmBench(
-            model=model_folder(model), kv_bytes=parse_size(kv, "kv"), seconds=seconds, runs=runs, threads=threads
+            model=model_folder(model),
+            kv_bytes=parse_size(kv, "kv"),
+            seconds=seconds,
+            runs=runs,
+            threads=threads,
+            loads=tuple(load or LOADS),
+            host_kv_bytes=host,
         )
         console.print(write(measure(settings, console.print), out), markup=False, highlight=False)
 

@@ -157,14 +157,15 @@ TRIED = {
         ("--out out",), parsed="two runs of the demo, of minutes: test_lab_twin.py makes small ones"
     ),
     "bench.lab vllm": Tried(
-        ("--model MODEL --kv 1MiB --seconds 1 --runs 1 --threads 1 --out out",), parsed="it needs vLLM, and minutes"
+        ("--model MODEL --kv 1MiB --seconds 1 --runs 1 --threads 1 --load edge --host-kv 1MiB --out out",),
+        parsed="it needs vLLM, and minutes",
     ),
 }
 SLOW = {"remap demo", "remap simulate", "remap advise", *(name for name in TRIED if name.startswith("bench.lab "))}
 TYPERS_OWN = {"--install-completion", "--show-completion"}  # they change the user's shell
 
 ELSEWHERE = {
-    *("--mem-fraction-static", "--max-total-tokens"),  # SGLang's
+    *("--mem-fraction-static", "--max-total-tokens", "--enable-hierarchical-cache"),  # SGLang's
     "--node-ip-address",  # Ray's
     *(
         "--additional-config",
@@ -177,6 +178,7 @@ ELSEWHERE = {
     *(
         "--kv-cache-dtype",
         "--kv-offloading-size",
+        "--kv-transfer-config",
         "--num-gpu-blocks-override",
         "--offload-group-size",
     ),  # these are vLLM's

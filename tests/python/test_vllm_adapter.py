@@ -15,7 +15,7 @@ import pytest
 import remap
 from remap import advanced
 from remap.adapters.vllm import internals
-from remap.adapters.vllm.served import UNSERVED, refuse_unserved
+from remap.adapters.vllm.served import HOST_KV, UNSERVED, refuse_unserved
 from remap.errors import InvalidState
 
 CPU = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, device_name="cpu")
@@ -108,6 +108,34 @@ def test_a_device_without_a_backend_is_refused(platform: Any) -> None:
 def test_the_rest_is_served(dtype: str) -> None:
     for platform in (CPU, CUDA):
         refuse_unserved(config(cache_config__cache_dtype=dtype), platform)
+
+
+def connector(name: str, **more: str) -> Any:
+    return config(kv_transfer_config=SimpleNamespace(kv_connector=name, kv_connector_extra_config=more))
+
+
+def test_of_kv_connectors_only_vllms_own_with_our_copies_is_served() -> None:
+    module, name = HOST_KV
+    refuse_unserved(connector("OffloadingConnector", spec_module_path=module, spec_name=name), CPU)
+    for other in (
+        connector("OffloadingConnector"),
+        connector("OffloadingConnector", spec_name=name),
+        connector("SimpleCPUOffloadConnector", spec_module_path=module, spec_name=name),
+    ):
+        with pytest.raises(InvalidState) as caught:
+            refuse_unserved(other, CPU)
+        assert caught.value.fields["found"] == (other.kv_transfer_config.kv_connector,)
+
+
+def test_a_connector_without_the_books_that_are_read_is_refused() -> None:
+    def scheduler(**side: Any) -> Any:
+        return SimpleNamespace(connector=SimpleNamespace(connector_scheduler=SimpleNamespace(**side)))
+
+    internals.check_connector(SimpleNamespace(connector=None))
+    internals.check_connector(scheduler(_jobs={}, _req_status={}))
+    with pytest.raises(InvalidState) as caught:
+        internals.check_connector(scheduler(_jobs={}))
+    assert caught.value.fields["missing"] == ("_req_status",)
 
 
 # -- stand-ins for vLLM ----------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
     settings -> calibrate (stock, ample KV: what the machine serves) -> three loads -> runs of both sides, alternating -> report
 
-Each run is a fresh process (engine.py) that serves all loads, one after the other. Both sides get the same requests at
+Each run is a fresh process (engine.py) that serves all loads, one after the other. All sides get the same requests at
 the same times. stock: as it ships. remap: the same command with REMAP_ENABLE=1; its capacity is what stock takes for weights and
-KV. Every answer of a side is counted as equal or not to that side's answer when nothing was short (`reference`): in bfloat16
-vLLM's rows depend on which others are in the batch, so neither side reaches all; tests/engines compares like with like.
+KV. With `--host-kv` each of the two also runs with so much host memory, into which vLLM's OffloadingConnector copies KV and from
+where it loads that of a preempted request. Every answer of a side is counted as equal or not to that side's answer when nothing
+was short (`reference`): in bfloat16 vLLM's rows depend on which others are in the batch, so neither side reaches all;
+tests/engines compares like with like.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from typing import Any
 from bench.lab import ROOT
 
 from remap.cli.errors import Missing
-from remap.errors import InvalidState
+from remap.errors import InvalidArgument, InvalidState
 from remap.extras import install
 from remap.sim.workload import SHAREGPT, Arrivals, Load, generate
 
-__all__ = ["LOADS", "SIDES", "VllmBench", "measure", "need_vllm"]
+__all__ = ["HOST", "LOADS", "SIDES", "VllmBench", "measure", "need_vllm"]
 
+HOST = ", host KV"
+"""Ends the name of a side that runs with KV in host memory."""
 SIDES = ("stock", "remap")
 LOADS = {"calm": 0.1, "edge": 0.25, "beyond": 1.0}
 """Name -> requests per second, as a share of what stock vLLM serves with ample KV cache."""
@@ -37,7 +41,8 @@ LOADS = {"calm": 0.1, "edge": 0.25, "beyond": 1.0}
 @dataclass(frozen=True, kw_only=True)
 class VllmBench:
     """kv_bytes: stock's KV cache. seconds: requests arrive for so long, in each load. lengths: factor on ShareGPT's. cv: of the
-    gaps between arrivals. runs: of each side. threads: that compute, on both sides."""
+    gaps between arrivals. runs: of each side. threads: that compute, on all sides. loads: of LOADS. host_kv_bytes: host memory
+    for KV of the sides that have it; 0: there are no such sides."""
 
     model: str
     dtype: str = "bfloat16"
@@ -54,6 +59,20 @@ class VllmBench:
     seed: int = 2
     vocabulary: int = 40_000
     cpu_linear: str = "packed"
+    loads: tuple[str, ...] = tuple(LOADS)
+    host_kv_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.loads if name not in LOADS]
+        if unknown:
+            raise InvalidArgument(
+                f"no load is called {', '.join(unknown)}; nothing was run; there are {', '.join(LOADS)}",
+                loads=tuple(unknown),
+            )
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return tuple(f"{side}{more}" for side in SIDES for more in ("", HOST)) if self.host_kv_bytes else SIDES
 
 
 def measure(bench: VllmBench, say: Callable[[str], None]) -> dict[str, Any]:
@@ -62,7 +81,7 @@ def measure(bench: VllmBench, say: Callable[[str], None]) -> dict[str, Any]:
     need_vllm()
     rate = _calibrate(bench)
     say(f"stock vLLM with ample KV cache serves {rate:.2f} requests/s of these lengths here")
-    loads = {name: _items(bench, share * rate, name) for name, share in LOADS.items()}
+    loads = {name: _items(bench, LOADS[name] * rate, name) for name in bench.loads}
     closed = [[0.0, *item[1:]] for items in loads.values() for item in items]
     reference = {}
     for side in SIDES:
@@ -70,12 +89,13 @@ def measure(bench: VllmBench, say: Callable[[str], None]) -> dict[str, Any]:
         reference[side] = results["loads"]["all"]["answers"]
     runs = []
     for number in range(bench.runs):
-        for side in SIDES if number % 2 == 0 else SIDES[::-1]:
+        for side in bench.sides if number % 2 == 0 else bench.sides[::-1]:
             results = _run(bench, side, loads)
+            results["load_average"] = os.getloadavg()[0]  # of the last minute: this run's, and what else computed
             first = 0
             for name, result in results["loads"].items():
                 answers = result.pop("answers")
-                expected = reference[side][first : first + len(answers)]
+                expected = reference[side.removesuffix(HOST)][first : first + len(answers)]
                 result["same_answers"] = sum(mine == wanted for mine, wanted in zip(answers, expected))
                 first += len(answers)
                 say(
@@ -83,7 +103,7 @@ def measure(bench: VllmBench, say: Callable[[str], None]) -> dict[str, Any]:
                     f"{result['same_answers']} of {len(answers)} answers as the reference's"
                 )
             runs.append({"side": side, **results})
-    return {"settings": asdict(bench), "rate": rate, "loads": LOADS, "runs": runs}
+    return {"settings": asdict(bench), "rate": rate, "loads": {name: LOADS[name] for name in bench.loads}, "runs": runs}
 
 
 def need_vllm() -> None:
@@ -116,7 +136,8 @@ def _calibrate(bench: VllmBench) -> float:
 def _run(bench: VllmBench, side: str, loads: dict[str, Any], kv_bytes: int | None = None) -> dict[str, Any]:
     spec = {
         **asdict(bench),
-        "side": side,
+        "side": side.removesuffix(HOST),
+        "host_kv_bytes": bench.host_kv_bytes if side.endswith(HOST) else 0,
         "kv_bytes": kv_bytes or bench.kv_bytes,
         "remap": {"cpu_linear": bench.cpu_linear},
         "loads": [{"name": name, "items": items} for name, items in loads.items()],
@@ -129,7 +150,7 @@ def _run(bench: VllmBench, side: str, loads: dict[str, Any], kv_bytes: int | Non
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
-        **({"REMAP_ENABLE": "1"} if side == "remap" else {}),
+        **({"REMAP_ENABLE": "1"} if side.startswith("remap") else {}),
     }
     done = subprocess.run(
         [sys.executable, "-m", "bench.lab.vllm.engine"],

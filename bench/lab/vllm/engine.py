@@ -29,9 +29,19 @@ def main() -> None:
 
 
 def _engine(spec: dict[str, Any]) -> Any:
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from remap.adapters.vllm.served import HOST_KV
+
+    host: dict[str, Any] = {}
+    if spec["host_kv_bytes"]:
+        # vLLM's own worker copies with streams of a GPU and does not start on a CPU: the copies are the adapter's, on all sides.
+        module, name = HOST_KV
+        more = {"spec_module_path": module, "spec_name": name, "offload_prompt_only": False}
+        host["kv_offloading_size"] = spec["host_kv_bytes"] / 2**30
+        host["kv_transfer_config"] = KVTransferConfig(kv_connector_extra_config=more)
     arguments = EngineArgs(
         model=spec["model"],
         dtype=spec["dtype"],
@@ -43,6 +53,7 @@ def _engine(spec: dict[str, Any]) -> Any:
         enforce_eager=True,
         disable_log_stats=True,
         additional_config={"remap": spec["remap"]} if spec["side"] == "remap" else {},
+        **host,
     )
     return LLMEngine.from_engine_args(arguments)
 
@@ -53,11 +64,17 @@ class _Counts:
     def __init__(self, engine: Any) -> None:
         core = engine.engine_core.engine_core
         self.scheduler, self.core = core.scheduler, core
-        self.preemptions = self.scheduled_tokens = 0
+        self.preemptions = self.scheduled_tokens = self.loaded_tokens = 0
         self.blocks_peak = self.alpha_peak = 0
         self._preempt, self._schedule = self.scheduler._preempt_request, self.scheduler.schedule
         self.scheduler._preempt_request = self._on_preempt
         self.scheduler.schedule = self._on_schedule
+        self._connector = self.scheduler.connector
+        if self._connector is not None:
+            self._load, self._connector.update_state_after_alloc = (
+                self._connector.update_state_after_alloc,
+                self._on_load,
+            )
 
     def _on_preempt(self, *args: Any, **kwargs: Any) -> Any:
         self.preemptions += 1
@@ -72,8 +89,14 @@ class _Counts:
             self.alpha_peak = max(self.alpha_peak, link.group.target[0])
         return output
 
+    def _on_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.loaded_tokens += num_external_tokens
+        self._load(request, blocks, num_external_tokens)
+
     def stop(self) -> None:
         del self.scheduler._preempt_request, self.scheduler.schedule
+        if self._connector is not None:
+            del self._connector.update_state_after_alloc
 
 
 def serve(engine: Any, items: list[list[Any]], vocabulary: int) -> dict[str, Any]:
@@ -132,6 +155,7 @@ def serve(engine: Any, items: list[list[Any]], vocabulary: int) -> dict[str, Any
         "tbt_s": tbt,
         "preemptions": counts.preemptions,
         "recomputed_tokens": counts.scheduled_tokens - needed,
+        "loaded_tokens": counts.loaded_tokens,
         "blocks_peak": counts.blocks_peak,
         "alpha_peak": counts.alpha_peak,
         **{name: after - streamed[name] for name, after in _streamed(engine).items()},

@@ -207,3 +207,68 @@ def test_what_has_left_goes_back_before_an_idle_engine_rests(sharing: bool) -> N
         link.wake()
         link.wake()
         assert asked[2:] == [("wake",)]
+
+
+def connector_of(scheduler: Any) -> Any:
+    """A stand-in of vLLM's OffloadingConnector, and what its scheduler's side keeps: jobs, and requests."""
+    side = SimpleNamespace(_jobs={}, _req_status={})
+    scheduler.connector = SimpleNamespace(connector_scheduler=side)
+    scheduler.kv_cache_manager.get_block_ids = lambda request: ([6],)
+    return side
+
+
+def job(*blocks: int, store: bool = True) -> Any:
+    return SimpleNamespace(
+        deferred_fence_block_ids=list(blocks), fenced_block_ids=None, is_store=store, req_id="a request"
+    )
+
+
+def state(*blocks: int, finished: bool, signaled: bool) -> Any:
+    groups = (SimpleNamespace(block_ids=list(blocks)),)
+    return SimpleNamespace(
+        req=SimpleNamespace(is_finished=lambda: finished), finished_signaled=signaled, group_states=groups
+    )
+
+
+def test_blocks_that_are_copied_to_the_host_leave_afterwards() -> None:
+    """They are free, and their pages would be a layer's when the connector reads them."""
+    pool = BlockPool(8, enable_caching=True, hash_block_size=16)
+    scheduler = scheduler_of(pool)
+    side, books = connector_of(scheduler), Books(scheduler)
+    side._jobs = {1: job(4)}
+    side._req_status = {
+        "ended, its last job comes": state(5, finished=True, signaled=False),
+        "ended": state(7, finished=True, signaled=True),
+    }
+    assert books.open_now(((0, 4),)) == [6, 7]
+    assert books.leaving == {4, 5} and pool.get_num_free_blocks() == 5
+    assert books.collect() == []
+    side._jobs.clear()
+    assert books.collect() == [4]
+    side._req_status.clear()
+    assert books.collect() == [5]
+    assert not books.leaving and pool.get_num_free_blocks() == 3
+
+
+def test_blocks_that_are_being_loaded_count_as_copied() -> None:
+    scheduler = scheduler_of(BlockPool(8, enable_caching=True, hash_block_size=16))
+    connector_of(scheduler)._jobs = {1: job(store=False)}
+    assert internals.being_copied(scheduler) == {6}
+
+
+def test_neither_end_of_a_move_is_being_copied_and_the_connector_learns_the_new_ids() -> None:
+    pool = BlockPool(8, enable_caching=True, hash_block_size=16)
+    scheduler, asked = scheduler_of(pool), []
+    side, books = connector_of(scheduler), Books(scheduler)
+    held = pool.get_new_blocks(7)
+    books.open_now(((0, 6),))
+    pool.free_blocks([held[0], held[1]])  # the blocks 1 and 2
+    side._jobs = {1: job(1), 2: job(6)}  # a free one and a leaving one
+    side._req_status = {"running": state(6, 7, finished=False, signaled=False)}
+    link = link_over(books, asked, sharing=False)
+    link._rpc, link.may_move, link.moved = lambda *call: asked.append(call), True, 0
+    link.leave(spare=0)
+    assert ("remap_move", {7: 2}) in asked and books.leaving == {6}
+    assert side._req_status["running"].group_states[0].block_ids == [6, 2]
+    link.leave(spare=0)
+    assert len([call for call in asked if call[0] == "remap_move"]) == 1

@@ -5,6 +5,7 @@
 
     scheduler   reports the demand to `link`: `session.step` on rank 0, the same change on all ranks, blocks come and go
     worker      has weights and KV cache in one session, brackets each pass; layers wait by vLLM's offloader interface
+    host_kv     KV in host memory on a CPU, for vLLM's own OffloadingConnector; also without remap
     internals   has everything that depends on vLLM's version
 
 Settings: the environment variables of `remap.adapters.settings`, or the same names in lower case and without the prefix

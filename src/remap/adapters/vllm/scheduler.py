@@ -32,6 +32,7 @@ class Scheduler(AsyncScheduler):
 
         `internals` calls it on a complete engine.
         """
+        internals.check_connector(self)
         self.remap = Link(executor, Books(self))
         internals.on_failed_allocation(self, self._grow)
 

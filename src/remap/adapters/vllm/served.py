@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 from remap.errors import InvalidState
 
-__all__ = ["UNSERVED", "refuse_unserved"]
+__all__ = ["HOST_KV", "UNSERVED", "refuse_unserved"]
+
+HOST_KV = ("remap.adapters.vllm.host_kv", "HostKV")
+"""The module and the name of the only offloading spec that is served, see `host_kv`."""
 
 
 class Unserved(NamedTuple):
@@ -28,6 +31,15 @@ def _other(cache: Any) -> str | None:
     return None if cache.cache_dtype in plain else str(cache.cache_dtype)
 
 
+def _connector(config: Any) -> Any:
+    """The KV connector, unless it is vLLM's OffloadingConnector with HOST_KV."""
+    transfer, size = config.kv_transfer_config, config.cache_config.kv_offloading_size
+    if transfer is None:
+        return size
+    spec = tuple(transfer.kv_connector_extra_config.get(name) for name in ("spec_module_path", "spec_name"))
+    return None if transfer.kv_connector == "OffloadingConnector" and spec == HOST_KV else transfer.kv_connector
+
+
 UNSERVED = (
     Unserved(
         "pipeline parallelism",
@@ -37,8 +49,9 @@ UNSERVED = (
     Unserved("speculative decoding", lambda c: c.speculative_config is not None, "the drafter has layers of its own"),
     Unserved(
         "a KV connector",
-        lambda c: c.kv_transfer_config is not None or c.cache_config.kv_offloading_size is not None,
-        "it copies blocks by addresses that it keeps",
+        _connector,
+        "it copies blocks by addresses and ids that it keeps; only OffloadingConnector is served, with spec_module_path "
+        f"{HOST_KV[0]} and spec_name {HOST_KV[1]}",
     ),
     Unserved(
         "--cpu-offload-gb",

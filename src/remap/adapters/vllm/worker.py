@@ -62,6 +62,14 @@ class RemapWorker:
                 scheduler=str(scheduler),
             )
         internals.refuse(self.vllm_config)
+        arena = self._remap_read(1).arena
+        if arena and self.vllm_config.kv_transfer_config is not None:
+            raise InvalidState(
+                f"KV in host memory, and the arena {arena!r} that engines of this process share: vLLM has one KV connector in a "
+                "process, and a second engine's blocks would go through the first one's; the engine was not started; leave out "
+                "--kv-offloading-size and --kv-transfer-config, or REMAP_ARENA",
+                arena=arena,
+            )
         super().init_device()  # type: ignore[misc]
         self.remap_offloader = RemapOffloader()
         self.remap_rank: Any = None  # a Rank, once it is attached
