@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 from bench.lab import pressure_map, seeds
@@ -58,3 +60,32 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert pressure_map.run_map(path, drawing, SMALL) == page
     assert capsys.readouterr().err.split("\n")[:-1] == [lost]
     assert path.read_bytes() == kept and drawing.read_bytes() == drawn
+
+
+def test_the_page_is_the_one_of_what_is_stored() -> None:
+    data = json.loads(pressure_map.RESULTS.read_text(encoding="utf-8"))
+    page = pressure_map.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+    for figure in ("ttft_p99_s", "tpot_p99_s", "virtual_s"):
+        assert pressure_map.table(data, FULL, figure) in page
+    assert len(data["points"]) == 5 * len(FULL.models) * len(FULL.rates) * (2 * len(FULL.links) + 1)
+
+
+def test_what_the_page_says_is_what_is_stored() -> None:
+    data = json.loads(pressure_map.RESULTS.read_text(encoding="utf-8"))
+
+    def middle(
+        models: int, link: float, figure: str = "ttft_p99_s", rates: tuple[float, ...] = FULL.rates
+    ) -> list[float]:
+        return [median(gains(data, FULL, models, link, rate, figure)) for rate in rates]
+
+    for link in FULL.links[:3]:
+        assert middle(1, link) == pytest.approx([1.0] * 4)
+    assert [round(end(middle(1, 450e9)), 1) for end in (min, max)] == [1.9, 2.8]
+    two = [value for link in FULL.links[1:] for value in middle(2, link)]
+    assert [round(end(two), 1 if end is min else 0) for end in (min, max)] == [3.9, 15]
+    four = [value for link in FULL.links for value in middle(4, link)]
+    assert four == pytest.approx([1.0] * 16, abs=0.025)
+    assert round(1 / min(middle(2, 12.5e9, "tpot_p99_s"))) == 15
+    assert round(100 - 100 * min(middle(2, 12.5e9, "virtual_s"))) == 10
+    longer = [1 / value for value in middle(2, 25e9, "tpot_p99_s", (0.6, 1.0, 1.5))]
+    assert [round(end(longer), 1) for end in (min, max)] == [2.2, 4.9]
