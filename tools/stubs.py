@@ -20,6 +20,8 @@ STUB = ROOT / "src" / "remap" / "_core.pyi"
 HEADER = "# Generated from the bindings (python/*.cpp): make stubs. tools/import_rules.py says which modules may use the core.\n"
 ENUMS = "ErrorKind|ShareableHandle:remap._core"
 """Enumerations whose members are defaults."""
+BUFFER = ("collections.abc.Buffer", "typing_extensions.Buffer")
+"""What pybind11 says of a buffer from Python 3.12 on, and before, which every Python has."""
 
 
 def generated() -> str:
@@ -29,7 +31,8 @@ def generated() -> str:
         options = f"remap._core -o {folder} --enum-class-locations {ENUMS} --exit-code"  # of what it can't read
         subprocess.run([sys.executable, "-m", "pybind11_stubgen", *options.split()], check=True)
         made = Path(folder) / "remap" / "_core.pyi"
-        made.write_text(HEADER + made.read_text(encoding="utf-8"), encoding="utf-8")
+        text = made.read_text(encoding="utf-8").replace(*BUFFER)
+        made.write_text(HEADER + text, encoding="utf-8")
         subprocess.run(
             [sys.executable, "-m", "ruff", "format", "-q", "--config", ROOT / "pyproject.toml", made], check=True
         )
@@ -39,8 +42,9 @@ def generated() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("command", choices=("make", "check"))
+    command = parser.parse_args().command
     made = generated()
-    if parser.parse_args().command == "make":
+    if command == "make":
         STUB.write_text(made, encoding="utf-8")
         return 0
     if made == STUB.read_text(encoding="utf-8"):

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("pybind11_stubgen", reason="tools/stubs.py needs pybind11-stubgen (the extra dev)")
+from subprocesses import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
+MADE_BY = ("pybind11", "pybind11-stubgen", "ruff")
+PINS = load_tool("lock").locked()
+
+
+def installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+pytestmark = pytest.mark.skipif(
+    {name: installed(name) for name in MADE_BY} != {name: PINS[name] for name in MADE_BY},
+    reason=f"the text depends on the versions of {', '.join(MADE_BY)}, which are not the locked ones here",
+)
 
 
 def test_the_stub_is_the_cores() -> None:

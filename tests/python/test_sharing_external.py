@@ -106,6 +106,23 @@ def test_unused_blocks_of_such_an_engine_are_taken_as_far_as_it_returns_them(pro
         world.check()
 
 
+def test_such_an_engine_without_requests_gives_its_unused_blocks_for_nothing() -> None:
+    """Which of its blocks are in use nobody knows, so that it is idle while it is inactive, and keeps nothing for a next turn."""
+    with world_of({"e": 1, "r": 1}, spare=8, max_layers=0) as world:
+        e = External(world.engines["e"].tenant)
+        world.session.step({"e": e.demand(8)})
+        assert e.tenant.kv.usable_blocks >= 8
+        world.session.deactivate("e")
+        world.session.step({"r": remap.Demand(0)})  # its demand is an old one by then
+        offered = {(quote.kind, quote.reload_s): quote.blocks for quote in remap.advanced.offers(world.session, "r")}
+        assert offered["idle_kv", 0.0] >= e.tenant.kv.usable_blocks - e.tenant.kv.spec.min_blocks, offered
+        world.engines["r"].fill()
+        report = world.session.step({"r": remap.Demand(6)})
+        assert not report.unmet_blocks, report
+        e.check()
+        world.check()
+
+
 def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
     """Its engine still uses blocks of a layer that is to come home; then more layers of it are lent."""
     with world_of({"e": 2, "h": 1}) as world:

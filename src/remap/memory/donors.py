@@ -31,10 +31,21 @@ from remap.policy.donors.supply import Kind, Quote
 from remap.policy.schedule import RELATIVE_EPSILON, one_shot_delay
 from remap.policy.views import Take
 
-__all__ = ["ActiveLayers", "Donor", "InactiveLayers", "PausedKV", "UnusedKV"]
+__all__ = ["ActiveLayers", "Donor", "InactiveLayers", "PausedKV", "UnusedKV", "paused"]
 
 # Asked in every step while demand is unmet, of times that change only when the giver runs.
 _late = functools.lru_cache(maxsize=256)(one_shot_delay)
+
+
+def paused(tenant: TenantState) -> bool:
+    """Whether an inactive tenant has requests that have begun: it waits for its turn, and is not idle.
+
+    By its turn, its lent pages would hold live blocks of tenants that wait for their own turns. They could not come
+    home, and its layers would stream in every pass. So a paused tenant gives only as much as an active one, within
+    `slowdown`, unless all tenants can copy their live blocks to host memory. Nobody knows which blocks of an engine with
+    its own allocator are live: such a tenant counts as idle while it is inactive.
+    """
+    return not tenant.active and not tenant.kv.pool.external and tenant.kv.live_blocks > 0
 
 
 class Donor(Protocol):
@@ -58,9 +69,9 @@ class UnusedKV:
 
     def surplus(self, giver: TenantState) -> int:
         """Unused blocks that a tenant will not miss: above min_blocks, its last demand, headroom and hysteresis. A tenant that
-        neither serves nor has live blocks needs none of them."""
+        neither serves nor waits for its turn needs none of them."""
         free = self.unused(giver)
-        if free > 0 and (giver.active or giver.kv.live_blocks > 0):
+        if free > 0 and (giver.active or paused(giver)):
             wanted = giver.demand
             view = view_of(self._changes, giver, wanted)
             free = min(free, giver.controller.spare(view, wanted.blocks if wanted else 0))
@@ -105,9 +116,7 @@ class PausedKV:
         self._stuck = stuck
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
-        if giver.active:
-            return []
-        missed = self._kept(giver) + (0 if self._stuck() else giver.kv.reclaimable_blocks)
+        missed = self._kept(giver) + self._movable(giver)
         blocks = int(missed * giver.kv.spec.block_bytes / receiver.kv.spec.block_bytes)
         if blocks <= 0:
             return []
@@ -119,12 +128,17 @@ class PausedKV:
     def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
         # One block more: pages at both ends may hold a part of a block that stays.
         blocks = -(-take.blocks * receiver.kv.spec.block_bytes // giver.kv.spec.block_bytes) + 1 - self._kept(giver)
-        if blocks > 0 and not self._stuck():
+        if blocks > 0 and self._movable(giver):
             giver.kv.reclaim(blocks)
         self._lending.give_idle(giver, take.blocks, receiver, self._unused.unused(giver))
 
     def _kept(self, giver: TenantState) -> int:
-        return self._unused.unused(giver) - self._unused.surplus(giver)
+        """Unused blocks that it keeps for its next turn."""
+        return self._unused.unused(giver) - self._unused.surplus(giver) if paused(giver) else 0
+
+    def _movable(self, giver: TenantState) -> int:
+        """Live blocks that its engine can copy to host memory."""
+        return 0 if giver.active or self._stuck() else giver.kv.reclaimable_blocks
 
 
 class _Layers:

@@ -12,7 +12,7 @@ from functools import partial
 
 from remap.config import Knobs
 from remap.memory.apply import Changes
-from remap.memory.donors import ActiveLayers, Donor, InactiveLayers, PausedKV, UnusedKV
+from remap.memory.donors import ActiveLayers, Donor, InactiveLayers, PausedKV, UnusedKV, paused
 from remap.memory.lend import Lending
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of, view_of
@@ -21,18 +21,7 @@ from remap.policy.donors.supply import Quote, share_of_pass
 from remap.policy.switching import Switching
 from remap.policy.views import Take
 
-__all__ = ["Offers", "paused"]
-
-
-def paused(tenant: TenantState) -> bool:
-    """Whether an inactive tenant has requests that have begun: it waits for its turn, and is not idle.
-
-    By its turn, its lent pages would hold live blocks of tenants that wait for their own turns. They could not come
-    home, and its layers would stream in every pass. So a paused tenant gives only as much as an active one, within
-    `slowdown`, unless all tenants can copy their live blocks to host memory. Nobody knows which blocks of an engine with
-    its own allocator are live: such a tenant counts as idle while it is inactive.
-    """
-    return not tenant.active and not tenant.kv.pool.external and tenant.kv.live_blocks > 0
+__all__ = ["Offers"]
 
 
 def _stuck(tenants: Mapping[str, TenantState]) -> bool:

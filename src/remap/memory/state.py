@@ -79,7 +79,7 @@ class TenantState:
     bounds: Any = None  # bounds.StallBounds, which answers the controller's questions
     offers: Others | None = None  # what other tenants could give; asked by the controller
     active: bool = True
-    demand: Demand | None = None  # of the last step while it was active
+    demand: Demand | None = None  # of the last step; of a paused tenant: of the last one of its turn
     predicted_stall_s: float = 0.0  # the certificate of what streams now, per pass
     certified_wait_s: float = 0.0  # what each copied piece waited for other tenants' when it was certified last
     by_hand: bool = False  # the streamed layers were set by hand: no certificate bounds them

@@ -15,6 +15,7 @@ from typing import Any
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
+from remap.memory.donors import paused
 from remap.memory.lend import Lending
 from remap.memory.moves import compose_moves
 from remap.memory.offers import Offers
@@ -48,7 +49,7 @@ class Steps:
         the blocks that had moved by then (`Changes.moved`): the engines have to hear of them.
         """
         for name, tenant in self._tenants.items():
-            if tenant.active:  # what a paused tenant wanted last, it will want in its next turn
+            if not paused(tenant):  # what a paused tenant wanted last, it will want in its next turn
                 tenant.demand = demand.get(name)
         entries: Entries = {}
         applied = self._changes.applied

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from remap.adapters.vllm import host_kv
 from remap.adapters.vllm.served import HOST_KV
-from remap.errors import InvalidState
+from remap.errors import InvalidState, OutOfMemory
 
 TALK = [{"prompt": tokens(29, seed=200 + i), "new": 100} for i in range(14)]
 CACHED = 14 * 128  # 29 + 100 tokens, the last of which was never computed: four whole blocks
@@ -141,3 +141,11 @@ def test_on_a_device_with_streams_it_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InvalidState) as caught:
         host_kv.HostKV.get_worker(SimpleNamespace(), CanonicalKVCaches([], []))
     assert caught.value.fields["device"] == "cuda"
+
+
+def test_more_than_the_machine_has_is_refused() -> None:
+    """Before rows are made, which the system would grant and the kernel's out-of-memory killer would take back."""
+    much = SimpleNamespace(extra_config={"cpu_bytes_to_use": 2.0**60}, blocks_per_chunk=1, num_chunks=1)
+    with pytest.raises(OutOfMemory) as caught:
+        host_kv.HostKV.get_worker(much, CanonicalKVCaches([], []))
+    assert caught.value.fields["requested"] == 2**60

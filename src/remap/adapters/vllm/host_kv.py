@@ -10,7 +10,7 @@ worker makes them with streams of a GPU, and does not start on a CPU. Here a cop
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, Transfe
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from remap.errors import InvalidState
+from remap.memory.machine_memory import require_memory
 
 __all__ = ["HostKV"]
 
@@ -27,13 +28,15 @@ class HostKV(CPUOffloadingSpec):
     """For `spec_name`. `cpu_bytes_to_use` (`--kv-offloading-size`) is the memory of all ranks together."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Raises InvalidState (field device) on a device with streams, where a copy has to wait for the pass."""
+        """Raises InvalidState (field device) on a device with streams, where a copy has to wait for the pass, and OutOfMemory for
+        more bytes than the machine has."""
         if not current_platform.is_cpu():
             raise InvalidState(
                 f"HostKV copies in the processor's memory, and vLLM runs on {current_platform.device_name}; the engine was "
                 "not started; leave out spec_name and spec_module_path, and unset REMAP_ENABLE",
                 device=str(current_platform.device_name),
             )
+        require_memory(int(self.extra_config["cpu_bytes_to_use"]), what="host memory for KV (--kv-offloading-size)")
         return _Copies(kv_caches, self.blocks_per_chunk, self.num_chunks)
 
 
@@ -52,20 +55,17 @@ class _Copies(OffloadingWorker):
         self._done: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        start, nbytes = time.perf_counter(), 0
-        for block, row in self._pairs(src_spec, dst_spec):
-            row.copy_(block)
-            nbytes += row.numel()
-        return self._note(job_id, nbytes, start)
+        return self._copy(job_id, ((row, block) for block, row in self._pairs(src_spec, dst_spec)))
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        start, nbytes = time.perf_counter(), 0
-        for block, row in self._pairs(dst_spec, src_spec):
-            block.copy_(row)
-            nbytes += row.numel()
-        return self._note(job_id, nbytes, start)
+        return self._copy(job_id, self._pairs(dst_spec, src_spec))
 
-    def _note(self, job_id: int, nbytes: int, start: float) -> bool:
+    def _copy(self, job_id: int, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Copy into the first of each pair what the second holds."""
+        start, nbytes = time.perf_counter(), 0
+        for target, source in pairs:
+            target.copy_(source)
+            nbytes += target.numel()
         self._done.append(TransferResult(job_id, True, nbytes, time.perf_counter() - start))
         return True
 
