@@ -104,7 +104,8 @@ class Offers:
         busy = [one for one in others if one.active or (stuck and paused(one))]
         least = self._config.min_idle
         asked: list[tuple[Donor, TenantState]] = [(self.unused_kv, giver) for giver in (*idle, *busy)]
-        asked += [(self.inactive, giver) for giver in idle if may_donate(self._candidate(giver, now), min_idle=least)]
+        lenders = [] if self._switching.crowded else idle
+        asked += [(self.inactive, giver) for giver in lenders if may_donate(self._candidate(giver, now), min_idle=least)]
         asked += [(self.paused_kv, giver) for giver in (*idle, *busy)]
         asked += [(self.active, giver) for giver in busy]
         pass_s = _decode_pass_s(receiver)

@@ -5,6 +5,10 @@ the turn copy their streamed layers: a pass then waits for its copies behind the
 has only the rest of the link, and its certificate counts with that (`SharedLink.times`): each copy takes 1 / (1 - share) as
 long. That is a mean over turns. A pass that lies in a switch may wait for longer, others for less.
 
+While switches take more than `MOST` of the link's time no more inactive layers are given (`crowded`): they all would come home
+in their tenant's next turn, which then waits for the link rather than compute. KV may still be given, since to refuse it would
+preempt requests, whose KV goes over the same link.
+
 Source: derived. Simulated without it, a machine of 24 GB at 25.5 GB/s spent half of its turns waiting for two layers that
 streamed behind 7 GB of a switch (docs/simulate.md).
 """
@@ -13,10 +17,13 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["Switching"]
+__all__ = ["MOST", "Switching"]
 
 STEPS = 64
 """The share is rounded up to a multiple of 1 / STEPS, so that certificates are not made anew for every turn."""
+MOST = 0.5
+"""Of the link's time. Chosen, not derived: simulated with two models and 12.5 GB/s, five seeds, a quarter gives as many tokens a
+second and first tokens twice as late (docs/tenants.md)."""
 
 
 class Switching:
@@ -48,6 +55,11 @@ class Switching:
         self._mean_copied_s += gain * (copied_s - self._mean_copied_s)
         self._mean_turn_s += gain * (turn_s - self._mean_turn_s)
         self._renew()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether switches take so much of the link that no more inactive layers are given."""
+        return self.share > MOST
 
     def look(self, now_s: float) -> None:
         """Nobody has switched for long: the link is free again."""
