@@ -18,7 +18,7 @@ calls, each below ten minutes and independent of the others:
   build-and-check  conformance suite and tests/gpu, a process a file; compute-sanitizer on the small ones
   measure          the figures, those that convince most first
   serve            whole engines under load; more than fits into one call: the same call again takes what was left out
-  all              these four, in this order (the default)
+  all              these four, in this order: 1,610 s in all, unless --total says less
 
 DIR/results.json and DIR/results.tar.gz (all logs) are written at least every 10 seconds and renamed into place, so a run that
 is killed keeps what it had. The same command again goes on where it ended: what has finished for these sources, this device
@@ -38,18 +38,26 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("call", nargs="?", default="all", choices=[*CALLS, "all"], metavar="CALL", help="see below")
+    parser.add_argument("call", choices=[*CALLS, "all"], metavar="CALL", help="see below")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, fewer samples, shorter limits")
     parser.add_argument("--emulated", action="store_true", help="on the emulated driver; no figure of a GPU comes out")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where results go (build/gpu/results, or results-quick)"
     )
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="results.json of an earlier run, if DIR has none")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="results.json of an earlier run, if DIR has none; a file that is not there is none",
+    )
     parser.add_argument(
         "--host-budget", metavar="SIZE", help="page-locked host memory for every session: 96GiB, or bytes"
     )
     parser.add_argument(
         "--seconds", type=float, metavar="N", help="limit of each call (480; probe 90, serve 560; less with --quick)"
+    )
+    parser.add_argument(
+        "--total", type=float, metavar="N", help="limit of all calls of this command together, in seconds"
     )
     parser.add_argument(
         "--only", action="append", default=[], metavar="GLOB", help="parts whose names match; may be repeated"
@@ -60,6 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--name", help="keep the result as bench/results/gpu-NAME.json; without --out it is, by the GPU's name"
     )
     parser.add_argument("--checkout", action="store_true", help="build this checkout first (run.sh does)")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not [each for each in arguments if each != "--checkout"]:
+        parser.print_help()
+        return 2
     given = parser.parse_args(arguments)
     options = suite.Options(
         calls=tuple(names(given.call)),
@@ -67,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         emulated=given.emulated,
         checkout=given.checkout,
         seconds=given.seconds,
+        total=given.total,
         only=tuple(given.only),
         again=given.again,
         name=given.name,

@@ -1,10 +1,11 @@
 #!/bin/sh
 # Build, test and measure this checkout on a machine with a GPU, offline.
 #
-#   bench/gpu/run.sh CALL [--quick] [--emulated] [--out DIR] [--host-budget SIZE] [--seconds N] [--only GLOB] ...
+#   bench/gpu/run.sh CALL [--quick] [--emulated] [--out DIR] [--host-budget SIZE] [--seconds N] [--total N] [--only GLOB] ...
 #
 # CALL is probe, build-and-check, measure, serve or all; each ends before ten minutes are over, writes DIR/results.json and
-# DIR/results.tar.gz at least every 10 seconds, and goes on where an earlier one ended: `bench/gpu/run.sh --help`.
+# DIR/results.tar.gz at least every 10 seconds, and goes on where an earlier one ended: `bench/gpu/run.sh` without arguments
+# says how, docs/gpu-run.md has the command lines for half an hour of a rented machine.
 #
 # The Python is $PYTHON, else the first of python3 and .venv/bin/python that has torch, numpy, pybind11 and pytest. What is
 # built goes to build/gpu; nothing is installed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -28,17 +29,21 @@ UNAVAILABLE = {"unavailable": "this was the emulated driver"}
 # What the figures are figures of.
 SOURCES = ("CMakeLists.txt", "cpp", "include", "python", "src")
 NEVER = "no part of a quick run"
+LEAST_S = 20.0
+"""A call is not begun with less."""
+LEFT_OUT = "left out: no time"
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. seconds None: each call's own limit."""
+    """The command line. seconds: of each call; None: its own limit. total: of all of them together; None: no limit."""
 
     calls: tuple[str, ...]
     quick: bool
     emulated: bool
     checkout: bool
     seconds: float | None = None
+    total: float | None = None
     only: tuple[str, ...] = ()
     again: str | None = None
     name: str | None = None
@@ -64,7 +69,13 @@ def run(options: Options, environment: dict[str, str]) -> int:
     problem = False
     with record.saved_regularly():
         for call in options.calls:
-            problem = not _Call(call, options, environment, record, paths, device).run()
+            left = math.inf if options.total is None else options.total - (time.monotonic() - begun)
+            if left < LEAST_S:
+                known = record.calls.get(call, {"runs": 0, "limit_s": 0.0, "seconds": 0.0})
+                with record.lock:
+                    record.calls[call] = {**known, "state": LEFT_OUT}
+                continue
+            problem = not _Call(call, options, environment, record, paths, device, left).run()
             if problem:
                 break
     mine = [part for part in record.parts.values() if part.call in options.calls]
@@ -90,9 +101,9 @@ def _open(options: Options, device: str) -> tuple[Record, steps.Paths]:
     earlier = folder / DOCUMENT
     if not earlier.exists():
         shutil.rmtree(logs, ignore_errors=True)
-        if options.resume is not None:
+        if options.resume is not None:  # which may be still to come: the same command begins and goes on
             earlier = options.resume
-    if earlier.exists() or options.resume is not None:
+    if earlier.exists():
         record.load(earlier)
         known = record.facts.get("device")
         if known != device:
@@ -137,9 +148,11 @@ class _Call:
         record: Record,
         paths: steps.Paths,
         device: str,
+        left_s: float = math.inf,
     ) -> None:
+        """left_s: seconds that it may take at most, whatever its own limit."""
         self.name, self.options, self.record, self.paths = name, options, record, paths
-        self.call = CALLS[name]
+        self.call, self._left_s = CALLS[name], left_s
         self.budget = self._budget()
         self.environment = _environment(options, environment, paths)
         self._follow_probe()
@@ -184,7 +197,7 @@ class _Call:
     def _budget(self) -> Budget:
         options = self.options
         limit = self.call.limit(quick=options.quick, emulated=options.emulated)
-        return Budget(limit if options.seconds is None else options.seconds)
+        return Budget(min(limit if options.seconds is None else options.seconds, self._left_s))
 
     def _follow_probe(self) -> None:
         """If the probe has found a fault, sessions are strict: no mapping changes while the tenant's stream is at work."""
@@ -410,7 +423,7 @@ def _report(options: Options, record: Record, seconds: float, written: str) -> R
         ],
         seconds=seconds,
         written=written,
-        notes=[*_notes(record), *_mixed(parts)],
+        notes=[*_notes(record), *_mixed(parts), *_left_out(options, record)],
     )
 
 
@@ -428,6 +441,12 @@ def _notes(record: Record) -> list[str]:
     notes.append(f"found, not used: {', '.join(idle) or 'none'}")
     notes.append(f"not found: {', '.join(name for name in packages if name not in found) or 'none'}")
     return notes
+
+
+def _left_out(options: Options, record: Record) -> list[str]:
+    """Calls that were not begun."""
+    names = [name for name in options.calls if record.calls.get(name, {}).get("state") == LEFT_OUT]
+    return [f"not begun, since less than {LEAST_S:g} s were left: {', '.join(names)}"] if names else []
 
 
 def _mixed(parts: Iterable[Part]) -> list[str]:

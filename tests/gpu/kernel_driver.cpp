@@ -2,6 +2,7 @@
 // bench/gpu/probe.cpp done by the processor, in stream order. REMAP_KERNEL_FAULT makes reading kernels misbehave:
 //   refuse-ptx   no module can be loaded        wrong-word   a reader finds one wrong word a launch
 //   error        the tenth reader fails as after a page fault        crash   the tenth reader ends the process
+//   release      no page can be released (no reader is concerned)
 #include <dlfcn.h>
 
 #include <atomic>
@@ -20,7 +21,7 @@ using u64 = std::uint64_t;
 using Lookup = int (*)(const char*, void**, int, u64, int*);
 using LaunchHostFunction = int (*)(void* stream, void (*function)(void*), void* data);
 
-constexpr int kInvalidPtx = 218, kIllegalAddress = 700, kNotFound = 500;
+constexpr int kInvalidPtx = 218, kIllegalAddress = 700, kNotFound = 500, kUnknown = 999;
 constexpr u32 kMix = 2654435761U;
 
 void* real_library() {
@@ -120,6 +121,8 @@ int launch_kernel(void* function, unsigned blocks, unsigned, unsigned, unsigned 
   return enqueue(stream, run, it);
 }
 
+int refuse_release(u64) { return kUnknown; }
+
 }  // namespace
 
 EXPORT int remapEmulatedVersion() { return 1; }
@@ -133,6 +136,8 @@ EXPORT int cuGetProcAddress_v2(const char* name, void** function, int version, u
     *function = reinterpret_cast<void*>(&get_function);
   } else if (wanted == "cuLaunchKernel") {
     *function = reinterpret_cast<void*>(&launch_kernel);
+  } else if (wanted == "cuMemRelease" && faulty("release")) {
+    *function = reinterpret_cast<void*>(&refuse_release);
   } else {
     return real_lookup()(name, function, version, flags, status);
   }

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from bench.gpu import results, suite, table
+from bench.gpu.__main__ import main
 from bench.gpu.context import Skip
 from bench.gpu.record import Record
 from bench.gpu.registry import Measure
@@ -159,6 +160,38 @@ def test_a_run_that_measured_nothing_leaves_no_file_among_the_results(
         Path("build/gpu/results-quick")
     ]
     assert not (tmp_path / "bench").exists()
+
+
+def test_calls_share_the_time_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {}
+
+    def ran(call: Any) -> bool:
+        limits[call.name] = call.budget.seconds
+        return True
+
+    monkeypatch.setattr(suite._Call, "run", ran)
+    assert (
+        suite.run(_options(("probe", "measure", "serve"), out=tmp_path, seconds=None, total=70.0), dict(os.environ))
+        == 0
+    )
+    # As much as each wants of what is left; nothing took any time here.
+    assert limits["probe"] == calls_of("probe") and 60.0 < limits["measure"] <= 70.0 and 60.0 < limits["serve"] <= 70.0
+    assert suite.run(_options(("measure", "serve"), out=tmp_path, total=10.0), dict(os.environ)) == 0
+    assert "not begun, since less than 20 s were left: measure, serve" in capsys.readouterr().out
+    assert json.loads((tmp_path / "results.json").read_text())["calls"]["serve"]["state"] == suite.LEFT_OUT
+
+
+def calls_of(name: str) -> float:
+    return suite.CALLS[name].limit(quick=True, emulated=True)
+
+
+def test_without_arguments_it_says_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ([], ["--checkout"]):
+        assert main(given) == 2
+        said = capsys.readouterr().out
+        assert "usage: bench/gpu/run.sh" in said and "--total" in said
 
 
 def test_without_a_driver_there_is_a_table_and_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,9 @@ import pytest
 from sharing_worlds import set_times, times_of
 from test_sharing_controller import N, world_of
 
+import remap
 from remap.memory.activate import WELL_ABOVE
-from remap.policy.switching import STEPS, Switching
+from remap.policy.switching import MOST, STEPS, Switching
 from remap.sim.hardware import machine
 from remap.sim.loads import load
 from remap.sim.serving import Setup, simulate, tenants
@@ -60,6 +61,13 @@ def test_after_some_turns_of_silence_the_link_is_free() -> None:
     assert switching.share == 0.25, "of the new turns alone"
 
 
+def test_a_link_is_crowded_beyond_the_most_that_switches_may_take() -> None:
+    switching = Switching()
+    for share, crowded in ((0.0, False), (MOST, False), (MOST + 1.0 / STEPS, True)):
+        switching.share = share
+        assert switching.crowded is crowded
+
+
 # -- who streams beside them -----------------------------------------------------------------------------------------------
 
 
@@ -105,6 +113,20 @@ def test_what_it_streamed_before_comes_home_with_its_turn(share: float, room: bo
             slower = r.tenant._state.decode_times()
             assert r.tenant.remapped <= r.tenant._state.bounds.bound(slower)[0]
         world.check()
+
+
+@pytest.mark.parametrize("share", [0.0, MOST, MOST + 1.0 / STEPS])
+def test_beside_switches_that_crowd_the_link_no_inactive_layers_are_given(share: float) -> None:
+    """Unused KV still is."""
+    with world_of({"r": 1, "i": 2}, times_of(N, 1.0, 0.5), spare=8) as world:
+        r = world.engines["r"]
+        world.step(i=8)
+        r.fill()
+        world.session.deactivate("i")
+        world.step(r=0)
+        world.session._link.switching.share = share
+        kinds = {quote.kind for quote in remap.advanced.offers(world.session, "r") if quote.donor == "i"}
+        assert kinds == {"idle_kv", "inactive"} if share <= MOST else {"idle_kv"}
 
 
 def test_layers_set_by_hand_stay() -> None:

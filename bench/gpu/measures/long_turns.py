@@ -1,4 +1,5 @@
-"""C1 and C2 (shared_serving.py) in turns of 20 s, each of which takes most of a call: three seeds, three ways of serving."""
+"""C1 and C2 (shared_serving.py) in turns of 20 s, each of which takes most of a call: as many of the sides as there is time
+for, the first of them first."""
 
 from __future__ import annotations
 

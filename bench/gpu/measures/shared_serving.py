@@ -1,14 +1,15 @@
-"""Several models in one arena, one active at a time: layers of those that sleep become KV cache, against a static partition of
-the memory, and against swapping whole models.
+"""Several models in one arena, one active at a time: layers of those that sleep become KV cache, against what serving engines do
+instead.
 
-The combinations are Oneiros' (section 7.2): C1 is OPT-13b, Llama-2-13b and Llama-3-8b, C2 is OPT-30b and OPT-6.7b, with the KV
-cache that their shares of a 96 GB GPU leave them, whatever the memory of this one. Requests come in bursts as in the Azure code
-trace, with ShareGPT's lengths, both shortened for a run of seconds.
+All sides are served in turns by one process, with the same models in the same arena and the same requests; SIDES has what each
+does when KV does not fit. Before each run all layers come home, and each tenant gets the pages of its KV cache back.
 
-All sides are served in turns by one process, with the same models in the same arena: "recompute" has each tenant keep what it
-was attached with, and preempts when that is full; "swap" brings the whole model in at the beginning of its turn and sends all
-others out (whole_models.py); "remap" lets the controller decide at every step. Between two runs all layers come home, and each
-tenant has to have the blocks that it began with. Three seeds, and turns of several lengths.
+The loads: Llama-3-8b, Llama-2-13b and Qwen2.5-14B (`bench.lab gap` simulates them on an H100), and Oneiros' combinations
+(section 7.2): C1 is OPT-13b, Llama-2-13b and Llama-3-8b, C2 is OPT-30b and OPT-6.7b. KV caches are what the models' shares of
+the memory leave them there; where this device has less, all have the same share of that, half at least, then fewer layers.
+Requests come in bursts as in the Azure code trace, with ShareGPT's lengths, cut to the models' positions.
+
+The simulator is given the same requests, and its figures stand beside the measured ones: that is a test of the simulator.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu.context import MIB, Context, Skip
@@ -29,21 +30,50 @@ from bench.gpu.models import (
     OPT_13B,
     OPT_30B,
     POSITIONS,
+    QWEN_14B,
     ModelShape,
-    make_model,
+    deepened,
+    one_layer,
 )
 from bench.gpu.registry import Wrong, measure, missing
 from bench.gpu.results import Figure, count, figure
 from bench.gpu.whole_models import WholeModels
 
 import remap
+from remap.memory.plan import plan_free_pages
+from remap.memory.view import free_pages_of
 from remap.sim.results import percentile
 
 if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request
 
 BLOCK_TOKENS = 16
-KINDS = ("recompute", "swap", "remap")
+
+
+@dataclass(frozen=True)
+class Side:
+    """decides: what is asked at each step and turn: "session" (the controller), "whole" (`WholeModels`) or "" (nothing: each
+    tenant keeps the KV cache that it has). swaps: preempted requests keep their KV in host memory. weights: layers may
+    leave. simulated: the simulator's policy that does the same; "" if it has none."""
+
+    decides: str
+    swaps: bool
+    weights: bool
+    simulated: str = ""
+
+
+OURS = "remap"
+SIDES: Mapping[str, Side] = {
+    OURS: Side("session", swaps=True, weights=True, simulated="remap"),
+    "kv-pool+swap": Side("session", swaps=True, weights=False, simulated="kv-pool+swap"),
+    "recompute": Side("", swaps=False, weights=False, simulated="recompute"),
+    "whole models": Side("whole", swaps=False, weights=True),
+    "swap": Side("", swaps=True, weights=False),  # the simulator's is of another scheduler
+    "kv-pool": Side("session", swaps=False, weights=False, simulated="kv-pool"),
+}
+"""In the order of the runs of a seed, and of what convinces most: the default, the strongest alternative that moves no weights,
+what engines do as they are; then whole models put to sleep and woken, and the parts of the alternative."""
+OWN = 0.25  # of a tenant's KV: so much stays its own where unused KV is everybody's, as in the simulator
 CV = 5.0  # of the gaps between requests: of the trace's 13, what still puts several bursts into a span of seconds
 HEADROOM_BYTES = 3 << 30  # of the device: scratch memory of kernels and graphs, the driver's own
 TIMELINE_POINTS = 60
@@ -76,18 +106,27 @@ class Combination:
         return [shape.params() * self.itemsize for shape in self.models]
 
     def needs(self) -> tuple[int, int]:
-        """(bytes of the device while the largest model is attached last, bytes of page-locked memory), about."""
-        weights = self.weight_bytes()
-        kv = sum(shape.kv_bytes for shape in self.models)
-        return sum(weights) + kv + max(weights) + HEADROOM_BYTES, sum(weights)
+        """(bytes of the device, bytes of page-locked memory), about. Models are made in host memory, one after the other."""
+        weights = sum(self.weight_bytes())
+        return weights + sum(shape.kv_bytes for shape in self.models) + HEADROOM_BYTES, weights
 
     def turning(self, quantum_s: float) -> Combination:
         """With turns of this length, and requests for at least two of them."""
         return replace(self, quantum_s=quantum_s, span_s=max(self.span_s, 2 * quantum_s))
 
+    def with_kv(self, share: float) -> Combination:
+        """With this share of every model's KV cache."""
+        return replace(self, models=tuple(shape.with_kv(share) for shape in self.models))
+
     def scaled(self, share: float) -> Combination:
         """With this share of every model's layers."""
         return replace(self, models=tuple(shape.scaled(share) for shape in self.models))
+
+
+def _trio(rate: float) -> Combination:
+    """KV caches are what 25, 37 and 37 % of 80 GiB leave beside weights. rate: of all, requests a second."""
+    models = (replace(LLAMA_3_8B, kv_bytes=4_900_000_000), replace(LLAMA_2_13B, kv_bytes=5_200_000_000), QWEN_14B)
+    return Combination(f"8B, 13B and 14B at {rate:g}/s", models, rate / 3, 1.0, 20.0, 64, 1.0, 16 * MIB, limit=1.25)
 
 
 C1 = Combination("C1", (OPT_13B, LLAMA_2_13B, LLAMA_3_8B), 6.0, 0.5, 8.0, 64, 1.0, 16 * MIB)
@@ -105,16 +144,18 @@ def _tiny(case: Combination) -> Combination:
                    dtype="float32", limit=4.0, seeds=2)  # fmt: skip
 
 
-def fitting(case: Combination, device_bytes: int, host_bytes: int) -> tuple[Combination, float]:
-    """(the combination with as many layers as fit, their share). Raises Skip if a quarter of them does not."""
-    for twentieths in range(20, 4, -1):
-        tried = case.scaled(twentieths / 20)
+def fitting(case: Combination, device_bytes: int, host_bytes: int) -> tuple[Combination, float, float]:
+    """(the combination as it fits, the share of the layers, the share of their KV caches). Half of the KV caches goes before the
+    first layer does. Raises Skip if a quarter of the layers with so little KV does not fit."""
+    shares = [(1.0, twentieths / 20) for twentieths in range(20, 10, -1)]
+    for layers, kv in [*shares, *((twentieths / 20, 0.5) for twentieths in range(20, 4, -1))]:
+        tried = case.with_kv(kv).scaled(layers)
         device, host = tried.needs()
         if device <= device_bytes and 1.05 * host <= host_bytes:
-            return tried, twentieths / 20
+            return tried, layers, kv
     raise Skip(
-        f"a quarter of {case.name}'s layers needs {device >> 30} GiB of the device and {host >> 30} GiB page-locked, there are "
-        f"{device_bytes >> 30} and {host_bytes >> 30}"
+        f"a quarter of {case.name}'s layers with half of its KV needs {device >> 30} GiB of the device and {host >> 30} GiB "
+        f"page-locked, there are {device_bytes >> 30} and {host_bytes >> 30}"
     )
 
 
@@ -159,25 +200,31 @@ def make_requests(case: Combination, after: int = -1) -> tuple[dict[str, list[Re
 
 
 class Arena:
-    """The models of a combination in one session, with an engine each. A context manager's worth of state: see `opened`."""
+    """The models of a combination in one session, with an engine each. drawn_on: torch's device on which random numbers are
+    drawn, before the session takes its memory; the models are made in host memory."""
 
-    def __init__(self, case: Combination, device: str, stack: ExitStack) -> None:
+    def __init__(self, case: Combination, drawn_on: str, stack: ExitStack) -> None:
         import torch
 
         from remap.engine import LLMEngine
 
         self.case, self._torch = case, torch
         page = case.page_bytes
-        kv_pages = {shape.name: -(-shape.kv_bytes // page) for shape in case.models}
+        first = {
+            shape.name: torch.nn.Module.to(one_layer(shape, drawn_on, case.dtype, seed=index), "cpu")
+            for index, shape in enumerate(case.models)
+        }
+        self.kv_pages = {shape.name: -(-shape.kv_bytes // page) for shape in case.models}
         # Weights and KV, and not a page more: what lies free would be the first donor.
-        self.capacity = (sum(_pages(shape, device, case) for shape in case.models) + sum(kv_pages.values())) * page
-        config = remap.advanced.Knobs(reload_s=0.25)
-        self.session = stack.enter_context(
-            remap.Session(self.capacity, device="cuda:0", page_bytes=page, config=config)
-        )
+        self.capacity = (
+            sum(_pages(shape, first[shape.name], page) for shape in case.models) + sum(self.kv_pages.values())
+        ) * page
+        self.empty_cache()
+        self.session = stack.enter_context(remap.Session(self.capacity, device="cuda:0", page_bytes=page))
+        stack.callback(self._let_go)
         self.engines: dict[str, LLMEngine] = {}
-        self.start: dict[str, int] = {}
-        for index, shape in enumerate(case.models):
+        self._declared: list[tuple[int, int]] = []
+        for shape in case.models:
             block_bytes = shape.block_bytes(BLOCK_TOKENS, case.itemsize)
             spec = remap.KVSpec(
                 layers=shape.layers,
@@ -185,27 +232,24 @@ class Arena:
                 head_dim=shape.head_dim,
                 block_tokens=BLOCK_TOKENS,
                 dtype=case.dtype,
-                min_blocks=kv_pages[shape.name] * page // block_bytes,
+                min_blocks=max(1, int(OWN * self.kv_pages[shape.name] * page / block_bytes)),
                 max_blocks=self.capacity // block_bytes + 1,
             )
-            model = make_model(shape, device, case.dtype, seed=index)
+            model = deepened(first.pop(shape.name), shape.layers)
             tenant = self.session.attach(model, name=shape.name, kv=spec, hooks=False)
             self.empty_cache()  # the tensors that the model came with
             self.engines[shape.name] = LLMEngine(
-                model, tenant, session=None, max_num_seqs=case.running, max_batch_tokens=512, runner="gpu",
+                model, tenant, session=self.session, max_num_seqs=case.running, max_batch_tokens=512, runner="gpu",
                 max_model_len=2 * longest(shape, case.itemsize),
             )  # fmt: skip
-            self.start[shape.name] = tenant.kv.usable_blocks
         layers = {shape.name: shape.layers for shape in case.models}
         self.whole = WholeModels(self.session, layers, self._follow)
+        self._deal()
+        self.start = {name: engine.tenant.kv.usable_blocks for name, engine in self.engines.items()}
 
     def _follow(self, moved: Mapping[str, Mapping[int, int]]) -> None:
         for name, pairs in moved.items():
             self.engines[name].follow(pairs)
-
-    def shared(self, kind: str) -> Any:
-        """What decides in a run of this kind; None: nobody."""
-        return {"recompute": None, "swap": self.whole, "remap": self.session}[kind]
 
     def empty_cache(self) -> None:
         """What torch keeps of the device without needing it."""
@@ -226,30 +270,98 @@ class Arena:
             while engine.unfinished:
                 engine.advance()
 
+    def prepare(self, kind: str) -> Any:
+        """Everything as at the start, and set to serve in this way. Returns what decides; None: nobody. No request may be
+        running."""
+        side = SIDES[kind]
+        self.restore()
+        for engine in self.engines.values():
+            kv, may_leave = engine.tenant.kv, side.swaps and side.decides == "session"
+            engine.scheduler.swap = side.swaps
+            kv.on_reclaim(engine.release if may_leave else _keeps, engine.releasable if may_leave else _nothing)
+        if not side.weights:
+            self._hold()
+        return {"": None, "whole": self.whole, "session": self.session}[side.decides]
+
     def restore(self) -> None:
-        """All tenants active, with their own layers and the blocks that they began with. No request may be running."""
+        """All tenants active, with their own layers and the pages of KV cache that they began with. No request may be running."""
+        self._let_go()
         for name in self.engines:
             report = self.session.activate(name)
             if not report.activated:
                 raise Wrong(f"{name} could not be activated with nothing running: {report.reason}")
             remap.advanced.remap(self.session, name, 0)
         remap.advanced.settle(self.session)
+        self._deal()
         remap.advanced.check(self.session)
         for name, tenant in self.session.snapshot().tenants.items():
-            if tenant.remapped or tenant.lent_pages or tenant.usable_blocks < self.start[name]:
+            if tenant.remapped or tenant.lent_pages or tenant.usable_blocks != self.start[name]:
                 raise Wrong(f"{name} has {tenant.usable_blocks} blocks after all came home, {self.start[name]} before")
 
+    def _hold(self) -> None:
+        """No layer leaves from now on: all are declared as registered."""
+        for name in self.engines:
+            for address, nbytes in self._layers(name):
+                remap.advanced.declare_registered(self.session, address, nbytes)
+                self._declared.append((address, nbytes))
 
-def _pages(shape: ModelShape, device: str, case: Combination) -> int:
-    """Of the weights: all layers are alike, so a model of one layer and one of two tell."""
+    def _let_go(self) -> None:
+        """The reverse."""
+        while self._declared:
+            remap.advanced.withdraw_registered(self.session, *self._declared[-1])
+            self._declared.pop()
+
+    def _layers(self, name: str) -> list[tuple[int, int]]:
+        """(address, bytes) of each layer's region."""
+
+        def regions(core: Any) -> list[tuple[int, int]]:
+            tenant = core.tenant(name)
+            return list(tenant.regions[: tenant.layers])
+
+        found: list[tuple[int, int]] = self.session.exclusively(regions, claims=False)
+        return found
+
+    def _deal(self) -> None:
+        """Each tenant has as many pages of KV cache as its share: the others' unused ones become free, then its own."""
+
+        def deal(core: Any) -> None:
+            tenants = [core.tenant(name) for name in self.engines]
+            for giver in tenants:
+                for taker in tenants:
+                    while taker is not giver and (over := _kv_pages(giver) - self.kv_pages[giver.name]) > 0:
+                        blocks = (over - 1) * self.case.page_bytes // taker.kv.spec.block_bytes
+                        if not core.lending.give_idle(giver, blocks, taker, giver.kv.usable_blocks):
+                            break
+            for taker in tenants:
+                lacking = self.kv_pages[taker.name] - _kv_pages(taker)
+                if lacking > 0:
+                    plan = plan_free_pages(taker.pages, free_pages_of(core.changes, taker)[:lacking], give=True)
+                    core.changes.apply_and_settle(taker, plan)
+            found = {each.name: _kv_pages(each) for each in tenants}
+            if found != self.kv_pages:
+                raise Wrong(f"pages of KV cache: {found}, expected {self.kv_pages}")
+
+        self.session.exclusively(deal)
+
+
+def _kv_pages(tenant: Any) -> int:
+    return len(tenant.kv.pool.owned_slots())
+
+
+def _keeps(blocks: int) -> None:
+    """Live blocks stay where they are."""
+
+
+def _nothing() -> int:
+    return 0
+
+
+def _pages(shape: ModelShape, first: Any, page_bytes: int) -> int:
+    """Of the weights: all layers are alike, so the model of one layer and its layer tell. first: that model."""
     from remap.model.footprint import footprint
 
-    few = []
-    for layers in (1, 2):
-        model = make_model(replace(shape, layers=layers), device, case.dtype)
-        few.append(footprint(model, None).pages(case.page_bytes))
-        del model
-    return few[0] + (shape.layers - 1) * (few[1] - few[0])
+    one = footprint(first, None)
+    return one.pages(page_bytes) + (shape.layers - 1) * one.layer_pages(page_bytes)[0]
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -257,13 +369,15 @@ def _pages(shape: ModelShape, device: str, case: Combination) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What one way of serving gave. late_s: how long requests had waited that had no token when the run was cut off."""
+    """What one way of serving gave. late_s: how long requests had waited that had no token when the run was cut off. predicted:
+    the simulator's figures (`PolicyResult.headline`); empty without any."""
 
     kind: str
     result: Any
     unfinished: int
     late_s: tuple[float, ...]
     seed: int = 0
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def first_s(self) -> list[float]:
@@ -283,6 +397,7 @@ class Run:
         return {
             **self.result.summary(),
             "seed": self.seed,
+            "predicted": dict(self.predicted),
             "unfinished": self.unfinished,
             "without_a_token": len(self.late_s),
             "timeline": [
@@ -305,7 +420,7 @@ def serve(
     """All requests, each from its arrival on, in turns of the tenants, until they are finished or the time is over."""
     from remap.engine import SharedEngines
 
-    session = arena.shared(kind)
+    session = arena.prepare(kind)
     for engine in arena.engines.values():
         engine.session = session
     shared = SharedEngines(session, arena.engines, "temporal", quantum_s=quantum_s)
@@ -338,7 +453,7 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 def _figures(title: str, runs: Sequence[Run], more: Mapping[str, Any]) -> Iterator[Figure]:
     """P99 of both latencies and tokens/s of each kind, and the ratios: the median over the seeds, and their range."""
-    by_kind = {kind: mine for kind in KINDS if (mine := [run for run in runs if run.kind == kind])}
+    by_kind = {kind: mine for kind in SIDES if (mine := [run for run in runs if run.kind == kind])}
     first = {kind: [percentile(run.first_s or [0.0], 0.99) for run in mine] for kind, mine in by_kind.items()}
     between = {kind: [percentile(run.between_s or [0.0], 0.99) for run in mine] for kind, mine in by_kind.items()}
     speed = {kind: [_tokens_per_s(run) for run in mine] for kind, mine in by_kind.items()}
@@ -354,19 +469,46 @@ def _figures(title: str, runs: Sequence[Run], more: Mapping[str, Any]) -> Iterat
         again = sum(run.result.summary()["recomputed_tokens"] for run in mine)
         yield count(f"{title}, {kind}, tokens recomputed", again, "tokens", n=len(mine))
         yield count(f"{title}, {kind}, unfinished", sum(run.unfinished for run in mine), "requests", n=len(mine))
-    new = KINDS[-1]
-    for old in (kind for kind in by_kind if kind != new):
+    for old in (kind for kind in by_kind if kind != OURS and OURS in by_kind):
+        # The time may end between two sides of a seed.
         for name, values in (("first token, P99", first), ("between tokens, P99", between), ("tokens/s", speed)):
-            ratios = [ours / max(1e-9, theirs) for ours, theirs in zip(values[new], values[old])]
-            seconds = between[new] if values is speed else values[new]
-            yield figure(f"{title}, {name}, {new} / {old}", statistics.median(ratios), "x", seconds, **_spread(ratios))
-    for kind in KINDS[1:]:
-        yield from _activations(
-            f"{title}, {kind}", [each for run in by_kind.get(kind, ()) for each in run.result.activations]
-        )
-    peak = max(tenant["layers_remapped_peak"] for run in runs if run.kind == new
-               for tenant in run.result.summary()["tenants"].values())  # fmt: skip
-    yield count(f"{title}, layers of one model that were KV at once", peak, "layers", n=len(by_kind[new]))
+            ratios = [ours / max(1e-9, theirs) for ours, theirs in zip(values[OURS], values[old])]
+            seconds = between[OURS] if values is speed else values[OURS]
+            yield figure(f"{title}, {name}, {OURS} / {old}", statistics.median(ratios), "x", seconds, **_spread(ratios))
+    for kind in (kind for kind in by_kind if SIDES[kind].decides):
+        yield from _activations(f"{title}, {kind}", [each for run in by_kind[kind] for each in run.result.activations])
+    ours = by_kind.get(OURS, [])
+    peak = max((tenant["layers_remapped_peak"] for run in ours for tenant in run.result.summary()["tenants"].values()),
+               default=0)  # fmt: skip
+    yield count(f"{title}, layers of one model that were KV at once", peak, "layers", n=len(ours))
+    yield from _predicted(title, by_kind, first, between)
+
+
+def _predicted(
+    title: str,
+    runs: Mapping[str, Sequence[Run]],
+    first: Mapping[str, Sequence[float]],
+    between: Mapping[str, Sequence[float]],
+) -> Iterator[Figure]:
+    """Of each kind that was simulated: the simulator's P99, and the measured one over it, the median over the seeds."""
+    for kind, mine in runs.items():
+        for name, key, measured in (("first token", "ttft_p99_s", first), ("between tokens", "tbt_p99_s", between)):
+            pairs = [(run.predicted[key], seen) for run, seen in zip(mine, measured[kind]) if run.predicted]
+            if not pairs:
+                continue
+            late = [expected * 1e3 for expected, _ in pairs]
+            yield count(
+                f"{title}, {kind}, {name}, P99, simulated", statistics.median(late), "ms", n=len(pairs), **_spread(late)
+            )
+            ratios = [seen / max(1e-9, expected) for expected, seen in pairs]
+            samples = [seen for _, seen in pairs]
+            yield figure(
+                f"{title}, {kind}, {name}, P99, measured / simulated",
+                statistics.median(ratios),
+                "x",
+                samples,
+                **_spread(ratios),
+            )
 
 
 def _activations(title: str, turns: Sequence[Any]) -> Iterator[Figure]:
@@ -389,20 +531,22 @@ def _tokens_per_s(run: Run) -> float:
 
 
 def compared(ctx: Context, case: Combination, turns: Sequence[float]) -> Iterator[Figure]:
-    """Every kind with every seed, with turns of each length, as far as the time goes; one seed at least."""
+    """Every side with every seed, with turns of each length, as far as the time goes; the first sides with one seed at least."""
     on_gpu = missing("torch-cuda", emulated=ctx.emulated) is None
-    share, device = 1.0, "cuda"
+    layers, kv, drawn_on = 1.0, 1.0, "cuda"
     if on_gpu:
-        case, share = fitting(case, ctx.free_bytes, ctx.host_budget)
+        case, layers, kv = fitting(case, ctx.free_bytes, ctx.host_budget)
     else:
-        case, device = _tiny(case), "cpu"
-    name = case.name if share == 1.0 else f"{case.name} with {share:.0%} of the layers"
+        case, drawn_on = _tiny(case), "cpu"
+    of = [f"{share:.0%} of the {what}" for share, what in ((layers, "layers"), (kv, "KV")) if share < 1.0]
+    name = f"{case.name} with {' and '.join(of)}" if of else case.name
     begun = time.monotonic()
     with ExitStack() as stack:
-        arena = Arena(case, device, stack)
+        arena = Arena(case, drawn_on, stack)
         arena.warm_up()
         more = {
-            "layers_share": share,
+            "layers_share": layers,
+            "kv_share": kv,
             "models": {shape.name: {"layers": shape.layers, "kv_bytes": shape.kv_bytes} for shape in case.models},
             "capacity_bytes": arena.capacity,
             "page_bytes": case.page_bytes,
@@ -412,26 +556,85 @@ def compared(ctx: Context, case: Combination, turns: Sequence[float]) -> Iterato
             "lengths": f"ShareGPT's x {case.longer}",
             "setup_s": time.monotonic() - begun,
         }
+        simulated = _simulation(ctx, case, arena) if on_gpu else None
         for number, quantum_s in enumerate(turns):
             timed = case.turning(quantum_s)
-            runs = _seeds(ctx, arena, timed, share=1.0 / (len(turns) - number))
+            runs = _seeds(ctx, arena, timed, share=1.0 / (len(turns) - number), simulated=simulated)
             counts = {run.seed: sum(len(each.ttft_s) for each in run.result.metrics.values()) for run in runs}
             detail = {**more, "quantum_s": quantum_s, "span_s": timed.span_s, "answered": counts}
             yield from _figures(f"{name}, turns of {quantum_s:g} s", runs, detail)
         arena.restore()
 
 
-def _seeds(ctx: Context, arena: Arena, case: Combination, share: float) -> list[Run]:
-    """One run of each kind with each seed."""
+Simulated = Callable[[str, Mapping[str, Sequence["Request"]], float], Mapping[str, float]]
+"""(side, requests, seconds of a turn) -> the simulator's figures."""
+
+
+def _simulation(ctx: Context, case: Combination, arena: Arena) -> Simulated | None:
+    """What the simulator says of this arena; None if it knows no such device, or not all of the models as they are."""
+    from remap.sim.hardware import machine, model
+    from remap.sim.serving import Setup, simulate
+    from remap.sim.setup import TenantSetup
+    from remap.sim.workload import Item
+
+    name = next((known for part, known in KNOWN.items() if part in ctx.probe["name"]), "")
+    if not name or any(shape.layers != model(shape.name).layers for shape in case.models):
+        return None
+    on = machine(name)
+    given = tuple(
+        TenantSetup(
+            shape.name,
+            model(shape.name),
+            shape.params() * case.itemsize + shape.kv_bytes,
+            kv_blocks=arena.start[shape.name],
+        )
+        for shape in case.models
+    )
+    if sum(tenant.memory_bytes for tenant in given) > on.hbm_bytes:  # this device has more memory than the simulator's
+        return None
+    scheduling = {"max_num_seqs": case.running, "max_batch_tokens": 512}
+
+    def figures(side: str, requests: Mapping[str, Sequence[Request]], quantum_s: float) -> Mapping[str, float]:
+        policy = SIDES[side].simulated
+        if not policy:
+            return {}
+        items = [
+            Item(tenant, each.arrival_s, len(each.prompt), each.sampling.max_tokens)
+            for tenant, mine in requests.items()
+            for each in mine
+        ]
+        setup = Setup(
+            on, given, "temporal", "chunked", quantum_s, BLOCK_TOKENS, page_bytes=case.page_bytes, scheduling=scheduling
+        )
+        return simulate(setup, sorted(items, key=lambda each: each.time_s), policy).headline()
+
+    return figures
+
+
+KNOWN = {"H200": "H200", "H100 PCIe": "H100-PCIe", "H100": "H100-SXM", "GH200": "GH200-96GB", "A100": "A100"}
+"""By a part of the driver's name of a device: the simulator's, the first that fits."""
+
+
+def _seeds(
+    ctx: Context, arena: Arena, case: Combination, share: float, simulated: Simulated | None = None
+) -> list[Run]:
+    """One run of each side with each seed."""
     runs: list[Run] = []
-    seed = -1
+    seed, end = -1, time.monotonic() + share * max(0.0, ctx.until - time.monotonic())
     for index in ctx.rounds(case.seeds, least=1, share=share):
         requests, seed = make_requests(case, seed)
-        # Odd seeds the other way round: whoever comes later finds a warmer machine.
-        for kind in KINDS if index % 2 == 0 else KINDS[::-1]:
-            arena.restore()
-            runs.append(serve(kind, arena, requests, case.limit * case.span_s, case.quantum_s, seed))
+        # Odd seeds the other way round: whoever comes later finds a warmer machine. The first seed has the order of what
+        # convinces most, since the time may not suffice for all.
+        for kind in SIDES if index % 2 == 0 else [*SIDES][::-1]:
+            if index == 0 and len(runs) >= FEWEST and time.monotonic() + case.span_s > end:
+                break
+            run = serve(kind, arena, requests, case.limit * case.span_s, case.quantum_s, seed)
+            runs.append(run if simulated is None else replace(run, predicted=simulated(kind, requests, case.quantum_s)))
     return runs
+
+
+FEWEST = 3
+"""Sides that are run in any case."""
 
 
 def _turns(ctx: Context, turns: tuple[float, ...]) -> tuple[float, ...]:
@@ -439,13 +642,25 @@ def _turns(ctx: Context, turns: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(each / 10 for each in turns[:1]) if ctx.emulated else turns
 
 
-@measure("sharing C1", needs=("torch", "transformers"), full_s=250, quick_s=None, emulated_s=12)
+@measure("sharing 8B, 13B and 14B at 2/s", needs=("torch", "transformers"), full_s=460, quick_s=None, emulated_s=20)
+def sharing_two(ctx: Context) -> Iterator[Figure]:
+    """The load that `bench.lab gap` simulates on an H100, at 2 requests a second: 20 s, three seeds."""
+    yield from compared(ctx, _trio(2.0), _turns(ctx, (1.0,)))
+
+
+@measure("sharing 8B, 13B and 14B at 4/s", needs=("torch", "transformers"), full_s=460, quick_s=None, emulated_s=20)
+def sharing_four(ctx: Context) -> Iterator[Figure]:
+    """At 4 requests a second."""
+    yield from compared(ctx, _trio(4.0), _turns(ctx, (1.0,)))
+
+
+@measure("sharing C1", needs=("torch", "transformers"), full_s=400, quick_s=None, emulated_s=20)
 def sharing_c1(ctx: Context) -> Iterator[Figure]:
     """OPT-13b, Llama-2-13b and Llama-3-8b in turns of 1 and of 5 s."""
     yield from compared(ctx, C1, _turns(ctx, (1.0, 5.0)))
 
 
-@measure("sharing C2", needs=("torch", "transformers"), full_s=250, quick_s=None, emulated_s=12)
+@measure("sharing C2", needs=("torch", "transformers"), full_s=400, quick_s=None, emulated_s=20)
 def sharing_c2(ctx: Context) -> Iterator[Figure]:
     """OPT-30b and OPT-6.7b in turns of 1 and of 5 s."""
     yield from compared(ctx, C2, _turns(ctx, (1.0, 5.0)))

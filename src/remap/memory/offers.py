@@ -105,7 +105,9 @@ class Offers:
         least = self._config.min_idle
         asked: list[tuple[Donor, TenantState]] = [(self.unused_kv, giver) for giver in (*idle, *busy)]
         lenders = [] if self._switching.crowded else idle
-        asked += [(self.inactive, giver) for giver in lenders if may_donate(self._candidate(giver, now), min_idle=least)]
+        asked += [
+            (self.inactive, giver) for giver in lenders if may_donate(self._candidate(giver, now), min_idle=least)
+        ]
         asked += [(self.paused_kv, giver) for giver in (*idle, *busy)]
         asked += [(self.active, giver) for giver in busy]
         pass_s = _decode_pass_s(receiver)
