@@ -81,13 +81,13 @@ ORDER = {
         "decode_step",
         "reload",
     ),
-    # Whole engines, each for a minute or more.
+    # Whole engines, each for a minute or more. One model alone over PCIe comes last: there its layers do not stream.
     "serve": (
         "shared_serving",
-        "serving",
-        "offloading",
         "continuous_batching",
+        "offloading",
         "long_turns",
+        "serving",
     ),
 }
 

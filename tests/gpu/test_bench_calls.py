@@ -70,7 +70,7 @@ def test_every_file_of_measures_is_in_one_call_and_what_convinces_most_comes_fir
     assert [name for name in names if name in headline] == headline
     assert names.index("overhead with nothing remapped") < names.index("pass against schedule.period")
     assert (
-        next(each.name for each in registry.all_measures() if each.call == "serve") == "sharing 8B, 13B and 14B at 2/s"
+        next(each.name for each in registry.all_measures() if each.call == "serve") == "sharing 8B, 13B and 14B at 8/s"
     )
 
 

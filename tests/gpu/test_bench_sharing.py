@@ -23,7 +23,7 @@ PUBLISHED = [
     (models.LLAMA_3_8B, 218_112_000, 8_030_261_248),
     (models.QWEN_14B, 275_261_440, 14_770_033_664 - 48 * (5120 + 2 * 1024)),  # and without biases
 ]
-CASES = [sharing.C1, sharing.C2, sharing._trio(2.0)]
+CASES = [sharing.C1, sharing.C2, sharing._trio(8.0)]
 both = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -148,7 +148,7 @@ def test_the_simulators_figures_stand_beside_the_measured() -> None:
 
 def test_the_simulator_is_given_the_arena_and_the_requests() -> None:
     needs("torch")
-    case = sharing._trio(2.0)
+    case = sharing._trio(8.0)
     blocks = {shape.name: shape.kv_bytes // shape.block_bytes(16, 2) for shape in case.models}
     arena: Any = SimpleNamespace(start=blocks)
     ctx: Any = SimpleNamespace(probe={"name": "NVIDIA H100 80GB HBM3"})
