@@ -9,10 +9,6 @@ namespace {
 // Enough for home and two ring buffers: single and double buffering never rebuild a view.
 constexpr std::size_t kMaxSpareViews = 3;
 
-// Pages that are unmapped and mapped between two moments at which the driver is free. kvcached measured about 63 us a page of
-// 2 MiB on an A100: 1 ms a piece.
-constexpr std::size_t kPiecePages = 16;
-
 // Calls body(first, count) for each run of slots that hold a page.
 template <typename Body>
 void for_runs(const std::vector<PageId>& pages, Body&& body) {
@@ -179,10 +175,11 @@ void Pointer::slots(View& view, std::size_t first_slot, const std::vector<PageId
   std::size_t stop = pages.size();
   while (begin[static_cast<std::ptrdiff_t>(stop) - 1] == pages[stop - 1]) --stop;
   const std::vector<PageId> before = part(view.shown, first_slot, pages.size());
+  const std::size_t most = piece_pages(arena_.options_.page_bytes);
   std::size_t at = skip;
   try {
     while (at < stop) {
-      const std::size_t count = std::min(kPiecePages, stop - at);
+      const std::size_t count = std::min(most, stop - at);
       piece(view, first_slot + at, part(pages, at, count));
       at += count;
     }
@@ -190,7 +187,7 @@ void Pointer::slots(View& view, std::size_t first_slot, const std::vector<PageId
     if (arena_.broken_) throw;
     // The piece that failed is as it was; those before it are put back.
     while (at > skip) {
-      const std::size_t count = std::min(kPiecePages, at - skip);
+      const std::size_t count = std::min(most, at - skip);
       at -= count;
       try {
         piece(view, first_slot + at, part(before, at, count));

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/pointing.h"
 #include "plans.h"
 
 using namespace remap;
@@ -178,11 +179,17 @@ TEST(re_points_in_pieces) {
   const std::vector<PageId> shown = world.arena->shown(world.two);
   const auto changed = static_cast<std::size_t>(
       std::count_if(shown.begin(), shown.end(), [](PageId page) { return page < kLayerPages; }));
-  CHECK(changed > 0 && changed < kLayerPages && changed == world.gate->largest());
+  CHECK(changed == piece_pages(kPage) && changed < kLayerPages && changed == world.gate->largest());
   world.arena->check();
   world.gate->open();
   world.executor->drain();
   CHECK(world.arena->shown(world.two) == World::home_of_one());
+}
+
+TEST(pieces_of_large_pages_are_of_no_more_bytes) {
+  constexpr std::size_t kMiB = std::size_t{1} << 20;
+  CHECK(piece_pages(4096) == 16 && piece_pages(2 * kMiB) == 16);
+  CHECK(piece_pages(8 * kMiB) == 4 && piece_pages(32 * kMiB) == 1 && piece_pages(64 * kMiB) == 1);
 }
 
 // A plan is applied while the worker is inside a call for an older one: nobody is told that the layer is ready before it shows
