@@ -22,8 +22,7 @@ __all__ = ["MOST", "Switching"]
 STEPS = 64
 """The share is rounded up to a multiple of 1 / STEPS, so that certificates are not made anew for every turn."""
 MOST = 0.5
-"""Of the link's time. Chosen, not derived: simulated with two models and 12.5 GB/s, five seeds, a quarter gives as many tokens a
-second and first tokens twice as late (docs/tenants.md)."""
+"""Of the link's time. Chosen, not derived: docs/tenants.md ("What a block costs") has what a quarter does, and no limit."""
 
 
 class Switching:
