@@ -71,6 +71,7 @@ ORDER = {
         "step_latency",
         "prefetch",
         "small_copies",
+        "chunk_gaps",
         "overhead",
         "pool",
         "period",

@@ -70,6 +70,20 @@ class Gate {
   std::atomic<bool> open_{false};
 };
 
+CLEAN_TEST(copies_have_the_greatest_priority) {
+  emulate();
+  const auto backend = open_cuda();
+  const User user;
+  const StreamHandle ours = backend->create_stream(), theirs = User::make_stream();
+  int priority = 1;
+  FINE(CU(cuStreamGetPriority)(User::native(ours), &priority));
+  CHECK(priority == -5);
+  FINE(CU(cuStreamGetPriority)(User::native(theirs), &priority));
+  CHECK(priority == 0);
+  User::destroy_stream(theirs);
+  backend->destroy_stream(ours);
+}
+
 CLEAN_TEST(streams_of_another_device_are_refused) {
   emulate(64 << 20, 2);
   const auto backend = open_cuda();

@@ -42,6 +42,7 @@
   X(cuStreamQuery, 2000, (CUstream stream))                                                                                    \
   X(cuStreamWaitEvent, 3020, (CUstream stream, CUevent event, unsigned flags))                                                 \
   X(cuStreamGetCtx, 9020, (CUstream stream, CUcontext * context))                                                              \
+  X(cuStreamGetPriority, 5050, (CUstream stream, int* priority))                                                               \
   X(cuStreamIsCapturing, 10000, (CUstream stream, int* status))                                                                \
   X(cuStreamBeginCapture, 10010, (CUstream stream, int mode))                                                                  \
   X(cuStreamEndCapture, 10000, (CUstream stream, CUgraph * graph))                                                             \

@@ -4,10 +4,13 @@
 
 namespace remap::emulated::entry {
 
-// All priorities are one here.
-CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int) {
+// Priorities are kept, within the range of today's devices, and decide nothing here.
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int priority) {
   return serve("cuStreamCreateWithPriority", kUnsafeWithContext,
-               [&](Emulator& e, Lock&) { return e.streams.create(stream, flags); });
+               [&](Emulator& e, Lock&) { return e.streams.create(stream, flags, priority); });
+}
+CUresult cuStreamGetPriority(CUstream stream, int* priority) {
+  return serve("cuStreamGetPriority", kWithContext, [&](Emulator& e, Lock&) { return e.streams.priority_of(stream, priority); });
 }
 CUresult cuStreamDestroy(CUstream stream) {
   return serve("cuStreamDestroy", kUnsafeWithContext, [&](Emulator& e, Lock&) { return e.streams.destroy(stream); });

@@ -11,6 +11,7 @@
 namespace remap::emulated {
 namespace {
 
+constexpr int kGreatestPriority = -5;  // of a device of today
 constexpr std::uintptr_t kHandleStep = 0x40;
 
 bool overlap(CUdeviceptr a, std::size_t a_bytes, CUdeviceptr b, std::size_t b_bytes) {
@@ -74,13 +75,14 @@ Streams::Shared Streams::known(CUstream handle, const char* entry, CUresult* ref
   return found;
 }
 
-CUresult Streams::create(CUstream* handle, unsigned flags) {
+CUresult Streams::create(CUstream* handle, unsigned flags, int priority) {
   if (handle == nullptr || (flags & ~kStreamNonBlocking) != 0) {
     return emulator_.violate(kInvalidValue, "cuStreamCreate: no place for a handle, or flags " + std::to_string(flags));
   }
   Shared stream = start(Contexts::current(), (flags & kStreamNonBlocking) == 0);
   if (!stream) return kOutOfMemory;
   stream->own = true;
+  stream->priority = std::clamp(priority, kGreatestPriority, 0);
   next_stream_ += kHandleStep;
   *handle = reinterpret_cast<CUstream>(next_stream_);
   handles_.emplace(*handle, std::move(stream));
@@ -142,6 +144,15 @@ CUresult Streams::context_of(CUstream handle, CUcontext* context) {
   // was never a stream; to be lenient here lets tests pass such numbers in.
   if (!stream || context == nullptr) return kInvalidHandle;
   *context = stream->context;
+  return kSuccess;
+}
+
+CUresult Streams::priority_of(CUstream handle, int* priority) {
+  CUresult refused = kSuccess;
+  const Shared stream = known(handle, "cuStreamGetPriority", &refused);
+  if (!stream) return refused;
+  if (priority == nullptr) return emulator_.violate(kInvalidValue, "cuStreamGetPriority: no place for the answer");
+  *priority = stream->priority;
   return kSuccess;
 }
 

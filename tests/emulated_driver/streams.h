@@ -78,6 +78,7 @@ struct Stream {
   bool own = false;       // has a handle; else a default stream
   bool legacy = false;    // ordered with all blocking streams of its context
   bool blocking = false;
+  int priority = 0;       // lower is greater
   bool destroyed = false;
   std::deque<Operation> queue;
   std::optional<Operation> running;
@@ -105,12 +106,13 @@ class Streams {
   explicit Streams(Emulator& emulator) : emulator_(emulator) {}
 
   // ---- streams (streams.cpp) -----------------------------------------------------------------------------------------
-  CUresult create(CUstream* handle, unsigned flags);
+  CUresult create(CUstream* handle, unsigned flags, int priority);
   // Returns at once, as the driver does: the stream goes when its work is done.
   CUresult destroy(CUstream handle);
   CUresult synchronize(Lock& lock, CUstream handle);
   CUresult query(CUstream handle);
   CUresult context_of(CUstream handle, CUcontext* context);
+  CUresult priority_of(CUstream handle, int* priority);
   // Waits while the stream's channel is full.
   CUresult enqueue(Lock& lock, CUstream handle, Operation operation);
   // The entry point of some work that is not done and uses a byte of the range; null if there is none.

@@ -37,7 +37,8 @@ BOTH_WAYS = {
     "reload of a 13B model",
     "continuous batching at fixed rates",
 }
-SLOW = {"sharing C1", "sharing C2", "continuous batching at fixed rates"}
+SHARING = {name for name in MEASURES if name.startswith("sharing")}
+SLOW = {*SHARING, "continuous batching at fixed rates"}
 
 
 def ways() -> Iterator[Any]:
@@ -96,6 +97,7 @@ EXPECTED: dict[str, list[tuple[str, Callable[[Figure], bool]]]] = {
         (f"whole layers, {title}", lambda each: (each.target, each.at_least) == (0.97, True))
         for title in ("whole layers", "1 MiB pieces")
     ],
+    "gaps between chunks": [("fill, greatest, share", lambda each: (each.target, each.n) == (0.95, 2))],
     "decode attention by layout": [("block-major / plain tensor", lambda each: each.n > 0)],
     "a decode step attached at alpha 0": [("attached, longer by", lambda each: "control_percent" in each.detail)],
     "reload of an idle model": [("reload of 16 layers of 2 MiB, share of the link", lambda each: each.n == 2)],
@@ -110,10 +112,11 @@ EXPECTED: dict[str, list[tuple[str, Callable[[Figure], bool]]]] = {
     ],
     **{
         name: [
-            ("layers of one model that were KV at once", lambda each: bool(each.value)),
+            ("layers of one model that were KV at once", lambda each: each.n > 0),
             ("remap, first token, P99", lambda each: each.n > 0),
+            ("tokens/s, remap / kv-pool+swap", lambda each: each.detail["runs"] > 0),
         ]
-        for name in ("sharing C1", "sharing C2")
+        for name in SHARING
     },
 }
 
