@@ -104,7 +104,7 @@ def one_layer(shape: ModelShape, device: str, dtype: str, seed: int = 0) -> Any:
 
 
 def deepened(model: Any, layers: int) -> Any:
-    """The model of one layer, with so many of them: the i-th has the numbers of the first, each i places on. To draw
+    """The model of one layer, with so many of them: the i-th has the numbers of the first, each i rows on. To draw
     billions of numbers on a processor takes minutes, to copy them seconds."""
     found = model.model.decoder.layers if hasattr(model.model, "decoder") else model.model.layers
     first = found[0]
@@ -115,7 +115,7 @@ def deepened(model: Any, layers: int) -> Any:
                 module.layer_idx = index
         for weights in layer.parameters():
             if weights.dim() > 1:
-                weights.data = weights.data.roll(index, -1)
+                weights.data = weights.data.roll(index, 0)
         found.append(layer)
     model.config.num_hidden_layers = layers
     return model

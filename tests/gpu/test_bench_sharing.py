@@ -45,7 +45,7 @@ def test_a_model_has_the_numbers_that_its_shape_says(family: str) -> None:
     # Each layer has numbers of its own, and knows its place in the KV cache.
     found = [layer.self_attn.q_proj.weight for layer in layers]
     assert len({each.data_ptr() for each in found}) == 3 and not torch.equal(found[0], found[1])
-    assert torch.equal(found[0].roll(2, -1), found[2])
+    assert torch.equal(found[0].roll(2, 0), found[2])
     assert [layer.self_attn.layer_idx for layer in layers] == [0, 1, 2]
     assert model.config.num_hidden_layers == 3
 
