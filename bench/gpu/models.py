@@ -7,6 +7,8 @@ of Llama's angles are then a few MB smaller, and nothing else changes.
 from __future__ import annotations
 
 import copy
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,17 +107,27 @@ def one_layer(shape: ModelShape, device: str, dtype: str, seed: int = 0) -> Any:
 
 def deepened(model: Any, layers: int) -> Any:
     """The model of one layer, with so many of them: the i-th has the numbers of the first, each i rows on. To draw
-    billions of numbers on a processor takes minutes, to copy them seconds."""
+    billions of numbers on a processor takes minutes, to copy them seconds: on several threads, since pages are touched."""
     found = model.model.decoder.layers if hasattr(model.model, "decoder") else model.model.layers
     first = found[0]
-    for index in range(1, layers):
-        layer = copy.deepcopy(first)
+
+    def copied(index: int) -> Any:
+        own = {id(each): _rows_on(each, index) for each in first.parameters()}
+        layer = copy.deepcopy(first, own)  # its parameters are known already
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = index
-        for weights in layer.parameters():
-            if weights.dim() > 1:
-                weights.data = weights.data.roll(index, 0)
-        found.append(layer)
+        return layer
+
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+        found.extend(pool.map(copied, range(1, layers)))
     model.config.num_hidden_layers = layers
     return model
+
+
+def _rows_on(weights: Any, rows: int) -> Any:
+    """A new parameter; of a vector, the same numbers."""
+    import torch
+
+    numbers = weights.data.roll(rows, 0) if weights.dim() > 1 else weights.data.clone()
+    return torch.nn.Parameter(numbers, requires_grad=weights.requires_grad)
