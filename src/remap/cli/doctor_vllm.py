@@ -76,7 +76,7 @@ def _platform() -> Iterator[Check]:
             "ok", "platform", "CPU: model runner V1, eager or compiled; REMAP_CPU_LINEAR: how linear layers compute"
         )
     else:
-        fix = "give --enforce-eager, or piecewise graphs split at vllm::wait_prefetch and vllm::start_prefetch"
+        fix = "CUDA graphs are split at the layers by themselves; if an engine does not start, try --enforce-eager, and report it"
         yield Check(
             "note", "platform", f"{current_platform.device_type}: written against the interfaces, not proven", fix
         )

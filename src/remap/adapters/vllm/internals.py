@@ -71,6 +71,11 @@ TOUCHED = (
     Touched("vllm.v1.worker.gpu_worker", "Worker.execute_model", "self scheduler_output"),
     Touched("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", "self"),
     Touched("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._dummy_run", "self num_tokens"),
+    Touched("vllm.config.compilation", "CUDAGraphMode.requires_piecewise_compilation", "self"),
+    Touched("vllm.config.compilation", "CompilationConfig.splitting_ops"),
+    Touched("vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher.dispatch", "self num_tokens invalid_modes="),
+    Touched("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager.dispatch", "self num_reqs num_tokens"),
+    Touched("vllm.v1.worker.gpu.cudagraph_utils", "BatchExecutionDescriptor.cg_mode"),
     Touched("vllm.v1.kv_cache_interface", "KVCacheConfig.num_blocks"),
     Touched("vllm.config.offload", "UVAOffloadConfig.cpu_offload_gb"),
     Touched("vllm.config.offload", "PrefetchOffloadConfig.offload_group_size"),
@@ -124,7 +129,7 @@ def enter_without_flags(worker: str, scheduler: str) -> None:
     """PATCH.
 
     Set our worker and scheduler in configurations where the user set none: plugins have no other way to do so. Then
-    refuse what the adapter does not serve, here in front of all workers.
+    refuse what the adapter does not serve, here in front of all workers, and let graphs be split at layers.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -141,6 +146,7 @@ def enter_without_flags(worker: str, scheduler: str) -> None:
         made = original(self, *args, **kwargs)
         if made.parallel_config.worker_cls == worker:
             refuse(made)
+            split_at_layers(made)
         return made
 
     create_engine_config.remap = True  # type: ignore[attr-defined]
@@ -148,11 +154,10 @@ def enter_without_flags(worker: str, scheduler: str) -> None:
 
 
 def refuse(vllm_config: Any) -> None:
-    """Raises InvalidState for a configuration that the adapter does not serve: see `served` and `refuse_whole_graphs`."""
+    """Raises InvalidState for a configuration that the adapter does not serve: see `served`."""
     from vllm.platforms import current_platform
 
     refuse_unserved(vllm_config, current_platform)
-    refuse_whole_graphs(vllm_config)
 
 
 def tell_schedulers_of_their_executor() -> None:
@@ -626,25 +631,89 @@ def block_bytes(kv_cache_config: Any, layers: int) -> int:
     return int(bytes_each)
 
 
-def refuse_whole_graphs(vllm_config: Any) -> None:
-    """Raises InvalidState (field cudagraph_mode) unless graphs are off, or piecewise and split at our operators.
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
 
-    Layers wait on the host between graphs, and a graph of the whole pass has no place for that. Not tested: it needs a
-    GPU.
+
+LAYER_OPERATORS = ("vllm::wait_prefetch", "vllm::start_prefetch")
+
+
+def split_at_layers(vllm_config: Any) -> None:
+    """Add the two operators around a layer to those at which vLLM splits what it captures in pieces (PIECEWISE, and
+    FULL_AND_PIECEWISE, its default on a GPU): layers wait on the host between two pieces. vLLM's own list is kept.
+
+    Nothing to do on a CPU, without graphs, or for graphs of whole passes (`guard_whole_graphs`). Not run on a GPU.
     """
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
 
-    mode = vllm_config.compilation_config.cudagraph_mode
-    if current_platform.is_cpu() or mode in (None, CUDAGraphMode.NONE):
+    config = vllm_config.compilation_config
+    mode = config.cudagraph_mode
+    if current_platform.is_cpu() or mode is None or mode == CUDAGraphMode.NONE:
         return
-    missing = {"vllm::wait_prefetch", "vllm::start_prefetch"}.difference(
-        vllm_config.compilation_config.splitting_ops or ()
-    )
-    if mode != CUDAGraphMode.PIECEWISE or missing:
-        raise InvalidState(
-            f"CUDA graphs are {mode}, split at {vllm_config.compilation_config.splitting_ops}; the engine was not "
-            "started; give --enforce-eager, or cudagraph_mode=PIECEWISE with vllm::wait_prefetch and "
-            "vllm::start_prefetch among splitting_ops",
-            cudagraph_mode=str(mode),
-        )
+    if config.splitting_ops and mode.requires_piecewise_compilation():
+        missing = [name for name in LAYER_OPERATORS if name not in config.splitting_ops]
+        config.splitting_ops = [*config.splitting_ops, *missing]  # the list may be a class's own
+
+
+def guard_whole_graphs(runner: Any, may_be_whole: Callable[[], bool], is_whole: Callable[[], None]) -> None:
+    """Let this runner replay a graph of a whole pass only where `may_be_whole()`, since no layer can wait in one: it was captured
+    while no layer waited. Otherwise vLLM chooses among its other graphs: of pieces, or none. Calls `is_whole()` when one is
+    chosen. Can be called again, as the object that chooses may be made late.
+
+    Both runners choose in a `dispatch` of one object: GPUModelRunner's takes modes to leave out, that of Model Runner V2 goes
+    through a table of candidates. Not run on a GPU.
+    """
+    dispatcher = getattr(runner, "cudagraph_dispatcher", None)
+    if dispatcher is not None:
+        _guard(dispatcher, _without_full, may_be_whole, is_whole)
+    manager = getattr(runner, "cudagraph_manager", None)
+    if manager is not None:
+        _guard(manager, _of_other_candidates, may_be_whole, is_whole)
+
+
+def _guard(
+    chooser: Any,
+    otherwise: Callable[..., Any],
+    may_be_whole: Callable[[], bool],
+    is_whole: Callable[[], None],
+) -> None:
+    from vllm.config import CUDAGraphMode
+
+    original = chooser.dispatch
+    if getattr(original, "remap", False):
+        return
+
+    @functools.wraps(original)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        if not may_be_whole():
+            return otherwise(chooser, original, *args, **kwargs)
+        found = original(*args, **kwargs)
+        mode = found.cg_mode if hasattr(found, "cg_mode") else found[0]
+        if mode == CUDAGraphMode.FULL:
+            is_whole()
+        return found
+
+    dispatch.remap = True  # type: ignore[attr-defined]
+    chooser.dispatch = dispatch
+
+
+def _without_full(dispatcher: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Of CudagraphDispatcher."""
+    from vllm.config import CUDAGraphMode
+
+    left_out = {CUDAGraphMode.FULL, *(kwargs.pop("invalid_modes", None) or ())}
+    return original(*args, invalid_modes=left_out, **kwargs)
+
+
+def _of_other_candidates(manager: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Of CudaGraphManager, whose `dispatch` takes the first candidate that fits."""
+    from vllm.config import CUDAGraphMode
+
+    everything = manager._candidates
+    manager._candidates = {
+        key: [each for each in found if each.cg_mode != CUDAGraphMode.FULL] for key, found in everything.items()
+    }
+    try:
+        return original(*args, **kwargs)
+    finally:
+        manager._candidates = everything

@@ -28,22 +28,25 @@ class RemapOffloader(BaseOffloader):
         self.layers: list[nn.Module] = []
         self._tenant: Any = None
         self._waited = 0
+        self._may_be_whole = True  # a graph of the whole pass, in which no layer waits
+        self._whole = False
 
     @contextmanager
     def entered(self, tenant: Any, phase: str, tokens: int) -> Iterator[None]:
         """One pass of the tenant.
 
-        Raises InvalidState (fields waited, layers) if not every layer waited: the pass has then computed with wrong
-        bytes.
+        Raises InvalidState (fields waited, layers) if not every layer waited, unless vLLM replayed a graph of the whole pass
+        while none had to: the pass has then computed with wrong bytes.
         """
         set_offloader(self)  # another engine of this process may have set its own
         with tenant.forward(phase, tokens):
-            self._tenant, self._waited = tenant, 0
+            self._tenant, self._waited, self._whole = tenant, 0, False
+            self._may_be_whole = tenant.seen and not tenant.streaming
             try:
                 yield
             finally:
-                self._tenant = None
-        if self._waited != len(self.layers):
+                self._tenant, self._may_be_whole = None, True
+        if self._waited != len(self.layers) and not self._whole:
             raise InvalidState(
                 f"a pass waited for {self._waited} of {len(self.layers)} layers: another engine of this process "
                 "replaced the offloader, or the model skipped layers; the pass's results are wrong; serve without "
@@ -51,6 +54,15 @@ class RemapOffloader(BaseOffloader):
                 waited=self._waited,
                 layers=len(self.layers),
             )
+
+    def may_be_whole(self) -> bool:
+        """Whether a graph of a whole pass may run now: outside of a pass, or in one in which no layer has anything to wait for.
+        Until a pass has waited for every layer none may, since layers stream only from then on."""
+        return self._may_be_whole
+
+    def is_whole(self) -> None:
+        """vLLM replays a graph of this whole pass: none of its layers waits."""
+        self._whole = True
 
     def wrap_modules(self, modules_generator: Generator[nn.Module, None, None], prefix: str = "") -> list[nn.Module]:
         if self.layers:

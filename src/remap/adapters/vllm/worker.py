@@ -62,6 +62,7 @@ class RemapWorker:
                 scheduler=str(scheduler),
             )
         internals.refuse(self.vllm_config)
+        internals.split_at_layers(self.vllm_config)  # again where the worker was given by a flag
         arena = self._remap_read(1).arena
         if arena and self.vllm_config.kv_transfer_config is not None:
             raise InvalidState(
@@ -171,6 +172,7 @@ class RemapWorker:
                 remap.advanced.remap(rank.session, rank.tenant.name, alpha, 1, "nested")
             except InvalidArgument:  # so small a KV cache (REMAP_MAX_TOKENS) that no layer ever leaves
                 break
+            self._remap_guard_graphs()
             with self.remap_offloader.entered(rank.tenant, "prefill", _TRIED):
                 passed = internals.dummy_pass(self.model_runner, _TRIED)
             found[f"{alpha} layers away"] = float((passed - before).abs().max())
@@ -290,6 +292,7 @@ class RemapWorker:
         if not tokens or self.remap_rank is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         decode = tokens == len(scheduler_output.num_scheduled_tokens)
+        self._remap_guard_graphs()
         with self.remap_offloader.entered(self.remap_rank.tenant, "decode" if decode else "prefill", tokens):
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
         self._remap_show()
@@ -298,8 +301,13 @@ class RemapWorker:
     def execute_dummy_batch(self) -> None:
         if self.remap_rank is None:
             return super().execute_dummy_batch()  # type: ignore[misc]
+        self._remap_guard_graphs()
         with self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1):
             return super().execute_dummy_batch()  # type: ignore[misc]
+
+    def _remap_guard_graphs(self) -> None:
+        offloader = self.remap_offloader
+        internals.guard_whole_graphs(self.model_runner, offloader.may_be_whole, offloader.is_whole)
 
     # -- calls of the scheduler, between passes --------------------------------------------------------------------
 

@@ -1,0 +1,184 @@
+"""CUDA graphs, by vLLM's own dispatchers: graphs of whole passes only while nothing streams, pieces that end at layers otherwise.
+
+No graph is captured here, which takes a GPU: what is tested is what vLLM would replay, with its classes and stubbed platforms.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="runs where vLLM is installed: make test-engines")
+
+import vllm.platforms
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+from remap.adapters.vllm import internals
+from remap.adapters.vllm.offloader import RemapOffloader
+from remap.errors import InvalidState
+
+OURS = list(internals.LAYER_OPERATORS)
+FULL, PIECES, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+BOTH, DECODES = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
+
+
+class Tenant:
+    """What the offloader asks of one."""
+
+    name = "vllm"
+
+    def __init__(self) -> None:
+        self.seen, self.streaming = True, False
+        self.passes = 0
+
+    def forward(self, phase: str, tokens: int) -> Any:
+        tenant = self
+
+        class Pass:
+            def __enter__(self) -> None:
+                tenant.passes += 1
+
+            def __exit__(self, *error: object) -> None:
+                pass
+
+        return Pass()
+
+    def wait(self, layer: int) -> None:
+        pass
+
+
+@pytest.fixture
+def offloader() -> RemapOffloader:
+    made = RemapOffloader()
+    made.layers = [None] * 4  # type: ignore[list-item]
+    return made
+
+
+def compiled(mode: CUDAGraphMode, **more: Any) -> Any:
+    """A compilation config as vLLM has it after its own set-up."""
+    config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=mode, **more)
+    config.set_splitting_ops_for_v1(all2all_backend="naive", data_parallel_size=1)
+    config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = [1, 2, 4, 8], 8
+    return config
+
+
+def dispatcher(mode: CUDAGraphMode) -> CudagraphDispatcher:
+    config: Any = SimpleNamespace(
+        compilation_config=compiled(mode),
+        num_speculative_tokens=0,
+        lora_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    made = CudagraphDispatcher(config)
+    made.initialize_cudagraph_keys(mode, 1)
+    return made
+
+
+def manager(mode: CUDAGraphMode) -> CudaGraphManager:
+    """Model Runner V2's, with candidates as it makes them: for uniform decodes first those of whole passes."""
+    made = CudaGraphManager.__new__(CudaGraphManager)
+    whole = [BatchExecutionDescriptor(FULL, 4, 4, 1)] * (mode.decode_mode() == FULL)
+    pieces = [BatchExecutionDescriptor(PIECES, 4, None)] * (mode.mixed_mode() == PIECES)
+    mixed = [BatchExecutionDescriptor(FULL, 4, 4)] * (mode.mixed_mode() == FULL)
+    made._candidates, made._graphs_captured = {(4, 0): [*whole, *mixed, *pieces]}, True
+    made._resolve_effective_loras = lambda count: 0  # type: ignore[method-assign]
+    return made
+
+
+def chosen(runner: Any, decode: bool) -> CUDAGraphMode:
+    """What vLLM would run for 4 tokens: of 4 requests, or of a prompt."""
+    if hasattr(runner, "cudagraph_dispatcher"):
+        return runner.cudagraph_dispatcher.dispatch(num_tokens=4, uniform_decode=decode)[0]
+    return runner.cudagraph_manager.dispatch(4 if decode else 1, 4, 1 if decode else None, 0).cg_mode
+
+
+RUNNERS = [
+    pytest.param(lambda mode: SimpleNamespace(cudagraph_dispatcher=dispatcher(mode)), id="V1"),
+    pytest.param(lambda mode: SimpleNamespace(cudagraph_manager=manager(mode)), id="V2"),
+]
+# mode -> (a decode at home, a prompt at home, a decode beside streaming, a prompt beside streaming)
+EXPECTED = {
+    BOTH: (FULL, PIECES, PIECES, PIECES),
+    PIECES: (PIECES, PIECES, PIECES, PIECES),
+    DECODES: (FULL, NONE, NONE, NONE),
+    FULL: (FULL, FULL, NONE, NONE),
+}
+
+
+@pytest.mark.parametrize("mode", EXPECTED, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("make", RUNNERS)
+def test_whole_graphs_run_only_while_nothing_streams(offloader: RemapOffloader, make: Any, mode: CUDAGraphMode) -> None:
+    runner, tenant = make(mode), Tenant()
+    stock = [chosen(runner, decode) for decode in (True, False)]
+    for _ in range(2):  # every pass asks
+        internals.guard_whole_graphs(runner, offloader.may_be_whole, offloader.is_whole)
+    assert [chosen(runner, decode) for decode in (True, False)] == stock  # captures and warm-ups, outside of passes
+    found = []
+    for streaming in (False, True):
+        tenant.streaming = streaming
+        for decode in (True, False):
+            with offloader.entered(tenant, "decode", 4):
+                found.append(chosen(runner, decode))
+                if found[-1] != FULL:
+                    for layer in range(4):
+                        offloader._wait_for_layer(layer)
+    assert tuple(found) == EXPECTED[mode] and found[:2] == stock
+    assert tenant.passes == 4
+
+
+@pytest.mark.parametrize("make", RUNNERS)
+def test_none_runs_before_a_pass_has_waited_for_every_layer(offloader: RemapOffloader, make: Any) -> None:
+    """Else no pass ever would, where all graphs are whole, and no layer could leave."""
+    runner, tenant = make(FULL), Tenant()
+    internals.guard_whole_graphs(runner, offloader.may_be_whole, offloader.is_whole)
+    tenant.seen = False
+    with pytest.raises(InvalidState) as caught, offloader.entered(tenant, "decode", 4):
+        assert chosen(runner, True) == NONE
+    assert caught.value.fields["waited"] == 0
+    tenant.seen = True
+    with offloader.entered(tenant, "decode", 4):
+        assert chosen(runner, True) == FULL
+
+
+def test_a_pass_without_waits_is_wrong_unless_it_was_whole(offloader: RemapOffloader) -> None:
+    runner, tenant = SimpleNamespace(cudagraph_dispatcher=dispatcher(BOTH)), Tenant()
+    internals.guard_whole_graphs(runner, offloader.may_be_whole, offloader.is_whole)
+    with offloader.entered(tenant, "decode", 4):
+        assert chosen(runner, True) == FULL
+    with pytest.raises(InvalidState), offloader.entered(tenant, "decode", 4):
+        assert chosen(runner, False) == PIECES
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
+    monkeypatch.setattr(vllm.platforms, "_current_platform", gpu)
+
+
+@pytest.mark.parametrize("mode", [BOTH, PIECES], ids=lambda mode: mode.name)
+def test_pieces_end_at_layers_and_vllms_own_list_stays(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode) -> None:
+    config: Any = SimpleNamespace(compilation_config=compiled(mode))
+    theirs = list(config.compilation_config.splitting_ops)
+    own = list(CompilationConfig._attention_ops)
+    assert theirs and not set(OURS) & set(theirs)
+    internals.split_at_layers(config)
+    assert config.compilation_config.splitting_ops == theirs  # on a CPU there are no graphs
+    on_a_gpu(monkeypatch)
+    for _ in range(2):  # in front of the workers, and in each of them
+        internals.split_at_layers(config)
+    assert config.compilation_config.splitting_ops == [*theirs, *OURS]
+    assert list(CompilationConfig._attention_ops) == own
+    assert config.compilation_config.cudagraph_mode == mode
+    assert config.compilation_config.is_attention_compiled_piecewise()
+
+
+@pytest.mark.parametrize("mode", [FULL, DECODES, NONE], ids=lambda mode: mode.name)
+def test_without_pieces_nothing_is_split(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode) -> None:
+    config: Any = SimpleNamespace(compilation_config=compiled(mode))
+    theirs = list(config.compilation_config.splitting_ops)
+    on_a_gpu(monkeypatch)
+    internals.split_at_layers(config)
+    assert config.compilation_config.splitting_ops == theirs
