@@ -74,7 +74,11 @@ TOUCHED = (
     Touched("vllm.config.compilation", "CUDAGraphMode.requires_piecewise_compilation", "self"),
     Touched("vllm.config.compilation", "CompilationConfig.splitting_ops"),
     Touched("vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher.dispatch", "self num_tokens invalid_modes="),
-    Touched("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager.dispatch", "self num_reqs num_tokens"),
+    Touched(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager.dispatch",
+        "self num_reqs num_tokens uniform_token_count num_active_loras",
+    ),
     Touched("vllm.v1.worker.gpu.cudagraph_utils", "BatchExecutionDescriptor.cg_mode"),
     Touched("vllm.v1.kv_cache_interface", "KVCacheConfig.num_blocks"),
     Touched("vllm.config.offload", "UVAOffloadConfig.cpu_offload_gb"),
