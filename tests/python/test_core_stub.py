@@ -8,11 +8,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from subprocesses import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import lock  # noqa: E402
+
 MADE_BY = ("pybind11", "pybind11-stubgen", "ruff")
-PINS = load_tool("lock").locked()
+PINS = lock.locked()
 
 
 def installed(name: str) -> str | None:

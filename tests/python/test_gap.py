@@ -98,8 +98,8 @@ def test_what_is_run() -> None:
 
 
 def test_what_the_page_says_of_the_alternatives_is_what_is_stored() -> None:
-    """ "Behind in six of the seven", "2.7 to 36 times", "within 4 % of ideal in four", "4 to 39 times", "9.8 times",
-    "63 %", "2.6 times", "sooner in two loads"; who is far. Behind are weights alone; all else is of the default."""
+    """ "Behind in six of the seven", "2.7 to 36 times", "within 4 % of ideal in four", "4 to 37 times", "9.8 times",
+    "63 %", "3.2 times", "sooner in one load"; who is far. Behind are weights alone; all else is of the default."""
     data = json.loads(gap.RESULTS.read_text(encoding="utf-8"))
 
     def values(cell: Cell, policy: str, figure: str = "ttft_p99_s") -> list[float]:
@@ -126,10 +126,10 @@ def test_what_the_page_says_of_the_alternatives_is_what_is_stored() -> None:
     assert behind == [True, True, False, True, True, True, True]
     assert 2.65 < min(sooner.values()) < 2.75 and 35.5 < max(sooner.values()) < 36.5
     assert sum(ratio < 1.04 for ratio in of_ideal.values()) == 4
-    assert min(oftener) > 3.95 and 38.5 < max(oftener) < 39.5
+    assert min(oftener) > 3.95 and 36.5 < max(oftener) < 37.5
     assert 1.625 < max(gaps) < 1.635 and 9.75 < max(longer) == longer[2] < 9.85
-    assert 2.55 < max(slower) == slower[-1] < 2.65
-    assert unpooled == [(1.5, 36.03, 40.92), (4.0, 1.37, 1.71)]
+    assert 3.15 < max(slower) == slower[-1] < 3.25
+    assert unpooled == [(4.0, 1.37, 1.71)]
     assert [cell.machine for cell, ratio in of_ideal.items() if ratio > 1.5] == ["GH200-96GB", "RTX-4090", "RTX-4090"]
 
 
