@@ -73,7 +73,7 @@ TOUCHED = (
     Touched("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._dummy_run", "self num_tokens"),
     Touched("vllm.config.compilation", "CUDAGraphMode.requires_piecewise_compilation", "self"),
     Touched("vllm.config.compilation", "CompilationConfig.splitting_ops"),
-    Touched("vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher.dispatch", "self num_tokens invalid_modes="),
+    Touched("vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher.dispatch", "self num_tokens"),
     Touched(
         "vllm.v1.worker.gpu.cudagraph_utils",
         "CudaGraphManager.dispatch",
@@ -662,62 +662,46 @@ def split_at_layers(vllm_config: Any) -> None:
 def guard_whole_graphs(runner: Any, may_be_whole: Callable[[], bool], is_whole: Callable[[], None]) -> None:
     """Let this runner replay a graph of a whole pass only where `may_be_whole()`, since no layer can wait in one: it was captured
     while no layer waited. Otherwise vLLM chooses among its other graphs: of pieces, or none. Calls `is_whole()` when one is
-    chosen. Can be called again, as the object that chooses may be made late.
+    chosen. Every pass calls this, as the object that chooses may be made late.
 
-    Both runners choose in a `dispatch` of one object: GPUModelRunner's takes modes to leave out, that of Model Runner V2 goes
-    through a table of candidates. Not run on a GPU.
+    That object is a CudagraphDispatcher (GPUModelRunner) or a CudaGraphManager (Model Runner V2); the table from which its
+    `dispatch` chooses is `cudagraph_keys` or `_candidates`. Not run on a GPU.
     """
-    dispatcher = getattr(runner, "cudagraph_dispatcher", None)
-    if dispatcher is not None:
-        _guard(dispatcher, _without_full, may_be_whole, is_whole)
-    manager = getattr(runner, "cudagraph_manager", None)
-    if manager is not None:
-        _guard(manager, _of_other_candidates, may_be_whole, is_whole)
+    for name in ("cudagraph_dispatcher", "cudagraph_manager"):
+        chooser = getattr(runner, name, None)
+        if chooser is not None and not hasattr(chooser.dispatch, "remap"):
+            _guard(chooser, may_be_whole, is_whole)
 
 
-def _guard(
-    chooser: Any,
-    otherwise: Callable[..., Any],
-    may_be_whole: Callable[[], bool],
-    is_whole: Callable[[], None],
-) -> None:
+def _guard(chooser: Any, may_be_whole: Callable[[], bool], is_whole: Callable[[], None]) -> None:
     from vllm.config import CUDAGraphMode
 
-    original = chooser.dispatch
-    if getattr(original, "remap", False):
-        return
+    original, whole = chooser.dispatch, CUDAGraphMode.FULL
+    known: tuple[Any, Any] = (None, None)  # the table of candidates, which is made once, and what is left of it
+
+    def without_whole() -> Any:
+        """One like it, as it is now, that knows no graph of a whole pass: nothing of vLLM's is changed and put back."""
+        nonlocal known
+        other = copy.copy(chooser)
+        if hasattr(chooser, "cudagraph_keys"):
+            other.cudagraph_keys = {**chooser.cudagraph_keys, whole: set()}
+            return other
+        table = chooser._candidates
+        if known[0] is not table:
+            left = {key: [each for each in row if each.cg_mode != whole] for key, row in table.items()}
+            known = (table, left)
+        other._candidates = known[1]
+        return other
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         if not may_be_whole():
-            return otherwise(chooser, original, *args, **kwargs)
+            return original.__func__(without_whole(), *args, **kwargs)
         found = original(*args, **kwargs)
         mode = found.cg_mode if hasattr(found, "cg_mode") else found[0]
-        if mode == CUDAGraphMode.FULL:
+        if mode == whole:
             is_whole()
         return found
 
     dispatch.remap = True  # type: ignore[attr-defined]
     chooser.dispatch = dispatch
-
-
-def _without_full(dispatcher: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Of CudagraphDispatcher."""
-    from vllm.config import CUDAGraphMode
-
-    left_out = {CUDAGraphMode.FULL, *(kwargs.pop("invalid_modes", None) or ())}
-    return original(*args, invalid_modes=left_out, **kwargs)
-
-
-def _of_other_candidates(manager: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Of CudaGraphManager, whose `dispatch` takes the first candidate that fits."""
-    from vllm.config import CUDAGraphMode
-
-    everything = manager._candidates
-    manager._candidates = {
-        key: [each for each in found if each.cg_mode != CUDAGraphMode.FULL] for key, found in everything.items()
-    }
-    try:
-        return original(*args, **kwargs)
-    finally:
-        manager._candidates = everything
