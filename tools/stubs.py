@@ -21,7 +21,8 @@ HEADER = "# Generated from the bindings (python/*.cpp): make stubs. tools/import
 ENUMS = "ErrorKind|ShareableHandle:remap._core"
 """Enumerations whose members are defaults."""
 BUFFER = ("collections.abc.Buffer", "typing_extensions.Buffer")
-"""What pybind11 says of a buffer from Python 3.12 on, and before, which every Python has."""
+"""What pybind11 says of a buffer from Python 3.12 on, and before, which every Python has: with its import."""
+IMPORTED = "import typing_extensions\n"
 
 
 def generated() -> str:
@@ -32,6 +33,8 @@ def generated() -> str:
         subprocess.run([sys.executable, "-m", "pybind11_stubgen", *options.split()], check=True)
         made = Path(folder) / "remap" / "_core.pyi"
         text = made.read_text(encoding="utf-8").replace(*BUFFER)
+        if IMPORTED not in text:
+            text = text.replace("import typing\n", f"import typing\n{IMPORTED}", 1)
         made.write_text(HEADER + text, encoding="utf-8")
         subprocess.run(
             [sys.executable, "-m", "ruff", "format", "-q", "--config", ROOT / "pyproject.toml", made], check=True
