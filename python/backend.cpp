@@ -107,6 +107,13 @@ void bind_contract(py::module_& module) {
            [](Backend& b, StreamHandle stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
              b.copy(stream, to_address(to), to_address(from), bytes);
            }, ReleaseGil())
+      .def("copy_batch",
+           [](Backend& b, StreamHandle stream, const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& ranges) {
+             std::vector<CopyRange> copies;
+             copies.reserve(ranges.size());
+             for (const auto& [to, from, bytes] : ranges) copies.push_back({to_address(to), to_address(from), bytes});
+             b.copy_batch(stream, copies.data(), copies.size());
+           }, py::arg("stream"), py::arg("ranges"), ReleaseGil())
       .def("fill",
            [](Backend& b, StreamHandle stream, std::uintptr_t to, std::uint8_t value, std::size_t bytes) {
              b.fill(stream, to_address(to), value, bytes);
@@ -144,7 +151,7 @@ void bind_decorators(py::module_& module) {
       .def_readonly("failed", &TraceRecord::failed)
       .def_readonly("result", &TraceRecord::result)
       .def_readonly("args", &TraceRecord::args)
-      .def_readonly("pages", &TraceRecord::pages);
+      .def_readonly("list", &TraceRecord::list);
   py::class_<TraceBackend, Backend, std::shared_ptr<TraceBackend>>(module, "TraceBackend")
       .def("count", [](const TraceBackend& b, const py::object& call) {
              return call.is_none() ? b.count() : b.count(known(call.cast<Call>(), Call::elapsed));

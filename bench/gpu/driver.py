@@ -28,6 +28,8 @@ _VERSIONS = {
     "cuMemMap": 10020,
     "cuMemUnmap": 10020,
     "cuMemSetAccess": 10020,
+    "cuMemHostRegister": 6050,
+    "cuMemHostUnregister": 4000,
     "cuStreamCreateWithPriority": 5050,
     "cuStreamDestroy": 4000,
     "cuStreamSynchronize": 2000,
@@ -154,6 +156,14 @@ class Driver:
         """Readable and writable by the device."""
         access = _AccessDesc(_Location(_DEVICE, self._device), _READ_WRITE)
         self._call("cuMemSetAccess", _u64(address), _size(nbytes), ctypes.byref(access), _size(1))
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory, in one call."""
+        self._call("cuMemHostRegister", ctypes.c_void_p(address), _size(nbytes), ctypes.c_uint(0))
+
+    def unregister(self, address: int) -> None:
+        """The reverse of `register`."""
+        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def violations(self) -> list[str]:
         """Rules of the driver API that the emulated driver has seen broken; a real driver does not tell."""

@@ -72,6 +72,8 @@ ORDER = {
         "prefetch",
         "small_copies",
         "chunk_gaps",
+        "block_copies",
+        "page_locking",
         "overhead",
         "pool",
         "period",

@@ -60,28 +60,14 @@ class Fault final : public Intercept<FaultBackend> {
   }
 
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
-    bool fails = false;
-    bool skipped = false;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      skipped = failed_streams_.count(stream) != 0;
-      fails = !skipped && copies_.fires();
-      if (fails) failed_streams_.insert(stream);
-    }
-    if (skipped) {
-      before(Call::copy, {});
-      return;
-    }
-    try {
-      Intercept::copy(stream, to, from, fails ? bytes / 2 : bytes);
-    } catch (...) {
-      // The call itself failed and had no effect, so nothing failed while running.
-      if (fails) {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        failed_streams_.erase(stream);
-      }
-      throw;
-    }
+    copying(Call::copy, stream, [&](bool fails) { Intercept::copy(stream, to, from, fails ? bytes / 2 : bytes); });
+  }
+  void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count) override {
+    copying(Call::copy_batch, stream, [&](bool fails) {
+      std::vector<CopyRange> halves(ranges, ranges + (fails ? count : 0));
+      for (CopyRange& each : halves) each.bytes /= 2;
+      Intercept::copy_batch(stream, fails ? halves.data() : ranges, count);
+    });
   }
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     if (failed_stream(stream)) {
@@ -153,6 +139,32 @@ class Fault final : public Intercept<FaultBackend> {
 
  private:
   static std::size_t index(Call call) noexcept { return static_cast<std::size_t>(call); }
+  // make(fails) is the call; fails: half of the bytes arrive.
+  template <typename Make>
+  void copying(Call call, StreamHandle stream, Make&& make) {
+    bool fails = false;
+    bool skipped = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      skipped = failed_streams_.count(stream) != 0;
+      fails = !skipped && copies_.fires();
+      if (fails) failed_streams_.insert(stream);
+    }
+    if (skipped) {
+      before(call, {});
+      return;
+    }
+    try {
+      make(fails);
+    } catch (...) {
+      // The call itself failed and had no effect, so nothing failed while running.
+      if (fails) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        failed_streams_.erase(stream);
+      }
+      throw;
+    }
+  }
   static std::size_t known(Call call) {
     if (index(call) < kCallKinds) return index(call);
     throw Error(ErrorKind::invalid_argument, "Unknown kind of call " + std::to_string(index(call)) + ". Nothing changed.",

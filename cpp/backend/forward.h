@@ -50,6 +50,9 @@ class Forward : public Base {
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
     inner_->copy(stream, to, from, bytes);
   }
+  void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count) override {
+    inner_->copy_batch(stream, ranges, count);
+  }
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     inner_->fill(stream, to, value, bytes);
   }

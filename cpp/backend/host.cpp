@@ -76,6 +76,9 @@ class HostBackend final : public Backend {
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
     streams().copy(stream, to, from, bytes);
   }
+  void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count) override {
+    streams().copy_batch(stream, ranges, count);
+  }
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     streams().fill(stream, to, value, bytes);
   }

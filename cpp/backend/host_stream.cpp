@@ -53,9 +53,10 @@ struct HostStreams::Recording {
 };
 
 struct HostStreams::Operation {
-  enum Kind { copy, fill, call, record, wait } kind = copy;
+  enum Kind { copy, copy_batch, fill, call, record, wait } kind = copy;
   std::byte* to = nullptr;
   const std::byte* from = nullptr;
+  std::vector<CopyRange> ranges;
   std::size_t bytes = 0;
   std::uint8_t value = 0;
   std::shared_ptr<Recording> recording;
@@ -148,6 +149,19 @@ void HostStreams::copy(StreamHandle handle, std::byte* to, const std::byte* from
   enqueue(stream(handle, "copy"), std::move(operation));
 }
 
+void HostStreams::copy_batch(StreamHandle handle, const CopyRange* ranges, std::size_t count) {
+  Operation operation;
+  operation.kind = Operation::copy_batch;
+  operation.ranges.assign(ranges, ranges + count);
+  for (const CopyRange& each : operation.ranges) {
+    if (each.to != nullptr && each.from != nullptr) continue;
+    throw Error(ErrorKind::invalid_argument, "copy_batch: expected two addresses, got null. Nothing changed.",
+                {{"bytes", static_cast<std::int64_t>(each.bytes)}});
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  enqueue(stream(handle, "copy_batch"), std::move(operation));
+}
+
 void HostStreams::fill(StreamHandle handle, std::byte* to, std::uint8_t value, std::size_t bytes) {
   if (to == nullptr) {
     throw Error(ErrorKind::invalid_argument, "fill: expected an address, got null. Nothing changed.",
@@ -188,6 +202,11 @@ void HostStreams::perform(Stream& stream, Operation& operation) {
   switch (operation.kind) {
     case Operation::copy:
       if (!stream.error) copies_.copy(operation.to, operation.from, operation.bytes);
+      break;
+    case Operation::copy_batch:
+      for (const CopyRange& each : operation.ranges) {
+        if (!stream.error) copies_.copy(each.to, each.from, each.bytes);
+      }
       break;
     case Operation::fill:
       if (!stream.error && operation.bytes != 0) std::memset(operation.to, operation.value, operation.bytes);

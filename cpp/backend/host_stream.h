@@ -38,6 +38,7 @@ class HostStreams {
   StreamHandle create_stream();
   void destroy_stream(StreamHandle stream);
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes);
+  void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count);
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes);
   // Calls `function` in stream order, on the worker. What it throws fails the stream.
   void call(StreamHandle stream, std::function<void()> function);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "backend/forward.h"
 
@@ -78,6 +79,15 @@ class Intercept : public Forward<Base> {
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
     around(Call::copy, {stream, number(to), number(from), bytes}, [&] { this->inner_->copy(stream, to, from, bytes); });
   }
+  void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count) override {
+    std::vector<std::uint64_t> numbers;
+    numbers.reserve(3 * count);
+    for (const CopyRange* each = ranges; each != ranges + count; ++each) {
+      numbers.insert(numbers.end(), {number(each->to), number(each->from), each->bytes});
+    }
+    around(Call::copy_batch, {stream, count}, [&] { this->inner_->copy_batch(stream, ranges, count); }, numbers.data(),
+           numbers.size());
+  }
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     around(Call::fill, {stream, number(to), value, bytes}, [&] { this->inner_->fill(stream, to, value, bytes); });
   }
@@ -108,9 +118,9 @@ class Intercept : public Forward<Base> {
  protected:
   // May throw instead of the call. What it returns is given to after().
   virtual std::uint64_t before(Call, const CallArguments&) { return 0; }
-  // `failed`: the inner call threw. Not called if before() threw.
+  // `failed`: the inner call threw. list: as in TraceRecord. Not called if before() threw.
   virtual void after(std::uint64_t /*token*/, Call, bool /*failed*/, std::uint64_t /*result*/, const CallArguments&,
-                     const PageHandle* /*pages*/, std::size_t /*count*/) noexcept {}
+                     const std::uint64_t* /*list*/, std::size_t /*count*/) noexcept {}
 
  private:
   static std::uint64_t number(const std::byte* address) noexcept { return reinterpret_cast<std::uintptr_t>(address); }
@@ -119,7 +129,7 @@ class Intercept : public Forward<Base> {
   static std::uint64_t number(double) noexcept { return 0; }
 
   template <typename Body>
-  auto around(Call call, const CallArguments& arguments, Body&& body, const PageHandle* pages = nullptr,
+  auto around(Call call, const CallArguments& arguments, Body&& body, const std::uint64_t* list = nullptr,
               std::size_t count = 0) -> decltype(body()) {
     const std::uint64_t token = before(call, arguments);
     // Tells after() of a failure on the way out, whatever was thrown.
@@ -128,21 +138,21 @@ class Intercept : public Forward<Base> {
       std::uint64_t token;
       Call call;
       const CallArguments& arguments;
-      const PageHandle* pages;
+      const std::uint64_t* list;
       std::size_t count;
       bool armed;
       ~Failure() {
-        if (armed) self->after(token, call, true, 0, arguments, pages, count);
+        if (armed) self->after(token, call, true, 0, arguments, list, count);
       }
-    } failure{this, token, call, arguments, pages, count, true};
+    } failure{this, token, call, arguments, list, count, true};
     if constexpr (std::is_void_v<decltype(body())>) {
       body();
       failure.armed = false;
-      after(token, call, false, 0, arguments, pages, count);
+      after(token, call, false, 0, arguments, list, count);
     } else {
       const auto result = body();
       failure.armed = false;
-      after(token, call, false, number(result), arguments, pages, count);
+      after(token, call, false, number(result), arguments, list, count);
       return result;
     }
   }

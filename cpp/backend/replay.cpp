@@ -108,6 +108,13 @@ class Replay {
     if (range->region) (void)table_.require_access(mapping::address_of(at), bytes, least, call);
     return at;
   }
+  CopyRange copied(std::uint64_t to, std::uint64_t from, std::uint64_t bytes, const char* call) {
+    std::uint64_t offset = 0;
+    if (known(to, offset) == nullptr && known(from, offset) == nullptr) {
+      throw Divergence{"a copy between two ranges that the trace never made"};
+    }
+    return {copied(to, bytes, Access::read_write, call), copied(from, bytes, Access::read, call), bytes};
+  }
   std::byte* own(std::uint64_t bytes) {
     own_->emplace_back(bytes);
     return own_->back().data();
@@ -196,7 +203,7 @@ void Replay::run(const TraceRecord& record) {
       break;
     case Call::map: {
       std::vector<PageHandle> pages;
-      for (const std::uint64_t page : record.pages) pages.push_back(translate(pages_, page, "page"));
+      for (const std::uint64_t page : record.list) pages.push_back(translate(pages_, page, "page"));
       if (pages.size() != a[1] || pages.empty() || a[2] == 0 || a[1] > ~std::uint64_t{0} / a[2]) {
         throw Divergence{"expected " + std::to_string(a[1]) + " pages, got " + std::to_string(pages.size())};
       }
@@ -269,14 +276,23 @@ void Replay::run(const TraceRecord& record) {
       break;
     case Call::copy: {
       const StreamHandle on = stream(a[0]);
-      std::uint64_t offset = 0;
-      if (known(a[1], offset) == nullptr && known(a[2], offset) == nullptr) {
-        throw Divergence{"a copy between two ranges that the trace never made"};
-      }
-      std::byte* to = copied(a[1], a[3], Access::read_write, "copy");
-      const std::byte* from = copied(a[2], a[3], Access::read, "copy");
+      const CopyRange range = copied(a[1], a[2], a[3], "copy");
       copying_ = true;
-      backend_.copy(on, to, from, a[3]);
+      backend_.copy(on, range.to, range.from, range.bytes);
+      break;
+    }
+    case Call::copy_batch: {
+      const StreamHandle on = stream(a[0]);
+      if (record.list.size() % 3 != 0 || record.list.size() / 3 != a[1]) {
+        throw Divergence{"expected " + std::to_string(a[1]) + " ranges of three numbers, got " + std::to_string(record.list.size()) +
+                         " numbers"};
+      }
+      std::vector<CopyRange> ranges;
+      for (std::size_t i = 0; i < record.list.size(); i += 3) {
+        ranges.push_back(copied(record.list[i], record.list[i + 1], record.list[i + 2], "copy_batch"));
+      }
+      copying_ = true;
+      backend_.copy_batch(on, ranges.data(), ranges.size());
       break;
     }
     case Call::fill: {

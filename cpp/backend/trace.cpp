@@ -19,9 +19,20 @@ namespace {
 constexpr std::array<std::size_t, kCallKinds> kArguments = {
     2, 2, 2, 1, 1, 3, 2, 3, 3, 2,  // reserve release retire create_page destroy_page map unmap set_access exchange populate
     1, 2, 2, 2,                 // allocate_host free_host register_host unregister_host
-    0, 1, 1, 1, 4, 4,           // create_stream destroy_stream adopt_stream forget_stream copy fill
+    0, 1, 1, 1, 4, 2, 4,        // create_stream destroy_stream adopt_stream forget_stream copy copy_batch fill
     1, 1, 2, 2, 1, 2, 2,        // create_event destroy_event record stream_wait query synchronize elapsed
 };
+
+// What of a call stands behind its arguments: a word, and so many numbers for each that args[1] counts.
+struct Listed {
+  const char* word = nullptr;
+  std::size_t numbers = 0;
+};
+Listed listed(Call call) noexcept {
+  if (call == Call::map) return {"pages", 1};
+  if (call == Call::copy_batch) return {"ranges", 3};
+  return {};
+}
 
 bool gives_back(Call call) noexcept {
   switch (call) {
@@ -67,10 +78,10 @@ class Trace final : public Intercept<TraceBackend> {
   }
 
   void after(std::uint64_t token, Call call, bool failed, std::uint64_t result, const CallArguments& arguments,
-             const PageHandle* pages, std::size_t count) noexcept override {
+             const std::uint64_t* list, std::size_t count) noexcept override {
     if (failed) failed_[index(call)].fetch_add(1, std::memory_order_relaxed);
     if (!gives_back(call)) {
-      (void)append(call, failed, result, arguments, pages, count);
+      (void)append(call, failed, result, arguments, list, count);
     } else if (failed && token != 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (token > cleared_) log_[token - cleared_ - 1].failed = true;
@@ -79,7 +90,7 @@ class Trace final : public Intercept<TraceBackend> {
 
  private:
   // The record's number, from 1 and never reused; 0 if it was not logged.
-  std::uint64_t append(Call call, bool failed, std::uint64_t result, const CallArguments& arguments, const PageHandle* pages,
+  std::uint64_t append(Call call, bool failed, std::uint64_t result, const CallArguments& arguments, const std::uint64_t* list,
                        std::size_t count) noexcept {
     if (!logging_.load(std::memory_order_relaxed)) return 0;
     try {
@@ -88,7 +99,7 @@ class Trace final : public Intercept<TraceBackend> {
       record.failed = failed;
       record.result = result;
       record.args = arguments;
-      record.pages.assign(pages, pages + count);
+      record.list.assign(list, list + count);
       const std::lock_guard<std::mutex> lock(mutex_);
       log_.push_back(std::move(record));
       return cleared_ + log_.size();
@@ -143,10 +154,12 @@ TraceRecord parse_line(const std::string& text, std::size_t line) {
   };
   record.result = next();
   for (std::size_t i = 0; i < kArguments[kind]; ++i) record.args[i] = next();
-  if (record.call == Call::map) {
-    if (!(words >> word) || word != "pages") refuse_line(line, text, "'pages' and the pages of a map");
-    while (words >> word) record.pages.push_back(parse_number(word, line, text));
-    if (record.pages.size() != record.args[1]) refuse_line(line, text, "as many pages as map's count says");
+  if (const Listed list = listed(record.call); list.word != nullptr) {
+    if (!(words >> word) || word != list.word) refuse_line(line, text, "'pages' behind a map, 'ranges' behind a copy_batch");
+    while (words >> word) record.list.push_back(parse_number(word, line, text));
+    if (record.list.size() % list.numbers != 0 || record.list.size() / list.numbers != record.args[1]) {
+      refuse_line(line, text, "as many pages or ranges as the count says");
+    }
   } else if (words >> word) {
     refuse_line(line, text, "nothing behind the arguments");
   }
@@ -166,9 +179,9 @@ std::string serialize(const std::vector<TraceRecord>& log) {
     text += record.failed ? " failed " : " ok ";
     text += std::to_string(record.result);
     for (std::size_t i = 0; i < kArguments[index(record.call)]; ++i) text += " " + std::to_string(record.args[i]);
-    if (record.call == Call::map) {
-      text += " pages";
-      for (const std::uint64_t page : record.pages) text += " " + std::to_string(page);
+    if (const Listed list = listed(record.call); list.word != nullptr) {
+      text += std::string(" ") + list.word;
+      for (const std::uint64_t each : record.list) text += " " + std::to_string(each);
     }
     text += "\n";
   }

@@ -97,19 +97,38 @@ void Prefetcher::State::end_sample(StreamHandle copies, const Ticket* ticket) no
   }
 }
 
-void Prefetcher::State::enqueue(StreamHandle copies, std::byte* to, const std::byte* from, std::size_t bytes, bool& enqueued) {
-  const std::size_t chunk = chunk_bytes == 0 ? bytes : std::min(chunk_bytes, bytes);
-  for (std::size_t at = 0; at < bytes; at += chunk) {
-    const std::size_t size = std::min(chunk, bytes - at);
+void Prefetcher::State::enqueue(StreamHandle copies, const std::vector<CopyRange>& ranges, bool& enqueued) {
+  std::size_t room = chunk_bytes;  // of the present chunk
+  bool first = true;
+  chunk.clear();
+  const auto send = [&] {
+    if (chunk.empty()) return;
+    const CopyRange& front = chunk.front();
     // What it writes is copied over by the chunk that follows it on the same stream.
-    if (at != 0) backend->fill(copies, to + at, 0, std::min(size, kGap));
-    backend->copy(copies, to + at, from + at, size);
+    if (!first) backend->fill(copies, front.to, 0, std::min(front.bytes, kGap));
+    if (chunk.size() == 1) {
+      backend->copy(copies, front.to, front.from, front.bytes);
+    } else {
+      backend->copy_batch(copies, chunk.data(), chunk.size());
+    }
     enqueued = true;
+    first = false;
+    chunk.clear();
+    room = chunk_bytes;
+  };
+  for (CopyRange left : ranges) {
+    while (left.bytes != 0) {
+      const std::size_t size = chunk_bytes == 0 ? left.bytes : std::min(room, left.bytes);
+      chunk.push_back({left.to, left.from, size});
+      left = {left.to + size, left.from + size, left.bytes - size};
+      room -= chunk_bytes == 0 ? 0 : size;
+      if (chunk_bytes != 0 && room == 0) send();
+    }
   }
+  send();
 }
 
-template <typename Copy>
-Ticket* Prefetcher::State::issue(std::size_t bytes, const std::vector<Reader>* readers, bool timed, Copy&& copy) {
+Ticket* Prefetcher::State::issue(std::size_t bytes, const std::vector<Reader>* readers, bool timed) {
   if (broken) std::rethrow_exception(broken);
   Ticket* ticket = acquire();
   bool listed = false;
@@ -122,7 +141,7 @@ Ticket* Prefetcher::State::issue(std::size_t bytes, const std::vector<Reader>* r
       for (const Reader& reader : *readers) backend->stream_wait(copies, reader.event);
     }
     timed = timed && begin_sample(copies);
-    copy(copies, enqueued);
+    enqueue(copies, ranges, enqueued);
     if (timed) end_sample(copies, ticket);  // before the copy's own event: complete when that is
     backend->record(ticket->end, copies);
   } catch (...) {
@@ -144,9 +163,8 @@ void Prefetcher::State::issue_ring(const LayerSchedule::Copy& copy) {
   const LayerId layer = streamed[copy.position];
   const Slice slice = slices[copy.position];
   const std::size_t bytes = layers[layer].bytes - slice.offset;
-  Ticket* ticket = issue(bytes, &slot.readers, true, [&](StreamHandle copies, bool& enqueued) {
-    enqueue(copies, slot.address + slice.place, layers[layer].master + slice.offset, bytes, enqueued);
-  });
+  ranges.assign({{slot.address + slice.place, layers[layer].master + slice.offset, bytes}});
+  Ticket* ticket = issue(bytes, &slot.readers, true);
   ++stats.copies;
   stats.copied_bytes += bytes;
   unref(std::exchange(slot.ready, ticket));
@@ -156,14 +174,14 @@ void Prefetcher::State::issue_ring(const LayerSchedule::Copy& copy) {
 void Prefetcher::State::issue_blocks(const LayerSchedule::Copy& copy) {
   Slot& slot = block_slots[copy.buffer];
   block_schedule.lost(copy.buffer);
-  Ticket* ticket = issue(run_bytes, &slot.readers, false, [&](StreamHandle copies, bool& enqueued) {
-    for (const BlockRange& range : blocks.layers[copy.position]) {
-      for (const BlockRun& run : runs) {
-        enqueue(copies, range.region + run.block * blocks.unit_bytes, range.host + run.host * blocks.unit_bytes,
-                run.count * blocks.unit_bytes, enqueued);
-      }
+  ranges.clear();
+  for (const BlockRange& range : blocks.layers[copy.position]) {
+    for (const BlockRun& run : runs) {
+      ranges.push_back({range.region + run.block * blocks.unit_bytes, range.host + run.host * blocks.unit_bytes,
+                        run.count * blocks.unit_bytes});
     }
-  });
+  }
+  Ticket* ticket = issue(run_bytes, &slot.readers, false);
   stats.block_bytes += run_bytes;
   unref(std::exchange(slot.ready, ticket));
   block_schedule.issued(copy);
@@ -171,9 +189,8 @@ void Prefetcher::State::issue_blocks(const LayerSchedule::Copy& copy) {
 
 void Prefetcher::State::issue_reload(Reload& reload) {
   const LayerMemory& memory = layers[reload.layer];
-  reload.ticket = issue(reload.bytes, nullptr, true, [&](StreamHandle copies, bool& enqueued) {
-    enqueue(copies, memory.region + reload.first, memory.master + reload.first, reload.bytes, enqueued);
-  });
+  ranges.assign({{memory.region + reload.first, memory.master + reload.first, reload.bytes}});
+  reload.ticket = issue(reload.bytes, nullptr, true);
   ++stats.copies;
   stats.copied_bytes += reload.bytes;
 }

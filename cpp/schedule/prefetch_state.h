@@ -151,6 +151,7 @@ struct Prefetcher::State {
   std::deque<Ticket*> in_flight;  // in the copy stream's order
   std::vector<EventHandle> spare;
   Sample sample;
+  std::vector<CopyRange> ranges, chunk;  // of the copy that is being issued
   // Left over where the next call failed, and used first when it is tried again: destroying it there might fail as well.
   StreamHandle next_stream = 0;   // a copy stream that has not taken over
   std::exception_ptr broken;  // the copy stream's error
@@ -172,12 +173,11 @@ struct Prefetcher::State {
   void end_sample(StreamHandle copies, const Ticket* ticket) noexcept;
 
   // ---- copies ----------------------------------------------------------------------------------------------------
-  // Post: a ticket with one reference for the caller. If it throws, the target's contents are unknown.
-  // copy(stream, enqueued) enqueues it. timed: it may tell the link's bandwidth.
-  template <typename Copy>
-  Ticket* issue(std::size_t bytes, const std::vector<Reader>* readers, bool timed, Copy&& copy);
-  // The copy itself, in chunks. `enqueued`: whether some of it is on its way, also on an error.
-  void enqueue(StreamHandle copies, std::byte* to, const std::byte* from, std::size_t bytes, bool& enqueued);
+  // Copies `ranges`, of so many bytes together. Post: a ticket with one reference for the caller. If it throws, the targets'
+  // contents are unknown. timed: it may tell the link's bandwidth.
+  Ticket* issue(std::size_t bytes, const std::vector<Reader>* readers, bool timed);
+  // The copies themselves, a chunk at a time. `enqueued`: whether some of them are on their way, also on an error.
+  void enqueue(StreamHandle copies, const std::vector<CopyRange>& ranges, bool& enqueued);
   void issue_ring(const LayerSchedule::Copy& copy);
   void issue_blocks(const LayerSchedule::Copy& copy);
   void issue_reload(Reload& reload);

@@ -53,6 +53,7 @@ enum class Call : std::uint8_t {
   adopt_stream,
   forget_stream,
   copy,
+  copy_batch,
   fill,
   create_event,
   destroy_event,
@@ -64,6 +65,13 @@ enum class Call : std::uint8_t {
 };
 inline constexpr std::size_t kCallKinds = static_cast<std::size_t>(Call::elapsed) + 1;
 const char* call_name(Call call) noexcept;
+
+// One of the copies of a batch.
+struct CopyRange {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  std::size_t bytes = 0;
+};
 
 // What the backend holds now. After everything was released all numbers are zero again (tested).
 struct Usage {
@@ -165,7 +173,13 @@ class Backend {
   // Work on one stream runs in order. A copy that fails makes its stream fail: every event recorded behind it reports
   // the error from query() and synchronize(), so a waiter gets an error and never hangs.
   // A range that lies in a region must be mapped with the access that is needed (cuda refuses others with invalid_state).
+  //
+  // Where the driver takes a copy, or a batch, in several calls, a later one may fail. Then what is under way is waited for before
+  // the error is thrown, and what the targets hold is undefined.
   virtual void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
+  // copy() of each, as one piece of the stream's work: they may run in any order and at once, so none may write what another reads or
+  // writes. One call of the driver's for many of them, where it can do that.
+  virtual void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count) = 0;
   virtual void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) = 0;
 
   // ---- events --------------------------------------------------------------------------------------------------

@@ -104,8 +104,8 @@ struct TraceRecord {
   Call call = Call::reserve;
   bool failed = false;
   std::uint64_t result = 0;               // address or handle returned, or the boolean; 0 for elapsed
-  std::array<std::uint64_t, 5> args{};    // in the order of the call's parameters, without map's `pages`; timeouts in ns
-  std::vector<std::uint64_t> pages;       // of map
+  std::array<std::uint64_t, 5> args{};    // in the order of the call's parameters, without what is in `list`; timeouts in ns
+  std::vector<std::uint64_t> list;        // of map: its pages; of copy_batch: to, from and bytes of each range
 };
 
 // Logs every call. count(call) is cheap and exact; the log can be switched off, the counters stay.

@@ -46,7 +46,8 @@ class TraceBackend : public Backend {
   virtual void clear_log() = 0;  // the counters stay
 };
 
-// One record a line:  <call> ok|failed <result> <argument>... [pages <handle>...]     numbers in decimal
+// One record a line:  <call> ok|failed <result> <argument>... [pages <handle>... | ranges <to> <from> <bytes>...]
+// Numbers in decimal.
 std::string serialize(const std::vector<TraceRecord>& log);
 // Throws InvalidArgument with field line (from 1) at the first line that is no record. Empty lines and lines that begin
 // with # are skipped.

@@ -106,6 +106,17 @@ class Backend:
         arg2: typing.SupportsInt | typing.SupportsIndex,
         arg3: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
+    def copy_batch(
+        self,
+        stream: typing.SupportsInt | typing.SupportsIndex,
+        ranges: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+    ) -> None: ...
     def create_event(self, timed: bool = True) -> int: ...
     def create_page(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def create_stream(self) -> int: ...
@@ -235,6 +246,8 @@ class Call:
 
       copy
 
+      copy_batch
+
       fill
 
       create_event
@@ -256,6 +269,7 @@ class Call:
     adopt_stream: typing.ClassVar[Call]
     allocate_host: typing.ClassVar[Call]
     copy: typing.ClassVar[Call]
+    copy_batch: typing.ClassVar[Call]
     create_event: typing.ClassVar[Call]
     create_page: typing.ClassVar[Call]
     create_stream: typing.ClassVar[Call]
@@ -359,7 +373,7 @@ class TraceRecord:
     @property
     def failed(self) -> bool: ...
     @property
-    def pages(self) -> list[int]: ...
+    def list(self) -> list[int]: ...
     @property
     def result(self) -> int: ...
 

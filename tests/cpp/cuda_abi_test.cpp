@@ -19,6 +19,9 @@ using remap::testing::SameCall;
   using Our_##name = Result(*) parameters;                                                       \
   static_assert(SameCall<Our_##name, PFN_##name##_v##version>::value, #name " at " #version);
 REMAP_CUDA_ENTRY_POINTS(CHECK_ENTRY_POINT)
+#if CUDA_VERSION >= 12080
+REMAP_CUDA_NEWER_ENTRY_POINTS(CHECK_ENTRY_POINT)
+#endif
 static_assert(SameCall<GetProcAddress, PFN_cuGetProcAddress_v12000>::value);
 // The comparison can fail: one parameter more, another size, a value for a pointer.
 static_assert(!SameCall<Our_cuStreamGetCtx, PFN_cuStreamGetCtx_v12050>::value);
@@ -44,6 +47,13 @@ SAME_PLACE(AllocationProperties, flags.usage, CUmemAllocationProp, allocFlags.us
 SAME_PLACE(AllocationProperties, flags.reserved, CUmemAllocationProp, allocFlags.reserved);
 SAME_PLACE(AccessDescriptor, location, CUmemAccessDesc, location);
 SAME_PLACE(AccessDescriptor, flags, CUmemAccessDesc, flags);
+#if CUDA_VERSION >= 12080
+SAME_PLACE(CopyAttributes, source_order, CUmemcpyAttributes, srcAccessOrder);
+SAME_PLACE(CopyAttributes, source_hint, CUmemcpyAttributes, srcLocHint);
+SAME_PLACE(CopyAttributes, target_hint, CUmemcpyAttributes, dstLocHint);
+SAME_PLACE(CopyAttributes, flags, CUmemcpyAttributes, flags);
+static_assert(kSourceInStreamOrder == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM);
+#endif
 
 // A number of ours and the toolkit's; pointers made of integers are no constant expressions.
 TEST(numbers) {

@@ -1,5 +1,6 @@
 // Every entry point of the driver is made to fail, at each place where a way through the whole contract calls it: a typed error,
 // nothing changed, the same call works afterwards, and no rule of the driver is broken by what is undone.
+#include <algorithm>
 #include <functional>
 #include <initializer_list>
 #include <set>
@@ -19,7 +20,7 @@ constexpr int kDeinitialized = 4;
 
 std::vector<std::string> entry_points() {
 #define REMAP_NAME(name, version, parameters) #name,
-  return {REMAP_CUDA_ENTRY_POINTS(REMAP_NAME)};
+  return {REMAP_CUDA_ENTRY_POINTS(REMAP_NAME) REMAP_CUDA_NEWER_ENTRY_POINTS(REMAP_NAME)};
 #undef REMAP_NAME
 }
 
@@ -80,6 +81,8 @@ int go_through(Backend& backend, StreamHandle lent, int code = kUnknown, bool fo
   attempt([&] { backend.fill(lent, at + 2 * kPage, 9, kPage); });
   attempt([&] { backend.copy(lent, host, at + kPage, kPage); });
   attempt([&] { backend.copy(lent, pageable.data(), at + 2 * kPage, kPage); });
+  const CopyRange ranges[] = {{at + 2 * kPage, own.data(), 100}, {at + 2 * kPage + 100, at, 100}};
+  attempt([&] { backend.copy_batch(lent, ranges, 2); });
   attempt([&] { backend.record(second, lent); });
   CHECK(attempt([&] { return backend.synchronize(second, kWait); }));
   CHECK(attempt([&] { return backend.query(first); }));
@@ -139,6 +142,66 @@ CLEAN_TEST(every_entry_point_may_fail_at_every_call) {
       surfaced += go_through(*backend, lent, kUnknown, true);
     }
     if (surfaced == 0 && kHarmless.count(name) == 0) throw std::logic_error("no failure of " + name + " was reported");
+  }
+}
+
+// A driver without batches takes them one by one. The caller hears of an error, and that nothing is under way any more.
+CLEAN_TEST(a_batch_that_fails_in_the_middle_has_ended) {
+  emulate();
+  const auto backend = open_cuda_of(12040);
+  Shown shown(*backend, 3);
+  std::byte* host = backend->allocate_host(3 * kPage);
+  std::fill(host, host + 3 * kPage, std::byte{5});
+  std::fill(shown.at, shown.at + 3 * kPage, std::byte{1});
+  const StreamHandle stream = backend->create_stream();
+  std::vector<CopyRange> ranges;
+  for (std::size_t i = 0; i < 3; ++i) ranges.push_back({shown.at + i * kPage, host + i * kPage, kPage});
+  for (std::uint64_t nth = 1; nth <= 3; ++nth) {
+    const Counted waited("cuStreamSynchronize");
+    arm("cuMemcpyHtoDAsync", nth, kUnknown);
+    const Error error = error_of([&] { backend->copy_batch(stream, ranges.data(), ranges.size()); });
+    CHECK(error.kind() == ErrorKind::driver && *field(error, "operation") == Error::Value{std::string("copy_batch")});
+    CHECK(waited == (nth == 1 ? 0 : 1) && live("work") == 0);
+    CHECK(all_are(shown.at + (nth - 1) * kPage, 1, kPage));
+  }
+  const Counted batches("cuMemcpyBatchAsync");
+  backend->copy_batch(stream, ranges.data(), ranges.size());
+  const EventHandle event = backend->create_event(false);
+  backend->record(event, stream);
+  CHECK(backend->synchronize(event, kWait) && batches == 0 && all_are(shown.at, 5, 3 * kPage));
+  backend->destroy_event(event);
+  backend->destroy_stream(stream);
+  backend->free_host(host, 3 * kPage);
+  shown.release();
+}
+
+// Host memory is page-locked in pieces of 64 MiB. One that fails gives the others back, and what could not be given back is gone on with.
+CLEAN_TEST(page_locking_fails_at_any_piece) {
+  emulate();
+  const auto backend = open_cuda();
+  constexpr std::size_t kBytes = (std::size_t{160} << 20) + 5;  // three pieces
+  std::vector<std::byte> own(kBytes);  // begins in the middle of an OS page
+  for (const bool allocates : {true, false}) {
+    std::byte* at = own.data();
+    const auto lock = [&] {
+      if (allocates) at = backend->allocate_host(kBytes);
+      if (!allocates) backend->register_host(at, kBytes);
+    };
+    const auto unlock = [&] { allocates ? backend->free_host(at, kBytes) : backend->unregister_host(at, kBytes); };
+    for (std::uint64_t nth = 1; nth <= 3; ++nth) {
+      arm("cuMemHostRegister", nth, 2);
+      CHECK_ERROR(ErrorKind::out_of_memory, lock());
+      CHECK(live("registrations") == 0 && same(backend->usage(), Usage{}));
+    }
+    lock();
+    CHECK(live("registrations") == 3 && backend->usage().host_bytes == kBytes);
+    for (std::uint64_t left = 3; left >= 1; --left) {
+      arm("cuMemHostUnregister", 4 - left == 1 ? 1 : 2, kUnknown);
+      CHECK_ERROR(ErrorKind::driver, unlock());
+      CHECK(backend->usage().host_bytes == kBytes && live("registrations") == (left == 3 ? 3 : left));
+    }
+    unlock();
+    CHECK(live("registrations") == 0 && same(backend->usage(), Usage{}));
   }
 }
 

@@ -1,5 +1,6 @@
 // The cuda backend on the emulated driver: streams, events, adopted streams, contexts and captures, beyond what the conformance
 // suite shows (tests/python/test_backend_contract*.py).
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -297,6 +298,96 @@ CLEAN_TEST(an_event_that_cannot_be_destroyed_is_there_still) {
   CHECK_ERROR(ErrorKind::invalid_state, (void)backend->elapsed(event, event));  // never recorded
   backend->destroy_event(event);
   CHECK_ERROR(ErrorKind::invalid_argument, backend->destroy_event(event));
+}
+
+// However many copies there are, the driver is called a few times; where it has no batches, or they are not to be trusted, once for each.
+CLEAN_TEST(a_batch_is_few_calls) {
+  struct Machine {
+    std::uint64_t driver, compute_major, batches, singles;
+  };
+  for (const Machine machine : {Machine{13000, 9, 2, 0}, {12080, 8, 2, 0}, {12060, 9, 0, 600}, {13000, 10, 0, 600}, {13000, 12, 0, 600}}) {
+    emulate();
+    configure("attribute.75", machine.compute_major);
+    const auto backend = open_cuda_of(machine.driver);
+    Shown shown(*backend, 2);
+    std::byte* host = backend->allocate_host(600);
+    const StreamHandle stream = backend->create_stream();
+    const EventHandle event = backend->create_event(false);
+    std::vector<CopyRange> out, in;
+    for (std::size_t i = 0; i < 600; ++i) {
+      host[i] = static_cast<std::byte>(i % 251);
+      in.push_back({shown.at + 3 * i, host + i, 1});
+      out.push_back({host + i, shown.at + 3 * i, 1});
+    }
+    in.push_back({shown.at, host, 0});  // nothing
+    {
+      const Counted batches("cuMemcpyBatchAsync");
+      const Counted singles("cuMemcpyHtoDAsync");
+      backend->copy_batch(stream, in.data(), in.size());
+      CHECK(batches == machine.batches && singles == machine.singles);
+    }
+    backend->fill(stream, host, 0, 600);
+    backend->copy_batch(stream, out.data(), out.size());  // behind it
+    backend->copy_batch(stream, nullptr, 0);
+    backend->record(event, stream);
+    CHECK(backend->synchronize(event, kWait));
+    for (std::size_t i = 0; i < 600; ++i) CHECK(host[i] == static_cast<std::byte>(i % 251));
+    // The legacy default stream takes no batches.
+    CHECK(backend->adopt_stream(1) == 1);
+    {
+      const Counted batches("cuMemcpyBatchAsync");
+      backend->copy_batch(1, in.data(), 3);
+      backend->record(event, 1);
+      CHECK(backend->synchronize(event, kWait) && batches == 0);
+    }
+    backend->forget_stream(1);
+    backend->destroy_event(event);
+    backend->destroy_stream(stream);
+    backend->free_host(host, 600);
+    shown.release();
+  }
+}
+
+// The driver knows page-locked memory in pieces of 64 MiB, and no copy may lie in two of them.
+CLEAN_TEST(copies_are_cut_where_pieces_of_host_memory_end) {
+  emulate();
+  const auto backend = open_cuda();
+  constexpr std::size_t kBytes = std::size_t{130} << 20;
+  constexpr std::size_t kPiece = std::size_t{64} << 20;
+  Shown shown(*backend, 2);
+  std::byte* host = backend->allocate_host(kBytes);
+  CHECK(live("registrations") == 3);
+  const StreamHandle stream = backend->create_stream();
+  const EventHandle event = backend->create_event(false);
+  const auto finish = [&] {
+    backend->record(event, stream);
+    CHECK(backend->synchronize(event, kWait));
+  };
+  for (const std::size_t border : {kPiece, 2 * kPiece}) {
+    std::byte* at = host + border - 1000;
+    for (std::size_t i = 0; i < 2 * kPage; ++i) at[i] = static_cast<std::byte>(i % 241);
+    backend->copy(stream, shown.at, at, 2 * kPage);
+    finish();
+    CHECK(std::equal(at, at + 2 * kPage, shown.at));
+    backend->fill(stream, shown.at, 9, 2 * kPage);
+    const CopyRange ranges[] = {{at, shown.at, 999}, {at + 999, shown.at + 999, 1}, {at + 1000, shown.at + 1000, 1}, {at + 1001, shown.at + 1001, kPage}};
+    backend->copy_batch(stream, ranges, 4);
+    finish();
+    CHECK(all_are(at, 9, 1001 + kPage));
+  }
+  std::vector<std::byte> own(kBytes);
+  backend->register_host(own.data(), kBytes);
+  std::fill(own.begin(), own.end(), std::byte{3});
+  for (std::size_t at = 0; at + kPage <= kBytes; at += (std::size_t{1} << 20) - 7) {
+    backend->copy(stream, shown.at, own.data() + at, kPage);
+  }
+  finish();
+  CHECK(all_are(shown.at, 3, kPage));
+  backend->unregister_host(own.data(), kBytes);
+  backend->destroy_event(event);
+  backend->destroy_stream(stream);
+  backend->free_host(host, kBytes);
+  shown.release();
 }
 
 }  // namespace

@@ -40,8 +40,21 @@ inline void emulate(std::size_t memory = 64 << 20, std::size_t devices = 1) {
 }
 
 inline std::shared_ptr<Backend> open_cuda(CudaOptions options = {}) {
-  options.library = REMAP_EMULATED_DRIVER_PATH;
+  if (options.library.empty()) options.library = REMAP_EMULATED_DRIVER_PATH;
   return make_cuda_backend(options);
+}
+
+// By a driver of this version. Entry points are asked for once a path: each version has a spelling of its own.
+inline std::shared_ptr<Backend> open_cuda_of(std::uint64_t version) {
+  static std::vector<std::uint64_t> spelled;
+  configure("driver_version", version);
+  std::size_t at = 0;
+  while (at < spelled.size() && spelled[at] != version) ++at;
+  if (at == spelled.size()) spelled.push_back(version);
+  CudaOptions options;
+  options.library = REMAP_EMULATED_DRIVER_PATH;
+  for (std::size_t i = 0; i <= at; ++i) options.library.insert(options.library.rfind('/'), "/.");
+  return open_cuda(options);
 }
 
 // After everything was closed.

@@ -48,6 +48,11 @@ struct Tour {
         {Call::create_event, [&] { event = b.create_event(true); }},
         {Call::fill, [&] { b.fill(stream, master, 5, kPage); }},
         {Call::copy, [&] { b.copy(stream, at, master, kPage); }},
+        {Call::copy_batch,
+         [&] {
+           const CopyRange halves[] = {{at, master, kPage / 2}, {at + kPage / 2, master + kPage / 2, kPage / 2}};
+           b.copy_batch(stream, halves, 2);
+         }},
         {Call::record, [&] { b.record(event, stream); }},
         {Call::stream_wait, [&] { b.stream_wait(stream, event); }},
         {Call::synchronize, [&] { CHECK(b.synchronize(event, kForever)); }},
@@ -135,7 +140,7 @@ TEST(a_trace_counts_and_logs_every_call) {
   CHECK(log.size() == kTour + 1);
   for (std::size_t i = 0; i < calls.size(); ++i) CHECK(log[i].call == calls[i].first && !log[i].failed);
   CHECK(log[0].result == reinterpret_cast<std::uintptr_t>(tour.at) && log[0].args[0] == 4 * kPage);
-  CHECK(log[2].pages.size() == 2 && log[2].pages[1] == tour.page && log[2].args[1] == 2);
+  CHECK(log[2].list.size() == 2 && log[2].list[1] == tour.page && log[2].args[1] == 2);
   CHECK(log.back().failed);
 
   const std::string text = serialize(log);
@@ -143,7 +148,7 @@ TEST(a_trace_counts_and_logs_every_call) {
   CHECK(again.size() == log.size() && serialize(again) == text);
   for (std::size_t i = 0; i < log.size(); ++i) {
     CHECK(again[i].call == log[i].call && again[i].failed == log[i].failed && again[i].result == log[i].result &&
-          again[i].args == log[i].args && again[i].pages == log[i].pages);
+          again[i].args == log[i].args && again[i].list == log[i].list);
   }
   trace->set_logging(false);
   trace->create_event(true);

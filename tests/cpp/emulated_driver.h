@@ -30,11 +30,10 @@ Function exported(const char* name) {
 
 using GetProcAddress = CUresult (*)(const char*, void**, int, std::uint64_t, int*);
 
-inline void* entry_point(const char* name) {
-  constexpr int kVersion = 12000;
+inline void* entry_point(const char* name, int version = 12000) {
   void* found = nullptr;
   int status = 0;
-  const CUresult result = exported<GetProcAddress>("cuGetProcAddress_v2")(name, &found, kVersion, 1, &status);
+  const CUresult result = exported<GetProcAddress>("cuGetProcAddress_v2")(name, &found, version, 1, &status);
   if (result != kSuccess || found == nullptr) throw std::runtime_error(std::string("no entry point ") + name);
   return found;
 }

@@ -175,7 +175,7 @@ TEST(looking_up) {
   CHECK(look("cuMemCreate", &found, 12080, 1, &status) == kInvalidValue);
   CONTROL(remapEmulatedReset)();
   for (std::uint64_t i = 0; const char* name = CONTROL(remapEmulatedEntryPoint)(i); ++i) {
-    CHECK(entry_point(name) != nullptr);
+    CHECK(entry_point(name, 13000) != nullptr);
   }
   const char* text = nullptr;
   CHECK(CU(cuGetErrorName)(kOutOfMemory, &text) == kSuccess && std::strcmp(text, "CUDA_ERROR_OUT_OF_MEMORY") == 0);
@@ -379,6 +379,52 @@ TEST(copies_and_fills) {
   FINE(CU(cuMemHostUnregister)(locked));
   FINE(CU(cuMemHostRegister)(locked, 4 * kPage, kHostReadOnly));
   BREAKS(kInvalidValue, CU(cuMemcpyDtoHAsync)(locked, device, kPage, world.stream));
+  world.close();
+}
+
+TEST(batches_of_copies) {
+  World world;
+  const CUdeviceptr device = world.region.slot(0);
+  unsigned char* locked = world.locked;
+  std::memset(locked, 0x11, kPage);
+  const auto batch = reinterpret_cast<decltype(&entry::cuMemcpyBatchAsync)>(entry_point("cuMemcpyBatchAsync", 12080));
+  CUmemcpyAttributes attributes[2] = {};
+  attributes[0].srcAccessOrder = kSourceInStreamOrder;
+  std::size_t first[2] = {};
+  std::size_t failed = 99;
+  CUdeviceptr to[3] = {device, device + 64, address(locked + kPage)};
+  CUdeviceptr from[3] = {address(locked), address(locked) + 8, device + 128};
+  std::size_t bytes[3] = {64, 8, 8};
+  const auto make = [&](std::size_t count, std::size_t kinds = 1) {
+    return batch(to, from, bytes, count, attributes, first, kinds, &failed, world.stream);
+  };
+  FINE(CU(cuMemsetD8Async)(device, 0x22, kPage, world.stream));
+  FINE(make(3));
+  FINE(CU(cuStreamSynchronize)(world.stream));
+  CHECK(locked[kPage] == 0x22 && failed == 99);
+  BREAKS(kInvalidValue, make(0));
+  BREAKS(kInvalidValue, make(2, 0));
+  BREAKS(kInvalidValue, make(2, 2));  // the second one begins at the first copy as well
+  BREAKS(kInvalidValue, make(1, 2));
+  BREAKS(kInvalidValue, batch(to, from, bytes, 3, nullptr, first, 1, &failed, world.stream));
+  BREAKS(kInvalidValue, batch(to, from, bytes, 3, attributes, first, 1, &failed, nullptr));
+  BREAKS(kInvalidValue, batch(to, from, bytes, 3, attributes, first, 1, &failed, reinterpret_cast<CUstream>(kLegacyStream)));
+  attributes[0].srcAccessOrder = 0;
+  BREAKS(kInvalidValue, make(3));
+  attributes[0].srcAccessOrder = kSourceInStreamOrder;
+  bytes[1] = 0;
+  BREAKS(kInvalidValue, make(3));
+  bytes[1] = 8;
+  for (const CUdeviceptr where : {device, device + 56, device + 63}) {  // two write the same bytes
+    to[1] = where;
+    BREAKS(kInvalidValue, make(2));
+  }
+  to[1] = device + 64;
+  from[2] = device + 60;  // reads what another one writes
+  BREAKS(kInvalidValue, make(3));
+  from[2] = world.region.slot(1) + kPage;  // a hole
+  BREAKS(kInvalidValue, make(3));
+  CHECK(failed == 2);
   world.close();
 }
 

@@ -60,13 +60,13 @@ class FakeBackend : public Backend {
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
     const Lock lock(mutex_);
     fault(Call::copy);
-    Work work{Kind::copy};
-    work.to = to;
-    work.from = from;
-    work.bytes = bytes;
-    work.fails = fail_copies_ > 0 && --fail_copies_ == 0;
-    at(stream).work.push_back(work);
-    copies.emplace_back(to, from);
+    push_copy(stream, to, from, bytes);
+  }
+  void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count) override {
+    const Lock lock(mutex_);
+    fault(Call::copy_batch);
+    ++batches;
+    for (const CopyRange* each = ranges; each != ranges + count; ++each) push_copy(stream, each->to, each->from, each->bytes);
   }
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     const Lock lock(mutex_);
@@ -263,6 +263,7 @@ class FakeBackend : public Backend {
 
   std::vector<std::pair<const std::byte*, const std::byte*>> copies;  // (to, from) in the order issued
   std::uint64_t fills = 0;
+  std::uint64_t batches = 0;
   std::atomic<std::uint64_t> waited{0};  // how often a caller was blocked
 
  protected:
@@ -292,6 +293,15 @@ class FakeBackend : public Backend {
   std::uint64_t handles_ = 0;
 
  private:
+  void push_copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) {
+    Work work{Kind::copy};
+    work.to = to;
+    work.from = from;
+    work.bytes = bytes;
+    work.fails = fail_copies_ > 0 && --fail_copies_ == 0;
+    at(stream).work.push_back(work);
+    copies.emplace_back(to, from);
+  }
   enum class Kind { copy, record, wait, compute, write };
   struct Work {
     explicit Work(Kind k) : kind(k) {}

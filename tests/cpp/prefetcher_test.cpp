@@ -178,6 +178,7 @@ TEST(block_copies_are_of_the_present_pass_and_in_the_order_of_its_layers) {
   CHECK(world.prefetcher->stats().block_bytes - before == 2 * 3 * kRanges * kUnit);  // two layers ahead, no more
   for (LayerId layer = 0; layer < 5; ++layer) world.use(layer, 0);
   CHECK(world.prefetcher->stats().block_bytes - before == 5 * 3 * kRanges * kUnit);
+  CHECK(world.backend->batches == 5 && world.backend->fills == 0);  // a call a layer
   world.prefetcher->end_pass();
   world.begin(0, {});
   for (LayerId layer = 0; layer < 5; ++layer) CHECK(world.prefetcher->ready(layer) == (layer != 1 && layer != 4));
@@ -482,6 +483,21 @@ TEST(a_copy_goes_in_chunks) {
   }
   const PrefetchStats stats = world.prefetcher->stats();
   CHECK(stats.copies == 2 && stats.copied_bytes == 2 * kBytes);
+}
+
+// A chunk is a batch: it ends in the middle of a run if it has to, and the next one begins behind a fill.
+TEST(block_copies_go_in_chunks) {
+  World world(2, 1, 3 * kUnit / 2);
+  world.stream_blocks();
+  world.backend->finish();
+  world.backend->copies.clear();
+  const std::uint64_t fills = world.backend->fills;
+  world.begin(0, {{1, 3, 2}, {4, 0, 1}});
+  for (LayerId layer = 0; layer < 2; ++layer) world.use(layer, 0);
+  world.prefetcher->end_pass();
+  const std::size_t chunks = 2 * kRanges;  // of one and a half units: a layer's are three units a range
+  CHECK(world.backend->fills - fills == 2 * (chunks - 1));
+  CHECK(world.backend->batches == 2 * kRanges);  // every other one has the end of a run and all of the next
 }
 
 TEST(statistics) {

@@ -26,6 +26,9 @@ REMAP_SAME_PLACE(CUmemAllocationProp, requestedHandleTypes);
 REMAP_SAME_PLACE(CUmemAllocationProp, location);
 REMAP_SAME_PLACE(CUmemAllocationProp, win32HandleMetaData);
 REMAP_SAME_PLACE(CUmemAllocationProp, allocFlags.gpuDirectRDMACapable);
+REMAP_SAME_PLACE(CUmemcpyAttributes, srcLocHint);
+REMAP_SAME_PLACE(CUmemcpyAttributes, dstLocHint);
+REMAP_SAME_PLACE(CUmemcpyAttributes, flags);
 
 // Pairs of a number of ours and the toolkit's.
 constexpr long long kPairs[][2] = {
@@ -47,7 +50,9 @@ constexpr long long kPairs[][2] = {
     {kCaptureRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED}, {kStreamNonBlocking, CU_STREAM_NON_BLOCKING},
     {kEventBlockingSync, CU_EVENT_BLOCKING_SYNC}, {kEventDisableTiming, CU_EVENT_DISABLE_TIMING},
     {kHostPortable, CU_MEMHOSTREGISTER_PORTABLE}, {kHostDeviceMap, CU_MEMHOSTREGISTER_DEVICEMAP},
-    {kHostReadOnly, CU_MEMHOSTREGISTER_READ_ONLY}};
+    {kHostReadOnly, CU_MEMHOSTREGISTER_READ_ONLY}, {kSourceInStreamOrder, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM},
+    {kSourceDuringCall, CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL},
+    {kSourceInAnyOrder, CU_MEMCPY_SRC_ACCESS_ORDER_ANY}};
 constexpr bool all_same() {
   for (const auto& pair : kPairs) {
     if (pair[0] != pair[1]) return false;

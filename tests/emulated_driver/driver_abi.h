@@ -63,7 +63,17 @@ struct CUmemAccessDesc {
   int flags;
 };
 
+struct CUmemcpyAttributes {
+  int srcAccessOrder;
+  CUmemLocation srcLocHint;
+  CUmemLocation dstLocHint;
+  unsigned int flags;
+};
+
 enum : int {
+  kSourceInStreamOrder = 1,
+  kSourceDuringCall = 2,
+  kSourceInAnyOrder = 3,
   kPinnedAllocation = 1,
   kDeviceLocation = 1,
   kPosixFd = 1,

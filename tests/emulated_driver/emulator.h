@@ -79,7 +79,7 @@ CUresult serve(const char* entry, unsigned needs, Body&& body) {
 // Gives the lock up for so long and takes it again: what a call costs, which other calls need not wait for.
 void spend(Lock& lock, std::uint64_t ns);
 
-// A call that changes mappings, for as long as it lasts. With the setting driver_lock it keeps others of its kind and every
+// A call that changes mappings or page-locks memory, for as long as it lasts. With the setting driver_lock it keeps others of its kind and every
 // call that enqueues out, its cost included: a driver has locks of its own, which are not documented.
 class MappingCall {
  public:

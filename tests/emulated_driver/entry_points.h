@@ -52,6 +52,9 @@
   X(cuMemcpyDtoHAsync, 3020, (void* to, CUdeviceptr from, std::size_t bytes, CUstream stream))                                 \
   X(cuMemcpyDtoDAsync, 3020, (CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream stream))                           \
   X(cuMemcpyAsync, 4000, (CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream stream))                               \
+  X(cuMemcpyBatchAsync, 12080,                                                                                                 \
+    (CUdeviceptr * to, CUdeviceptr * from, std::size_t * bytes, std::size_t count, CUmemcpyAttributes * attributes,            \
+     std::size_t * first_of_attributes, std::size_t attribute_count, std::size_t * failed, CUstream stream))                   \
   X(cuMemsetD8Async, 3020, (CUdeviceptr to, unsigned char value, std::size_t bytes, CUstream stream))                          \
   X(cuEventCreate, 2000, (CUevent * event, unsigned flags))                                                                    \
   X(cuEventDestroy, 4000, (CUevent event))                                                                                     \

@@ -92,6 +92,7 @@ CUresult cuMemHostRegister(void* at, std::size_t bytes, unsigned flags) {
     if ((flags & kHostReadOnly) != 0 && e.settings.attribute(kReadOnlyRegister, e.contexts.device_of(context)) == 0) {
       return e.violate(kNotSupported, "cuMemHostRegister: the device has no read-only registration");
     }
+    const MappingCall call(e, lock);
     constexpr double kGiB = std::size_t{1} << 30;
     spend(lock, static_cast<std::uint64_t>(static_cast<double>(bytes) / kGiB * static_cast<double>(e.settings.pin_ns_per_gib)));
     return e.host.add(at, bytes, flags, context);

@@ -98,6 +98,10 @@ EXPECTED: dict[str, list[tuple[str, Callable[[Figure], bool]]]] = {
         for title in ("whole layers", "1 MiB pieces")
     ],
     "gaps between chunks": [("fill, greatest, share", lambda each: (each.target, each.n) == (0.95, 2))],
+    "copies of KV blocks": [
+        (f"64 copies {way} of 512 bytes, batches / a call each", lambda each: each.n == 3) for way in ("in", "out")
+    ],
+    "page-locking beside launches": [("130 MiB in pieces", lambda each: each.n == 3)],
     "decode attention by layout": [("block-major / plain tensor", lambda each: each.n > 0)],
     "a decode step attached at alpha 0": [("attached, longer by", lambda each: "control_percent" in each.detail)],
     "reload of an idle model": [("reload of 16 layers of 2 MiB, share of the link", lambda each: each.n == 2)],

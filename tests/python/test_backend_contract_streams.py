@@ -87,6 +87,30 @@ def test_a_stream_waits_for_another_streams_event(backend: Any) -> None:
             assert peek_host(to) == {100 + round_}
 
 
+def test_a_batch_of_copies_is_one_piece_of_its_streams_work(backend: Any) -> None:
+    count, size = 700, 24
+    with (
+        pages(backend, 8) as handles,
+        shown(backend, handles) as at,
+        host_memory(backend, 2 * count * size) as memory,
+        stream_and_event(backend) as (stream, event),
+    ):
+        for index in range(count):
+            poke_host(memory + index * size, index % 250 + 1, size)
+        out = memory + count * size
+        poke_host(out, 0, count * size)
+        inward = [(at + 40 * index, memory + index * size, size) for index in range(count)]
+        outward = [(out + (count - 1 - index) * size, at + 40 * index, size) for index in range(count)]
+        backend.copy_batch(stream, [*inward, (at + 40 * count, memory, 0)])
+        backend.fill(stream, at, 0xFF, 40)  # behind all of it
+        backend.copy_batch(stream, outward)
+        backend.copy_batch(stream, [])
+        finished(backend, event, stream)
+        for index in range(1, count):
+            assert peek_host(out + (count - 1 - index) * size, size) == {index % 250 + 1}
+        assert peek_host(out + (count - 1) * size, size) == {0xFF}
+
+
 def test_an_event_never_recorded_counts_as_complete(backend: Any) -> None:
     with stream_and_event(backend) as (stream, event):
         assert backend.query(event) is True
@@ -145,6 +169,7 @@ def test_unknown_streams_and_events_are_refused(backend: Any) -> None:
         at, unknown = ctypes.addressof(own), 987654
         for call, *arguments in (
             ("copy", (0, at, at, 4), (stream, 0, at, 4)),
+            ("copy_batch", (0, [(at, at, 4)]), (stream, [(at, at + 4, 4), (at, 0, 4)]), (stream, [(0, at, 4)])),
             ("fill", (unknown, at, 0, 4), (stream, 0, 0, 4)),
             ("record", (event, unknown), (unknown, stream)),
             ("stream_wait", (stream, unknown), (unknown, event)),
@@ -171,6 +196,7 @@ def test_a_device_is_not_sent_where_nothing_is_accessible(backend: Any) -> None:
         for place in (at + PAGE, at + PAGE // 2):  # nothing is mapped there, or in its second half
             refuses(backend, InvalidState, "copy", (stream, place, own, PAGE), (stream, own, place, PAGE))
             refuses(backend, InvalidState, "fill", (stream, place, 0, PAGE))
+            refuses(backend, InvalidState, "copy_batch", (stream, [(at, own, PAGE), (place, own, PAGE)]))
         backend.set_access(at, PAGE, Access.read)
         refuses(backend, InvalidState, "copy", (stream, at, own, PAGE))
         backend.copy(stream, own, at, PAGE)
@@ -198,6 +224,14 @@ def test_a_copy_that_fails_while_it_runs_reaches_every_waiter(backend: Any) -> N
         for late in (event, end):
             refuses(backend, DriverError, "synchronize", (late, WAIT_S))
             refuses(backend, DriverError, "query", (late,))
+        backend.fail_async_copy(1)
+        with stream_and_event(backend) as (another, last):
+            ranges = [(memory + (1 + index) * PAGE, memory, PAGE) for index in range(2)]
+            backend.copy_batch(another, ranges)
+            backend.record(last, another)
+            refuses(backend, DriverError, "synchronize", (last, WAIT_S))
+        assert [peek_host(memory + part * (PAGE // 2), PAGE // 2) for part in range(2, 6)] == [{1}, {0}, {1}, {0}]
+        poke_host(memory + 2 * PAGE, 0, PAGE // 2)
         halves = [peek_host(memory + PAGE + part * (PAGE // 2), PAGE // 2) for part in range(4)]
         assert halves == [{1}, {0}, {0}, {0}]
 

@@ -93,6 +93,22 @@ def session_of(layout: str = "block_major", mode: str = "aliased", host: int = 6
     return session, session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)
 
 
+def test_scattered_blocks_are_one_call_each_way() -> None:
+    trace = _core.make_trace_backend(_core.make_host_backend(64 * PAGE, PAGE, 1))
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=8, max_blocks=8, host_blocks=6)
+    platform = remap.advanced.Platform(backend=trace)
+    with remap.Session(64 * PAGE, page_bytes=PAGE, platform=platform) as session:
+        kv = session.attach_bytes(make_layers((1, 1)), name="m", kv=spec).kv
+        live = kv.allocate(8)
+        before = trace.count(_core.Call.copy)
+        hosts = kv.copy_out([live[at] for at in (0, 2, 5, 7)])
+        kv.copy_in(hosts, [live[at] for at in (1, 3, 4, 6)])
+        kv.join()
+        assert trace.count(_core.Call.copy_batch) == 2 and trace.count(_core.Call.copy) == before
+        batch = next(each for each in trace.log() if each.call == _core.Call.copy_batch)
+        assert len(batch.list) == 3 * batch.args[1] == 3 * 4 * kv.geometry.ranges
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_come_back_into_any_blocks(layout: str, mode: str) -> None:

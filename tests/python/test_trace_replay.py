@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,11 +23,14 @@ def traced_session(mode: str) -> tuple[Any, str]:
         CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=trace)
     ) as session:
         layers = make_layers([2, 3, 2, 3, 1, 3])
-        tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=160))
+        tenant = session.attach_bytes(layers, name="m", kv=replace(make_spec(6, max_blocks=160), host_blocks=3))
         for remapped, buffers in ((1, 1), (3, 2), (2, 1), (0, 1), (4, 1)):
             ids = tenant.kv.allocate(min(3, tenant.kv.free_blocks))
             remap.advanced.remap(session, "m", remapped, buffers)
             forward(session, tenant, layers)
+            hosts = tenant.kv.copy_out(ids)
+            tenant.kv.copy_in(hosts, ids)
+            tenant.kv.free_host(hosts)
             tenant.kv.free(ids)
         remap.advanced.settle(session)
     del tenant, session
@@ -51,10 +55,12 @@ def test_the_text_form_loses_nothing() -> None:
     parsed = _core.parse_trace("# a comment\n\n" + text)
     assert _core.serialize_trace(parsed) == text
     for one, other in zip(trace.log(), parsed, strict=True):
-        for name in ("call", "failed", "result", "args", "pages"):
+        for name in ("call", "failed", "result", "args", "list"):
             assert getattr(one, name) == getattr(other, name)
     calls = _core.Call
-    assert {calls.map, calls.unmap, calls.copy, calls.record, calls.create_page} <= {one.call for one in parsed}
+    assert {calls.map, calls.unmap, calls.copy, calls.copy_batch, calls.record, calls.create_page} <= {
+        one.call for one in parsed
+    }
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,9 @@ def test_the_text_form_loses_nothing() -> None:
         "map ok",
         "map perhaps 0 1 1 1 pages 1",
         "map ok 0 4096 2 65536 pages 1",
+        "copy_batch ok 0 7 1 pages 1 2 3",
+        "copy_batch ok 0 7 1 ranges 1 2",
+        "copy_batch ok 0 7 2 ranges 1 2 3",
         "unmap ok 0 1 2 3",
         "release ok x 1 2",
     ],

@@ -96,6 +96,14 @@ struct AccessDescriptor {  // CUmemAccessDesc
   int flags = 0;
 };
 
+constexpr int kSourceInStreamOrder = 1;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+struct CopyAttributes {                  // CUmemcpyAttributes
+  int source_order = 0;
+  MemoryLocation source_hint;
+  MemoryLocation target_hint;
+  unsigned flags = 0;
+};
+
 // X(name, version, parameters): the name and the version that cuGetProcAddress is asked with. The version decides which binary
 // interface the answer has, so it is the one whose signature stands here and never the driver's own: cuStreamGetCtx,
 // asked at 12050, takes one parameter more.
@@ -149,6 +157,12 @@ struct AccessDescriptor {  // CUmemAccessDesc
   X(cuEventQuery, 2000, (EventPointer event))                                                                                  \
   X(cuEventSynchronize, 2000, (EventPointer event))                                                                            \
   X(cuEventElapsedTime, 2000, (float* milliseconds, EventPointer from, EventPointer to))
+
+// What newer drivers have; null where this one does not.
+#define REMAP_CUDA_NEWER_ENTRY_POINTS(X)                                                                                       \
+  X(cuMemcpyBatchAsync, 12080,                                                                                                 \
+    (DevicePointer * to, DevicePointer * from, std::size_t * bytes, std::size_t count, CopyAttributes * attributes,            \
+     std::size_t * first_of_attributes, std::size_t attribute_count, std::size_t * failed, StreamPointer stream))
 
 using GetProcAddress = Result (*)(const char* name, void** function, int version, std::uint64_t flags, int* status);
 

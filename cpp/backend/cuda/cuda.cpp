@@ -1,7 +1,9 @@
 // The cuda backend: Memory (pages, regions, mappings), LockedMemory (host memory) and Streams (copies, events) in the device's
 // primary context, behind the Backend contract.
+#include <algorithm>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "backend/cuda/device.h"
 #include "backend/cuda/locked_memory.h"
@@ -14,6 +16,10 @@ namespace remap {
 namespace {
 
 using namespace cuda;
+
+// Batches of copies were seen to crash and to hang on devices of this generation (driver 580; vllm-project/vllm#49276,
+// InternLM/lmdeploy#4838). There each copy is a call. Not tried by us.
+constexpr int kBlackwell = 10;
 
 void refuse_option(bool wanted, bool offered, const char* option, const CudaDevice& device) {
   if (!wanted || offered) return;
@@ -45,7 +51,7 @@ class CudaBackend final : public Backend {
         emulated_(driver.emulated),
         device_(checked_device(driver, options)),
         context_(std::make_unique<Context>(driver, device_of(driver, options.device))),
-        streams_(std::make_unique<Streams>(*context_)),
+        streams_(std::make_unique<Streams>(*context_, device_.compute_major < kBlackwell)),
         locked_(std::make_unique<LockedMemory>(
             *context_, LockedMemory::Options{cuda::user_budget(options.host_budget_bytes), device_.read_only_host_register, device_.coherent})) {
     const AllocationProperties properties =
@@ -111,17 +117,16 @@ class CudaBackend final : public Backend {
 
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
     guard();
-    if (to == nullptr || from == nullptr) {
-      throw Error(ErrorKind::invalid_argument, "copy: expected two addresses, got null. Nothing changed.",
-                  {{"bytes", static_cast<std::int64_t>(bytes)}});
-    }
-    const bool to_ours = memory_->holds(to, bytes, Access::read_write, "copy");
-    const bool from_ours = memory_->holds(from, bytes, Access::read, "copy");
-    Direction direction = Direction::unknown;
-    if (to_ours && from_ours) direction = Direction::inside_device;
-    if (to_ours && !from_ours && locked_->holds(from, bytes)) direction = Direction::to_device;
-    if (!to_ours && from_ours && locked_->holds(to, bytes)) direction = Direction::to_host;
-    streams_->copy(stream, to, from, bytes, direction);
+    std::vector<CopyPart> parts;
+    add_parts({to, from, bytes}, "copy", parts);
+    streams_->copy(stream, parts, "copy");
+  }
+  void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count) override {
+    guard();
+    std::vector<CopyPart> parts;
+    parts.reserve(count);
+    for (const CopyRange* each = ranges; each != ranges + count; ++each) add_parts(*each, "copy_batch", parts);
+    streams_->copy(stream, parts, "copy_batch");
   }
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     guard();
@@ -145,6 +150,31 @@ class CudaBackend final : public Backend {
 
  private:
   void guard() const { refuse_fork(generation_); }
+  // What of the copy the driver takes at once, behind `parts`.
+  void add_parts(const CopyRange& copy, const char* call, std::vector<CopyPart>& parts) const {
+    if (copy.to == nullptr || copy.from == nullptr) {
+      throw Error(ErrorKind::invalid_argument, std::string(call) + ": expected two addresses, got null. Nothing changed.",
+                  {{"bytes", static_cast<std::int64_t>(copy.bytes)}});
+    }
+    const bool to_ours = memory_->holds(copy.to, copy.bytes, Access::read_write, call);
+    const bool from_ours = memory_->holds(copy.from, copy.bytes, Access::read, call);
+    Direction direction = to_ours && from_ours ? Direction::inside_device : Direction::unknown;
+    const std::byte* locked = nullptr;  // the end that is page-locked here
+    if (to_ours && !from_ours && locked_->holds(copy.from, copy.bytes)) {
+      direction = Direction::to_device;
+      locked = copy.from;
+    }
+    if (!to_ours && from_ours && locked_->holds(copy.to, copy.bytes)) {
+      direction = Direction::to_host;
+      locked = copy.to;
+    }
+    for (std::size_t at = 0; at < copy.bytes;) {
+      const std::size_t left = copy.bytes - at;
+      const std::size_t some = locked == nullptr ? left : std::min(left, locked_->piece_at(locked + at));
+      parts.push_back({copy.to + at, copy.from + at, some, direction});
+      at += some;
+    }
+  }
   Memory& memory() const {
     guard();
     return *memory_;

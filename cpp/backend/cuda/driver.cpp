@@ -79,6 +79,10 @@ std::unique_ptr<Driver> open(const std::string& library) {
   }
   REMAP_CUDA_ENTRY_POINTS(REMAP_CUDA_RESOLVE)
 #undef REMAP_CUDA_RESOLVE
+#define REMAP_CUDA_RESOLVE(name, version, parameters) \
+  driver->name = reinterpret_cast<decltype(driver->name)>(ask(get_address, #name, version));
+  REMAP_CUDA_NEWER_ENTRY_POINTS(REMAP_CUDA_RESOLVE)
+#undef REMAP_CUDA_RESOLVE
   if (!missing.empty()) {
     refuse_library(library,
                    "of CUDA " + version_text(driver->version) + " lacks " + missing +

@@ -1,7 +1,7 @@
 // The driver library: loaded with dlopen when a backend is opened, its entry points asked for by name and version.
 //
 // Drivers from CUDA 12.0 on (branch 525) serve: cuGetProcAddress_v2 came with it, which says why it has no answer, and all that
-// is asked for is older. An older one is refused with both versions named.
+// is asked for is older, but for a few that the backend can do without. An older one is refused with both versions named.
 //
 // Concurrency: a library is loaded once a process and path and never unloaded: unloading a driver that made contexts is not
 // supported by it, and threads may be inside. A Driver is constant once load_driver() has returned it.
@@ -22,6 +22,7 @@ struct Driver {
   bool emulated = false;  // the project's own stand-in, whose memory the processor can touch
 #define REMAP_CUDA_DECLARE(name, version, parameters) Result(*name) parameters = nullptr;
   REMAP_CUDA_ENTRY_POINTS(REMAP_CUDA_DECLARE)
+  REMAP_CUDA_NEWER_ENTRY_POINTS(REMAP_CUDA_DECLARE)
 #undef REMAP_CUDA_DECLARE
 };
 

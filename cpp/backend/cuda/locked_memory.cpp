@@ -20,6 +20,8 @@ using mapping::address_of;
 using mapping::number;
 
 constexpr std::size_t kHugeBytes = std::size_t{2} << 20;
+// Some 15 ms of the driver's time at the quarter of a second a GiB that peers report. Not measured by us.
+constexpr std::size_t kPiece = std::size_t{64} << 20;
 
 [[noreturn]] void fail_system(const char* call, const char* what, std::size_t bytes, int code, const os::Asked& asked) {
   throw os::refusal(std::string(call) + ": " + what + " of " + std::to_string(bytes) + " bytes", code, asked,
@@ -74,9 +76,9 @@ LockedMemory::LockedMemory(const Context& context, const Options& options)
 LockedMemory::~LockedMemory() {
   try {
     const Context::Use use(context_, "close");
-    for (const auto& range : ranges_) {
-      void* at = reinterpret_cast<void*>(range.first);
-      const bool unlocked = !range.second.registered || driver_.cuMemHostUnregister(at) == result::kSuccess;
+    for (auto& range : ranges_) {
+      auto* at = reinterpret_cast<std::byte*>(range.first);
+      const bool unlocked = unlock_pages(at, range.second.registered) == result::kSuccess;
       if (unlocked && range.second.owned) ::munmap(at, range.second.locked);
     }
   } catch (const Error&) {
@@ -126,10 +128,36 @@ void LockedMemory::require_budget(std::size_t locked, std::size_t to_find, const
                {"limited_by", std::string(by)}});
 }
 
-void LockedMemory::lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call) const {
-  const Context::Use use(context_, call);
-  const Result code = driver_.cuMemHostRegister(at, bytes, flags);
-  if (code != result::kSuccess) fail(driver_, call, "cuMemHostRegister", code, {{"requested", number(bytes)}});
+// Where the piece ends that has this byte of the range: an offset as well.
+std::size_t LockedMemory::piece_end(Address begin, std::size_t offset, std::size_t bytes) const noexcept {
+  const std::size_t lead = begin % os_page_;
+  return std::min(bytes, ((lead + offset) / kPiece + 1) * kPiece - lead);
+}
+
+void LockedMemory::lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call, std::size_t& registered) const {
+  while (registered < bytes) {
+    const std::size_t end = piece_end(address_of(at), registered, bytes);
+    const Context::Use use(context_, call);
+    const Result code = driver_.cuMemHostRegister(at + registered, end - registered, flags);
+    if (code != result::kSuccess) {
+      const bool undone = unlock_pages(at, registered) == result::kSuccess;
+      fail(driver_, call, "cuMemHostRegister", code, {{"requested", number(bytes)}},
+           undone ? "Nothing changed." : "A part stays page-locked until the process ends.");
+    }
+    registered = end;
+  }
+}
+
+Result LockedMemory::unlock_pages(std::byte* at, std::size_t& registered) const {
+  const std::size_t lead = address_of(at) % os_page_;
+  while (registered != 0) {
+    const std::size_t last = (lead + registered - 1) / kPiece * kPiece;  // where the last piece begins, behind the OS page
+    const std::size_t begin = last - std::min(last, lead);
+    const Result code = driver_.cuMemHostUnregister(at + begin);
+    if (code != result::kSuccess) return code;
+    registered = begin;
+  }
+  return result::kSuccess;
 }
 
 // Takes the node over: nothing is allocated after the driver was called.
@@ -157,11 +185,16 @@ std::byte* LockedMemory::allocate(std::size_t bytes) {
   // touched: a fork meanwhile, on another thread, finds nothing here to copy, and none of the threads that touch.
   if (::madvise(buffer.get(), rounded, MADV_DONTFORK) != 0) fail_system("allocate_host", "madvise", rounded, errno, {0, 0, 2});
   buffer.fill_in("allocate_host");
-  Ranges range;
-  range.emplace(address_of(buffer.get()), Range{bytes, rounded, 0, true, true});
-  lock_pages(buffer.get(), rounded, kHostRegisterPortable, "allocate_host");
-  add(range);
   std::byte* at = buffer.get();
+  Ranges range;
+  Range& made = range.emplace(address_of(at), Range{bytes, rounded, 0, true, 0}).first->second;
+  try {
+    lock_pages(at, rounded, kHostRegisterPortable, "allocate_host", made.registered);
+  } catch (const Error&) {
+    if (made.registered != 0) buffer.keep();  // what the driver has locked must not be unmapped
+    throw;
+  }
+  add(range);
   buffer.keep();
   return at;
 }
@@ -205,8 +238,8 @@ void LockedMemory::register_range(const std::byte* address, std::size_t bytes) {
   const std::size_t resident = facts.file_bytes == 0 ? resident_bytes(at, bytes) : 0;
   require_budget(locked, locked - std::min(locked, resident), "register_host");
   Ranges range;
-  range.emplace(at, Range{bytes, locked, facts.file_bytes, false, true});
-  lock_pages(const_cast<std::byte*>(address), bytes, flags, "register_host");
+  Range& made = range.emplace(at, Range{bytes, locked, facts.file_bytes, false, 0}).first->second;
+  lock_pages(const_cast<std::byte*>(address), bytes, flags, "register_host", made.registered);
   add(range);
 }
 
@@ -226,15 +259,20 @@ LockedMemory::Ranges::iterator LockedMemory::find(const std::byte* address, std:
 void LockedMemory::drop(const std::byte* address, std::size_t bytes, bool owned, const char* call) {
   const std::lock_guard<std::mutex> lock(changing_);
   const auto range = find(address, bytes, owned, call);
-  void* at = reinterpret_cast<void*>(range->first);
-  if (range->second.registered) {
+  auto* at = reinterpret_cast<std::byte*>(range->first);
+  if (range->second.registered != 0) {
     const Context::Use use(context_, call);
-    check(driver_, call, "cuMemHostUnregister", driver_.cuMemHostUnregister(at));
+    // Out of the books piece by piece: no copy of the caller's uses this memory any more, and the next try goes on here.
+    std::size_t registered = range->second.registered;
+    const Result code = unlock_pages(at, registered);
+    {
+      const std::lock_guard<std::shared_mutex> books(books_);
+      range->second.registered = registered;
+    }
+    check(driver_, call, "cuMemHostUnregister", code);
   }
   if (owned && ::munmap(at, range->second.locked) != 0) {
     const int code = errno;  // neighbours that the kernel keeps as one mapping may need another when they are cut
-    const std::lock_guard<std::shared_mutex> books(books_);
-    range->second.registered = false;
     throw Error(ErrorKind::limit_exceeded,
                 std::string(call) + ": munmap of " + std::to_string(bytes) + " bytes failed (" + std::strerror(code) +
                     "). The memory is there still, but no longer page-locked. Raise vm.max_map_count and free it again.",
@@ -261,7 +299,14 @@ bool LockedMemory::holds(const std::byte* at, std::size_t bytes) const {
   const auto after = ranges_.upper_bound(address_of(at));
   if (after == ranges_.begin()) return false;
   const auto range = std::prev(after);
-  return range->second.registered && address_of(at) + bytes <= range->first + range->second.bytes;
+  return address_of(at) + bytes <= range->first + std::min(range->second.bytes, range->second.registered);
+}
+
+std::size_t LockedMemory::piece_at(const std::byte* at) const {
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  const auto range = std::prev(ranges_.upper_bound(address_of(at)));
+  const std::size_t offset = address_of(at) - range->first;
+  return piece_end(range->first, offset, range->second.locked) - offset;
 }
 
 }  // namespace remap::cuda

@@ -10,6 +10,10 @@
 // could be placed in it when the GPU touches them first. So they are touched here before, which places them on a node with
 // processors, and the budget counts the memory of such nodes only (host_budget.h). Not yet run on a GPU.
 //
+// A range is registered in pieces: the driver holds locks of its own for as long as a registration takes, some tenths of a second a
+// GiB, and other threads' launches wait for it. The pieces end at multiples of kPiece behind the OS page in which the range
+// begins, and no copy may lie in two of them.
+//
 // Concurrency: `changing_` makes allocations and registrations one at a time, from the look at the budget to the books, so that
 // two cannot both take what is left; they are set-up work, and slow. `books_` guards the table for copies, which only look.
 #pragma once
@@ -47,6 +51,8 @@ class LockedMemory {
 
   // Whether the range lies in one of these.
   bool holds(const std::byte* at, std::size_t bytes) const;
+  // How many bytes from here on the driver knows as one piece. Pre: it is held.
+  std::size_t piece_at(const std::byte* at) const;
 
  private:
   struct Range {
@@ -54,13 +60,17 @@ class LockedMemory {
     std::size_t locked = 0;      // in whole OS pages
     std::size_t file_bytes = 0;  // of `locked`, behind which a file stands: the system counts it as available, wrongly
     bool owned = false;          // allocated here; else registered
-    bool registered = false;     // the driver knows it
+    std::size_t registered = 0;  // so many bytes from its begin on the driver knows, in whole pieces; all, but where it failed
   };
   using Ranges = std::map<mapping::Address, Range>;
 
   std::size_t locked_span(mapping::Address at, std::size_t bytes) const noexcept;
   void require_budget(std::size_t locked, std::size_t to_find, const char* call) const;
-  void lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call) const;
+  std::size_t piece_end(mapping::Address begin, std::size_t offset, std::size_t bytes) const noexcept;
+  // registered: 0 before, `bytes` behind; on an error what could not be given back either.
+  void lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call, std::size_t& registered) const;
+  // Gives back the pieces of [at, at + registered), the last first; `registered` says what is left of them, also on an error.
+  Result unlock_pages(std::byte* at, std::size_t& registered) const;
   void add(Ranges& range);
   Ranges::iterator find(const std::byte* address, std::size_t bytes, bool owned, const char* call);
   void drop(const std::byte* address, std::size_t bytes, bool owned, const char* call);

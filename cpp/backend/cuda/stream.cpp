@@ -18,6 +18,9 @@ constexpr std::chrono::microseconds kLongestSleep{100};
 // Waits longer than this have no deadline: now + timeout must not overflow.
 constexpr std::chrono::hours kForever{24 * 365};
 
+// Copies that go to the driver in one call, at most: it was seen to crash on batches of 50,000 (vllm-project/vllm#49276, driver 580).
+constexpr std::size_t kBatch = 512;
+
 StreamPointer native(StreamHandle stream) noexcept { return reinterpret_cast<StreamPointer>(stream); }
 DevicePointer device_pointer(const void* at) noexcept {
   return static_cast<DevicePointer>(reinterpret_cast<std::uintptr_t>(at));
@@ -156,23 +159,59 @@ void Streams::refuse_capture(StreamHandle stream, Origin origin, const char* cal
               {{"operation", std::string(call)}, {"stream", static_cast<std::int64_t>(stream)}});
 }
 
-void Streams::copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes, Direction direction) {
-  const Origin origin = origin_of(stream, "copy");
-  const Context::Use use(context_, "copy");
-  refuse_capture(stream, origin, "copy");
-  if (bytes == 0) return;
-  const auto where = native(stream);
-  switch (direction) {
+Result Streams::enqueue(StreamPointer stream, const CopyPart& part, const char** entry) const {
+  switch (part.direction) {
     case Direction::to_device:
-      return check(driver_, "copy", "cuMemcpyHtoDAsync", driver_.cuMemcpyHtoDAsync(device_pointer(to), from, bytes, where));
+      *entry = "cuMemcpyHtoDAsync";
+      return driver_.cuMemcpyHtoDAsync(device_pointer(part.to), part.from, part.bytes, stream);
     case Direction::to_host:
-      return check(driver_, "copy", "cuMemcpyDtoHAsync", driver_.cuMemcpyDtoHAsync(to, device_pointer(from), bytes, where));
+      *entry = "cuMemcpyDtoHAsync";
+      return driver_.cuMemcpyDtoHAsync(part.to, device_pointer(part.from), part.bytes, stream);
     case Direction::inside_device:
-      return check(driver_, "copy", "cuMemcpyDtoDAsync",
-                   driver_.cuMemcpyDtoDAsync(device_pointer(to), device_pointer(from), bytes, where));
-    case Direction::unknown:
-      return check(driver_, "copy", "cuMemcpyAsync",
-                   driver_.cuMemcpyAsync(device_pointer(to), device_pointer(from), bytes, where));
+      *entry = "cuMemcpyDtoDAsync";
+      return driver_.cuMemcpyDtoDAsync(device_pointer(part.to), device_pointer(part.from), part.bytes, stream);
+    case Direction::unknown: break;
+  }
+  *entry = "cuMemcpyAsync";
+  return driver_.cuMemcpyAsync(device_pointer(part.to), device_pointer(part.from), part.bytes, stream);
+}
+
+Result Streams::enqueue(StreamPointer stream, const CopyPart* parts, std::size_t count, const char** entry) const {
+  std::vector<DevicePointer> to;
+  std::vector<DevicePointer> from;
+  std::vector<std::size_t> bytes;
+  for (auto* list : {&to, &from}) list->reserve(count);
+  bytes.reserve(count);
+  for (const CopyPart* part = parts; part != parts + count; ++part) {
+    to.push_back(device_pointer(part->to));
+    from.push_back(device_pointer(part->from));
+    bytes.push_back(part->bytes);
+  }
+  CopyAttributes attributes;
+  attributes.source_order = kSourceInStreamOrder;
+  std::size_t first = 0;
+  std::size_t failed = 0;
+  *entry = "cuMemcpyBatchAsync";
+  return driver_.cuMemcpyBatchAsync(to.data(), from.data(), bytes.data(), count, &attributes, &first, 1, &failed, stream);
+}
+
+void Streams::copy(StreamHandle stream, const std::vector<CopyPart>& parts, const char* call) {
+  const Origin origin = origin_of(stream, call);
+  const Context::Use use(context_, call);
+  refuse_capture(stream, origin, call);
+  const auto where = native(stream);
+  const std::size_t most = batches_ && stream != kStreamLegacy ? kBatch : 1;
+  for (std::size_t done = 0; done < parts.size();) {
+    const std::size_t some = std::min(parts.size() - done, most);
+    const char* entry = nullptr;
+    const Result code = some == 1 ? enqueue(where, parts[done], &entry) : enqueue(where, &parts[done], some, &entry);
+    if (code != result::kSuccess) {
+      if (done == 0) fail(driver_, call, entry, code);
+      // The caller is told of an error, and may use the memory for something else.
+      (void)driver_.cuStreamSynchronize(where);
+      fail(driver_, call, entry, code, {}, "Copies that had been enqueued before have ended; what the targets hold is undefined.");
+    }
+    done += some;
   }
 }
 

@@ -24,6 +24,7 @@
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "backend/cuda/context.h"
 #include "remap/backend.h"
@@ -33,9 +34,19 @@ namespace remap::cuda {
 // Which way a copy goes; `unknown` where an address is neither ours nor page-locked here: the driver finds out.
 enum class Direction : std::uint8_t { to_device, to_host, inside_device, unknown };
 
+// A copy, or what of one the driver takes at once: host memory is page-locked in pieces, and a copy must lie in one of them.
+struct CopyPart {
+  std::byte* to;
+  const std::byte* from;
+  std::size_t bytes;
+  Direction direction;
+};
+
 class Streams {
  public:
-  explicit Streams(const Context& context) : context_(context), driver_(context.driver()) {}
+  // batches: copies go to the driver as batches, if it takes them.
+  Streams(const Context& context, bool batches)
+      : context_(context), driver_(context.driver()), batches_(batches && context.driver().cuMemcpyBatchAsync != nullptr) {}
   ~Streams();  // waits for the work of our streams
   Streams(const Streams&) = delete;
   Streams& operator=(const Streams&) = delete;
@@ -46,7 +57,8 @@ class Streams {
   void destroy_stream(StreamHandle stream);
   StreamHandle adopt_stream(std::uint64_t native);
   void forget_stream(StreamHandle stream);
-  void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes, Direction direction);
+  // Copies the parts, in any order. call: for errors.
+  void copy(StreamHandle stream, const std::vector<CopyPart>& parts, const char* call);
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes);
   // Throws invalid_argument for an unknown stream.
   void require_stream(StreamHandle stream, const char* call) const;
@@ -83,11 +95,14 @@ class Streams {
   Origin origin_of(StreamHandle stream, const char* call) const;  // takes the lock
   std::shared_ptr<Event> event_of(EventHandle event, const char* call) const;  // pre: lock held
   Held hold(EventHandle event, const char* call) const;                       // takes the lock
+  Result enqueue(StreamPointer stream, const CopyPart& part, const char** entry) const;
+  Result enqueue(StreamPointer stream, const CopyPart* parts, std::size_t count, const char** entry) const;
   void refuse_capture(StreamHandle stream, Origin origin, const char* call) const;
   bool complete(EventHandle event, const char* call) const;  // pre: inside a Context::Use
 
   const Context& context_;
   const Driver& driver_;
+  const bool batches_;
   mutable std::shared_mutex books_;  // guards all below
   std::unordered_map<StreamHandle, Origin> streams_;
   std::unordered_map<EventHandle, std::shared_ptr<Event>> events_;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <vector>
 #include <utility>
 
 #include "backend/sim/clock.h"
@@ -120,13 +121,16 @@ class SimDevice final : public SimBackend, public std::enable_shared_from_this<S
 
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
     clock().require_stream(stream, "copy");
-    if (to == nullptr || from == nullptr) null("copy", bytes);
-    const bool to_ours = memory_.holds(to, bytes, Access::read_write, "copy");
-    const bool from_ours = memory_.holds(from, bytes, Access::read, "copy");
-    // From host memory to host memory as well: it goes by the device's copy engine.
-    const SimRoute route = !from_ours ? SimRoute::to_device : to_ours ? SimRoute::inside_device : SimRoute::to_host;
-    clock_.copy(stream, route, bytes, to_ours ? touched(to, bytes) : Touched{}, from_ours ? touched(from, bytes) : Touched{});
-    if (options_.backed && bytes != 0) std::memmove(to, from, bytes);
+    const CopyRange range{to, from, bytes};
+    make(stream, range, sides("copy", range));
+  }
+  // Each of them by itself: what a call costs is not modelled.
+  void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count) override {
+    clock().require_stream(stream, "copy_batch");
+    std::vector<Sides> all;
+    all.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) all.push_back(sides("copy_batch", ranges[i]));
+    for (std::size_t i = 0; i < count; ++i) make(stream, ranges[i], all[i]);
   }
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     clock().require_stream(stream, "fill");
@@ -161,6 +165,23 @@ class SimDevice final : public SimBackend, public std::enable_shared_from_this<S
   [[noreturn]] static void null(const char* call, std::size_t bytes) {
     throw Error(ErrorKind::invalid_argument, std::string(call) + ": expected addresses, got null. Nothing changed.",
                 {{"bytes", static_cast<std::int64_t>(bytes)}});
+  }
+  // Which ends of a copy lie in regions.
+  struct Sides {
+    bool to = false;
+    bool from = false;
+  };
+  Sides sides(const char* call, const CopyRange& range) {
+    if (range.to == nullptr || range.from == nullptr) null(call, range.bytes);
+    return {memory_.holds(range.to, range.bytes, Access::read_write, call),
+            memory_.holds(range.from, range.bytes, Access::read, call)};
+  }
+  void make(StreamHandle stream, const CopyRange& range, Sides ours) {
+    // From host memory to host memory as well: it goes by the device's copy engine.
+    const SimRoute route = !ours.from ? SimRoute::to_device : ours.to ? SimRoute::inside_device : SimRoute::to_host;
+    clock_.copy(stream, route, range.bytes, ours.to ? touched(range.to, range.bytes) : Touched{},
+                ours.from ? touched(range.from, range.bytes) : Touched{});
+    if (options_.backed && range.bytes != 0) std::memmove(range.to, range.from, range.bytes);
   }
   void guard() const { refuse_fork(generation_); }
   sim::Memory& memory() {

@@ -193,8 +193,7 @@ class KVCopies:
         if filled:
             streams.backend.query(filled)  # raises if it has failed, which would spread
             streams.backend.stream_wait(stream, filled)
-        for target, source, nbytes in ranges:
-            streams.backend.copy(stream, target, source, nbytes)
+        streams.backend.copy_batch(stream, ranges)
         return self._record(stream)
 
     def _record(self, stream: int) -> int:
