@@ -41,7 +41,7 @@ CORE_IMPORTERS = (
 SIMULATOR = (
     *("advice", "engine", "passes", "running", "scheduling", "sequences", "serving", "setup", "timeline", "worlds"),
 )
-LAZY = ("adapters", "cli", "sim.cluster", "cluster", "engine", *(f"sim.{name}" for name in SIMULATOR))
+LAZY = ("adapters", "cli", "cluster", "engine", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (
     *("transformers", "typer", "rich", "jinja2", "gguf", "safetensors", "accelerate", "vllm", "sglang"),

@@ -327,7 +327,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-twin-links-without-reservation",
-        file="src/remap/sim/cluster/network.py",
+        file="bench/lab/kunserve/twin/network.py",
         text="wanted.get(port, rank) >= rank",
         replacement="wanted.get(port, rank) >= 0",
         breaks="Bulk begins on a port that an activation waits for.",
@@ -335,7 +335,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-twin-port-carries-two",
-        file="src/remap/sim/cluster/network.py",
+        file="bench/lab/kunserve/twin/network.py",
         text="self._busy.update(one.ports)",
         replacement="self._busy.update(one.ports[:1])",
         breaks="An instance receives from two others at once.",
@@ -343,7 +343,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-twin-blocks-stay-taken",
-        file="src/remap/sim/cluster/pipeline.py",
+        file="bench/lab/kunserve/twin/pipeline.py",
         text="        self.pool.free(request.blocks)\n        request.blocks = []",
         replacement="        request.blocks = []",
         breaks="What moves to another group leaves its blocks behind.",

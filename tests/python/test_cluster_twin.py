@@ -6,6 +6,15 @@ import math
 from collections import defaultdict
 
 import pytest
+from bench.lab.kunserve.twin.events import Events
+from bench.lab.kunserve.twin.host import HostPool
+from bench.lab.kunserve.twin.loads import LENGTHS, bursts
+from bench.lab.kunserve.twin.network import HOST, Links, Sent
+from bench.lab.kunserve.twin.pipeline import Pipeline, Request
+from bench.lab.kunserve.twin.results import percentile
+from bench.lab.kunserve.twin.setup import CLUSTER_A, CLUSTER_B, Hardware
+from bench.lab.kunserve.twin.systems import SYSTEMS
+from bench.lab.kunserve.twin.world import BLOCK_TOKENS, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,15 +23,6 @@ from remap.cluster.messages import Part
 from remap.policy.cluster.exchange import Priority
 from remap.policy.cluster.lookahead import ChunkCost
 from remap.policy.cluster.pipeline import round_s
-from remap.sim.cluster.events import Events
-from remap.sim.cluster.host import HostPool
-from remap.sim.cluster.loads import LENGTHS, bursts
-from remap.sim.cluster.network import HOST, Links, Sent
-from remap.sim.cluster.pipeline import Pipeline, Request
-from remap.sim.cluster.results import percentile
-from remap.sim.cluster.setup import CLUSTER_A, CLUSTER_B, Hardware
-from remap.sim.cluster.systems import SYSTEMS
-from remap.sim.cluster.world import BLOCK_TOKENS, World
 from remap.sim.pools import CountedPool
 from remap.sim.roofline import prefill_pairs
 from remap.sim.sequences import Work

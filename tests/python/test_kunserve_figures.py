@@ -11,10 +11,10 @@ from bench.lab import seeds
 from bench.lab.commands import app
 from bench.lab.kunserve import command, figures, scaling
 from bench.lab.kunserve.figures import CLAIMS, FIGURES, LATE_S, SETUPS, cost_errors, late, name_of, runs
+from bench.lab.kunserve.twin.systems import SYSTEMS
 from typer.testing import CliRunner
 
 from remap.errors import InvalidArgument
-from remap.sim.cluster.systems import SYSTEMS
 
 SMALL = figures.Figure("Small", ("LongBench, 72B",), ("vllm", "remap"), ("ttft_p50_s", "tokens_per_s"))
 

@@ -53,7 +53,7 @@ PAGE = """# KunServe's clusters, simulated: {seeds} seeds
 Figures 12 to 17 of "KunServe: Parameter-centric Memory Management for Efficient Memory Overloading Handling in LLM
 Serving" (Cheng et al.) in virtual time: eight A800 with Qwen2.5-14B, 25 GB/s between them, and four times four H800 with
 Qwen2.5-72B. The production control, dispatcher, planners and scheduler run in the twin
-([sim/cluster](../../src/remap/sim/cluster/__init__.py)); computing is a roofline, the network has ports and priorities.
+([bench/lab/kunserve/twin](../lab/kunserve/twin/__init__.py)); computing is a roofline, the network has ports and priorities.
 Each figure is the median of the seeds, (lowest to highest). Made by `python -m bench.lab kunserve`; equal settings give
 equal figures.
 

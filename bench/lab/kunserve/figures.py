@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bench.lab.kunserve.twin.loads import BURST_S, BURSTS, bursts, swells
+from bench.lab.kunserve.twin.results import Result
+from bench.lab.kunserve.twin.setup import CLUSTER_A, CLUSTER_B, Hardware
+from bench.lab.kunserve.twin.systems import SYSTEMS
+from bench.lab.kunserve.twin.world import World
 from bench.lab.seeds import Point
 
-from remap.sim.cluster.loads import BURST_S, BURSTS, bursts, swells
-from remap.sim.cluster.results import Result
-from remap.sim.cluster.setup import CLUSTER_A, CLUSTER_B, Hardware
-from remap.sim.cluster.systems import SYSTEMS
-from remap.sim.cluster.world import World
 from remap.sim.roofline import prefill_pairs
 from remap.sim.sequences import Work
 

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from bench.lab.kunserve.twin.setup import CLUSTER_A
+
 from remap.cluster.control import Control, Policy
 from remap.cluster.messages import (
     Asked,
@@ -26,7 +28,6 @@ from remap.cluster.messages import (
 )
 from remap.policy.cluster import drop, restore
 from remap.policy.cluster.placement import Instance, Load, alone
-from remap.sim.cluster.setup import CLUSTER_A
 
 __all__ = ["SIZES", "measure"]
 
