@@ -384,7 +384,7 @@ class Session:
             return made
         except BaseException:
             for each, active in before.items():
-                each.active = active
+                each.write(active=active)
             raise
 
     @exclusive

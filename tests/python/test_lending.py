@@ -70,7 +70,7 @@ def test_what_is_still_away_is_re_pointed_when_its_tenant_wakes(wakes_in: str) -
         remap.advanced.settle(world.session)
         before = mappings(world)
         if wakes_in == "the pass":
-            b.tenant._state.active = True
+            b.tenant._state.write(active=True)
         else:
             assert world.session.activate("b", partial=True).streamed
         world.check()  # serves: every layer's bytes

@@ -78,7 +78,7 @@ def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool |
     keep = _certified(tenant, own)
     lent = sum(map(tenant.lends, away))
     if not lent and keep == own:
-        tenant.active = True
+        tenant.write(active=True)
         return ActivationReport(True, arena.epoch, streamed=away, reason=f"{tenant.name} has lent nothing")
     preempt: Mapping[str, tuple[int, ...]] = {}
     most = _most_streamed(tenant, own, partial)
@@ -96,7 +96,7 @@ def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool |
         if result.problem and partial is not True and tenant.remapped > most:
             reason = f"bringing layers home ended early: {result.problem}"
             return ActivationReport(False, arena.epoch, result.moved, reason=reason, streamed=tenant.streamed)
-        tenant.active = True
+        tenant.write(active=True)
         _certify(tenant)
         reason = (
             f"{len(restored)} layers, of {lent} lent ones, come home and load in layer order, which delays the first "
@@ -106,7 +106,7 @@ def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool |
     blocks = sum(map(len, preempt.values()))
     reason = f"{blocks} live blocks of {', '.join(sorted(preempt))} lie in the pages of {tenant.name}'s layers"
     if most >= tenant.remapped:
-        tenant.active = True
+        tenant.write(active=True)
         _certify(tenant)
         reason += f": {len(away)} layers are streamed through {tenant.buffers} buffers meanwhile"
         return ActivationReport(True, arena.epoch, {}, preempt, (), away, 0.0, reason)
@@ -172,4 +172,5 @@ def _certify(tenant: TenantState) -> None:
     allowed."""
     times = tenant.decode_times()
     if tenant.streamed and times is not None:
-        tenant.predicted_stall_s = tenant.stall(times, tenant.pages.streaming, tenant.kv.streamed.stop)
+        stall = tenant.stall(times, tenant.pages.streaming, tenant.kv.streamed.stop)
+        tenant.write(predicted_stall_s=stall)

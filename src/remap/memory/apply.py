@@ -27,14 +27,15 @@ they come home before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from remap import _core
 from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool, SavedPool
+from remap.memory.books import Books
 from remap.memory.moves import compose_moves
-from remap.memory.plan import Plan, Point, TenantPages, plan_free_pages
+from remap.memory.plan import Plan, Point, plan_free_pages
 from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
 from remap.memory.streams import Streams
@@ -48,12 +49,7 @@ class _Saved:
     """A tenant as it was before the change in progress."""
 
     tenant: TenantState
-    pages: TenantPages
-    reclaimed: frozenset[int]
-    draining: tuple[int, ...]
-    draining_target: tuple[int, int, str] | None
-    active: bool
-    selection: str
+    books: Books
     pool: SavedPool
     moved: dict[int, int] | None
     moves: Sequence[tuple[int, int]] = ()  # live blocks that this change moved, (old, new)
@@ -96,17 +92,7 @@ class Changes:
         """Record, before the first step of a change, the state to which `undo` goes back. Changes no earlier record."""
         saved = self._open.get(tenant.number)
         if saved is None:
-            saved = _Saved(
-                tenant,
-                tenant.pages,
-                tenant.reclaimed,
-                tenant.draining,
-                tenant.draining_target,
-                tenant.active,
-                tenant.selection,
-                tenant.kv.pool.save(),
-                self.moved.get(tenant.name),
-            )
+            saved = _Saved(tenant, tenant.books, tenant.kv.pool.save(), self.moved.get(tenant.name))
             self._open[tenant.number] = saved
             tenant.kv.pool.silence()
         return saved
@@ -136,10 +122,8 @@ class Changes:
             if self._executor.undecided():
                 self._executor.rollback()
             tenant.unsettled = self._unsettled = None
-        tenant.pages, tenant.reclaimed = saved.pages, saved.reclaimed
-        tenant.renew_order()
-        tenant.draining, tenant.draining_target = saved.draining, saved.draining_target
-        tenant.active, tenant.selection = saved.active, saved.selection
+        tenant.books = saved.books
+        tenant.write(order=tenant.order_of(tenant.pages))  # layers that were found written meanwhile stay pinned
         if saved.moved is None:
             self.moved.pop(tenant.name, None)
         else:
@@ -213,26 +197,35 @@ class Changes:
         # blocks are usable, unless pages have to be zeroed.
         after = tenant.compute.mark() if stream and (ready.frees or not self._deferring) else 0
         ready.core.epoch = self.arena.epoch  # an earlier plan is settled by now, and all of this is one locked call
+        books = self._after(tenant, ready, predicted_stall_s, reclaimed)
         saved = self.save(tenant)
         saved.applying = True
         self._executor.apply(ready.core, after, stream)
-        tenant.pages = ready.after
-        if plan.elsewhere is not None:
-            tenant.renew_order()
-        if tenant.reclaimed or reclaimed:
-            tenant.reclaimed = tenant.reclaimed.difference(plan.lost) | reclaimed
+        tenant.books = books
         if plan.gained:
             tenant.kv.pool.add_pages(ready.gained)
         tenant.all_ready = False
-        if predicted_stall_s is not None:
-            tenant.predicted_stall_s = predicted_stall_s
-        if plan.tails != ready.before.tails:
-            tenant.selection = plan.selection or tenant.selection
-            tenant.by_hand = False  # a plan that only takes or gives free pages leaves this as it was
         tenant.unsettled = ready
         self._unsettled = tenant
         self._decide(saved)
         self.applied += 1
+
+    @staticmethod
+    def _after(
+        tenant: TenantState, ready: PreparedPlan, predicted_stall_s: float | None, reclaimed: frozenset[int]
+    ) -> Books:
+        """The tenant's books after this plan (see `apply`)."""
+        plan, books = ready.plan, tenant.books
+        streams = plan.tails != ready.before.tails  # a plan that only takes or gives free pages leaves this as it was
+        return replace(
+            books,
+            pages=ready.after,
+            order=tenant.order_of(ready.after) if plan.elsewhere is not None else books.order,
+            reclaimed=books.reclaimed.difference(plan.lost) | reclaimed,
+            predicted_stall_s=books.predicted_stall_s if predicted_stall_s is None else predicted_stall_s,
+            selection=(streams and plan.selection) or books.selection,
+            by_hand=books.by_hand and not streams,
+        )
 
     def _await_copies(self, tenant: TenantState, plan: Plan) -> None:
         """Wait for copies in flight if they write into pages that are about to change owner. Growth does so
@@ -341,7 +334,7 @@ class Changes:
             self._executor.drain()
         if ready.plan.held or ready.plan.reload:
             stats = tenant.prefetcher.stats()
-            tenant.since = (stats.passes - tenant.timing.abandoned, stats.stall_s)
+            tenant.write(since=(stats.passes - tenant.timing.abandoned, stats.stall_s))
         tenant.unsettled = None
         if self._unsettled is tenant:
             self._unsettled = None
@@ -413,7 +406,7 @@ class Changes:
         self._withdrawn.append(tenant)
         saved = self.save(tenant)
         tenant.kv.pool.drain(slots)
-        tenant.draining, tenant.draining_target = tuple(slots), None
+        tenant.write(draining=tuple(slots), draining_target=None)
         self._decide(saved)
         self.tell()
 
@@ -444,13 +437,13 @@ class Changes:
             if tenant.draining:
                 pool.cancel_drain(tenant.draining)
             pool.drain(slots)
-        tenant.draining, tenant.draining_target = (), None
+        tenant.write(draining=(), draining_target=None)
         pending = pool.pending(slots)
         moves = pool.plan_moves(slots)
         if len(moves) < len(pending):
             if drain_to is None:
                 raise self.no_room(tenant, slots, len(moves))
-            tenant.draining, tenant.draining_target = tuple(slots), drain_to
+            tenant.write(draining=tuple(slots), draining_target=drain_to)
             self._decide(saved)
             self.tell()
             return None
@@ -495,13 +488,11 @@ class Changes:
     def cancel_draining(self, tenant: TenantState, *, deactivate: bool = False) -> None:
         """Stop draining: the blocks are needed after all. deactivate: make the tenant inactive in the same change."""
         if not tenant.draining:
-            tenant.draining_target = None
-            tenant.active = tenant.active and not deactivate
+            tenant.write(draining_target=None, active=tenant.active and not deactivate)
             return
         saved = self.save(tenant)
         tenant.kv.pool.cancel_drain(tenant.draining)
-        tenant.draining, tenant.draining_target = (), None
-        tenant.active = tenant.active and not deactivate
+        tenant.write(draining=(), draining_target=None, active=tenant.active and not deactivate)
         self._decide(saved)
         self.tell()
 
@@ -513,7 +504,7 @@ class Changes:
         if tenant.draining != slots:
             pool.cancel_drain(tenant.draining)
             pool.drain(slots)
-        tenant.draining, tenant.draining_target = slots, target
+        tenant.write(draining=slots, draining_target=target)
         self._decide(saved)
         self.tell()
 

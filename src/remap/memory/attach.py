@@ -19,6 +19,7 @@ from remap.kv.host import HostBlocks
 from remap.kv.spec import BUFFERS, MOST_BLOCKS, KVGeometry, KVSpec
 from remap.locking import SessionLock, Turn
 from remap.memory.apply import Changes
+from remap.memory.books import Books
 from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
 from remap.memory.host_memory import HostMemories, HostMemory
@@ -99,7 +100,7 @@ class Arrivals:
         arrival = self._arriving = _Arrival(number, name, source)
         try:
             tenant = self._place(arrival, priority, kv, config, host, resident_layers)
-            tenant.active = active
+            tenant.write(active=active)
             tenant.last_pass_s = clock()  # now: it was not idle while its weights were copied
             tenant.handle = handle(tenant)
             arrival.installing = True
@@ -282,16 +283,19 @@ class Arrivals:
             priority=priority,
             config=config,
             source=source,
-            pages=TenantPages(
-                tenant,
-                tuple(map(run_of, homes)),
-                regions,
-                ring_region,
-                tuple(sizes[layer] if layer in for_good else 0 for layer in range(len(homes))),
-                tuple(map(run_of, ring)),
-                preference,
-                sizes=tuple(sizes),
-                buffer_pages=buffer_pages,
+            books=Books(
+                TenantPages(
+                    tenant,
+                    tuple(map(run_of, homes)),
+                    regions,
+                    ring_region,
+                    tuple(sizes[layer] if layer in for_good else 0 for layer in range(len(homes))),
+                    tuple(map(run_of, ring)),
+                    preference,
+                    sizes=tuple(sizes),
+                    buffer_pages=buffer_pages,
+                ),
+                order,
             ),
             giving=giving,
             index_of={page: index for index, page in enumerate(giving)},
@@ -301,7 +305,6 @@ class Arrivals:
             rest_address=rest_address,
             ring_address=ring_address,
             reserved=first_pages,
-            order=order,
             max_remappable=_max_remappable(homes, order, placed),
             pinned=pinned,
             host=host,
@@ -323,7 +326,7 @@ class Arrivals:
         )
         self._calibrate(made)
         if for_good:
-            made.by_hand = True
+            made.write(by_hand=True)
             self._changes.configure(made)
         if window:  # at most what a copy costs whatever its size: one block's takes hardly longer
             first = ranges[0][0] + geometry.first_streamed * unit

@@ -81,7 +81,7 @@ def remap_by_hand(
         if changes.applied == applied:
             raise
         result = Returned(problem=str(error))
-    tenant.by_hand = bool(tenant.streamed)
+    tenant.write(by_hand=bool(tenant.streamed))
     entry = {
         "added": max(0, tenant.kv.usable_blocks - before),
         "moved": result.moved.pop(tenant.name, {}),
@@ -118,7 +118,7 @@ def lend_by_hand(
         with AllOrNothing(changes, (tenant,)) as undo:
             pages = lending.lend(tenant, layers, buffers, tenant.growing_by)
             entry["reason"] = f"{pages} pages of {layers} layers lent by hand"
-            tenant.by_hand = bool(tenant.streamed)
+            tenant.write(by_hand=bool(tenant.streamed))
             if pages:
                 undo.append(partial(lending.unlend, tenant, before))
             if receiver is not None and tenant.pages.lent:

@@ -110,7 +110,7 @@ class Lending:
         if selection == "suffix" and not pages.ring:
             # Make the ring of the very last layers: they are the last to come home.
             last = tuple(sorted(donor.order)[::-1][:buffers])
-            donor.pages = replace(pages, ring_preference=last)
+            donor.write(pages=replace(pages, ring_preference=last))
         try:
             with AllOrNothing(self._changes, (donor,)) as undo:
                 self._changes.cancel_draining(donor)  # else other layers than intended would come home
@@ -129,8 +129,7 @@ class Lending:
                 )
         finally:
             # If the donor grows for itself later, its ring should be where the ring's region shows it already.
-            now = donor.pages
-            donor.pages = replace(now, ring_preference=pages.ring_preference)
+            donor.write(pages=replace(donor.pages, ring_preference=pages.ring_preference))
         return len(donor.pages.lent) - before
 
     def give_idle(self, donor: TenantState, blocks: int, receiver: TenantState, surplus: int) -> int:

@@ -110,7 +110,7 @@ def place(
                 moves = changes.exchange(tenant, plan, list(tenant.slots_of(plan.lost))) or {}
                 undo.append(partial(_go_back, changes, tenant, pages, moves))
                 merge(report, tenant, {tenant.name: moves})
-            tenant.pages = replace(tenant.pages, computed=computed)
+            tenant.write(pages=replace(tenant.pages, computed=computed))
     except ArenaBroken:
         raise
     except Error as error:

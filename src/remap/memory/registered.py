@@ -63,7 +63,7 @@ class Registered:
             empty = {layer for layer, nbytes in enumerate(tenant.layer_bytes) if nbytes == 0}
             pinned = empty | tenant.written.keys() | _layers_in(tenant, ranges)
             tenant.pinned = pinned
-            tenant.renew_order()
+            tenant.write(order=tenant.order_of(tenant.pages))
 
 
 def _layers_in(tenant: TenantState, ranges: Iterable[_Range]) -> set[int]:

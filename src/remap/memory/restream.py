@@ -280,7 +280,7 @@ def _pin_written(tenant: TenantState, target: Sequence[int]) -> bool:
     tenant.written.update(written)
     tenant.pinned.update(written)
     if written:
-        tenant.order = tuple(layer for layer in tenant.order if layer not in written)
+        tenant.write(order=tuple(layer for layer in tenant.order if layer not in written))
     return bool(written)
 
 

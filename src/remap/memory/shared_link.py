@@ -69,7 +69,8 @@ class SharedLink:
             tenant.certified_wait_s = wait_s
             times = self.times(tenant) if tenant.streamed and not tenant.by_hand else None
             if times is not None:
-                tenant.predicted_stall_s = tenant.stall(times, tenant.pages.streaming, tenant.kv.streamed.stop)
+                stall = tenant.stall(times, tenant.pages.streaming, tenant.kv.streamed.stop)
+                tenant.write(predicted_stall_s=stall)
 
     def _active(self) -> list[TenantState]:
         return [tenant for tenant in tuple(self._tenants.values()) if tenant.active]

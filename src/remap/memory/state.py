@@ -1,4 +1,4 @@
-"""One tenant's state: its pages and homes, which layers stream, its KV cache, and the times learnt from passes.
+"""One tenant's state: its books (what is decided of it), its model, its KV cache, and the times learnt from passes.
 
 Plain data. `attach.py` makes it, the functions of this package get it as an argument, and the public `Tenant` is a
 handle over it. The thread of the tenant's engine writes the fields marked as the pass's, between a pass's begin and its
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from remap.errors import InvalidState
 from remap.kv.cache import KVCache
 from remap.kv.spec import BUFFERS
 from remap.locking import Turn
+from remap.memory.books import Books
 from remap.memory.plan import Plan, Streaming, TenantPages, ring_of
 from remap.memory.prepared import PreparedPlan, prepare
 from remap.memory.streams import ComputeStream
@@ -50,7 +51,7 @@ class TenantState:
 
     # -- what attach made of the model
     source: LayerSource
-    pages: TenantPages
+    books: Books  # swapped whole (`write`, and apply.py); read by the properties below
     giving: tuple[int, ...]  # page ids in giving order: place i of the KV region's giving order holds giving[i]
     index_of: dict[int, int]  # its inverse
     layer_bytes: tuple[int, ...]
@@ -59,7 +60,6 @@ class TenantState:
     rest_address: int
     ring_address: int
     reserved: int  # the first places of the giving order, for min_blocks: their pages never leave
-    order: tuple[int, ...]  # streamable layers, in the order in which the controller gives them away
     max_remappable: int  # the most layers that can be given: all their home pages have a place in the KV region
     pinned: set[int]  # layers that may not be streamed
     host: HostMemory  # page-locked: master copies, where the device needs them so, and KV blocks copied out
@@ -78,24 +78,14 @@ class TenantState:
     controller: Controller = field(init=False)
     bounds: Any = None  # bounds.StallBounds, which answers the controller's questions
     offers: Others | None = None  # what other tenants could give; asked by the controller
-    active: bool = True
     demand: Demand | None = None  # of the last step; of a paused tenant: of the last one of its turn
-    predicted_stall_s: float = 0.0  # the certificate of what streams now, per pass
     certified_wait_s: float = 0.0  # what each copied piece waited for other tenants' when it was certified last
-    by_hand: bool = False  # the streamed layers were set by hand: no certificate bounds them
-    selection: str = ""  # how the streamed layers were chosen
-    since: tuple[int, float] = (0, 0.0)  # completed passes and their stall seconds at the last change
     told_alpha: float = 0.0  # alpha in the last report
     last_use: int = 0  # the session's count of activations at the last one
     last_pass_s: float = 0.0  # when the last pass ended; the pass's
 
     # -- changes that are not finished
     unsettled: PreparedPlan | None = None  # a plan decided and not settled
-    draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
-    draining_target: tuple[int, int, str] | None = None  # amount, buffers and selection, as in `streaming_at`
-    # Lent pages that are the tenant's again and wait for their layers to come home: KV to the arena, but not in the
-    # pool.
-    reclaimed: frozenset[int] = frozenset()
     leaving: bool = False  # detaching it has failed: only another try is allowed
     detached: bool = False
 
@@ -136,6 +126,52 @@ class TenantState:
     def __repr__(self) -> str:
         return f"<state of tenant {self.name!r}: {len(self.streamed)} of {self.layers} layers streamed>"
 
+    # -- what is decided (books.py) ---------------------------------------------------------------------------------
+
+    def write(self, **changes: Any) -> None:
+        """Other books, with these fields changed."""
+        self.books = replace(self.books, **changes)
+
+    @property
+    def pages(self) -> TenantPages:
+        return self.books.pages
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return self.books.order
+
+    @property
+    def active(self) -> bool:
+        return self.books.active
+
+    @property
+    def draining(self) -> tuple[int, ...]:
+        return self.books.draining
+
+    @property
+    def draining_target(self) -> tuple[int, int, str] | None:
+        return self.books.draining_target
+
+    @property
+    def reclaimed(self) -> frozenset[int]:
+        return self.books.reclaimed
+
+    @property
+    def predicted_stall_s(self) -> float:
+        return self.books.predicted_stall_s
+
+    @property
+    def since(self) -> tuple[int, float]:
+        return self.books.since
+
+    @property
+    def selection(self) -> str:
+        return self.books.selection
+
+    @property
+    def by_hand(self) -> bool:
+        return self.books.by_hand
+
     # -- what streams ----------------------------------------------------------------------------------------------
 
     @property
@@ -143,12 +179,12 @@ class TenantState:
         """The layers that are loaded on each pass, ascending."""
         return self.pages.streamed
 
-    def renew_order(self) -> None:
-        """Make `order` what the present pages and pinned layers leave to be streamed."""
-        gone = self.pinned | self.pages.gone
-        order = () if self.pages.for_good else tuple(n for n in schedule.nested(self.layers) if n not in gone)
-        if order != self.order:  # it is the key of kept answers
-            self.order = order
+    def order_of(self, pages: TenantPages) -> tuple[int, ...]:
+        """What these pages and the pinned layers leave to be streamed; the present order itself, the key of kept answers, if it
+        is the same."""
+        gone = self.pinned | pages.gone
+        order = () if pages.for_good else tuple(n for n in schedule.nested(self.layers) if n not in gone)
+        return self.order if order == self.order else order
 
     @property
     def buffers(self) -> int:

@@ -34,18 +34,7 @@ class AllOrNothing:
         self._changes = changes
         self._applied = changes.applied
         self._undo: list[Callable[[], None]] = []
-        self._before = [
-            (
-                tenant,
-                tenant.draining,
-                tenant.draining_target,
-                tenant.predicted_stall_s,
-                tenant.since,
-                tenant.selection,
-                tenant.by_hand,
-            )
-            for tenant in tenants
-        ]
+        self._before = [(tenant, tenant.books) for tenant in tenants]
 
     def __enter__(self) -> list[Callable[[], None]]:
         """The list to which the body appends: one entry for each plan that was applied."""
@@ -69,8 +58,12 @@ class AllOrNothing:
         except Error:
             return  # `applied` tells the caller; the first error says why
         changes.applied = self._applied
-        for tenant, draining, target, stall, since, selection, by_hand in self._before:
-            tenant.predicted_stall_s, tenant.since = stall, since
-            tenant.selection, tenant.by_hand = selection, by_hand
-            if (draining, target) != (tenant.draining, tenant.draining_target):
-                changes.drain_again(tenant, draining, target)
+        for tenant, before in self._before:
+            tenant.write(
+                predicted_stall_s=before.predicted_stall_s,
+                since=before.since,
+                selection=before.selection,
+                by_hand=before.by_hand,
+            )
+            if (before.draining, before.draining_target) != (tenant.draining, tenant.draining_target):
+                changes.drain_again(tenant, before.draining, before.draining_target)
