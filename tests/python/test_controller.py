@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,7 +16,7 @@ from remap.policy.controller import NONE, Controller, Decision, Demand, Knobs, L
 from remap.policy.donors import supply
 from remap.policy.donors.supply import Quote
 from remap.policy.link import Neighbour
-from remap.policy.views import Take
+from remap.policy.views import NeedQuotes, Take
 
 Stall = Callable[[LayerSeconds, int, int], float]
 
@@ -380,29 +380,41 @@ def sharing(allowed_s: float, longest: Callable[[int, int], float]) -> Controlle
     return Controller(Knobs(reserve_blocks=0), bound=bound_of(), stall=closed_form, longest=longest)
 
 
+def with_quotes(
+    policy: Controller, seen: TenantView, demand: Demand, others: Callable[[int], list[list[Quote]]]
+) -> Decision:
+    """The decision of a tenant that shares its device: asked once, and again with what the others give."""
+    asked = policy.decide(replace(seen, shares=True, neighbours=None), demand)
+    assert isinstance(asked, NeedQuotes)
+    decision = policy.decide(replace(seen, shares=True), demand, others(asked.blocks))
+    assert isinstance(decision, Decision)
+    return decision
+
+
 @pytest.mark.parametrize(("longest_s", "grows"), [(0.0, True), (3.9e-3, True), (5.9e-3, False)])
 def test_growth_spares_the_certificates_of_other_active_tenants(longest_s: float, grows: bool) -> None:
     """One buffer: each copy follows the layer before it, so every copy of n is waited for already."""
     allowed = beside(0.0)[0].stall(4e-3)
     policy = sharing(allowed, lambda alpha, buffers: longest_s)
-    seen = view(neighbours=lambda: beside(allowed))
+    seen = view(neighbours=beside(allowed))
     decision = policy.decide(seen, Demand(60))
     assert (decision.remapped == 1) is grows
     assert [quote.step for quote in policy.offers(seen)] == ([(n, 2) for n in (1, 2, 3)] if grows else [])
 
 
 def test_growth_that_copies_no_longer_pieces_needs_nobodys_leave() -> None:
-    def never() -> list[Neighbour]:
-        raise AssertionError("the pieces stay as long, so nobody waits longer")
+    class Never(list[Neighbour]):
+        def __iter__(self) -> Iterator[Neighbour]:
+            raise AssertionError("the pieces stay as long, so nobody waits longer")
 
     policy = sharing(0.0, lambda alpha, buffers: 1e-3)
-    decision = policy.decide(view(remapped=1, buffers=2, neighbours=never), Demand(60))
+    decision = policy.decide(view(remapped=1, buffers=2, neighbours=Never()), Demand(60))
     assert decision.remapped == 2
 
 
 def test_beside_others_nothing_streams_before_a_decode_pass_was_measured() -> None:
     policy = sharing(0.0, lambda alpha, buffers: 0.0)
-    decision = policy.decide(view(times=None, neighbours=list), Demand(60))
+    decision = policy.decide(view(times=None, neighbours=[]), Demand(60))
     assert (decision.action, decision.unmet_blocks) == ("none", 10) and "no decode pass" in decision.reason
     assert policy.decide(view(times=None), Demand(60)).remapped == 1
 
@@ -412,9 +424,9 @@ def test_one_decision_lets_at_most_one_active_tenant_copy_more() -> None:
         return [[Quote("d", "active", 10, 0.0, 1.0, 0.0, Take("d", "active", 10, 1, 2))]]
 
     policy = sharing(0.0, lambda alpha, buffers: 0.0)
-    both = policy.decide(view(others=other, remapped=0), Demand(85))
+    both = with_quotes(policy, view(remapped=0), Demand(85), other)
     assert both.remapped == 3 and both.takes  # alone on the link
-    one = policy.decide(view(others=other, neighbours=list), Demand(85))
+    one = with_quotes(policy, view(neighbours=[]), Demand(85), other)
     assert (one.remapped, one.takes) == (3, ()) and one.unmet_blocks == 5
 
 
@@ -424,7 +436,7 @@ def test_the_reason_names_what_is_taken_of_whom() -> None:
         takes.append(Take("d", "active", 6, 1, 2, "onward", 0.0015))
         return [[Quote(take.donor, take.kind, take.blocks, 0.0, 0.0, 0.0, take)] for take in takes]
 
-    decision = sharing(0.0, lambda alpha, buffers: 0.0).decide(view(others=other), Demand(68))
+    decision = with_quotes(sharing(0.0, lambda alpha, buffers: 0.0), view(), Demand(68), other)
     assert decision.reason == (
         "68 blocks wanted and 0 kept in reserve, 50 free: take 0 from free pages, 3 from unused KV of a, "
         "4 from KV of b that goes to host memory, 5 from layers of c (2 of them away then), "
@@ -441,9 +453,9 @@ def test_the_reason_says_by_how_much_a_plan_may_miss_the_cheapest(monkeypatch: p
         ]
 
     policy = sharing(0.0, lambda alpha, buffers: 0.0)
-    assert "cheapest" not in policy.decide(view(others=other), Demand(90)).reason
+    assert "cheapest" not in with_quotes(policy, view(), Demand(90), other).reason
     monkeypatch.setattr(supply, "MOST_PLANS", 2)
-    decision = policy.decide(view(others=other), Demand(90))
+    decision = with_quotes(policy, view(), Demand(90), other)
     assert re.search(r"at most [0-9.]+ ms a pass dearer than the cheapest plan", decision.reason)
     assert decision.unmet_blocks == 0
 

@@ -13,6 +13,7 @@ from sharing_worlds import Engine, Shared, set_times, times_of
 import remap
 from remap.memory import offers
 from remap.policy import schedule
+from remap.policy.views import Decision
 
 N = 8
 PLAIN: dict[str, Any] = {"reserve_blocks": 0, "hysteresis_blocks": 0, "min_idle": 0.0}
@@ -37,9 +38,11 @@ def watch(world: Shared, name: str) -> list[Any]:
     controller = world.session._tenants[name].controller
     decide = controller.decide
 
-    def watched(view: Any, demand: Any) -> Any:
-        seen.append(decide(view, demand))
-        return seen[-1]
+    def watched(*asked: Any) -> Any:
+        decision = decide(*asked)
+        if isinstance(decision, Decision):  # else it asks for quotes first
+            seen.append(decision)
+        return decision
 
     controller.decide = watched  # type: ignore[method-assign]
     return seen

@@ -101,8 +101,8 @@ class StallBounds:
         times = tenant.link.times(tenant) if most else None
         if times is None:
             return 0
-        near, present = tenant.link.neighbours(tenant), tenant.pages.streaming
-        neighbours, known = near() if near is not None else [], self._blocks
+        neighbours, present = tenant.link.neighbours(tenant) or [], tenant.pages.streaming
+        known = self._blocks
         if known is None or known[0] is not times or known[1] != present or known[2] != neighbours:
             compute_s, piece_s = math.fsum(times.compute_s), tenant.present_piece()
 

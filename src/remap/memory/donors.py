@@ -226,7 +226,7 @@ class ActiveLayers(_Layers):
     def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
         if giver.slicing:
             return []  # it counts in pages of every layer, which no other tenant can use
-        view = view_of(self._changes, giver, giver.demand)
+        view = view_of(self._changes, giver, giver.demand, beside=True)
         scale = giver.pages.buffer_pages * receiver.blocks_per_page / view.blocks_per_layer
         quotes = []
         total = 0.0

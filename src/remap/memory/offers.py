@@ -123,7 +123,7 @@ class Offers:
         for_good = max(0, pages - receiver.reserved - len(own) - sum(map(len, borrowed.values())))
         quotes = [
             Quote("", "idle_kv", int((for_good + free) * receiver.blocks_per_page), 0.0, 0.0),
-            receiver.controller.whole_offer(view_of(self._changes, receiver), receiver.name),
+            receiver.controller.whole_offer(view_of(self._changes, receiver, beside=True), receiver.name),
         ]
         pass_s, now = _decode_pass_s(receiver), self._clock()
         for giver, held in borrowed.items():

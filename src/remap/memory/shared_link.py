@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 from remap.kv.spec import BUFFERS
 from remap.memory.state import TenantState
@@ -54,11 +53,11 @@ class SharedLink:
             known = tenant.known_turns = (times, share, slower)
         return known[2]
 
-    def neighbours(self, tenant: TenantState) -> Callable[[], list[Neighbour]] | None:
+    def neighbours(self, tenant: TenantState) -> list[Neighbour] | None:
         """What `TenantView.neighbours` is for this tenant."""
         if len(self._tenants) < 2 or not tenant.active or len(self._active()) < 2:
             return None
-        return partial(self._neighbours, tenant)
+        return self._neighbours(tenant)
 
     def certify(self) -> None:
         """Renew the certificate of each active tenant that streams, if others copy more or less since it was made."""

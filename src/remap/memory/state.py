@@ -31,7 +31,7 @@ from remap.policy.controller import Controller
 from remap.policy.cost import LayerTimes
 from remap.policy.link import delayed
 from remap.policy.selection import best_set
-from remap.policy.views import Demand, LayerSeconds, Others
+from remap.policy.views import Demand, LayerSeconds
 
 if TYPE_CHECKING:
     from remap.memory.host_memory import HostMemory
@@ -77,7 +77,6 @@ class TenantState:
     # -- what the controller has decided
     controller: Controller = field(init=False)
     bounds: Any = None  # bounds.StallBounds, which answers the controller's questions
-    offers: Others | None = None  # what other tenants could give; asked by the controller
     demand: Demand | None = None  # of the last step; of a paused tenant: of the last one of its turn
     certified_wait_s: float = 0.0  # what each copied piece waited for other tenants' when it was certified last
     told_alpha: float = 0.0  # alpha in the last report

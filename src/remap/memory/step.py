@@ -1,6 +1,7 @@
 """One step of a session: every tenant's demand, in order of priority, then what may come home.
 
     demand -> view -> Controller.decide -> carry out: grow, take from others, shrink      for each tenant that has one
+              NeedQuotes -> Offers.to -> Controller.decide                                where free pages do not suffice
     lender -> Controller.may_return -> Lending.bring_home                                 for each tenant whose layers others have
 
 This module makes the entries of a step's report: tenant -> {added, moved, unmet, stall, reason}. An entry is in the
@@ -10,8 +11,8 @@ report as soon as its blocks have moved, so that a step that raises afterwards c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
@@ -24,7 +25,7 @@ from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of, view_of
 from remap.policy.controller import Decision
-from remap.policy.views import Demand, TenantView
+from remap.policy.views import Demand, NeedQuotes, TenantView
 
 __all__ = ["Entries", "Steps", "ended_early", "merge", "moved_entry"]
 
@@ -56,7 +57,7 @@ class Steps:
         try:
             for name in demand if len(demand) < 2 else sorted(demand, key=self._precedence):
                 tenant, wanted = self._tenants[name], demand[name]
-                decision = tenant.controller.decide(self._view(tenant), wanted)
+                decision = self._decide(tenant, wanted)
                 if decision.action == "none" and not decision.unmet_blocks and not tenant.draining:
                     continue
                 self._carry_out(tenant, wanted, decision, entries)
@@ -79,6 +80,15 @@ class Steps:
                     reason = f"the step ended before its turn: {error}"
                     entries[name] = moved_entry({}, name) | {"unmet": short, "reason": reason}
         return entries
+
+    def _decide(self, tenant: TenantState, wanted: Demand) -> Decision:
+        view = self._view(tenant)
+        decision = tenant.controller.decide(view, wanted)
+        if isinstance(decision, NeedQuotes):
+            quotes = self._offers.to(tenant, decision.blocks)
+            beside = replace(view, neighbours=tenant.link.neighbours(tenant))
+            decision = tenant.controller.decide(beside, wanted, quotes)
+        return cast("Decision", decision)  # it asks once
 
     def _carry_out(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries) -> None:
         """Carry out the decision. Adds the tenant's entry to the report, and those of tenants whose blocks moved.
@@ -218,9 +228,7 @@ class Steps:
 
     def _view(self, tenant: TenantState) -> TenantView:
         """The controller's view of the tenant, with the demand of this step."""
-        if tenant.offers is None:
-            tenant.offers = partial(self._offers.to, tenant)
-        return view_of(self._changes, tenant, tenant.demand, tenant.offers if len(self._tenants) > 1 else None)
+        return view_of(self._changes, tenant, tenant.demand, shares=len(self._tenants) > 1)
 
     def _precedence(self, name: str) -> tuple[int, int]:
         tenant = self._tenants[name]

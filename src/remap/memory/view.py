@@ -5,7 +5,7 @@ from __future__ import annotations
 from remap.memory.apply import Changes
 from remap.memory.state import TenantState
 from remap.policy.slices import slices_alpha, tail_for
-from remap.policy.views import Demand, Others, TenantView
+from remap.policy.views import Demand, TenantView
 
 __all__ = ["free_pages_of", "view_of"]
 
@@ -26,12 +26,17 @@ def free_pages_of(changes: Changes, tenant: TenantState) -> tuple[int, ...]:
 
 
 def view_of(
-    changes: Changes, tenant: TenantState, demand: Demand | None = None, others: Others | None = None
+    changes: Changes,
+    tenant: TenantState,
+    demand: Demand | None = None,
+    *,
+    shares: bool = False,
+    beside: bool = False,
 ) -> TenantView:
     """The tenant as the controller sees it now. On the engine's path in every step: cheap reads only.
 
     To the pool, an engine with its own allocator holds every block; the engine says in `demand` how many are free.
-    others: what other tenants could give, if there are any.
+    shares: see `TenantView`. beside: with the neighbours, for who may copy more.
     """
     pool, pages, demand = tenant.kv.pool, tenant.pages, demand or _NO_DEMAND
     free, live = pool.free_blocks, pool.live_blocks
@@ -69,8 +74,8 @@ def view_of(
         active=tenant.active,
         seen=tenant.unseen is None,
         lends=bool(pages.lent),
-        others=others,
-        neighbours=tenant.link.neighbours(tenant),
+        shares=shares,
+        neighbours=tenant.link.neighbours(tenant) if beside else None,
         order=tenant.order,
         unit=unit,
     )

@@ -31,10 +31,10 @@ from remap.policy.batch_time import BatchTime
 from remap.policy.donors.supply import Quote, choose
 from remap.policy.link import spared
 from remap.policy.rental import Guard, Rental, income
-from remap.policy.views import NONE, Decision, Demand, LayerSeconds, Take, TenantView
+from remap.policy.views import NONE, Decision, Demand, LayerSeconds, NeedQuotes, Take, TenantView
 from remap.policy.watermark import Watermark, horizon
 
-__all__ = ["NONE", "Controller", "Decision", "Demand", "LayerSeconds", "TenantView"]
+__all__ = ["NONE", "Controller", "Decision", "Demand", "LayerSeconds", "NeedQuotes", "TenantView"]
 
 
 _UNSEEN = " (no pass has waited for every layer yet: until one has, no layer of its own is streamed)"
@@ -45,8 +45,8 @@ _UNMEASURED = (
 
 
 class Controller:
-    """The policy of one tenant. The session calls `decide` once per pass. Its state is the credit and the demand's
-    average.
+    """The policy of one tenant. The session calls `decide` once per pass, and again with the quotes that it asks for.
+    Its state is the credit and the demand's average.
 
     bound: times -> (most layers that can be remapped within the slowdown, buffers), `schedule.max_remapped`.
     stall: (times, remapped, buffers) -> seconds per pass. Both are called once per distinct question while `times`
@@ -98,9 +98,17 @@ class Controller:
         """L in blocks, as of the last step."""
         return self._headroom
 
-    def decide(self, view: TenantView, demand: Demand) -> Decision:
-        """The decision for this step. Calls nothing but the injected functions; changes nothing outside itself."""
+    def decide(
+        self, view: TenantView, demand: Demand, quotes: Sequence[Sequence[Quote]] | None = None
+    ) -> Decision | NeedQuotes:
+        """The decision for this step. Calls nothing but the injected functions; changes nothing outside itself.
+
+        quotes: what other tenants can give, one list of increments per donor: the answer to `NeedQuotes`, with the same demand
+        and a view that has the neighbours.
+        """
         blocks = demand.blocks
+        if quotes is not None:
+            return self._grow(view, demand, self._headroom, blocks + self._headroom - view.free_blocks, quotes)
         wanted = view.live_blocks + blocks
         self._watermark.observe(wanted)
         headroom = self.config.reserve_blocks
@@ -123,7 +131,14 @@ class Controller:
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
-    def _grow(self, view: TenantView, wanted: Demand, headroom: int, deficit: int) -> Decision:
+    def _grow(
+        self,
+        view: TenantView,
+        wanted: Demand,
+        headroom: int,
+        deficit: int,
+        quotes: Sequence[Sequence[Quote]] | None = None,
+    ) -> Decision | NeedQuotes:
         self._rental.forfeit()
         self._learn(view)
         demand, patient = wanted.blocks, self._patient(view.times, wanted.waited_s)
@@ -137,9 +152,10 @@ class Controller:
         takes: tuple[Take, ...] = ()
         gap = 0.0
         if room > taken:
-            others = view.others(room - taken) if view.others is not None else ()
-            if any(others):
-                alpha, buffers, takes, gap = self._share(view, room - taken, others, patient)
+            if view.shares and quotes is None:
+                return NeedQuotes(room - taken)
+            if quotes and any(quotes):
+                alpha, buffers, takes, gap = self._share(view, room - taken, quotes, patient)
                 why = "" if view.seen else _UNSEEN
             else:
                 layers = (
@@ -409,7 +425,7 @@ class Controller:
             return True
         present = self._longest(view.remapped, view.buffers) if view.remapped else 0.0
         longest = self._longest(alpha, buffers)
-        return longest <= present or spared(view.neighbours(), present, longest)
+        return longest <= present or spared(view.neighbours, present, longest)
 
     def _can(self, alpha: int, buffers: int) -> bool:
         return self._possible is None or self._possible(alpha, buffers)

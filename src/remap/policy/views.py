@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from remap.config import invalid, is_amount, is_count
 
 if TYPE_CHECKING:
-    from remap.policy.donors.supply import Kind, Quote
+    from remap.policy.donors.supply import Kind
     from remap.policy.link import Neighbour
 
-__all__ = ["NONE", "Decision", "Demand", "LayerSeconds", "Others", "Take", "TenantView"]
+__all__ = ["NONE", "Decision", "Demand", "LayerSeconds", "NeedQuotes", "Take", "TenantView"]
 
 
 class LayerSeconds(Protocol):
@@ -51,12 +51,6 @@ class Demand:
             raise invalid("waited_s", self.waited_s, "a finite number of seconds of at least 0")
 
 
-class Others(Protocol):
-    """(blocks needed) -> what other tenants could give, one list of increments per donor."""
-
-    def __call__(self, need: int, /) -> Sequence[Sequence[Quote]]: ...
-
-
 @dataclass(slots=True)
 class TenantView:
     """The controller's view of a tenant. Counts of layers and of KV blocks; seconds in `times`. A value: nobody changes
@@ -86,9 +80,9 @@ class TenantView:
     seen: bool = True  # whether a whole pass has waited for every layer; until then none of them may be streamed
     unit: str = "layers"  # the unit of alpha; for slices: tail pages of every layer
     order: tuple[int, ...] = ()  # streamable layers, in giving order: bounds and stalls depend on them
-    others: Others | None = None  # asked when free pages do not suffice
-    # The other active tenants that stream; asked before the tenant copies more. None: no other tenant is active.
-    neighbours: Callable[[], Sequence[Neighbour]] | None = None
+    shares: bool = False  # there are other tenants, and they are asked when free pages do not suffice
+    # The other active tenants that stream, which nobody looks at before the tenant copies more. None: no other tenant is active.
+    neighbours: Sequence[Neighbour] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +101,13 @@ class Take:
     buffers: int = 0
     selection: str = ""
     predicted_stall_s: float = 0.0  # of the donor, per pass, at the target
+
+
+@dataclass(frozen=True)
+class NeedQuotes:
+    """Free pages do not suffice: what other tenants can give is to be asked, for so many blocks."""
+
+    blocks: int
 
 
 @dataclass(frozen=True)
