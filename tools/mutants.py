@@ -900,8 +900,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-reclaimed-pages-stay-claimed",
         file="src/remap/memory/apply.py",
-        text="tenant.reclaimed = tenant.reclaimed.difference(plan.lost) | reclaimed",
-        replacement="tenant.reclaimed = tenant.reclaimed | reclaimed",
+        text="reclaimed=books.reclaimed.difference(plan.lost) | reclaimed,",
+        replacement="reclaimed=books.reclaimed | reclaimed,",
         breaks="Pages that came home for their layer count as waiting for it for ever (a claim that is not released).",
         tests=("test_fault_sweep.py::test_every_call_fails[activate-aliased-once]",),
     ),
@@ -928,6 +928,22 @@ MUTANTS: tuple[Mutant, ...] = (
         replacement="",
         breaks="A tenant says that nothing streams, so an engine replays a graph of the whole pass over the ring.",
         tests=("test_session_growth.py::test_who_asks_hears_at_once_that_layers_are_away",),
+    ),
+    Mutant(
+        name="executor-copy-across-pieces",
+        file="cpp/backend/cuda/cuda.cpp",
+        text="std::min(left, locked_->piece_at(locked + at))",
+        replacement="left",
+        breaks="A copy lies in two page-locked pieces, which the driver refuses.",
+        tests=("cuda_stream_test",),
+    ),
+    Mutant(
+        name="executor-failed-batch-runs-on",
+        file="cpp/backend/cuda/stream.cpp",
+        text="      (void)driver_.cuStreamSynchronize(where);\n",
+        replacement="",
+        breaks="The caller hears that a batch has failed while copies of it still write.",
+        tests=("cuda_fault_test",),
     ),
     # -- executor: owners, mappings and zeroes, whole or undone whole ------------------------------------------------------------
     Mutant(

@@ -37,6 +37,10 @@ _VERSIONS = {
     "cuStreamEndCapture": 10000,
     "cuGraphDestroy": 10000,
     "cuLaunchHostFunc": 10000,
+    "cuEventCreate": 2000,
+    "cuEventDestroy": 4000,
+    "cuEventRecord": 2000,
+    "cuEventSynchronize": 2000,
 }
 
 _PINNED, _DEVICE, _READ_WRITE, _NON_BLOCKING, _THREAD_LOCAL = 1, 1, 3, 1, 1
@@ -187,6 +191,22 @@ class Driver:
         finally:
             self._call("cuStreamSynchronize", stream)
             self._call("cuStreamDestroy", stream)
+
+    @contextmanager
+    def event(self, flags: int) -> Iterator[int]:
+        """An event with these flags of the driver's."""
+        event = ctypes.c_void_p()
+        self._call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(flags))
+        assert event.value is not None
+        try:
+            yield event.value
+        finally:
+            self._call("cuEventDestroy", event)
+
+    def wait(self, event: int, stream: int) -> None:
+        """Record the event on the stream, and wait for it as its flags say."""
+        self._call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
+        self._call("cuEventSynchronize", ctypes.c_void_p(event))
 
     def synchronize(self, stream: int) -> None:
         """Wait for all of a stream's work."""

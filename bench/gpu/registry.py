@@ -73,7 +73,6 @@ ORDER = {
         "small_copies",
         "chunk_gaps",
         "block_copies",
-        "page_locking",
         "overhead",
         "pool",
         "period",
@@ -83,6 +82,9 @@ ORDER = {
         "attention_layouts",
         "decode_step",
         "reload",
+        "page_locking",
+        "waits",
+        "page_creation",
     ),
     # Whole engines, each for a minute or more. One model alone over PCIe comes last: there its layers do not stream.
     "serve": (
