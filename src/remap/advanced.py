@@ -21,6 +21,7 @@ from remap.errors import InvalidArgument
 from remap.memory.by_hand import check_by_hand, give_back_by_hand, lend_by_hand, remap_by_hand
 from remap.memory.core import Core
 from remap.memory.device import Platform
+from remap.memory.entries import Entries
 from remap.memory.observe import check_books
 from remap.memory.place import check_place
 from remap.memory.place import fill_layer as fill_bytes
@@ -29,7 +30,6 @@ from remap.memory.place import place as place_layers
 from remap.memory.place import read_layer as read_bytes
 from remap.memory.rewrite import differing as find_differing
 from remap.memory.rewrite import rewrite as rewrite_layers
-from remap.memory.step import Entries
 from remap.policy.donors.supply import Quote
 from remap.report import StepReport
 from remap.session import Session

@@ -49,6 +49,7 @@ from remap.memory.apply import Changes
 from remap.memory.attach import Arrivals
 from remap.memory.core import Core
 from remap.memory.device import Platform
+from remap.memory.entries import Entries, Entry
 from remap.memory.host_memory import HostMemories, HostMemory, require_kv
 from remap.memory.lend import Lending
 from remap.memory.moves import compose_all
@@ -58,7 +59,7 @@ from remap.memory.passes import Passes
 from remap.memory.registered import Registered
 from remap.memory.stall_watch import StallWatch
 from remap.memory.state import TenantState
-from remap.memory.step import Entries, Steps
+from remap.memory.step import Steps
 from remap.memory.streams import Streams
 from remap.model.source import LayerSource, model_source, raw_source
 from remap.nvtx import annotated
@@ -323,7 +324,7 @@ class Session:
         entries = self._steps.step(wanted)
         return self._report(entries) if entries or self._changes.moved else _UNCHANGED
 
-    def _report(self, entries: dict[str, dict[str, Any]]) -> StepReport:
+    def _report(self, entries: Entries) -> StepReport:
         self._link.certify()
         self._log.add(self._arena.epoch, entries)
         resized = False
@@ -378,8 +379,7 @@ class Session:
             if report.activated:
                 self._changes.wake(tenant)
             self._link.certify()
-            entry = {"added": 0, "unmet": 0, "stall": report.predicted_stall_s, "reason": report.reason}
-            self._log.add(self._arena.epoch, {name: entry})
+            self._log.add(self._arena.epoch, {name: Entry(stall=report.predicted_stall_s, reason=report.reason)})
             made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
             return made
         except BaseException:

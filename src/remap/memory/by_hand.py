@@ -12,11 +12,11 @@ from typing import Any
 
 from remap.errors import ArenaBroken, Error, InvalidArgument
 from remap.memory.apply import Changes
+from remap.memory.entries import Entries, Entry, ended_early, merge
 from remap.memory.lend import Lending, Returned
 from remap.memory.plan import MAX_BUFFERS
 from remap.memory.restream import continue_draining, take_free_pages
 from remap.memory.state import TenantState
-from remap.memory.step import Entries, ended_early, merge, moved_entry
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
 from remap.policy.slices import tail_for
@@ -82,14 +82,10 @@ def remap_by_hand(
             raise
         result = Returned(problem=str(error))
     tenant.write(by_hand=bool(tenant.streamed))
-    entry = {
-        "added": max(0, tenant.kv.usable_blocks - before),
-        "moved": result.moved.pop(tenant.name, {}),
-        "unmet": 0,
-        "stall": tenant.predicted_stall_s,
-        "reason": ended_early(reason, result.problem),
-    }
-    return {tenant.name: entry} | {other: moved_entry(moves, tenant.name) for other, moves in result.moved.items()}
+    added = max(0, tenant.kv.usable_blocks - before)
+    report = {tenant.name: Entry(added, 0, tenant.predicted_stall_s, ended_early(reason, result.problem))}
+    merge(report, tenant.name, result.moved)
+    return report
 
 
 def give_back_by_hand(changes: Changes, lending: Lending, tenant: TenantState) -> Entries:
@@ -97,7 +93,7 @@ def give_back_by_hand(changes: Changes, lending: Lending, tenant: TenantState) -
     with AllOrNothing(changes, (tenant,)):
         moved = lending.give_back(tenant)
     reason = f"borrowed pages given back by hand; {len(moved)} blocks moved"
-    return {tenant.name: moved_entry(moved, tenant.name) | {"reason": reason, "stall": tenant.predicted_stall_s}}
+    return {tenant.name: Entry(stall=tenant.predicted_stall_s, reason=reason)}
 
 
 def lend_by_hand(
@@ -108,16 +104,16 @@ def lend_by_hand(
     buffers = tenant.buffers or buffers
     if layers < tenant.remapped:
         result = lending.bring_home(tenant, layers, buffers, "inward")
-        merge(report, tenant, result.moved)
-        report[tenant.name]["reason"] = ended_early(f"{layers} layers stay lent, by hand", result.problem)
+        entry = merge(report, tenant.name, result.moved)
+        entry.reason = ended_early(f"{layers} layers stay lent, by hand", result.problem)
         return report
-    report[tenant.name] = entry = moved_entry({}, tenant.name)
+    entry = merge(report, tenant.name, {})
     before = tenant.pages
     applied = changes.applied
     try:
         with AllOrNothing(changes, (tenant,)) as undo:
             pages = lending.lend(tenant, layers, buffers, tenant.growing_by)
-            entry["reason"] = f"{pages} pages of {layers} layers lent by hand"
+            entry.reason = f"{pages} pages of {layers} layers lent by hand"
             tenant.write(by_hand=bool(tenant.streamed))
             if pages:
                 undo.append(partial(lending.unlend, tenant, before))
@@ -128,14 +124,14 @@ def lend_by_hand(
     except Error as error:
         if changes.applied == applied:
             raise
-        entry["reason"] = ended_early(entry["reason"], str(error))
+        entry.reason = ended_early(entry.reason, str(error))
     return report
 
 
-def _take(changes: Changes, tenant: TenantState, receiver: TenantState) -> dict[str, Any]:
+def _take(changes: Changes, tenant: TenantState, receiver: TenantState) -> Entry:
     """Give the tenant's free lent pages to the receiver's KV. Returns the receiver's entry of the report."""
     before = receiver.kv.usable_blocks
     free = [page for page in free_pages_of(changes, receiver) if page in tenant.pages.lent]
     take_free_pages(changes, receiver, free, int(len(free) * receiver.blocks_per_page))
     reason = f"{len(free)} pages of {tenant.name} by hand"
-    return moved_entry({}, tenant.name) | {"added": receiver.kv.usable_blocks - before, "reason": reason}
+    return Entry(added=receiver.kv.usable_blocks - before, reason=reason)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from remap.memory.entries import Entry
 from remap.memory.lend import Lending
 from remap.memory.state import TenantState
 from remap.report import DecisionRecord, PageTotals, Snapshot, StallShare, StepReport, TenantSnapshot
@@ -19,10 +20,10 @@ class Log:
     def __init__(self) -> None:
         self._records: deque[DecisionRecord] = deque(maxlen=256)
 
-    def add(self, epoch: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    def add(self, epoch: int, entries: Mapping[str, Entry]) -> None:
         """Add one record per tenant of a report."""
         for name, entry in entries.items():
-            self._records.append(DecisionRecord(epoch, name, entry["reason"], entry["stall"], entry["unmet"]))
+            self._records.append(DecisionRecord(epoch, name, entry.reason, entry.stall, entry.unmet))
 
     def records(self) -> tuple[DecisionRecord, ...]:
         """The records, as a frozen copy."""
@@ -107,7 +108,7 @@ def _tenant(arena: Any, lending: Lending, tenants: Mapping[str, TenantState], te
 def make_report(
     epoch: int,
     tenants: Mapping[str, TenantState],
-    entries: Mapping[str, Mapping[str, Any]],
+    entries: Mapping[str, Entry],
     moved: Mapping[str, Mapping[int, int]],
     resized: bool = False,
 ) -> StepReport:
@@ -117,14 +118,14 @@ def make_report(
     more or fewer layers remapped than before.
     """
     return StepReport(
-        changed=bool(moved) or resized or any(entry["added"] for entry in entries.values()),
+        changed=bool(moved) or resized or any(entry.added for entry in entries.values()),
         epoch=epoch,
         remapped={name: tenants[name].told for name in entries},
-        added_blocks={name: entry["added"] for name, entry in entries.items()},
+        added_blocks={name: entry.added for name, entry in entries.items()},
         moved={name: moves for name, moves in moved.items() if moves},
-        unmet_blocks={name: entry["unmet"] for name, entry in entries.items() if entry["unmet"]},
-        predicted_stall_s={name: entry["stall"] for name, entry in entries.items()},
-        reason={name: entry["reason"] for name, entry in entries.items()},
+        unmet_blocks={name: entry.unmet for name, entry in entries.items() if entry.unmet},
+        predicted_stall_s={name: entry.stall for name, entry in entries.items()},
+        reason={name: entry.reason for name, entry in entries.items()},
     )
 
 

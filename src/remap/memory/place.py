@@ -16,11 +16,11 @@ from functools import partial
 
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState
 from remap.memory.apply import Changes
+from remap.memory.entries import Entries, ended_early, merge
 from remap.memory.lend import Lending
 from remap.memory.plan import Plan, Streaming, TenantPages, plan_filled, plan_held, ring_of
 from remap.memory.restream import require_places
 from remap.memory.state import TenantState
-from remap.memory.step import Entries, ended_early, merge
 from remap.memory.undoing import AllOrNothing
 from remap.sizes import shown
 
@@ -84,7 +84,7 @@ def place(
     computed = None if end - first == tenant.layers else range(first, end)
     before, usable, applied = tenant.pages.computed, tenant.kv.usable_blocks, changes.applied
     report: Entries = {}
-    merge(report, tenant, {})
+    entry = merge(report, tenant.name, {})
     reason = f"layers from {first} to before {end} are computed here, {len(held)} of {tenant.layers} are held"
     lent = any(map(tenant.lends, _leaving(tenant, held)))
     # What is refused is refused now: once lent layers have come home, their holders' blocks have moved.
@@ -94,7 +94,7 @@ def place(
     try:
         if lent:
             result = lending.bring_home(tenant, 0, tenant.buffers, "inward")
-            merge(report, tenant, result.moved)
+            merge(report, tenant.name, result.moved)
             if result.problem:
                 raise InvalidState(result.problem, tenant=tenant.name)
         plans = _plans(tenant, tenant.pages, held, frozenset(fill))
@@ -109,7 +109,6 @@ def place(
                 pages = tenant.pages
                 moves = changes.exchange(tenant, plan, list(tenant.slots_of(plan.lost))) or {}
                 undo.append(partial(_go_back, changes, tenant, pages, moves))
-                merge(report, tenant, {tenant.name: moves})
             tenant.write(pages=replace(tenant.pages, computed=computed))
     except ArenaBroken:
         raise
@@ -123,7 +122,7 @@ def place(
         if tenant.pages.computed is None and not tenant.pages.gone and tenant.handle is not None:
             tenant.handle.compute_all()
     added = max(0, tenant.kv.usable_blocks - usable)
-    report[tenant.name] |= {"added": added, "stall": tenant.predicted_stall_s, "reason": reason}
+    entry.added, entry.stall, entry.reason = added, tenant.predicted_stall_s, reason
     return report
 
 

@@ -4,21 +4,20 @@
               NeedQuotes -> Offers.to -> Controller.decide                                where free pages do not suffice
     lender -> Controller.may_return -> Lending.bring_home                                 for each tenant whose layers others have
 
-This module makes the entries of a step's report: tenant -> {added, moved, unmet, stall, reason}. An entry is in the
-report as soon as its blocks have moved, so that a step that raises afterwards cannot lose it.
+The step makes the entries of its report (entries.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.donors import paused
+from remap.memory.entries import Entries, Entry, ended_early, merge
 from remap.memory.lend import Lending
-from remap.memory.moves import compose_moves
 from remap.memory.offers import Offers
 from remap.memory.restream import can_restream, continue_draining, grow, restream, take_free_pages
 from remap.memory.state import TenantState
@@ -27,9 +26,7 @@ from remap.memory.view import free_pages_of, view_of
 from remap.policy.controller import Decision
 from remap.policy.views import Demand, NeedQuotes, TenantView
 
-__all__ = ["Entries", "Steps", "ended_early", "merge", "moved_entry"]
-
-Entries = dict[str, dict[str, Any]]
+__all__ = ["Steps"]
 
 
 class Steps:
@@ -71,14 +68,13 @@ class Steps:
                 raise
             # Something has changed, so do not raise: the report says what was done, and the next step tries the rest
             # again.
-            entry = entries.setdefault(tenant.name, moved_entry({}, tenant.name))  # whose turn it was
-            entry["reason"] = ended_early(entry["reason"], str(error))
+            entry = merge(entries, tenant.name, {})  # whose turn it was
+            entry.reason = ended_early(entry.reason, str(error))
             for name, wanted in demand.items():
                 pool = self._tenants[name].kv.pool
                 short = wanted.blocks - ((wanted.free or 0) if pool.external else pool.free_blocks)
                 if name not in entries and short > 0:
-                    reason = f"the step ended before its turn: {error}"
-                    entries[name] = moved_entry({}, name) | {"unmet": short, "reason": reason}
+                    entries[name] = Entry(unmet=short, reason=f"the step ended before its turn: {error}")
         return entries
 
     def _decide(self, tenant: TenantState, wanted: Demand) -> Decision:
@@ -97,19 +93,16 @@ class Steps:
         """
         changes, pool = self._changes, tenant.kv.pool
         before = tenant.kv.usable_blocks
-        entry = report[tenant.name] = moved_entry({}, tenant.name)
-        entry.update(stall=decision.predicted_stall_s, reason=decision.reason)
+        entry = report[tenant.name] = Entry(stall=decision.predicted_stall_s, reason=decision.reason)
         try:
             with AllOrNothing(changes, (tenant,)):  # of several plans, those before a failed one stay, and are reported
                 if decision.action == "grow":
                     changes.cancel_draining(tenant)
                     self._take(tenant, decision)
                     if decision.remapped > tenant.amount:
-                        self._remap_more(tenant, decision, entry)
+                        self._remap_more(tenant, decision)
                 elif decision.action == "shrink" and (lacking := self._lacking(tenant, wanted, decision)):
-                    entry["reason"] = (
-                        f"{decision.reason}; not done, since {lacking} blocks of the demand would be lacking then"
-                    )
+                    entry.reason += f"; not done, since {lacking} blocks of the demand would be lacking then"
                 elif decision.action == "shrink":
                     result = self._lending.bring_home(
                         tenant,
@@ -119,15 +112,15 @@ class Steps:
                         predicted_stall_s=decision.predicted_stall_s,
                         drain=True,
                     )
-                    merge(report, tenant, result.moved)
-                    entry["reason"] = ended_early(decision.reason, result.problem)
+                    merge(report, tenant.name, result.moved)
+                    entry.reason = ended_early(decision.reason, result.problem)
                 elif tenant.draining:
-                    entry["moved"] = continue_draining(changes, tenant)
+                    continue_draining(changes, tenant)
         finally:
-            added = max(0, tenant.kv.usable_blocks - before)
+            entry.added = added = max(0, tenant.kv.usable_blocks - before)
             # Count the blocks that are there, not those planned: written layers may have made them fewer.
             free = (wanted.free or 0) + added if pool.external else pool.free_blocks
-            entry.update(added=added, unmet=max(0, wanted.blocks - free))
+            entry.unmet = max(0, wanted.blocks - free)
 
     def _lacking(self, tenant: TenantState, wanted: Demand, decision: Decision) -> int:
         """Blocks of the demand that would be lacking after a shrink. The controller counts with the mean layer; a
@@ -146,7 +139,7 @@ class Steps:
         if blocks:
             take_free_pages(self._changes, tenant, free_pages_of(self._changes, tenant), blocks)
 
-    def _remap_more(self, tenant: TenantState, decision: Decision, entry: dict[str, Any]) -> None:
+    def _remap_more(self, tenant: TenantState, decision: Decision) -> None:
         """Remap more of the tenant's own layers."""
         stall = decision.predicted_stall_s
         kind = tenant.bounds.kind(tenant.decode_times(), decision.remapped, decision.buffers)
@@ -157,7 +150,7 @@ class Steps:
         ):
             # Evenly spread at every alpha, as in the paper: layers come home while others leave, and blocks move.
             try:
-                entry["moved"] = restream(
+                restream(
                     self._changes,
                     tenant,
                     decision.remapped,
@@ -208,11 +201,9 @@ class Steps:
             )
         except OutOfBlocks:  # an engine with its own allocator holds blocks that nobody could foresee: nothing changed
             return
-        merge(report, lender, result.moved)
-        report[lender.name].update(
-            stall=decision.predicted_stall_s,
-            reason=ended_early(decision.reason, result.problem),
-        )
+        entry = merge(report, lender.name, result.moved)
+        entry.stall = decision.predicted_stall_s
+        entry.reason = ended_early(decision.reason, result.problem)
         for holder in lost:
             holder.controller.has_lost(self._view(holder), holder.demand.blocks if holder.demand else 0)
 
@@ -233,29 +224,3 @@ class Steps:
     def _precedence(self, name: str) -> tuple[int, int]:
         tenant = self._tenants[name]
         return (-tenant.priority, tenant.number)
-
-
-def moved_entry(moved: dict[int, int], cause: str) -> dict[str, Any]:
-    """The entry of a tenant without a decision of its own, whose blocks moved."""
-    return {
-        "added": 0,
-        "moved": moved,
-        "unmet": 0,
-        "stall": 0.0,
-        "reason": f"{len(moved)} blocks moved: layers of {cause} came home",
-    }
-
-
-def ended_early(reason: str, problem: str) -> str:
-    """The reason, and the problem that ended the change early, if there is one. What was done by then stays."""
-    return f"{reason}; it ended early, and what was done before that stays: {problem}" if problem else reason
-
-
-def merge(report: Entries, cause: TenantState, moved: dict[str, dict[int, int]]) -> None:
-    report.setdefault(cause.name, moved_entry({}, cause.name))
-    for name, moves in moved.items():
-        entry = report.get(name)
-        if entry is None:
-            report[name] = moved_entry(moves, cause.name)
-            continue
-        entry["moved"] = compose_moves(entry["moved"], moves)

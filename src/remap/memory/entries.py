@@ -1,0 +1,42 @@
+"""What a call did to each tenant, for its report. Which blocks moved is not here: `Changes.moved` has that, so that a call that
+raises loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Entries", "Entry", "ended_early", "merge", "moved_entry"]
+
+
+@dataclass
+class Entry:
+    """added: blocks that became usable. unmet: blocks of the demand that are lacking. stall: certified seconds per pass, of
+    what streams. An entry is in its report as soon as something has changed for the tenant."""
+
+    added: int = 0
+    unmet: int = 0
+    stall: float = 0.0
+    reason: str = ""
+
+
+Entries = dict[str, Entry]
+
+
+def moved_entry(moved: Iterable[object], cause: str) -> Entry:
+    """Of a tenant without a decision of its own, whose blocks moved."""
+    return Entry(reason=f"{len(tuple(moved))} blocks moved: layers of {cause} came home")
+
+
+def merge(report: Entries, cause: str, moved: Mapping[str, Mapping[int, int]]) -> Entry:
+    """Adds entries for `cause`, whose layers came home, and for all whose blocks moved for that, where there are none yet.
+    Returns that of `cause`."""
+    for name, moves in moved.items():
+        if name != cause:
+            report.setdefault(name, moved_entry(moves, cause))
+    return report.setdefault(cause, moved_entry((), cause))
+
+
+def ended_early(reason: str, problem: str) -> str:
+    """The reason, and the problem that ended the change early, if there is one. What was done by then stays."""
+    return f"{reason}; it ended early, and what was done before that stays: {problem}" if problem else reason
