@@ -173,10 +173,10 @@ void bind_prefetcher(py::module_& module) {
   // Here, and not with its class: its signature names the class above.
   more_of<Executor>(module, "Executor").def(
       "commit",
-      [](Executor& executor, const std::shared_ptr<Prefetcher>& prefetcher, EventHandle after, bool asleep) {
-        executor.commit(prefetcher ? std::make_shared<PrefetcherObserver>(prefetcher) : nullptr, after, asleep);
+      [](Executor& executor, const std::optional<std::shared_ptr<Prefetcher>>& prefetcher, EventHandle after, bool asleep) {
+        executor.commit(prefetcher ? std::make_shared<PrefetcherObserver>(*prefetcher) : nullptr, after, asleep);
       },
-      py::arg("prefetcher").none(true), py::arg("after") = 0, py::arg("asleep") = false, ReleaseGil());
+      py::arg("prefetcher"), py::arg("after") = 0, py::arg("asleep") = false, ReleaseGil());
 }
 
 }  // namespace remap::python

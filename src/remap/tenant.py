@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from remap.config import invalid, is_amount, is_count
 from remap.errors import InvalidState
@@ -24,6 +24,7 @@ from remap.memory.state import TenantState
 from remap.policy.cost import LayerTimes
 
 if TYPE_CHECKING:
+    from remap import _core
     from remap.model.hooks import AttachedHooks
 
 __all__ = ["Tenant"]
@@ -44,9 +45,9 @@ def _checked(phase: object, tokens: Any) -> int:
     return count
 
 
-def _gone(name: str) -> Callable[..., None]:
+def _gone(name: str) -> Callable[..., NoReturn]:
     # Not a method: a tenant that refers to itself would keep its streams until the next garbage collection.
-    def refuse(layer: int, stream: int = 0) -> None:
+    def refuse(layer: int, stream: int = 0) -> NoReturn:
         raise InvalidState(f"tenant {name!r} was detached, or its session closed; nothing was done", tenant=name)
 
     return refuse
@@ -105,8 +106,8 @@ class Tenant:
         self.kv = state.kv
         self.layers = state.layers
         self.layer_bytes = state.layer_bytes
-        self.wait = state.prefetcher.wait
-        self.done = state.prefetcher.done
+        self.wait: Callable[..., None] = state.prefetcher.wait
+        self.done: Callable[..., None] = state.prefetcher.done
         self.hooks: AttachedHooks | None = None
         self._first_wait: Any = None
         self._part_wait: Any = None
@@ -221,13 +222,13 @@ class Tenant:
         Raises InvalidState (field tenant) if the tenant was detached, or its session closed."""
         return bool(self._copies().ready(layer))
 
-    def stats(self) -> Any:
+    def stats(self) -> _core.PrefetchStats:
         """Counts since attach, as of now: passes, copies, copied_bytes, copy_s, misses, stall_s, timed_bytes. Raises
         InvalidState as `ready` does."""
         return self._copies().stats()
 
-    def _copies(self) -> Any:
-        prefetcher = self._state.prefetcher
+    def _copies(self) -> _core.Prefetcher:
+        prefetcher = self._state.live_prefetcher
         if prefetcher is None:
             _gone(self.name)(0)
         return prefetcher

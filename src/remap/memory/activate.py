@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
@@ -24,6 +24,9 @@ from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.state import TenantState
 from remap.policy import schedule
+
+if TYPE_CHECKING:
+    from remap import _core
 
 __all__ = ["ActivationReport", "activate", "deactivate"]
 
@@ -72,7 +75,7 @@ def activate(
     return report
 
 
-def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool | float) -> ActivationReport:
+def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial: bool | float) -> ActivationReport:
     away = tenant.streamed
     own = _own(tenant)
     keep = _certified(tenant, own)
@@ -128,13 +131,15 @@ def _certified(tenant: TenantState, own: int) -> int:
     """alpha of its own that it keeps, of `own`: fewer if switches now take so much of the link that its passes would wait
     for more than `WELL_ABOVE` beside them. The others come home now, while its blocks are few."""
     times = tenant.timing.decode()
+    if not own or times is None or tenant.by_hand or tenant.slicing:
+        return own
     slower = tenant.link.beside_switches(tenant, times)
-    if not own or times is None or slower is times or tenant.by_hand or tenant.slicing:
+    if slower is times:
         return own
     streaming = tenant.streaming_at(own, tenant.buffers, "inward")
     if tenant.stall(slower, streaming) - tenant.stall(times, streaming) <= WELL_ABOVE * math.fsum(times.compute_s):
         return own
-    most: int = tenant.bounds.bound(slower)[0]
+    most = tenant.bounds.bound(slower)[0]
     return min(own, most)
 
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from remap import _core
 from remap.errors import Error, OutOfBlocks
@@ -60,7 +59,7 @@ class _Saved:
 class Changes:
     """One session's. Called with the session's lock held."""
 
-    def __init__(self, streams: Streams, arena: Any, executor: Any) -> None:
+    def __init__(self, streams: Streams, arena: _core.Arena, executor: _core.Executor) -> None:
         self.streams = streams
         self.arena = arena
         self._executor = executor
@@ -73,7 +72,7 @@ class Changes:
         # tenant -> {old: new}: live blocks that have moved and are in no report yet. Written where a change is decided,
         # so that a call that raises afterwards cannot lose them.
         self.moved: dict[str, dict[int, int]] = {}
-        self._simulator: Any = streams.simulator
+        self._simulator = streams.simulator
         self.applied = 0  # plans whose effects stand: undoing.py subtracts those that it takes back
 
     @property
@@ -255,7 +254,7 @@ class Changes:
             self._replace_copy_stream(tenant)
             self._order_behind_copies(prefetcher, 0 if ring_moves else stream)
 
-    def _order_behind_copies(self, prefetcher: Any, stream: int) -> None:
+    def _order_behind_copies(self, prefetcher: _core.Prefetcher, stream: int) -> None:
         """Make `stream` wait for the copies in flight, or the host if it is 0."""
         if stream:
             # The next use of these pages is on the compute stream or behind it (zeroes, KV, the event of settle()), or
@@ -524,9 +523,9 @@ class Changes:
     def release(self, tenant: TenantState) -> None:
         """The tenant has gone: release its copy stream, its events and the objects that kept master copies alive. Can be called
         again."""
-        if tenant.prefetcher is not None:
-            self.streams.retire(tenant.prefetcher)
-            tenant.prefetcher = None
+        if tenant.live_prefetcher is not None:
+            self.streams.retire(tenant.live_prefetcher)
+            tenant.live_prefetcher = None
         tenant.source = tenant.source.released()
 
     def abandon(self, tenant: TenantState) -> None:

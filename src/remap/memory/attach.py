@@ -317,7 +317,7 @@ class Arrivals:
                 stored,
                 partial(self._hosts.store_kv, host, name, geometry) if kv.host_blocks is None else None,
             ),
-            prefetcher=prefetcher,
+            live_prefetcher=prefetcher,
             compute=compute,
             turn=turn,
             timing=PassTimes(source.layer_bytes),
@@ -376,7 +376,7 @@ def _without_home(layers: int, pinned: set[int], resident: int | None, buffers: 
     return tuple(streamable[index] for index in schedule.uniform(len(streamable), streamed - buffers, buffers))
 
 
-def _of_others(arena: Any, others: Sequence[TenantState]) -> list[int]:
+def _of_others(arena: _core.Arena, others: Sequence[TenantState]) -> list[int]:
     """The pages that tenants attached earlier may give away some day: layers in ascending order, since the last ones of
     an idle tenant go together; then their KV pages that are no tenant's home."""
     homes = [page for other in others for layer in sorted(other.order) for page in other.pages.homes[layer]]
@@ -408,7 +408,7 @@ def _max_remappable(homes: Sequence[tuple[int, ...]], order: Sequence[int], plac
     return placed if placed == len(order) else max(0, placed - (MAX_BUFFERS - 1))
 
 
-def _designate(arena: Any, region: int, geometry: KVGeometry, giving: Sequence[int]) -> None:
+def _designate(arena: _core.Arena, region: int, geometry: KVGeometry, giving: Sequence[int]) -> None:
     """Give each page its slot, in runs of consecutive slots: one mapping call per run."""
     slots = list(geometry.giving_slots(0, len(giving)))
     by_slot = sorted(zip(slots, giving))

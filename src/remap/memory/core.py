@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
@@ -13,6 +13,9 @@ from remap.memory.registered import Registered
 from remap.memory.state import TenantState
 from remap.sizes import shown
 
+if TYPE_CHECKING:
+    from remap import _core
+
 __all__ = ["Core"]
 
 
@@ -20,7 +23,7 @@ __all__ = ["Core"]
 class Core:
     """Only the call that has the session may touch this (`Session.change`, `Session.exclusively`)."""
 
-    arena: Any
+    arena: _core.Arena
     tenants: dict[str, TenantState]
     changes: Changes
     lending: Lending

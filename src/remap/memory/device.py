@@ -67,7 +67,7 @@ class Platform:
     copy_threads: int = 1
     shareable: str = "none"
     gpu_direct_rdma: bool = False
-    backend: Any = None
+    backend: _core.Backend | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "copy_chunk_bytes", parse_size(self.copy_chunk_bytes, "copy_chunk_bytes"))
@@ -128,7 +128,7 @@ def parse(device: object) -> DeviceName:
 class Device:
     """A session's questions about its backend's device. `Session.device` shows `name`."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: _core.Backend) -> None:
         kind = backend.device_kind if backend.device_kind in ("cuda", "sim") else "cpu"
         # The virtual clock behind the backend, or None: then time is real.
         self.simulator: Any = backend.simulator if kind == "sim" else None
@@ -219,7 +219,7 @@ def resolve(
     page_bytes: int,
     platform: Platform = _USUAL,
     host_budget: int | str | None = None,
-) -> tuple[Any, Device]:
+) -> tuple[_core.Backend, Device]:
     """(backend, device) of a session of `capacity` bytes; arguments as `Session` takes them. A ready backend is kept.
 
     On a simulated machine, `capacity` may be a part of its memory; OutOfMemory comes when pages are made beyond that.
@@ -243,7 +243,7 @@ def resolve(
 
 def _make_backend(
     name: DeviceName, capacity: int, page_bytes: int, platform: Platform, host_budget: int | str | None
-) -> Any:
+) -> _core.Backend:
     budget = 0 if host_budget is None else parse_size(host_budget, "host_budget")
     if host_budget is not None and budget == 0:
         raise InvalidArgument(
@@ -275,7 +275,7 @@ def _make_backend(
     return _core.make_host_backend(capacity - capacity % page_bytes, page_bytes, platform.copy_threads)
 
 
-def simulated(machine: Machine, *, contention: bool = True, backed: bool = False) -> Any:
+def simulated(machine: Machine, *, contention: bool = True, backed: bool = False) -> _core.SimBackend:
     """A backend (`_core.SimBackend`) in virtual time with the memory, the link and the driver of `machine`. It uses
     real memory only if it is `backed`. contention: copies over the link slow the kernels that run beside them.
     """

@@ -8,7 +8,7 @@ import logging
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from remap.errors import Error, LimitExceeded, OutOfMemory
 from remap.kv.host import HostBlocks
@@ -21,6 +21,7 @@ from remap.sizes import MOST_BYTES, show_size
 if TYPE_CHECKING:
     import torch
 
+    from remap import _core
     from remap.memory.device import Device
 
 __all__ = ["HostMemories", "HostMemory", "require_kv"]
@@ -31,7 +32,7 @@ _logger = logging.getLogger("remap.host_kv")
 class HostMemory:
     """Memory allocated by the backend, or the caller's own registered with it. `release` gives everything back."""
 
-    def __init__(self, backend: Any, device: Device, beside: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, backend: _core.Backend, device: Device, beside: Callable[[], int] = lambda: 0) -> None:
         """beside: bytes of the machine's memory that the session has by now."""
         self._backend = backend
         self._device = device
@@ -118,7 +119,9 @@ def require_kv(device: Device, capacity: int, kv_bytes: int | None) -> None:
 class HostMemories:
     """A session's host memory: its tenants', and memory that the backend has not taken back yet."""
 
-    def __init__(self, backend: Any, device: Device, arena: Any, kv_bytes: int | None = None, budget: int = 0) -> None:
+    def __init__(
+        self, backend: _core.Backend, device: Device, arena: _core.Arena, kv_bytes: int | None = None, budget: int = 0
+    ) -> None:
         """arena: it lies in host memory as well on the CPU. kv_bytes: for KV of tenants whose `KVSpec.host_blocks` is None; None:
         sized by itself. budget: of page-locked memory; 0: the environment's, or what can be spared.
         """

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from remap.memory.entries import Entry
 from remap.memory.lend import Lending
 from remap.memory.state import TenantState
 from remap.report import DecisionRecord, PageTotals, Snapshot, StallShare, StepReport, TenantSnapshot
+
+if TYPE_CHECKING:
+    from remap import _core
 
 __all__ = ["Log", "check_books", "make_report", "take_snapshot"]
 
@@ -32,7 +35,7 @@ class Log:
 
 def take_snapshot(
     capacity_bytes: int,
-    arena: Any,
+    arena: _core.Arena,
     lending: Lending,
     tenants: Mapping[str, TenantState],
     decisions: tuple[DecisionRecord, ...],
@@ -50,7 +53,9 @@ def take_snapshot(
     )
 
 
-def _tenant(arena: Any, lending: Lending, tenants: Mapping[str, TenantState], tenant: TenantState) -> TenantSnapshot:
+def _tenant(
+    arena: _core.Arena, lending: Lending, tenants: Mapping[str, TenantState], tenant: TenantState
+) -> TenantSnapshot:
     pages = PageTotals(**arena.counts(tenant.number))
     stats = tenant.prefetcher.stats()
     pool = tenant.kv.pool
@@ -129,7 +134,7 @@ def make_report(
     )
 
 
-def check_books(arena: Any, tenants: Mapping[str, TenantState]) -> None:
+def check_books(arena: _core.Arena, tenants: Mapping[str, TenantState]) -> None:
     """Check the invariants of the arena and of each pool, and that both agree on each tenant's KV pages. Raises
     AssertionError."""
     arena.check()

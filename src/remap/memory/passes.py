@@ -129,9 +129,10 @@ class Passes:
         """Leave no pass open, however far it came. Can be called again. Takes no lock: the garbage collector may call
         it while this thread holds the lock."""
         try:
-            if tenant.prefetcher is not None and tenant.prefetcher.in_pass:
+            prefetcher = tenant.live_prefetcher
+            if prefetcher is not None and prefetcher.in_pass:
                 tenant.timing.abandoned += 1  # without a shape its time teaches nothing
-                tenant.prefetcher.end_pass()
+                prefetcher.end_pass()
         except Error:
             pass  # a stream that takes no events (it is being captured): the next pass abandons this one in the core
         finally:

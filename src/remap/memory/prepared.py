@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from remap import _core
 from remap.kv.pages import SlotRuns
@@ -27,7 +26,7 @@ class PreparedPlan:
     plan: Plan
     before: TenantPages
     after: TenantPages
-    core: Any  # _core.Plan; its epoch is set when it is applied
+    core: _core.Plan  # its epoch is set when it is applied
     gained: SlotRuns  # slots of the KV region
     copies: Copies
     ring_changes: bool

@@ -7,10 +7,13 @@ a declared range are pinned, so that no such plan is made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from remap.errors import InvalidState
 from remap.memory.state import TenantState
+
+if TYPE_CHECKING:
+    from remap import _core
 
 __all__ = ["Registered"]
 
@@ -20,7 +23,7 @@ _Range = tuple[int, int]  # address, bytes
 class Registered:
     """A session's declared ranges. Called with the session's lock held."""
 
-    def __init__(self, arena: Any, tenants: Mapping[str, TenantState]) -> None:
+    def __init__(self, arena: _core.Arena, tenants: Mapping[str, TenantState]) -> None:
         self._arena = arena
         self._tenants = tenants
 

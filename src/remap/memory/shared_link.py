@@ -36,7 +36,8 @@ class SharedLink:
             return tenant.timing.decode()
         sharers = self._active()
         if not tenant.active or len(sharers) < 2:
-            return self.beside_switches(tenant, tenant.timing.decode())
+            measured = tenant.timing.decode()
+            return measured and self.beside_switches(tenant, measured)
         times, wait_s, known = tenant.timing.shared(len(sharers)), self._waits(tenant), tenant.known_times
         if times is None or wait_s == 0.0:
             return times
@@ -44,9 +45,9 @@ class SharedLink:
             known = tenant.known_times = (times, replace(times, wait_s=wait_s))
         return known[1]
 
-    def beside_switches(self, tenant: TenantState, times: LayerTimes | None) -> LayerTimes | None:
+    def beside_switches(self, tenant: TenantState, times: LayerTimes) -> LayerTimes:
         share, known = self.switching.share, tenant.known_turns
-        if times is None or not share:
+        if not share:
             return times
         if known is None or known[0] is not times or known[1] != share:
             slower = replace(times, transfer_s=tuple(each / (1.0 - share) for each in times.transfer_s))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from remap.config import Knobs
 from remap.errors import InvalidState
@@ -29,14 +29,31 @@ from remap.model.source import LayerSource
 from remap.policy import kv_stream, schedule
 from remap.policy.controller import Controller
 from remap.policy.cost import LayerTimes
-from remap.policy.link import delayed
+from remap.policy.link import Neighbour, delayed
 from remap.policy.selection import best_set
 from remap.policy.views import Demand, LayerSeconds
 
 if TYPE_CHECKING:
+    from remap import _core
     from remap.memory.host_memory import HostMemory
 
 __all__ = ["TenantState"]
+
+
+class Link(Protocol):
+    """`shared_link.SharedLink`, which knows all tenants."""
+
+    def times(self, tenant: TenantState) -> LayerTimes | None: ...
+    def beside_switches(self, tenant: TenantState, times: LayerTimes) -> LayerTimes: ...
+    def neighbours(self, tenant: TenantState) -> list[Neighbour] | None: ...
+
+
+class Bounds(Protocol):
+    """`bounds.StallBounds`, of one tenant."""
+
+    def bound(self, times: LayerSeconds) -> tuple[int, int]: ...
+    def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> str: ...
+    def plan_growth(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -66,17 +83,17 @@ class TenantState:
 
     # -- what it computes with
     kv: KVCache
-    prefetcher: Any  # _core.Prefetcher; None once the tenant has gone
+    live_prefetcher: _core.Prefetcher | None  # None once the tenant has gone
     compute: ComputeStream
     turn: Turn
     timing: PassTimes  # the pass's
-    link: Any  # shared_link.SharedLink, the session's
+    link: Link  # the session's
     copy_setup_s: float = field(default=0.0, init=False)  # of any copy, at least; measured if KV blocks stream
     chunk_bytes: int  # layers are copied in chunks of so many bytes; 0: each as a whole
 
     # -- what the controller has decided
     controller: Controller = field(init=False)
-    bounds: Any = None  # bounds.StallBounds, which answers the controller's questions
+    bounds: Bounds = field(init=False)  # what answers the controller's questions
     demand: Demand | None = None  # of the last step; of a paused tenant: of the last one of its turn
     certified_wait_s: float = 0.0  # what each copied piece waited for other tenants' when it was certified last
     told_alpha: float = 0.0  # alpha in the last report
@@ -124,6 +141,14 @@ class TenantState:
 
     def __repr__(self) -> str:
         return f"<state of tenant {self.name!r}: {len(self.streamed)} of {self.layers} layers streamed>"
+
+    @property
+    def prefetcher(self) -> _core.Prefetcher:
+        """Raises InvalidState (field tenant) once the tenant has gone."""
+        found = self.live_prefetcher
+        if found is None:
+            raise InvalidState(f"tenant {self.name!r} has gone; nothing was copied; attach it again", tenant=self.name)
+        return found
 
     # -- what is decided (books.py) ---------------------------------------------------------------------------------
 

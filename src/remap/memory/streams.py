@@ -11,11 +11,14 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from remap.errors import Error, InvalidArgument
 from remap.memory.device import Device
 from remap.memory.native_stream import native_stream
+
+if TYPE_CHECKING:
+    from remap import _core
 
 __all__ = ["ComputeStream", "Streams", "gone", "make_into"]
 
@@ -40,7 +43,7 @@ def make_into(held: list[int], create: Callable[[], int]) -> int:
 class Streams:
     """A session's own streams, the callers' streams that it uses, and its events. `close` releases all."""
 
-    def __init__(self, backend: Any, simulator: Any = None) -> None:
+    def __init__(self, backend: _core.Backend, simulator: _core.SimBackend | None = None) -> None:
         self.backend = backend
         self.simulator = simulator  # the backend's virtual clock, if there is one
         self._adopted: set[int] = set()
@@ -49,7 +52,7 @@ class Streams:
         self._timing: list[int] = []  # two events
         self._events: list[int] = []
         self._recording: set[int] = set()  # those of them that are taken and not recorded yet
-        self._retired: list[Any] = []
+        self._retired: list[_core.Prefetcher] = []
         # A pass may begin on the engine's thread while another thread changes another tenant.
         self._lock = threading.Lock()
 
@@ -135,7 +138,7 @@ class Streams:
         self._keep = None
         return float(min(times))
 
-    def retire(self, prefetcher: Any) -> None:
+    def retire(self, prefetcher: _core.Prefetcher) -> None:
         """Give back the stream and events of a `_core.Prefetcher` that is no longer used, now or (if that fails) in
         `close`."""
         try:

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from remap.policy.cost import CostModel, LayerTimes, Phase, bucket_of
+
+if TYPE_CHECKING:
+    from remap import _core
 
 __all__ = ["PassTimes"]
 
@@ -56,7 +59,7 @@ class PassTimes:
         """Pass `number` had this shape. Its times come now or, from a stream, some passes later."""
         self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))
 
-    def take(self, stats: Any, number: int, seconds: float, stall_s: float) -> float | None:
+    def take(self, stats: _core.PrefetchStats, number: int, seconds: float, stall_s: float) -> float | None:
         """Learn from one timed pass. Returns its seconds of computation; None if its shape is unknown. stats: the
         prefetcher's."""
         while self._shapes and self._shapes[0][0] < number:
@@ -68,7 +71,7 @@ class PassTimes:
         self._learn(stats, kind, count, compute_s)
         return compute_s
 
-    def _learn(self, stats: Any, kind: Phase, tokens: int, compute: float) -> None:
+    def _learn(self, stats: _core.PrefetchStats, kind: Phase, tokens: int, compute: float) -> None:
         self.compute_s += compute
         copied = stats.timed_bytes - self._seen_bytes
         if copied:
