@@ -161,13 +161,16 @@ class Driver:
         access = _AccessDesc(_Location(_DEVICE, self._device), _READ_WRITE)
         self._call("cuMemSetAccess", _u64(address), _size(nbytes), ctypes.byref(access), _size(1))
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory, in one call."""
-        self._call("cuMemHostRegister", ctypes.c_void_p(address), _size(nbytes), ctypes.c_uint(0))
+    def register(self, address: int, nbytes: int, piece: int) -> None:
+        """Page-lock host memory, so many bytes a call."""
+        for at in range(0, nbytes, piece):
+            size = min(piece, nbytes - at)
+            self._call("cuMemHostRegister", ctypes.c_void_p(address + at), _size(size), ctypes.c_uint(0))
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, nbytes: int, piece: int) -> None:
         """The reverse of `register`."""
-        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+        for at in range(0, nbytes, piece):
+            self._call("cuMemHostUnregister", ctypes.c_void_p(address + at))
 
     def violations(self) -> list[str]:
         """Rules of the driver API that the emulated driver has seen broken; a real driver does not tell."""

@@ -1,9 +1,10 @@
 // What the Prefetcher knows and does while it holds its lock. Private to cpp/schedule.
 //
 // Who writes what, and what orders it
-//   * Everything in State is read and written under `mutex` only. Nothing blocks while holding it, except recover(), which
-//     waits for a failed stream's work. The mutex also is the order in which work reaches the copy stream, and every
-//     operation there waits only for events recorded before it was enqueued: so no cycle of waiting can arise.
+//   * Everything in State is read and written under `mutex` only. Nothing blocks while holding it, except recover() and a
+//     backend's copy that failed midway, which wait for the copy stream's work. The mutex also is the order in which work
+//     reaches the copy stream, and every operation there waits only for events recorded before it was enqueued: so no
+//     cycle of waiting can arise.
 //   * `states_` is written under the mutex and read without it by ready(). 0 is stored (release) only after the layer's
 //     copy was seen complete or was never needed, so who reads 0 (acquire) may read the bytes.
 //   * Bytes of a ring buffer: written by copies in the order of the copy stream; a copy is enqueued behind stream_wait for

@@ -53,6 +53,7 @@ SAME_PLACE(CopyAttributes, source_hint, CUmemcpyAttributes, srcLocHint);
 SAME_PLACE(CopyAttributes, target_hint, CUmemcpyAttributes, dstLocHint);
 SAME_PLACE(CopyAttributes, flags, CUmemcpyAttributes, flags);
 static_assert(kSourceInStreamOrder == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM);
+static_assert(kBesideCompute == CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE);
 #endif
 
 // A number of ours and the toolkit's; pointers made of integers are no constant expressions.

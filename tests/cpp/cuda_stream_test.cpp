@@ -374,6 +374,16 @@ CLEAN_TEST(copies_are_cut_where_pieces_of_host_memory_end) {
     backend->copy_batch(stream, ranges, 4);
     finish();
     CHECK(all_are(at, 9, 1001 + kPage));
+    // Between two ends in host memory, and into it.
+    std::byte* other = host + 3 * kPiece / 2;
+    backend->copy(stream, other, at, 2 * kPage);
+    const CopyRange back[] = {{at - kPage, other, 2 * kPage}, {other - 8, at + 2 * kPage, 8}};
+    backend->copy_batch(stream, back, 2);
+    finish();
+    CHECK(std::equal(other, other + 2 * kPage, at - kPage));
+    backend->fill(stream, at, 4, 2 * kPage);
+    finish();
+    CHECK(all_are(at, 4, 2 * kPage));
   }
   std::vector<std::byte> own(kBytes);
   backend->register_host(own.data(), kBytes);

@@ -52,7 +52,7 @@ constexpr long long kPairs[][2] = {
     {kHostPortable, CU_MEMHOSTREGISTER_PORTABLE}, {kHostDeviceMap, CU_MEMHOSTREGISTER_DEVICEMAP},
     {kHostReadOnly, CU_MEMHOSTREGISTER_READ_ONLY}, {kSourceInStreamOrder, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM},
     {kSourceDuringCall, CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL},
-    {kSourceInAnyOrder, CU_MEMCPY_SRC_ACCESS_ORDER_ANY}};
+    {kSourceInAnyOrder, CU_MEMCPY_SRC_ACCESS_ORDER_ANY}, {kPreferOverlap, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE}};
 constexpr bool all_same() {
   for (const auto& pair : kPairs) {
     if (pair[0] != pair[1]) return false;

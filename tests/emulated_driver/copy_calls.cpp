@@ -132,6 +132,7 @@ CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, std::size_t* byt
       if (!ascending || first_of_attributes[i] >= count) return refuse("the attributes' first copies must begin at 0 and ascend");
       const int order = attributes[i].srcAccessOrder;
       if (order < kSourceInStreamOrder || order > kSourceInAnyOrder) return refuse("no such order of access to a source");
+      if (attributes[i].flags > kPreferOverlap) return refuse("no such flags");
     }
     const auto handle = reinterpret_cast<std::uintptr_t>(stream);
     if (handle == 0 || handle == kLegacyStream) return refuse("not on the legacy default stream");

@@ -89,6 +89,7 @@ enum : int {
   kCaptureRelaxed = 2,
 };
 enum : unsigned {
+  kPreferOverlap = 1,
   kStreamNonBlocking = 1,
   kEventBlockingSync = 1,
   kEventDisableTiming = 2,

@@ -79,6 +79,7 @@ def _points_of(code: CodeType, points: str) -> Iterator[int]:
     # before that call has been made.
     instructions = list(dis.get_instructions(code))
     left = {each.argval for each in instructions if each.opcode in dis.hasjrel and leaves(each.offset, each.argval)}
+    opname_at = {each.offset: each.opname for each in instructions}
     before, closing = None, False
     for each in instructions:
         if each.offset in left or (before is not None and leaves(before.offset, each.offset)):
@@ -86,6 +87,10 @@ def _points_of(code: CodeType, points: str) -> Iterator[int]:
         elif before is not None and before.opname in _CHECKS:
             closing = False
         same = before is None or covered(before.offset) == covered(each.offset)
+        # From 3.12 on a comprehension is a part of its function, with a handler that puts its variables back. What a trace function
+        # raises in it passes every handler (seen with 3.12.1; a signal there does not).
+        handler = covered(each.offset)[0]
+        same = same and (handler < 0 or points == "signals" or opname_at[handler] == "PUSH_EXC_INFO")
         after_check = before is not None and (before.opname in _CHECKS)
         if same and not closing and (points != "signals" or after_check):
             yield each.offset
@@ -139,6 +144,8 @@ def interrupted(
 ) -> tuple[Interrupt, Any, BaseException | None]:
     """(the interrupt, what the call returned, what it raised)."""
     interrupt, result, error = Interrupt(at, points, files), None, None
+    if points == "signals":  # 3.12 looks when tracing begins whether a frame wants every instruction
+        sys._getframe().f_trace_opcodes = True
     sys.settrace(interrupt)
     try:
         result = act()

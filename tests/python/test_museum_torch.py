@@ -317,6 +317,22 @@ def test_a_traced_model_is_refused():
         torch.jit.trace(Plain(world.model), (world.ids,), check_trace=False)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model_is_refused(strict):
+    class Plain(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, ids):
+            return self.inner(ids, use_cache=False).logits
+
+    # The strict way goes by dynamo, which cannot trace the core.
+    refused = torch._dynamo.exc.Unsupported if strict else InvalidState
+    with World() as world, pytest.raises(refused):
+        torch.export.export(Plain(world.model), (world.ids,), strict=strict)
+
+
 def test_data_parallel_on_the_cpu_is_the_model_itself():
     """Its replicas would share hooks and memory; without devices there are none."""
     with World(remapped=3) as world, torch.no_grad():

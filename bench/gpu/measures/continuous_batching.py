@@ -153,8 +153,8 @@ class Sides:
         self.case = case
         ours = make_model(case.shape, device, case.dtype)
         self.capacity = (footprint(ours, None).pages(PAGE) + case.kv_pages) * PAGE
-        self.attached = stack.enter_context(
-            attach(
+        try:
+            attached = attach(
                 ours,
                 self.capacity,
                 "cuda:0",
@@ -162,7 +162,11 @@ class Sides:
                 min_tokens=max(0, (case.blocks - 2) * BLOCK_TOKENS),
                 config=remap.advanced.Knobs(),  # here requests wait for blocks: nothing has to be slowed down for them
             )
-        )
+        except remap.InvalidState as refused:
+            if "version" in refused.fields:  # of transformers
+                raise Skip(str(refused)) from refused
+            raise
+        self.attached = stack.enter_context(attached)
         if device == "cuda":
             import torch
 

@@ -22,15 +22,16 @@ def made(backend: Any, page: int, count: int, threads: int) -> float:
     pages: list[int] = []
 
     def some(number: int) -> None:
-        pages.extend([backend.create_page(page) for _ in range(number)])
+        for _ in range(number):
+            pages.append(backend.create_page(page))
 
-    with ThreadPoolExecutor(threads) as pool:
-        shares = [count // threads + (index < count % threads) for index in range(threads)]
-        try:
+    shares = [count // threads + (index < count % threads) for index in range(threads)]
+    try:
+        with ThreadPoolExecutor(threads) as pool:
             return timed(lambda: list(pool.map(some, shares)))
-        finally:
-            for each in pages:
-                backend.destroy_page(each)
+    finally:
+        for each in pages:
+            backend.destroy_page(each)
 
 
 @measure("making pages", full_s=8, quick_s=3)

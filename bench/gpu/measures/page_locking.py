@@ -1,7 +1,8 @@
 """Page-locking host memory: how long it takes, and how long another thread's work waits for the driver meanwhile.
 
-The library locks a range in pieces of 64 MiB, so that others get in between. Beside it one registration of all of it, as a user
-would make it. The neighbour records an event on a stream of its own, again and again: what every launch of an engine's does.
+The library locks a range in pieces of 64 MiB, so that others get in between: here the driver is called so, and beside it once
+for all of the range, as a user would do it. The neighbour records an event on a stream of its own, again and again: what every
+launch of an engine's does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from ctypes import addressof, c_char
+from functools import partial
 from typing import Any
 
 from bench.gpu.context import MIB, Context
@@ -19,6 +21,8 @@ from bench.gpu.results import Figure, figure, ratio
 from bench.gpu.timing import timed
 
 from remap import _core
+
+PIECE = 64 * MIB
 
 
 class Neighbour:
@@ -33,20 +37,20 @@ class Neighbour:
 
     def _run(self) -> None:
         backend = self._backend
-        stream, event = backend.create_stream(), backend.create_event(timed=False)
         try:
+            stream, event = backend.create_stream(), backend.create_event(timed=False)
             while not self._stop.is_set():
                 begun = time.perf_counter()
                 backend.record(event, stream)
                 self._longest = max(self._longest, time.perf_counter() - begun)
                 self._begun.set()
                 time.sleep(20e-6)
+            backend.destroy_event(event)
+            backend.destroy_stream(stream)
         except Exception as error:  # noqa: BLE001 - a thread's boundary: end() raises it
             self._error = error
         finally:
             self._begun.set()
-            backend.destroy_event(event)
-            backend.destroy_stream(stream)
 
     def end(self) -> float:
         self._stop.set()
@@ -59,8 +63,11 @@ class Neighbour:
 def beside(backend: Any, call: Callable[[], None]) -> tuple[float, float]:
     """(seconds of the call, the neighbour's longest meanwhile)"""
     neighbour = Neighbour(backend)
-    taken = timed(call)
-    return taken, neighbour.end()
+    try:
+        taken = timed(call)
+    finally:
+        longest = neighbour.end()
+    return taken, longest
 
 
 @measure("page-locking beside launches", full_s=12, quick_s=4)
@@ -77,13 +84,9 @@ def page_locking(ctx: Context) -> Iterator[Figure]:
         longest: dict[str, list[float]] = {"pieces": [], "one": []}
         with ctx.driver as driver:
             for index in ctx.rounds(ctx.pick(6, 3, 3) + 1, share=0.9):
-                rounds = {
-                    "pieces": (lambda: backend.register_host(at, nbytes), lambda: backend.unregister_host(at, nbytes)),
-                    "one": (lambda: driver.register(at, nbytes), lambda: driver.unregister(at)),
-                }
-                for name, (lock, unlock) in rounds.items():
-                    taken, late = beside(backend, lock)
-                    unlock()
+                for name, size in (("pieces", PIECE), ("one", nbytes)):
+                    taken, late = beside(backend, partial(driver.register, at, nbytes, size))
+                    driver.unregister(at, nbytes, size)
                     if index:
                         locked[name].append(taken)
                         longest[name].append(late)

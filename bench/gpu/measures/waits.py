@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 from bench.gpu.context import MIB, Context
 from bench.gpu.registry import Wrong, measure
@@ -28,9 +29,16 @@ LIBRARYS, SPINS = "the library", "the driver, spinning"
 def waits(ctx: Context) -> Iterator[Figure]:
     """The median of each way, and its ratio to the driver's spinning."""
     backend = ctx.backend()
-    with ctx.buffers(device=2 * MIB, host=2 * MIB) as (device, host), ctx.driver as driver, ctx.stream() as native:
+    with (
+        ctx.buffers(device=2 * MIB, host=2 * MIB) as (device, host),
+        ctx.driver as driver,
+        ctx.stream() as native,
+        ExitStack() as cleaning,
+    ):
         _core.fill_bytes(host, SMALL, 0x5B)
         stream, event = backend.adopt_stream(native), backend.create_event(timed=False)
+        cleaning.callback(backend.forget_stream, stream)
+        cleaning.callback(backend.destroy_event, event)
 
         def with_librarys() -> None:
             backend.record(event, stream)
@@ -62,8 +70,6 @@ def waits(ctx: Context) -> Iterator[Figure]:
         with_librarys()
         if bytes_at(host + MIB, SMALL) != bytes_at(host, SMALL):
             raise Wrong("a small copy brought other bytes")
-        backend.destroy_event(event)
-        backend.forget_stream(stream)
     for way, samples in taken.items():
         yield seconds(f"a wait for a copy of 64 KiB: {way}", samples, shown=way == LIBRARYS)
     yield ratio("a wait for a copy of 64 KiB, the library / spinning", taken[LIBRARYS], taken[SPINS])

@@ -97,6 +97,7 @@ struct AccessDescriptor {  // CUmemAccessDesc
 };
 
 constexpr int kSourceInStreamOrder = 1;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+constexpr unsigned kBesideCompute = 1;   // CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 struct CopyAttributes {                  // CUmemcpyAttributes
   int source_order = 0;
   MemoryLocation source_hint;

@@ -134,8 +134,13 @@ class CudaBackend final : public Backend {
       throw Error(ErrorKind::invalid_argument, "fill: expected an address, got null. Nothing changed.",
                   {{"bytes", static_cast<std::int64_t>(bytes)}});
     }
-    (void)memory_->holds(to, bytes, Access::read_write, "fill");
-    streams_->fill(stream, to, value, bytes);
+    const bool ours = memory_->holds(to, bytes, Access::read_write, "fill");
+    const bool locked = !ours && locked_->holds(to, bytes);
+    std::vector<std::size_t> parts;
+    for (std::size_t at = 0; at < bytes; at += parts.back()) {
+      parts.push_back(locked ? std::min(bytes - at, locked_->piece_at(to + at)) : bytes - at);
+    }
+    streams_->fill(stream, to, value, parts);
   }
 
   EventHandle create_event(bool timed) override { return streams().create_event(timed); }
@@ -158,19 +163,15 @@ class CudaBackend final : public Backend {
     }
     const bool to_ours = memory_->holds(copy.to, copy.bytes, Access::read_write, call);
     const bool from_ours = memory_->holds(copy.from, copy.bytes, Access::read, call);
+    const bool to_locked = !to_ours && locked_->holds(copy.to, copy.bytes);
+    const bool from_locked = !from_ours && locked_->holds(copy.from, copy.bytes);
     Direction direction = to_ours && from_ours ? Direction::inside_device : Direction::unknown;
-    const std::byte* locked = nullptr;  // the end that is page-locked here
-    if (to_ours && !from_ours && locked_->holds(copy.from, copy.bytes)) {
-      direction = Direction::to_device;
-      locked = copy.from;
-    }
-    if (!to_ours && from_ours && locked_->holds(copy.to, copy.bytes)) {
-      direction = Direction::to_host;
-      locked = copy.to;
-    }
+    if (to_ours && from_locked) direction = Direction::to_device;
+    if (to_locked && from_ours) direction = Direction::to_host;
     for (std::size_t at = 0; at < copy.bytes;) {
-      const std::size_t left = copy.bytes - at;
-      const std::size_t some = locked == nullptr ? left : std::min(left, locked_->piece_at(locked + at));
+      std::size_t some = copy.bytes - at;
+      if (to_locked) some = std::min(some, locked_->piece_at(copy.to + at));
+      if (from_locked) some = std::min(some, locked_->piece_at(copy.from + at));
       parts.push_back({copy.to + at, copy.from + at, some, direction});
       at += some;
     }

@@ -135,9 +135,9 @@ std::size_t LockedMemory::piece_end(Address begin, std::size_t offset, std::size
 }
 
 void LockedMemory::lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call, std::size_t& registered) const {
+  const Context::Use use(context_, call);  // for all pieces: it throws before the first one, or not at all
   while (registered < bytes) {
     const std::size_t end = piece_end(address_of(at), registered, bytes);
-    const Context::Use use(context_, call);
     const Result code = driver_.cuMemHostRegister(at + registered, end - registered, flags);
     if (code != result::kSuccess) {
       const bool undone = unlock_pages(at, registered) == result::kSuccess;
@@ -263,13 +263,17 @@ void LockedMemory::drop(const std::byte* address, std::size_t bytes, bool owned,
   if (range->second.registered != 0) {
     const Context::Use use(context_, call);
     // Out of the books piece by piece: no copy of the caller's uses this memory any more, and the next try goes on here.
-    std::size_t registered = range->second.registered;
+    const std::size_t locked = range->second.registered;
+    std::size_t registered = locked;
     const Result code = unlock_pages(at, registered);
     {
       const std::lock_guard<std::shared_mutex> books(books_);
       range->second.registered = registered;
     }
-    check(driver_, call, "cuMemHostUnregister", code);
+    if (code != result::kSuccess) {
+      fail(driver_, call, "cuMemHostUnregister", code, {{"page_locked", number(registered)}},
+           registered == locked ? "Nothing changed." : "A part is no longer page-locked; call it again for the rest.");
+    }
   }
   if (owned && ::munmap(at, range->second.locked) != 0) {
     const int code = errno;  // neighbours that the kernel keeps as one mapping may need another when they are cut

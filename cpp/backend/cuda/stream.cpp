@@ -189,10 +189,19 @@ Result Streams::enqueue(StreamPointer stream, const CopyPart* parts, std::size_t
   }
   CopyAttributes attributes;
   attributes.source_order = kSourceInStreamOrder;
+  attributes.flags = kBesideCompute;  // by copy engines: passes run meanwhile, and their multiprocessors are theirs
   std::size_t first = 0;
   std::size_t failed = 0;
   *entry = "cuMemcpyBatchAsync";
   return driver_.cuMemcpyBatchAsync(to.data(), from.data(), bytes.data(), count, &attributes, &first, 1, &failed, stream);
+}
+
+// Some of a call's work may be under way, and its caller, who is told of an error, may use the memory for something else.
+void Streams::fail_midway(StreamPointer stream, const char* call, const char* entry, Result code) const {
+  const bool ended = driver_.cuStreamSynchronize(stream) == result::kSuccess;
+  fail(driver_, call, entry, code, {},
+       ended ? "What was enqueued before it has ended; what the targets hold is undefined."
+             : "What was enqueued before it may still run: destroy the stream before the memory is used again.");
 }
 
 void Streams::copy(StreamHandle stream, const std::vector<CopyPart>& parts, const char* call) {
@@ -205,22 +214,24 @@ void Streams::copy(StreamHandle stream, const std::vector<CopyPart>& parts, cons
     const std::size_t some = std::min(parts.size() - done, most);
     const char* entry = nullptr;
     const Result code = some == 1 ? enqueue(where, parts[done], &entry) : enqueue(where, &parts[done], some, &entry);
-    if (code != result::kSuccess) {
-      if (done == 0) fail(driver_, call, entry, code);
-      // The caller is told of an error, and may use the memory for something else.
-      (void)driver_.cuStreamSynchronize(where);
-      fail(driver_, call, entry, code, {}, "Copies that had been enqueued before have ended; what the targets hold is undefined.");
-    }
+    // Whether a batch that is refused was refused whole is not documented.
+    if (code != result::kSuccess && done == 0 && some == 1) fail(driver_, call, entry, code);
+    if (code != result::kSuccess) fail_midway(where, call, entry, code);
     done += some;
   }
 }
 
-void Streams::fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) {
+void Streams::fill(StreamHandle stream, std::byte* to, std::uint8_t value, const std::vector<std::size_t>& parts) {
   const Origin origin = origin_of(stream, "fill");
   const Context::Use use(context_, "fill");
   refuse_capture(stream, origin, "fill");
-  if (bytes == 0) return;
-  check(driver_, "fill", "cuMemsetD8Async", driver_.cuMemsetD8Async(device_pointer(to), value, bytes, native(stream)));
+  const std::byte* const begin = to;
+  for (const std::size_t bytes : parts) {
+    const Result code = driver_.cuMemsetD8Async(device_pointer(to), value, bytes, native(stream));
+    if (code != result::kSuccess && to == begin) fail(driver_, "fill", "cuMemsetD8Async", code);
+    if (code != result::kSuccess) fail_midway(native(stream), "fill", "cuMemsetD8Async", code);
+    to += bytes;
+  }
 }
 
 // ---- events ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 // EventHandle is a number of our own that is never given twice, as the driver may use an event's address again.
 //
 // Our streams do not block with the legacy default stream: nothing that the process does there waits for a copy. They have the
-// default priority: priorities order kernels, and copies are not kernels.
+// greatest priority: the few small kernels on them (fills) should not wait for room beside kernels that fill the device.
 //
 // Errors: when work fails on a device its context is lost, and every later call in it says so. query(), synchronize() and
 // elapsed() report that through the event they are asked about; stream_wait(), record() and copies when they are called.
@@ -57,9 +57,10 @@ class Streams {
   void destroy_stream(StreamHandle stream);
   StreamHandle adopt_stream(std::uint64_t native);
   void forget_stream(StreamHandle stream);
-  // Copies the parts, in any order. call: for errors.
+  // Copies the parts, in any order and at once. call: for errors.
   void copy(StreamHandle stream, const std::vector<CopyPart>& parts, const char* call);
-  void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes);
+  // parts: how many bytes the driver takes at once, one behind the other.
+  void fill(StreamHandle stream, std::byte* to, std::uint8_t value, const std::vector<std::size_t>& parts);
   // Throws invalid_argument for an unknown stream.
   void require_stream(StreamHandle stream, const char* call) const;
 
@@ -97,6 +98,7 @@ class Streams {
   Held hold(EventHandle event, const char* call) const;                       // takes the lock
   Result enqueue(StreamPointer stream, const CopyPart& part, const char** entry) const;
   Result enqueue(StreamPointer stream, const CopyPart* parts, std::size_t count, const char** entry) const;
+  [[noreturn]] void fail_midway(StreamPointer stream, const char* call, const char* entry, Result code) const;
   void refuse_capture(StreamHandle stream, Origin origin, const char* call) const;
   bool complete(EventHandle event, const char* call) const;  // pre: inside a Context::Use
 

@@ -121,8 +121,9 @@ class Changes:
             if self._executor.undecided():
                 self._executor.rollback()
             tenant.unsettled = self._unsettled = None
-        tenant.books = saved.books
-        tenant.write(order=tenant.order_of(tenant.pages))  # layers that were found written meanwhile stay pinned
+        # Layers that were found written meanwhile stay pinned; an earlier change that was settled meanwhile is settled.
+        order = tenant.order_of(saved.books.pages)
+        tenant.books = replace(saved.books, order=order, since=tenant.since)
         if saved.moved is None:
             self.moved.pop(tenant.name, None)
         else:

@@ -195,7 +195,9 @@ def _bracket(forward: Callable[..., Any], tenant: Tenant, hooks: AttachedHooks) 
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         if hooks.removed or tenant.in_pass:
             return forward(*args, **kwargs)
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        # Under dynamo torch 2.11 always says that it exports; an export that goes by dynamo cannot trace the core, and says so.
+        exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        if torch.jit.is_tracing() or exporting:  # type: ignore[attr-defined]
             raise InvalidState(
                 f"the model of tenant {tenant.name!r} is attached: a trace or export of it would compute without "
                 "waiting for its layers; nothing was computed; trace it before it is attached",
