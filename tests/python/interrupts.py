@@ -87,8 +87,8 @@ def _points_of(code: CodeType, points: str) -> Iterator[int]:
         elif before is not None and before.opname in _CHECKS:
             closing = False
         same = before is None or covered(before.offset) == covered(each.offset)
-        # From 3.12 on a comprehension is a part of its function, with a handler that puts its variables back. What a trace function
-        # raises in it passes every handler (seen with 3.12.1; a signal there does not).
+        # From 3.12 on a comprehension is a part of its function, with a handler that puts its variables back. What a trace
+        # function raises in it passes every handler (seen with 3.12.1; a signal there does not).
         handler = covered(each.offset)[0]
         same = same and (handler < 0 or points == "signals" or opname_at[handler] == "PUSH_EXC_INFO")
         after_check = before is not None and (before.opname in _CHECKS)
