@@ -173,7 +173,7 @@ class Session:
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)
         self._registered = Registered(self._arena, self._tenants)
         self._core = Core(self._arena, self._tenants, self._changes, self._lending, self._offers, self._registered)
-        self._log = Log()
+        self._log = Log(self.clock)
         self._departed: list[TenantState] = []  # tenants on their way out: see _release_departed
         self._told: list[Moved] = []  # moves in the report of the call in progress
         self._closing = False  # all tenants depart
@@ -326,7 +326,7 @@ class Session:
 
     def _report(self, entries: Entries) -> StepReport:
         self._link.certify()
-        self._log.add(self._arena.epoch, entries)
+        self._log.add(self._arena.epoch, self._tenants, entries)
         resized = False
         for name in entries:
             tenant = self._tenants[name]
@@ -379,7 +379,8 @@ class Session:
             if report.activated:
                 self._changes.wake(tenant)
             self._link.certify()
-            self._log.add(self._arena.epoch, {name: Entry(stall=report.predicted_stall_s, reason=report.reason)})
+            entry = Entry(stall=report.predicted_stall_s, reason=report.reason)
+            self._log.add(self._arena.epoch, self._tenants, {name: entry})
             made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
             return made
         except BaseException:

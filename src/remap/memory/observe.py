@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from remap.memory.entries import Entry
@@ -14,19 +15,42 @@ from remap.report import DecisionRecord, PageTotals, Snapshot, StallShare, StepR
 if TYPE_CHECKING:
     from remap import _core
 
-__all__ = ["Log", "check_books", "make_report", "take_snapshot"]
+__all__ = ["AGAIN_S", "Log", "check_books", "make_report", "take_snapshot"]
+
+
+AGAIN_S = 10.0
+_logger = logging.getLogger("remap.decisions")
 
 
 class Log:
-    """The last decisions, newest last, for a person who asks why."""
+    """The last decisions, newest last, for a person who asks why.
 
-    def __init__(self) -> None:
+    The logger `remap.decisions` says at level INFO when layers leave or come home, and that a tenant's demand is not met: that at
+    most every `AGAIN_S` seconds of the session's clock a tenant.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._records: deque[DecisionRecord] = deque(maxlen=256)
 
-    def add(self, epoch: int, entries: Mapping[str, Entry]) -> None:
+    def add(self, epoch: int, tenants: Mapping[str, TenantState], entries: Mapping[str, Entry]) -> None:
         """Add one record per tenant of a report."""
         for name, entry in entries.items():
             self._records.append(DecisionRecord(epoch, name, entry.reason, entry.stall, entry.unmet))
+            if _logger.isEnabledFor(logging.INFO):
+                self._say(tenants[name], entry)
+
+    def _say(self, tenant: TenantState, entry: Entry) -> None:
+        now, before, away = self._clock(), tenant.logged_alpha, tenant.alpha
+        if away != before:
+            tenant.logged_alpha = away
+            _logger.info(
+                "%s: %g of %d layers are away, %g before; %d blocks usable, %d more: %s",
+                *(tenant.name, away, tenant.layers, before, tenant.kv.usable_blocks, entry.added, entry.reason),
+            )
+        elif entry.unmet and now >= tenant.logged_short_s + AGAIN_S:
+            tenant.logged_short_s = now
+            _logger.info("%s: %d blocks short: %s", tenant.name, entry.unmet, entry.reason)
 
     def records(self) -> tuple[DecisionRecord, ...]:
         """The records, as a frozen copy."""

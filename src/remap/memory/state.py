@@ -97,6 +97,8 @@ class TenantState:
     demand: Demand | None = None  # of the last step; of a paused tenant: of the last one of its turn
     certified_wait_s: float = 0.0  # what each copied piece waited for other tenants' when it was certified last
     told_alpha: float = 0.0  # alpha in the last report
+    logged_alpha: float = 0.0  # alpha in the last line of log (observe.py)
+    logged_short_s: float = -math.inf  # when the log said last that demand was not met
     last_use: int = 0  # the session's count of activations at the last one
     last_pass_s: float = 0.0  # when the last pass ended; the pass's
 
