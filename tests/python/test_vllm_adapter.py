@@ -6,6 +6,7 @@ What they do inside the engine is tested in tests/engines/vllm.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -383,3 +384,27 @@ def test_a_newer_version_is_tried_at_home_and_away_before_it_serves(
         assert sorted(caught.value.fields["passes"].values()) == [0.0, 1.0]
     assert passes == [0, 1]
     assert worker.remap_rank.tenant.remapped == 0
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_librarys_messages_are_shown_where_vllms_are():
+    class Shown(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append((record.name, record.levelname))
+
+    said: list[tuple[str, str]] = []
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("remap")
+    before = (theirs.level, list(theirs.handlers), ours.level, list(ours.handlers))
+    try:
+        theirs.addHandler(Shown())
+        theirs.setLevel(logging.INFO)
+        for _ in range(2):  # once a worker, and a process may have several
+            internals.show_logs()
+        logging.getLogger("remap.decisions").info("layers are away")
+        logging.getLogger("remap.decisions").debug("nobody asked for this")
+        assert said == [("remap.decisions", "INFO")]
+    finally:
+        theirs.level, theirs.handlers[:], ours.level, ours.handlers[:] = before
+        ours.manager._clear_cache()  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from test_tokens import BURST, remap, stock
 @pytest.fixture(scope="module", params=["0", "1"], ids=["one process", "another process"])
 def figures(vllm: Vllm, request: pytest.FixtureRequest) -> Any:
     few = {"kv_cache_memory_bytes": 9 << 20}
-    runs = [stock("stock", [BURST[:1]], **few), remap("remap", [BURST[:1]])]
+    runs = [stock("stock", [BURST[:1]], **few), remap("remap", [BURST[:1]]), remap("burst", [BURST])]
     if request.param == "0":
         runs.append({**remap("fine pages", [BURST[:1]]), "settings": {"page_bytes": "8KiB"}})
     found = vllm.serve(runs, VLLM_ENABLE_V1_MULTIPROCESSING=request.param, VLLM_LOGGING_LEVEL="INFO")
@@ -29,6 +30,10 @@ def test_the_cache_that_is_there_is_reported_and_the_largest_beside_it(figures: 
     assert float(info["kv_cache_max_concurrency"]) <= first * 32 / 1024
     assert info.keys() == figures["stock"]["cache_info"].keys()
     assert f"{first} KV blocks now, up to {most}" in figures["said"]
+
+
+def test_layers_that_leave_are_told(figures: Any):
+    assert re.search(r"[1-9]\d* of \d+ layers are away, 0 before; \d+ blocks usable", figures["said"])
 
 
 def test_what_rounding_to_pages_takes_is_said_and_is_all_that_is_lost(figures: Any):

