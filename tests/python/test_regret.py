@@ -68,6 +68,25 @@ def test_the_worst_loads_come_first_and_say_who_was_best() -> None:
     assert "| remap | 1 | TTFT P99 | 300 % | 300 % | 300 % | 1 |" in regret.table(data, [LOAD])
 
 
+def test_the_worst_figures_come_first_with_both_sides() -> None:
+    found = points({one: [4.0, 4.0] for one in regret.POLICIES} | {"swap": [1.0, 2.0]})
+    found[LOAD.name("remap", 0)]["tokens_per_s"] = found[LOAD.name("remap", 1)]["tokens_per_s"] = 0.5
+    data = {"settings": {"seeds": 2}, "points": found}
+    where = f"{LOAD.place.replace(' | ', ', ')}, {LOAD.rate:g} c"
+    best = regret.POLICIES[0]  # of those that are alike
+    assert regret.furthest(data, [LOAD], "remap").splitlines()[2:] == [
+        f"| {where} | TTFT P99 | 200 % | 4 | 1.5, `swap` |",
+        f"| {where} | tokens/s | 50 % | 0.5 | 1, `{best}` |",
+    ]
+
+
+def test_a_load_counts_when_all_seeds_are_there_and_as_scarce_when_policies_differ() -> None:
+    alike = points({one: [4.0, 4.0] for one in regret.POLICIES})
+    assert regret.whole(alike, LOAD, 2) and not regret.whole(alike, LOAD, 3)
+    assert not regret.scarce(alike, LOAD, 2)
+    assert regret.scarce(points({one: [4.0, 4.0] for one in regret.POLICIES} | {"swap": [3.0, 3.0]}), LOAD, 2)
+
+
 def test_the_loads_are_all_that_fit_in_an_order_that_does_not_change() -> None:
     assert len(set(regret.LOADS)) == len(regret.LOADS) > 500
     first = regret.LOADS[:40]
