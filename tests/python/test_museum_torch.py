@@ -302,16 +302,19 @@ def test_a_compiled_model_waits_or_raises(compile):
             module._compiled_call_impl = None
 
 
+class Plain(nn.Module):
+    """Of one tensor to one tensor, as tracing wants it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return self.inner(ids, use_cache=False).logits
+
+
 def test_a_traced_model_is_refused():
     """What is traced computes with the tensors' memory and knows no hooks."""
-
-    class Plain(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, ids):
-            return self.inner(ids, use_cache=False).logits
 
     with World() as world, pytest.raises(InvalidState, match="trace"):
         torch.jit.trace(Plain(world.model), (world.ids,), check_trace=False)
@@ -319,14 +322,6 @@ def test_a_traced_model_is_refused():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_model_is_refused(strict):
-    class Plain(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, ids):
-            return self.inner(ids, use_cache=False).logits
-
     # The strict way goes by dynamo, which cannot trace the core.
     refused = torch._dynamo.exc.Unsupported if strict else InvalidState
     with World() as world, pytest.raises(refused):
