@@ -188,11 +188,6 @@ def test_who_is_deactivated_while_it_waits_for_blocks_takes_them_back() -> None:
         world.check()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a refused change is undone by hand, and undoing it asks for blocks anew: needs changes that are one value",
-)
 def test_a_refused_change_does_not_ask_for_blocks_that_came_back() -> None:
     """A change drains, and its engine has returned what nothing uses; then another change is refused: the engine was given the
     blocks again, and asked for them again, though nothing is said to have changed."""

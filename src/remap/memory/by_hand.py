@@ -15,7 +15,7 @@ from remap.memory.apply import Changes
 from remap.memory.entries import Entries, Entry, ended_early, merge
 from remap.memory.lend import Lending, Returned
 from remap.memory.plan import MAX_BUFFERS
-from remap.memory.restream import continue_draining, take_free_pages
+from remap.memory.restream import continue_draining, refuse_in_use, take_free_pages
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
@@ -73,6 +73,8 @@ def remap_by_hand(
                 moved = continue_draining(changes, tenant)
                 result = Returned({tenant.name: moved} if moved else {})
             else:
+                if not drain:
+                    refuse_in_use(changes, tenant, amount, buffers, selection)
                 changes.cancel_draining(tenant)
                 result = lending.bring_home(tenant, amount, buffers, selection, drain=drain)
     except ArenaBroken:

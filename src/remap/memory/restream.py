@@ -164,6 +164,18 @@ def restream(
         return exchange(plan, _pooled(tenant, plan, tenant.reclaimed)) or {}
 
 
+def refuse_in_use(changes: Changes, tenant: TenantState, amount: int, buffers: int, selection: str) -> None:
+    """Raises OutOfBlocks as `restream` without `drain` will, if that is known already: an engine with its own allocator was asked
+    for blocks that are in the way, and still uses some. To end that first would give it back those that it has returned."""
+    if not (tenant.draining and tenant.kv.pool.external):
+        return
+    target = streamable(tenant, amount, buffers, selection)
+    way = find_way(changes, tenant, tenant.pages, target, outside=tenant.reclaimed)
+    in_use = sorted(set(tenant.draining).intersection(way.lost))
+    if tenant.kv.pool.pending(in_use):
+        raise changes.no_room(tenant, in_use, 0)
+
+
 def continue_draining(changes: Changes, tenant: TenantState) -> dict[int, int]:
     """Finish a shrink as it was decided, if the blocks that were still live then are gone now."""
     target = tenant.draining_target
