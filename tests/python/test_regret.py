@@ -131,3 +131,21 @@ def test_where_the_readme_says_that_nobody_needs_it_all_policies_are_alike() -> 
             assert all(run["preemptions"] == 0 for run in runs)
             first = [run["ttft_p99_s"] for run in runs]
             assert max(first) < 1.1 * min(first) or max(first) - min(first) < 0.05
+
+
+def test_what_the_pages_say_is_what_was_stored() -> None:
+    stored = json.loads(regret.RESULTS.read_text(encoding="utf-8"))
+    points, number = stored["points"], stored["settings"]["seeds"]
+    ran = [load for load in regret.LOADS if regret.whole(points, load, number)]
+    matters = sum(regret.scarce(points, load, number) for load in ran)
+    results = (regret.ROOT / "docs/results.md").read_text(encoding="utf-8")
+    assert f"Of the first {len(ran)} loads **in {len(ran) - matters} it does not matter what is done**" in results
+    readme = (regret.ROOT / "README.md").read_text(encoding="utf-8")
+    assert (len(ran), matters) == (13, 2) and "Of [13 loads drawn at random]" in readme and "it mattered in two" in readme
+    found = [regret.regrets(points, load, "remap", number) for load in ran]
+    worst = {figure: max(one[figure][0] for one in found if one is not None) for figure in regret.FIGURES}
+    assert worst["ttft_p99_s"] == pytest.approx(0.02, abs=0.005)
+    assert max(worst["tokens_per_s"], worst["goodput_per_s"]) < 0.01
+    for share, figure in ((118, "tpot_p99_s"), (71, "tbt_p99_s")):
+        assert f"{100 * worst[figure]:.0f}" == f"{share}" and f"{share} %" in results
+    assert regret.table(stored, ran) in regret.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
