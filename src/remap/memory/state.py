@@ -155,7 +155,7 @@ class TenantState:
     # -- what is decided (books.py) ---------------------------------------------------------------------------------
 
     def write(self, **changes: Any) -> None:
-        """Other books, with these fields changed."""
+        """Other books, with these fields changed. With the session's lock held: of two writers one's fields would be lost."""
         self.books = replace(self.books, **changes)
 
     @property
