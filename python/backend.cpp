@@ -187,12 +187,15 @@ void bind_backend(py::module_& module) {
       .value("fabric", ShareableHandle::fabric);
   module.def(
       "make_cuda_backend",
-      [](int device, std::string library, ShareableHandle shareable, bool gpu_direct_rdma, std::size_t host_budget_bytes) {
+      [](int device, std::string library, ShareableHandle shareable, bool gpu_direct_rdma, std::size_t host_budget_bytes,
+         std::size_t host_piece_bytes) {
         known(shareable, ShareableHandle::fabric);
-        return make_cuda_backend(CudaOptions{device, std::move(library), shareable, gpu_direct_rdma, host_budget_bytes});
+        return make_cuda_backend(
+            CudaOptions{device, std::move(library), shareable, gpu_direct_rdma, host_budget_bytes, host_piece_bytes});
       },
       py::arg("device") = 0, py::arg("library") = "", py::arg_v("shareable", ShareableHandle::none, "ShareableHandle.none"),
-      py::arg("gpu_direct_rdma") = false, py::arg("host_budget_bytes") = 0, ReleaseGil());
+      py::arg("gpu_direct_rdma") = false, py::arg("host_budget_bytes") = 0,
+      py::arg("host_piece_bytes") = CudaOptions{}.host_piece_bytes, ReleaseGil());
   module.def(
       "host_room",
       [](std::size_t budget_bytes) {

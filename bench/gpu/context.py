@@ -80,9 +80,10 @@ class Context:
 
     @property
     def aside(self) -> Any:
-        """A backend for memory that is no session's: an arena counts every page of its own backend as its own."""
+        """A backend for memory that is no session's: an arena counts every page of its own backend as its own. Host memory is
+        page-locked as one piece, since other backends copy from it."""
         if self._aside is None:
-            self._aside = self.backend()
+            self._aside = _core.make_cuda_backend(0, host_piece_bytes=1 << 46)
         return self._aside
 
     @contextmanager

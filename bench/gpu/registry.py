@@ -82,9 +82,6 @@ ORDER = {
         "attention_layouts",
         "decode_step",
         "reload",
-        "page_locking",
-        "waits",
-        "page_creation",
     ),
     # Whole engines, each for a minute or more. One model alone over PCIe comes last: there its layers do not stream.
     "serve": (
@@ -93,6 +90,10 @@ ORDER = {
         "offloading",
         "long_turns",
         "serving",
+        # Small ones, for which the call above has no time: no default waits for them but these.
+        "page_locking",
+        "waits",
+        "page_creation",
     ),
 }
 

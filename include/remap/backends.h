@@ -32,6 +32,10 @@ struct CudaOptions {
   // Page-locked host memory at most. 0: the environment variable REMAP_HOST_BUDGET ("24GiB", or a number of bytes); without that,
   // what the cgroup and the machine have to spare. LimitExceeded tells which it was (field limited_by).
   std::size_t host_budget_bytes = 0;
+  // Host memory is page-locked in pieces of so many bytes (a multiple of 2 MiB), so that other threads' launches, which wait for the
+  // driver's locks meanwhile, get in between. Copies of this backend's are cut where pieces end; others' (torch's) fail across one.
+  // So: larger than a layer, smaller than what holds launches up for a second.
+  std::size_t host_piece_bytes = std::size_t{1} << 30;
 };
 
 // Pages are driver allocations (cuMemCreate), mapped by the driver's virtual memory calls into the device's primary context.

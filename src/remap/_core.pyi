@@ -806,6 +806,7 @@ def make_cuda_backend(
     shareable: ShareableHandle = ...,
     gpu_direct_rdma: bool = False,
     host_budget_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
+    host_piece_bytes: typing.SupportsInt | typing.SupportsIndex = 1073741824,
 ) -> Backend: ...
 def make_fault_backend(inner: Backend) -> FaultBackend: ...
 def make_host_backend(

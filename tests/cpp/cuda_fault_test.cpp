@@ -176,11 +176,11 @@ CLEAN_TEST(a_batch_that_fails_in_the_middle_has_ended) {
   shown.release();
 }
 
-// Host memory is page-locked in pieces of 64 MiB. One that fails gives the others back, and what could not be given back is gone on with.
+// Host memory is page-locked in pieces. One that fails gives the others back, and what could not be given back is gone on with.
 CLEAN_TEST(page_locking_fails_at_any_piece) {
   emulate();
-  const auto backend = open_cuda();
-  constexpr std::size_t kBytes = (std::size_t{160} << 20) + 5;  // three pieces
+  const auto backend = open_cuda(small_pieces());
+  constexpr std::size_t kBytes = 5 * kSmallPiece / 2 + 5;  // three pieces
   std::vector<std::byte> own(kBytes);  // begins in the middle of an OS page
   for (const bool allocates : {true, false}) {
     std::byte* at = own.data();

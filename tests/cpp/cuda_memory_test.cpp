@@ -32,6 +32,11 @@ CLEAN_TEST(options_that_the_device_cannot_do_are_refused_before_anything_is_open
   CudaOptions rdma;
   rdma.gpu_direct_rdma = true;
   CHECK_ERROR(ErrorKind::invalid_argument, open_cuda(rdma));
+  for (const std::size_t piece : {std::size_t{0}, std::size_t{1} << 20, kSmallPiece + 1}) {
+    CudaOptions pieces;
+    pieces.host_piece_bytes = piece;
+    CHECK_ERROR(ErrorKind::invalid_argument, open_cuda(pieces));
+  }
   configure("attribute.102", 0);  // no virtual memory management
   CHECK_ERROR(ErrorKind::driver, open_cuda());
   CHECK(calls("cuDevicePrimaryCtxRetain") == 0);

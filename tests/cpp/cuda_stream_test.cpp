@@ -348,12 +348,12 @@ CLEAN_TEST(a_batch_is_few_calls) {
   }
 }
 
-// The driver knows page-locked memory in pieces of 64 MiB, and no copy may lie in two of them.
+// The driver knows page-locked memory in pieces, and no copy may lie in two of them.
 CLEAN_TEST(copies_are_cut_where_pieces_of_host_memory_end) {
   emulate();
-  const auto backend = open_cuda();
-  constexpr std::size_t kBytes = std::size_t{130} << 20;
-  constexpr std::size_t kPiece = std::size_t{64} << 20;
+  const auto backend = open_cuda(small_pieces());
+  constexpr std::size_t kPiece = kSmallPiece;
+  constexpr std::size_t kBytes = 2 * kPiece + kPiece / 2;
   Shown shown(*backend, 2);
   std::byte* host = backend->allocate_host(kBytes);
   CHECK(live("registrations") == 3);
@@ -388,7 +388,7 @@ CLEAN_TEST(copies_are_cut_where_pieces_of_host_memory_end) {
   std::vector<std::byte> own(kBytes);
   backend->register_host(own.data(), kBytes);
   std::fill(own.begin(), own.end(), std::byte{3});
-  for (std::size_t at = 0; at + kPage <= kBytes; at += (std::size_t{1} << 20) - 7) {
+  for (std::size_t at = 0; at + kPage <= kBytes; at += kPage / 2 - 7) {
     backend->copy(stream, shown.at, own.data() + at, kPage);
   }
   finish();

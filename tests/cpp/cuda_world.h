@@ -44,6 +44,14 @@ inline std::shared_ptr<Backend> open_cuda(CudaOptions options = {}) {
   return make_cuda_backend(options);
 }
 
+// With host memory in pieces of which a test can afford several.
+constexpr std::size_t kSmallPiece = std::size_t{2} << 20;
+inline CudaOptions small_pieces() {
+  CudaOptions options;
+  options.host_piece_bytes = kSmallPiece;
+  return options;
+}
+
 // By a driver of this version. Entry points are asked for once a path: each version has a spelling of its own.
 inline std::shared_ptr<Backend> open_cuda_of(std::uint64_t version) {
   static std::vector<std::uint64_t> spelled;

@@ -101,7 +101,7 @@ EXPECTED: dict[str, list[tuple[str, Callable[[Figure], bool]]]] = {
     "copies of KV blocks": [
         (f"64 copies {way} of 512 bytes, batches / a call each", lambda each: each.n == 3) for way in ("in", "out")
     ],
-    "page-locking beside launches": [("130 MiB in pieces", lambda each: each.n == 3)],
+    "page-locking beside launches": [("130 MiB in pieces of 64 MiB", lambda each: each.n == 3)],
     "waits for events": [("the library / spinning", lambda each: each.n == 5)],
     "making pages": [("16 pages of 2 MiB, 4 threads / one", lambda each: each.n == 3)],
     "decode attention by layout": [("block-major / plain tensor", lambda each: each.n > 0)],

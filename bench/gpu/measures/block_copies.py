@@ -22,7 +22,7 @@ Ranges = list[tuple[int, int, int]]
 SIZES = (8 << 10, 32 << 10)  # of keys or values of 16 tokens in a layer: 8 KV heads of 32 and 128, in 16 bits
 
 
-@measure("copies of KV blocks", full_s=8, quick_s=3)
+@measure("copies of KV blocks", full_s=5, quick_s=2)
 def block_copies(ctx: Context) -> Iterator[Figure]:
     """How long the caller's thread is busy, and how long the device, by size and direction; the bytes are compared."""
     count = ctx.pick(4096, 4096, 64)

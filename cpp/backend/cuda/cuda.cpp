@@ -31,6 +31,13 @@ void refuse_option(bool wanted, bool offered, const char* option, const CudaDevi
 
 // What was asked for, compared with what the device can do, before anything is opened on it.
 CudaDevice checked_device(const Driver& driver, const CudaOptions& options) {
+  constexpr std::size_t kPieceUnit = std::size_t{2} << 20;  // a huge page
+  if (options.host_piece_bytes == 0 || options.host_piece_bytes % kPieceUnit != 0) {
+    throw Error(ErrorKind::invalid_argument,
+                "cuda backend: host_piece_bytes must be a multiple of 2 MiB above 0, got " + std::to_string(options.host_piece_bytes) +
+                    ". Nothing was opened.",
+                {{"host_piece_bytes", static_cast<std::int64_t>(options.host_piece_bytes)}});
+  }
   CudaDevice device = describe(driver, options.device);
   if (!device.vmm) {
     throw Error(ErrorKind::driver,
@@ -53,7 +60,8 @@ class CudaBackend final : public Backend {
         context_(std::make_unique<Context>(driver, device_of(driver, options.device))),
         streams_(std::make_unique<Streams>(*context_, device_.compute_major < kBlackwell)),
         locked_(std::make_unique<LockedMemory>(
-            *context_, LockedMemory::Options{cuda::user_budget(options.host_budget_bytes), device_.read_only_host_register, device_.coherent})) {
+            *context_, LockedMemory::Options{cuda::user_budget(options.host_budget_bytes), options.host_piece_bytes, device_.read_only_host_register,
+                                             device_.coherent})) {
     const AllocationProperties properties =
         allocation_properties(context_->device(), options.shareable, options.gpu_direct_rdma);
     memory_ = std::make_unique<Memory>(*context_, properties, cuda::granularity(driver, properties, kGranularityMinimum));

@@ -20,8 +20,6 @@ using mapping::address_of;
 using mapping::number;
 
 constexpr std::size_t kHugeBytes = std::size_t{2} << 20;
-// Some 15 ms of the driver's time at the quarter of a second a GiB that peers report. Not measured by us.
-constexpr std::size_t kPiece = std::size_t{64} << 20;
 
 [[noreturn]] void fail_system(const char* call, const char* what, std::size_t bytes, int code, const os::Asked& asked) {
   throw os::refusal(std::string(call) + ": " + what + " of " + std::to_string(bytes) + " bytes", code, asked,
@@ -131,7 +129,7 @@ void LockedMemory::require_budget(std::size_t locked, std::size_t to_find, const
 // Where the piece ends that has this byte of the range: an offset as well.
 std::size_t LockedMemory::piece_end(Address begin, std::size_t offset, std::size_t bytes) const noexcept {
   const std::size_t lead = begin % os_page_;
-  return std::min(bytes, ((lead + offset) / kPiece + 1) * kPiece - lead);
+  return std::min(bytes, ((lead + offset) / options_.piece + 1) * options_.piece - lead);
 }
 
 void LockedMemory::lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call, std::size_t& registered) const {
@@ -151,7 +149,7 @@ void LockedMemory::lock_pages(std::byte* at, std::size_t bytes, unsigned flags, 
 Result LockedMemory::unlock_pages(std::byte* at, std::size_t& registered) const {
   const std::size_t lead = address_of(at) % os_page_;
   while (registered != 0) {
-    const std::size_t last = (lead + registered - 1) / kPiece * kPiece;  // where the last piece begins, behind the OS page
+    const std::size_t last = (lead + registered - 1) / options_.piece * options_.piece;  // where the last piece begins, behind the OS page
     const std::size_t begin = last - std::min(last, lead);
     const Result code = driver_.cuMemHostUnregister(at + begin);
     if (code != result::kSuccess) return code;

@@ -11,7 +11,7 @@
 // processors, and the budget counts the memory of such nodes only (host_budget.h). Not yet run on a GPU.
 //
 // A range is registered in pieces: the driver holds locks of its own for as long as a registration takes, some tenths of a second a
-// GiB, and other threads' launches wait for it. The pieces end at multiples of kPiece behind the OS page in which the range
+// GiB, and other threads' launches wait for it. The pieces end at multiples of `piece` behind the OS page in which the range
 // begins, and no copy may lie in two of them.
 //
 // Concurrency: `changing_` makes allocations and registrations one at a time, from the look at the budget to the books, so that
@@ -34,6 +34,7 @@ class LockedMemory {
  public:
   struct Options {
     HostBudget budget;                // not set: what the cgroups and the machine have left, at each call
+    std::size_t piece = 0;           // bytes of a registration at most: `CudaOptions::host_piece_bytes`
     bool read_only_register = false;  // the device can register memory that may not be written
     bool coherent = false;            // it reads pageable memory through the host's page tables
   };
