@@ -1,7 +1,8 @@
 """Is this a wheel that imports everywhere? `python tools/wheel_check.py build/dist/remap-*.whl`
 
 1. `auditwheel show` calls it manylinux: it needs no libraries but those that every Linux of that age has.
-2. Its module links neither the CUDA driver nor torch, and asks the linker for no driver function.
+2. Its module links neither the CUDA driver nor torch, asks the linker for no driver function, and shows nothing to others but
+   the function that Python calls.
 3. In a new virtual environment, without torch and without a driver, it imports, opens an arena on the CPU, and says readably
    that there is no driver.
 4. `remap doctor` runs there with the extra `cli`, and the templates of pages are there.
@@ -80,8 +81,8 @@ def platform_tag(wheel: Path) -> str:
     return str(json.loads(done.stdout)["overall_tag"])
 
 
-def linkage(module: Path) -> tuple[list[str], list[str]]:
-    """(libraries that it names as needed, undefined symbols) of a shared library."""
+def linkage(module: Path) -> tuple[list[str], list[str], list[str]]:
+    """(libraries that it names as needed, undefined symbols, symbols that it shows to others) of a shared library."""
     from elftools.elf.elffile import ELFFile
 
     with module.open("rb") as file:
@@ -89,17 +90,23 @@ def linkage(module: Path) -> tuple[list[str], list[str]]:
         needed = [
             tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags() if tag.entry.d_tag == "DT_NEEDED"
         ]
-        symbols = elf.get_section_by_name(".dynsym").iter_symbols()
-        undefined = [symbol.name for symbol in symbols if symbol["st_shndx"] == "SHN_UNDEF" and symbol.name]
-    return needed, undefined
+        symbols = [symbol for symbol in elf.get_section_by_name(".dynsym").iter_symbols() if symbol.name]
+        undefined = [symbol.name for symbol in symbols if symbol["st_shndx"] == "SHN_UNDEF"]
+        shown = [symbol.name for symbol in symbols if symbol["st_shndx"] != "SHN_UNDEF"]
+    return needed, undefined, shown
 
 
 def foreign_links(module: Path) -> list[str]:
     """What the module is linked with and should not be; empty if all is well."""
-    needed, undefined = linkage(module)
+    needed, undefined, _ = linkage(module)
     return [name for name in needed if name.startswith(FOREIGN_LIBRARIES)] + [
         name for name in undefined if CUDA_SYMBOL.match(name)
     ]
+
+
+def needless_exports(module: Path) -> list[str]:
+    """Symbols that the module shows to others and should not (python/exports.map says why); empty if all is well."""
+    return [name for name in linkage(module)[2] if not name.startswith("PyInit_")]
 
 
 def run(command: list[str | Path]) -> str:
@@ -125,6 +132,9 @@ def check_wheel(wheel: Path) -> None:
         foreign = foreign_links(module)
         if foreign:
             raise SystemExit(f"{modules[0]} is linked with {', '.join(foreign)}")
+        shown = needless_exports(module)
+        if shown:
+            raise SystemExit(f"{modules[0]} shows {len(shown)} symbols to others, {shown[0]} among them; expected none")
         print(f"linked with: {', '.join(linkage(module)[0])}")
 
         environment = Path(folder) / "venv"

@@ -30,17 +30,26 @@ def elftools() -> None:
 @pytest.mark.usefixtures("elftools")
 def test_the_module_is_linked_with_nothing_of_cuda_or_torch() -> None:
     assert checks.foreign_links(MODULE) == []
-    needed, undefined = checks.linkage(MODULE)
+    needed, undefined, _ = checks.linkage(MODULE)
     assert any(name.startswith("libc.so") for name in needed), needed  # the reader sees what there is
     assert "PyModule_Create2" in undefined or "PyModuleDef_Init" in undefined
+
+
+@pytest.mark.usefixtures("elftools")
+def test_the_module_shows_nothing_but_its_entry() -> None:
+    """With a compiler that has a static C++ library alone, its symbols would mix with those of numpy's and torch's."""
+    assert checks.linkage(MODULE)[2] == ["PyInit__core"]
+    assert checks.needless_exports(MODULE) == []
 
 
 def test_what_counts_as_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries = ["libc.so.6", "libcuda.so.1", "libtorch_cpu.so", "libstdc++.so.6"]
     functions = ["cuInit", "cudaMalloc", "memcpy", "curl_easy_init", "_ZN5remap4cuda5ApiC1Ev", "cuMemMap"]
-    monkeypatch.setattr(checks, "linkage", lambda module: (libraries, functions))
+    shown = ["PyInit__core", "_ZNSt8numpunctIcE2idE"]
+    monkeypatch.setattr(checks, "linkage", lambda module: (libraries, functions, shown))
     expected = ["libcuda.so.1", "libtorch_cpu.so", "cuInit", "cudaMalloc", "cuMemMap"]
     assert checks.foreign_links(MODULE) == expected
+    assert checks.needless_exports(MODULE) == shown[1:]
 
 
 @pytest.mark.usefixtures("elftools")
