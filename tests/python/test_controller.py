@@ -386,9 +386,7 @@ def with_quotes(
     """The decision of a tenant that shares its device: asked once, and again with what the others give."""
     asked = policy.decide(replace(seen, shares=True, neighbours=None), demand)
     assert isinstance(asked, NeedQuotes)
-    decision = policy.decide(replace(seen, shares=True), demand, others(asked.blocks))
-    assert isinstance(decision, Decision)
-    return decision
+    return policy.decide_with(replace(seen, shares=True), demand, others(asked.blocks))
 
 
 @pytest.mark.parametrize(("longest_s", "grows"), [(0.0, True), (3.9e-3, True), (5.9e-3, False)])

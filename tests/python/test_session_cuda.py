@@ -515,7 +515,7 @@ def test_an_event_that_cannot_be_recorded_is_recorded_later(world: World) -> Non
     world.passes()
 
 
-@pytest.mark.parametrize("call", ["record", "stream_wait", "copy", "query"])
+@pytest.mark.parametrize("call", ["record", "stream_wait", "copy_batch", "query"])
 def test_a_shrink_that_cannot_be_ordered_changes_nothing(make: Any, mode: str, call: str) -> None:
     world = make(mode)
     world.steady(4, 2)

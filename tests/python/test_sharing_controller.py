@@ -5,6 +5,7 @@ Every tenant has eight layers, so that a block is exactly a page.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,15 +37,17 @@ def watch(world: Shared, name: str) -> list[Any]:
     """All decisions for this tenant from now on."""
     seen: list[Any] = []
     controller = world.session._tenants[name].controller
-    decide = controller.decide
 
-    def watched(*asked: Any) -> Any:
-        decision = decide(*asked)
-        if isinstance(decision, Decision):  # else it asks for quotes first
-            seen.append(decision)
-        return decision
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*asked: Any) -> Any:
+            decision = method(*asked)
+            if isinstance(decision, Decision):  # else it asks for quotes first
+                seen.append(decision)
+            return decision
 
-    controller.decide = watched  # type: ignore[method-assign]
+        return call
+
+    controller.decide, controller.decide_with = watched(controller.decide), watched(controller.decide_with)  # type: ignore[method-assign]
     return seen
 
 

@@ -395,16 +395,23 @@ def test_the_librarys_messages_are_shown_where_vllms_are():
             said.append((record.name, record.levelname))
 
     said: list[tuple[str, str]] = []
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("remap")
-    before = (theirs.level, list(theirs.handlers), ours.level, list(ours.handlers))
+    both = [logging.getLogger(name) for name in ("vllm", "remap")]
+    before = [(each.level, list(each.handlers), each.propagate) for each in both]
+    theirs, ours = both
     try:
         theirs.addHandler(Shown())
         theirs.setLevel(logging.INFO)
+        ours.setLevel(logging.ERROR)  # somebody's own
+        internals.show_logs()
+        logging.getLogger("remap.decisions").error("shown elsewhere, if at all")
+        assert said == []
+        ours.setLevel(logging.NOTSET)
         for _ in range(2):  # once a worker, and a process may have several
             internals.show_logs()
         logging.getLogger("remap.decisions").info("layers are away")
         logging.getLogger("remap.decisions").debug("nobody asked for this")
         assert said == [("remap.decisions", "INFO")]
     finally:
-        theirs.level, theirs.handlers[:], ours.level, ours.handlers[:] = before
-        ours.manager._clear_cache()  # type: ignore[attr-defined]
+        for each, (level, handlers, propagate) in zip(both, before):
+            each.setLevel(level)
+            each.handlers[:], each.propagate = handlers, propagate

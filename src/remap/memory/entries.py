@@ -3,10 +3,10 @@ raises loses nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Entries", "Entry", "ended_early", "merge", "moved_entry"]
+__all__ = ["Entries", "Entry", "ended_early", "merge"]
 
 
 @dataclass
@@ -23,18 +23,12 @@ class Entry:
 Entries = dict[str, Entry]
 
 
-def moved_entry(moved: Iterable[object], cause: str) -> Entry:
-    """Of a tenant without a decision of its own, whose blocks moved."""
-    return Entry(reason=f"{len(tuple(moved))} blocks moved: layers of {cause} came home")
-
-
 def merge(report: Entries, cause: str, moved: Mapping[str, Mapping[int, int]]) -> Entry:
     """Adds entries for `cause`, whose layers came home, and for all whose blocks moved for that, where there are none yet.
     Returns that of `cause`."""
     for name, moves in moved.items():
-        if name != cause:
-            report.setdefault(name, moved_entry(moves, cause))
-    return report.setdefault(cause, moved_entry((), cause))
+        report.setdefault(name, Entry(reason=f"{len(moves)} blocks moved: layers of {cause} came home"))
+    return report.setdefault(cause, Entry(reason=f"layers of {cause} came home"))
 
 
 def ended_early(reason: str, problem: str) -> str:

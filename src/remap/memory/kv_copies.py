@@ -61,8 +61,7 @@ class KVCopies:
             return
         # If one copy fails, the targets are free blocks again, and the engine's next write there comes behind the other
         # copies.
-        for target, source, nbytes in ranges:
-            self._streams.backend.copy(stream, target, source, nbytes)
+        self._streams.backend.copy_batch(stream, ranges)
 
     def copy_out(self, ranges: Ranges, host_blocks: Sequence[int], blocks: Iterable[int]) -> None:
         """Start copying these blocks out, into these host blocks. On an error nothing is in flight any more."""

@@ -1,7 +1,7 @@
 """One step of a session: every tenant's demand, in order of priority, then what may come home.
 
     demand -> view -> Controller.decide -> carry out: grow, take from others, shrink      for each tenant that has one
-              NeedQuotes -> Offers.to -> Controller.decide                                where free pages do not suffice
+              NeedQuotes -> Offers.to -> Controller.decide_with                           where free pages do not suffice
     lender -> Controller.may_return -> Lending.bring_home                                 for each tenant whose layers others have
 
 The step makes the entries of its report (entries.py).
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
@@ -83,8 +82,8 @@ class Steps:
         if isinstance(decision, NeedQuotes):
             quotes = self._offers.to(tenant, decision.blocks)
             beside = replace(view, neighbours=tenant.link.neighbours(tenant))
-            decision = tenant.controller.decide(beside, wanted, quotes)
-        return cast("Decision", decision)  # it asks once
+            return tenant.controller.decide_with(beside, wanted, quotes)
+        return decision
 
     def _carry_out(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries) -> None:
         """Carry out the decision. Adds the tenant's entry to the report, and those of tenants whose blocks moved.

