@@ -73,9 +73,9 @@ class Context:
         return trace
 
     @contextmanager
-    def stream(self) -> Iterator[int]:
+    def stream(self, priority: int = 0) -> Iterator[int]:
         """A stream as an engine brings it along: the driver's own handle, unknown to any backend yet."""
-        with self.driver as driver, driver.stream() as stream:
+        with self.driver as driver, driver.stream(priority) as stream:
             yield stream
 
     @property

@@ -190,8 +190,8 @@ def tests(
     log, report = paths.logs / f"{stem}.log", paths.logs / f"{stem}.xml"
     report.unlink(missing_ok=True)
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1",
-        *arguments,
+        sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "bench.gpu.told", f"--junitxml={report}", "-o",
+        "junit_family=xunit1", *arguments,
     ]  # fmt: skip
     status, taken = run_limited(command, seconds=seconds, environment=environment, log=log)
     if not report.exists():

@@ -60,7 +60,7 @@ class DeviceTenant:
         config: remap.advanced.Knobs | None = None,
         spare_bytes: int = 0,
         masters: list[np.ndarray] | None = None,
-        copy_chunk_bytes: int = 0,
+        copy_chunk_bytes: int | None = 0,
     ) -> None:
         self.ctx, self.backend, self.stream = ctx, backend, stream
         self.layers, self.layer_bytes, self.page_bytes = layers, layer_bytes, page_bytes

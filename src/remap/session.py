@@ -89,9 +89,9 @@ class Session:
     mode: "aliased" (growth makes no driver calls) or "strict" (only owned pages are mapped: a stray access faults, and
     no mapping changes while the tenant's stream is at work); by default the environment variable REMAP_MODE, else
     "aliased".
-    page_bytes: a power of two and a multiple of the backend's granularity. The driver is called for every page
-    that a layer is pointed at; `remap.model.footprint.footprint(model).page_size("cuda")` gives a size that suits a
-    model.
+    page_bytes: a power of two and a multiple of the backend's granularity. "auto": 2 MiB; on cuda up to 8 MiB, of which the
+    session has 1024 at least, since the driver is called for every page that a layer is pointed at.
+    `remap.model.footprint.footprint(model).page_size("cuda")` gives a size that suits a model.
     platform: settings for experts and tests (`remap.advanced.Platform`).
     host_budget, on cuda only: the most bytes of page-locked host memory. Master copies need as many bytes as the
     weights. By default the environment variable REMAP_HOST_BUDGET, else what the control group and the machine can
@@ -115,13 +115,13 @@ class Session:
         device: str | None = None,
         *,
         mode: str | None = None,
-        page_bytes: int | str = "2MiB",
+        page_bytes: int | str = "auto",
         host_budget: int | str | None = None,
         host_kv: int | str = "auto",
         config: Config | None = None,
         platform: Platform | None = None,
     ) -> None:
-        size, page = parse_size(capacity, "capacity"), parse_size(page_bytes, "page_bytes")
+        size = parse_size(capacity, "capacity")
         kv_bytes = None if host_kv == "auto" else parse_size(host_kv, "host_kv")
         if mode is None:
             mode = devices.default_mode()
@@ -131,6 +131,11 @@ class Session:
             )
         require("config", config, (Config, type(None)), "a remap.Config, or None")
         require("platform", platform, (Platform, type(None)), "a remap.advanced.Platform, or None")
+        platform = platform or Platform()
+        if page_bytes == "auto":
+            page = devices.usual_page_bytes(size, device, platform)
+        else:
+            page = parse_size(page_bytes, "page_bytes")
         if page == 0 or size < page:
             raise InvalidArgument(
                 f"capacity of {size} bytes must hold at least one page of {page} bytes; nothing was created",
@@ -138,7 +143,6 @@ class Session:
                 page_bytes=page,
                 minimum_bytes=page,
             )
-        platform = platform or Platform()
         self._backend, self._device = devices.resolve(device, size, page, platform, host_budget)
         require_kv(self._device, size, kv_bytes)
         self.device = str(self._device.name)
@@ -162,7 +166,7 @@ class Session:
             self._lock,
             self._memory,
             self._host,
-            int(platform.copy_chunk_bytes),
+            devices.usual_chunk_bytes(self._device, platform),
         )
         self._link = self._arrivals.link
         self._offers = Offers(

@@ -44,7 +44,7 @@ def test_what_is_not_set_or_empty_is_as_the_controller_has_it():
     empty = {_variable(name): "" for name in numbers}
     assert bare == Settings(capacity=600 * 2**20) == Settings.read({**ON, **empty})
     assert bare.controller() == Knobs()
-    assert Settings.read({**ON, "REMAP_COPY_CHUNK_BYTES": "0"}).copy_chunk_bytes == 0 < bare.copy_chunk_bytes
+    assert Settings.read({**ON, "REMAP_COPY_CHUNK_BYTES": "0"}).copy_chunk_bytes == 0 and bare.copy_chunk_bytes is None
     assert Settings.read({**ON, "REMAP_MAX_LAYERS": "0"}).controller().max_layers == 0  # a cap of zero
 
 

@@ -5,8 +5,8 @@ front end; beside kernels that hold every register it may wait for one of them t
 
     whole               one copy
     back to back        chunks with nothing between them: on most devices no other copy gets in
-    fill, default       a fill of four bytes between two chunks, on a stream of default priority
-    fill, greatest      the same on a stream of the greatest priority: what the library does
+    fill, default       a fill of four bytes between two chunks, on a stream of default priority: what the library does
+    fill, greatest      the same on a stream of the greatest priority
     two streams         chunks on two streams in turns, each behind the other's last by an event
 """
 
@@ -28,24 +28,25 @@ from .link import PATTERN, bytes_at
 from .link_load import units_for
 
 GAP_BYTES = 4
-WHOLE, LIBRARYS = "whole", "fill, greatest"
+GREATEST = -1024  # lower is greater; the driver takes the greatest that the device has
+WHOLE, LIBRARYS = "whole", "fill, default"
 
 
 class Ways:
     """The ways to copy `nbytes` from host to device memory. Each returns the stream on which the last copy is."""
 
-    def __init__(self, made: Marks, device: int, host: int, nbytes: int, chunk: int, plain: int) -> None:
-        """plain: a stream of default priority, known to the backend."""
+    def __init__(self, made: Marks, device: int, host: int, nbytes: int, chunk: int, greatest: int) -> None:
+        """greatest: a stream of the greatest priority, known to the backend."""
         self.marks, self.backend = made, made.backend
         self.device, self.host, self.nbytes, self.chunk = device, host, nbytes, chunk
-        self.plain = plain
+        self.greatest = greatest
         self.streams = (self.backend.create_stream(), self.backend.create_stream())
         first = self.streams[0]
         self.all: dict[str, Callable[[], int]] = {
             WHOLE: partial(self._in_chunks, first, nbytes, 0),
             "back to back": partial(self._in_chunks, first, chunk, 0),
-            "fill, default": partial(self._in_chunks, plain, chunk, GAP_BYTES),
             LIBRARYS: partial(self._in_chunks, first, chunk, GAP_BYTES),
+            "fill, greatest": partial(self._in_chunks, greatest, chunk, GAP_BYTES),
             "two streams": self._on_two,
         }
 
@@ -73,7 +74,7 @@ class Ways:
 
     def seconds(self, way: str, after: int) -> float:
         """Of device time, from the mark `after`, which all wait for, until the last byte has arrived."""
-        for stream in (*self.streams, self.plain):
+        for stream in (*self.streams, self.greatest):
             self.backend.stream_wait(stream, after)
         end = self.marks.mark(self.all[way]())
         self.marks.wait(end)
@@ -83,7 +84,7 @@ class Ways:
         """Each way brings what the host has. back: room for it in host memory."""
         for way in self.all:
             _core.fill_bytes(back, self.nbytes, 0)
-            stream = self.plain
+            stream = self.greatest
             self.backend.fill(stream, self.device, 0, self.nbytes)
             self.seconds(way, self.marks.mark(stream))
             self.backend.copy(stream, back, self.device, self.nbytes)
@@ -104,12 +105,12 @@ def chunk_gaps(ctx: Context) -> Iterator[Figure]:
         marks(backend) as made,
         ctx.buffers(device=nbytes, host=2 * nbytes) as (device, host),
         ctx.stream() as computing,
-        ctx.stream() as plain,
+        ctx.stream(GREATEST) as greatest,
     ):
         backend.adopt_stream(computing)
-        backend.adopt_stream(plain)
+        backend.adopt_stream(greatest)
         _core.fill_bytes(host, nbytes, PATTERN)
-        ways = Ways(made, device, host, nbytes, chunk, plain)
+        ways = Ways(made, device, host, nbytes, chunk, greatest)
         try:
             ways.verify(host + nbytes)
             load = Products(computing, size)

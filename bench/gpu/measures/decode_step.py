@@ -101,7 +101,12 @@ def steps_in_turn(
         first = results[order[0][0]]
         for name, logits in results.items():
             if not torch.equal(logits, first):
-                raise Wrong(f"step {index}: {name} computed other logits than {order[0][0]}")
+                apart = {
+                    other: float((each.float() - first.float()).abs().max())
+                    for other, each in results.items()
+                    if each is not first
+                }
+                raise Wrong(f"step {index}: {name} computed other logits than {order[0][0]}; largest differences: {apart}")
         ids = first.argmax(-1, keepdim=True)
     return taken, host
 

@@ -1,4 +1,8 @@
-"""An idle model comes back: all its layers from host memory, against plain copies of as many bytes and torch_memory_saver."""
+"""A model comes back: all its layers from host memory, against plain copies of as many bytes and torch_memory_saver.
+
+While a model is inactive nothing points its layers elsewhere, so nothing has to point them back; one that streams its layers has to
+have every page of them mapped again, beside the copies. Pages and copies are as large as a session's on a GPU are by default.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from bench.gpu.tenants import DeviceTenant, device_tenant
 from bench.gpu.timing import Marks, timed
 
 import remap
+from remap.memory.device import usual_page_bytes
 
 LAYERS = 16
 BUFFERS = 2
@@ -35,18 +40,26 @@ class Reloads:
 
 
 def take_turns(
-    ctx: Context, raw: DeviceTenant, marks: Marks, copy_all: Callable[[], None], rounds: int, share: float
+    ctx: Context, raw: DeviceTenant, marks: Marks, copy_all: Callable[[], None], rounds: int, share: float, *, idle: bool
 ) -> Reloads:
-    """`remap` back to 0 and the first pass behind it; then as many bytes of plain copies."""
+    """`remap` back to 0 and the first pass behind it; then as many bytes of plain copies. idle: the layers leave and come home while
+    the tenant is inactive, and the call activates it."""
     tenant, stats, taken = raw.tenant, raw.tenant._state.prefetcher.stats, Reloads()
     for index in ctx.rounds(rounds + 1, share=share):
+        if idle:
+            raw.session.deactivate("raw")
         raw.remap(raw.layers - BUFFERS, BUFFERS)
-        raw.run()
+        if not idle:
+            raw.run()
         marks.wait(marks.mark(raw.handle))
         tenant._state.prefetcher.drain()
         marks.reset()
+        at_rest = marks.mark(raw.handle)
+        marks.wait(at_rest)
         before, begun = stats().copied_bytes, time.perf_counter()
         remap.advanced.remap(raw.session, "raw", 0)
+        if idle:
+            raw.session.activate("raw")
         called = time.perf_counter() - begun
         with tenant.forward(stream=raw.stream):
             for layer in range(raw.layers):
@@ -55,10 +68,9 @@ def take_turns(
                     there = marks.mark(raw.handle)
                 tenant.done(layer)
             last = marks.mark(raw.handle)
-        marks.wait(there)
-        earliest = time.perf_counter() - begun
         marks.wait(last)
         ended = time.perf_counter() - begun
+        earliest = marks.between(at_rest, there)  # by the device's clock: the host may block in `wait` of a later layer
         copied, wanted = stats().copied_bytes - before, raw.layers * raw.layer_bytes
         if copied != wanted:
             raise Wrong(f"{copied} bytes were copied where {wanted} were to be reloaded")
@@ -73,11 +85,15 @@ def take_turns(
     return taken
 
 
-def measured(ctx: Context, layers: int, layer_bytes: int, rounds: int, share: float) -> Reloads:
-    """A tenant of these layers, reloaded again and again; every byte of it verified."""
+WAYS = {"streaming": False, "idle": True}
+
+
+def measured(ctx: Context, layers: int, layer_bytes: int, rounds: int, share: float) -> dict[str, Reloads]:
+    """A tenant of these layers, reloaded again and again in each of WAYS; every byte of it verified."""
     host_layers = max(1, min(layers, PLAIN_BYTES // layer_bytes))
+    page = usual_page_bytes(layers * layer_bytes, "cuda:0", remap.advanced.Platform())
     with (
-        device_tenant(ctx, layers, layer_bytes) as (raw, marks),
+        device_tenant(ctx, layers, layer_bytes, page_bytes=page, copy_chunk_bytes=None) as (raw, marks),
         ctx.buffers(device=-(-layer_bytes // (2 * MIB)) * 2 * MIB, host=host_layers * layer_bytes) as (device, host),
     ):
         backend = raw.backend
@@ -89,8 +105,11 @@ def measured(ctx: Context, layers: int, layer_bytes: int, rounds: int, share: fl
             marks.wait(marks.mark(plain))
 
         try:
-            taken = take_turns(ctx, raw, marks, copy_all, rounds, share)
-            raw.verify(marks)
+            taken = {}
+            for number, (way, idle) in enumerate(WAYS.items()):
+                part = share / (len(WAYS) - number)
+                taken[way] = take_turns(ctx, raw, marks, copy_all, rounds, part, idle=idle)
+                raw.verify(marks)
         finally:
             backend.destroy_stream(plain)
     return taken
@@ -118,7 +137,8 @@ def reload(ctx: Context) -> Iterator[Figure]:
     size = ctx.pick(256 * MIB, 64 * MIB, 2 * MIB)
     layer_bytes = ctx.fit(2 * LAYERS * size, unit=2 * LAYERS * 2 * MIB, host=True) // (2 * LAYERS)
     taken = measured(ctx, LAYERS, layer_bytes, ctx.pick(12, 5, 2), 0.8)
-    yield from figures(f"reload of {LAYERS} layers of {layer_bytes // MIB} MiB", taken, LAYERS * layer_bytes)
+    for way, times in taken.items():
+        yield from figures(f"reload, {way}, of {LAYERS} layers of {layer_bytes // MIB} MiB", times, LAYERS * layer_bytes)
 
 
 # -- 13B ---------------------------------------------------------------------------------------------------------------
@@ -166,7 +186,8 @@ def reload_13b(ctx: Context) -> Iterator[Figure]:
     taken = measured(ctx, layers, layer_bytes, ctx.pick(5, 3, 2), 0.5)
     total = layers * layer_bytes
     title = f"reload of {layers} of OPT-13b's {wanted} layers"
-    yield from figures(title, taken, total)
+    for way, times in taken.items():
+        yield from figures(f"{title}, {way}", times, total)
     reason = missing("torch-cuda", emulated=ctx.emulated) or missing("torch_memory_saver", emulated=ctx.emulated)
     if reason is not None:
         raise Skip(f"beside torch_memory_saver: {reason}")
@@ -177,4 +198,4 @@ def reload_13b(ctx: Context) -> Iterator[Figure]:
     yield seconds(
         f"{title}, torch_memory_saver's resume", theirs, shown=False, GBps=total / statistics.median(theirs) / 1e9
     )
-    yield ratio(f"{title}, torch_memory_saver / remap", theirs, taken.ours)
+    yield ratio(f"{title}, torch_memory_saver / remap", theirs, taken["idle"].ours)

@@ -64,7 +64,7 @@ constexpr int kAccessRead = 1;
 constexpr int kAccessReadWrite = 3;
 
 constexpr unsigned kStreamNonBlocking = 1;      // CU_STREAM_NON_BLOCKING
-constexpr int kGreatestPriority = -1024;        // lower is greater; the driver takes the greatest that the device has
+constexpr int kDefaultPriority = 0;
 constexpr std::uint64_t kStreamLegacy = 1;      // CU_STREAM_LEGACY
 constexpr std::uint64_t kStreamPerThread = 2;   // CU_STREAM_PER_THREAD
 constexpr unsigned kEventBlockingSync = 1;      // CU_EVENT_BLOCKING_SYNC

@@ -59,10 +59,8 @@ void Streams::add_usage(Usage& usage) const {
 StreamHandle Streams::create_stream() {
   const Context::Use use(context_, "create_stream");
   StreamPointer stream = nullptr;
-  // These streams copy. The few kernels on them (fills between the chunks of a layer, zeroes) are small, and copies wait behind them:
-  // they should not wait for room beside kernels that fill the device.
   check(driver_, "create_stream", "cuStreamCreateWithPriority",
-        driver_.cuStreamCreateWithPriority(&stream, kStreamNonBlocking, kGreatestPriority));
+        driver_.cuStreamCreateWithPriority(&stream, kStreamNonBlocking, kDefaultPriority));
   const auto handle = reinterpret_cast<StreamHandle>(stream);
   try {
     const std::lock_guard<std::shared_mutex> lock(books_);

@@ -30,7 +30,7 @@ class SharedSession:
         """Bytes of a page of the open session, for an engine that sets no page size; None if no engine has entered."""
         return None if self._session is None or self._session.closed else self._session.snapshot().page_bytes
 
-    def enter(self, *, capacity: int, device: str, page_bytes: int, copy_chunk_bytes: int) -> Session:
+    def enter(self, *, capacity: int, device: str, page_bytes: int, copy_chunk_bytes: int | None) -> Session:
         """The session. The first engine opens it, later engines get the same one.
 
         Raises InvalidArgument (fields capacity, page_bytes) if an engine asks for other sizes than the first one did,

@@ -11,7 +11,8 @@ and does nothing.
     REMAP_MAX_TOKENS=65536    most tokens of the KV cache; by default as many as fit with max_layers remapped
     REMAP_RESERVE_BLOCKS=64   blocks kept free beyond the demand; by default derived from the demand's variation
     REMAP_PAGE_BYTES=2MiB     page size of the arena; by default chosen for the model (`footprint.Footprint.page_size`)
-    REMAP_COPY_CHUNK_BYTES=32MiB  most bytes of one copy, so that the engine's own copies get in between; 0: any
+    REMAP_COPY_CHUNK_BYTES=32MiB  most bytes of one copy, so that the engine's own copies get in between; 0: any; by default
+                              32 MiB on a GPU
     REMAP_BUFFERS=auto        ring buffers: 1, 2 or auto
     REMAP_LINK=24GB           bytes per second from host to device, used until copies have been measured
     REMAP_REVERSION=1         whether layers come home by themselves
@@ -38,11 +39,7 @@ from remap.config import POLICIES, SELECTIONS, Knobs
 from remap.errors import Error, InvalidArgument
 from remap.sizes import MOST_BYTES, parse_size
 
-__all__ = ["COPY_CHUNK_BYTES", "Settings", "enabled"]
-
-COPY_CHUNK_BYTES = 32 << 20
-"""Engines copy their inputs to the device while layers stream, and a copy engine serves copies in order of arrival:
-short copies of layers keep inputs from waiting. torchrec uses the same size (#4373)."""
+__all__ = ["Settings", "enabled"]
 
 _DEFAULTS = Knobs()
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -66,7 +63,7 @@ class Settings:
     max_tokens: int | None = None
     reserve_blocks: int | None = None
     page_bytes: int | None = None
-    copy_chunk_bytes: int = COPY_CHUNK_BYTES
+    copy_chunk_bytes: int | None = None
     buffers: int | Literal["auto"] = "auto"
     link: int | None = None
     reversion: bool = True
@@ -184,11 +181,8 @@ def _count(environment: Mapping[str, str], name: str, least: int) -> int | None:
     return int(value)
 
 
-def _chunk(environment: Mapping[str, str]) -> int:
-    if environment.get("REMAP_COPY_CHUNK_BYTES") == "0":
-        return 0
-    found = _size(environment, "REMAP_COPY_CHUNK_BYTES")
-    return COPY_CHUNK_BYTES if found is None else found
+def _chunk(environment: Mapping[str, str]) -> int | None:
+    return 0 if environment.get("REMAP_COPY_CHUNK_BYTES") == "0" else _size(environment, "REMAP_COPY_CHUNK_BYTES")
 
 
 def _size(environment: Mapping[str, str], name: str) -> int | None:

@@ -50,7 +50,6 @@ from remap.tenant import Tenant
 from .block_tables import BlockTable, Growth, SharedBlocks
 from .kv_of_config import kv_shape
 from .paged_cache import BlockStore, PagedCache
-from .settings import COPY_CHUNK_BYTES
 from .touched import Touched, admit, prove
 from .trial import differs
 
@@ -364,12 +363,10 @@ _AT: weakref.WeakKeyDictionary[Session, weakref.WeakValueDictionary[str, Attache
 
 
 def _open(model: Any, layers: Any, capacity: int | str, device: str | None, options: Mapping[str, Any]) -> Session:
-    """A session for this model: it copies in chunks, between which other copies run, and its page size suits the
-    layers.
-    """
-    chosen = {"platform": devices.Platform(copy_chunk_bytes=COPY_CHUNK_BYTES), **options}
+    """A session for this model: its page size suits the layers."""
+    chosen = dict(options)
     where = device or devices.default_name()
-    if where != "cpu" and getattr(chosen["platform"], "backend", None) is None:
+    if where != "cpu" and getattr(chosen.get("platform"), "backend", None) is None:
         chosen.setdefault("page_bytes", footprint(model, layers).page_size(where))
     return Session(capacity, device, **chosen)
 

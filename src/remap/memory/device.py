@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from remap.sim.hardware import Machine
 
 __all__ = [
+    "COPY_CHUNK_BYTES",
     "Device",
     "DeviceName",
     "Platform",
@@ -40,7 +41,18 @@ __all__ = [
     "parse",
     "resolve",
     "simulated",
+    "usual_chunk_bytes",
+    "usual_page_bytes",
 ]
+
+COPY_CHUNK_BYTES = 32 << 20
+"""Beside layers of 256 MiB that stream, a copy of 64 KiB takes 92 ms (P99) on an H200, in chunks of 32 MiB 1.1 ms, and layers then
+arrive at 0.98 of the link's rate; in chunks of 4 MiB 0.16 ms, and 0.86 (bench/gpu/measures/small_copies.py)."""
+PAGES_OF_A_SESSION = 1024
+SMALLEST_PAGE, LARGEST_PAGE = 2 << 20, 8 << 20
+"""Of a session on a GPU that is not given `page_bytes`. A driver takes 45 to 75 us to point a layer at a page of any size (H200,
+CUDA 13.0), in which PCIe 5 brings 2.5 to 4 MiB: with pages of 8 MiB layers come home as fast as the link copies, with pages of
+2 MiB at half of that. Larger ones would only waste more, half a page a layer."""
 
 _SHAREABLE = ("none", "posix_fd", "fabric")
 _SIM = re.compile(r"sim:([A-Za-z0-9][A-Za-z0-9._+-]{0,63})")
@@ -52,8 +64,8 @@ class Platform:
     """How a session's pages are made and its copies run, for experts and tests (`remap.advanced`).
 
     copy_chunk_bytes: layers are copied in chunks of so many bytes (or "32MiB"), and other copies may run between two
-    chunks. For engines that copy their inputs to the device themselves, and would wait for a layer of hundreds of MB.
-    0: one copy per layer.
+    chunks: else an engine's copies of its inputs wait for all layers that are on their way. 0: one copy per layer. None:
+    on cuda COPY_CHUNK_BYTES, else 0.
     copy_threads: on the CPU, threads that share one copy.
     shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma: on cuda, the allowed uses of the pages outside of
     this process; they cannot be changed later.
@@ -63,14 +75,15 @@ class Platform:
     Raises InvalidArgument (field) for values out of range.
     """
 
-    copy_chunk_bytes: int | str = 0
+    copy_chunk_bytes: int | str | None = None
     copy_threads: int = 1
     shareable: str = "none"
     gpu_direct_rdma: bool = False
     backend: _core.Backend | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "copy_chunk_bytes", parse_size(self.copy_chunk_bytes, "copy_chunk_bytes"))
+        if self.copy_chunk_bytes is not None:
+            object.__setattr__(self, "copy_chunk_bytes", parse_size(self.copy_chunk_bytes, "copy_chunk_bytes"))
         if not is_count(self.copy_threads, 1):  # the backend checks its own maximum
             raise invalid("copy_threads", self.copy_threads, "an int of at least 1")
         if self.shareable not in _SHAREABLE:
@@ -102,6 +115,25 @@ class DeviceName:
 def default_name() -> str:
     """REMAP_DEVICE, else "cpu"."""
     return os.environ.get("REMAP_DEVICE") or "cpu"
+
+
+def usual_page_bytes(capacity: int, device: object, platform: Platform) -> int:
+    """The page size of a session of `capacity` bytes that is given none. Raises InvalidArgument for a bad device name."""
+    if platform.backend is not None:
+        kind = Device(platform.backend).name.kind
+    else:
+        kind = parse(default_name() if device is None else device).kind
+    page = SMALLEST_PAGE
+    while kind == "cuda" and page < LARGEST_PAGE and 2 * page * PAGES_OF_A_SESSION <= capacity:
+        page *= 2
+    return page
+
+
+def usual_chunk_bytes(device: Device, platform: Platform) -> int:
+    """Bytes of a chunk, as `Platform` has it; 0: a layer is one copy."""
+    if platform.copy_chunk_bytes is None:
+        return COPY_CHUNK_BYTES if device.name.kind == "cuda" else 0
+    return int(platform.copy_chunk_bytes)
 
 
 def default_mode() -> str:
