@@ -187,7 +187,9 @@ class Driver:
     def stream(self, priority: int = 0) -> Iterator[int]:
         """A stream of the caller's own, as an engine without torch has one."""
         stream = ctypes.c_void_p()
-        self._call("cuStreamCreateWithPriority", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(priority))
+        self._call(
+            "cuStreamCreateWithPriority", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(priority)
+        )
         assert stream.value is not None
         try:
             yield stream.value

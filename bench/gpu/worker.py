@@ -56,13 +56,14 @@ def _run(measure: Measure, context: Context, until: float, report: IO[str]) -> b
 
     reasons = [missing(need, emulated=context.emulated) for need in measure.needs]
     reason = next((each for each in reasons if each is not None), None)
-    takes = measure.seconds(quick=context.quick, emulated=context.emulated)
+    least = measure.least(quick=context.quick, emulated=context.emulated)
     now = time.monotonic()
-    if reason is None and now + takes > until:
-        reason = f"time: it takes about {takes:.0f} s, {max(0.0, until - now):.0f} s were left"
+    if reason is None and now + least > until:
+        reason = f"time: it takes {least:.0f} s at least, {max(0.0, until - now):.0f} s were left"
     if reason is not None:
         say("skip", reason=reason)
         return True
+    takes = min(measure.seconds(quick=context.quick, emulated=context.emulated), max(least, until - now))
     context.until = now + takes
     say("begin", at=now, seconds=takes)
     figures, rest = 0, ""

@@ -8,8 +8,8 @@
 // long the stream had nothing to do meanwhile. Nobody waits for these events: collect() asks for the last one of a pass.
 //
 // Cost of a pass on a stream: two event records, and two more for each wait whose copy was not complete when it was
-// enqueued; asking for them and taking the differences afterwards. With nothing streamed: the two. (What a record costs on a
-// GPU is not yet measured: not yet run on a GPU.)
+// enqueued; asking for them and taking the differences afterwards. With nothing streamed: the two. (On an H200 a pass of 40
+// layers takes 0.3 % longer with all of this than without: bench/gpu/measures/overhead.py.)
 //
 // It is a measurement and nothing depends on it. So no failure here fails a pass: the pass just stays untimed. A stream
 // that has failed tells its error to wait(), done() and its owner anyway. The one exception is a stream that the backend

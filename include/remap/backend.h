@@ -157,15 +157,16 @@ class Backend {
   // Waits for the stream's work, then destroys it.
   virtual void destroy_stream(StreamHandle stream) = 0;
   // A stream of the caller's (on cuda: the CUstream, with 1 for the legacy default stream and 2 for the per-thread one), so that
-  // copy, fill, record and stream_wait can be used on it. Adopting it again gives the same handle. It stays the caller's:
-  // it is never waited for nor destroyed here, and does not count in usage(). Pre: it belongs to this device.
+  // copy, fill, record and stream_wait can be used on it. Adopting it again gives the same handle; who adopts it forgets it
+  // once, and others may go on. It stays the caller's: it is never waited for nor destroyed here, and does not count in usage().
+  // Pre: it belongs to this device.
   virtual StreamHandle adopt_stream(std::uint64_t native) {
     throw Error(ErrorKind::invalid_argument,
                 std::string(name()) + " backend: it has no streams but its own. Nothing was changed; compute on the calling "
                 "thread and pass no stream.",
                 {{"native", static_cast<std::int64_t>(native)}});
   }
-  // The caller's stream is not used any more. Work that was enqueued on it goes on.
+  // One who adopted the stream does not use it any more; the last one's call makes it unknown. Work that was enqueued on it goes on.
   virtual void forget_stream(StreamHandle stream) {
     throw Error(ErrorKind::invalid_argument, std::string(name()) + " backend: it adopted no stream. Nothing was changed.",
                 {{"stream", static_cast<std::int64_t>(stream)}});

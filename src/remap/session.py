@@ -132,10 +132,8 @@ class Session:
         require("config", config, (Config, type(None)), "a remap.Config, or None")
         require("platform", platform, (Platform, type(None)), "a remap.advanced.Platform, or None")
         platform = platform or Platform()
-        if page_bytes == "auto":
-            page = devices.usual_page_bytes(size, device, platform)
-        else:
-            page = parse_size(page_bytes, "page_bytes")
+        auto = page_bytes == "auto"
+        page = devices.usual_page_bytes(size, device, platform) if auto else parse_size(page_bytes, "page_bytes")
         if page == 0 or size < page:
             raise InvalidArgument(
                 f"capacity of {size} bytes must hold at least one page of {page} bytes; nothing was created",

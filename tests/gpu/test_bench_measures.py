@@ -247,8 +247,12 @@ def test_a_side_that_computes_other_logits_is_found(small: Any) -> None:
     shape, dtype = steps._shape(small, on_gpu=False)
     models = {"stock": make_model(shape, "cpu", dtype), "attached": make_model(shape, "cpu", dtype, seed=1)}
     clock = steps.Clock(torch, on_gpu=False)
-    with pytest.raises(Wrong, match=r"step 0: .* computed other logits"):
-        steps.steps_in_turn(small, torch, clock, models, steps.Batch(2, 8, 8), "cpu", 0.5)
+    batch = steps.Batch(2, 8, 8)
+    assert steps.steps_in_turn(small, torch, clock, models, batch, "cpu", 0.5).apart == {"stock": 0, "attached": 8}
+    with pytest.raises(Wrong, match="'attached': 8"):
+        steps.verify(small, torch, clock, models, batch, "cpu")
+    same = {"stock": models["stock"], "attached": make_model(shape, "cpu", dtype)}
+    assert steps.verify(small, torch, clock, same, batch, "cpu") == 8
 
 
 def test_models_are_chosen_by_what_fits(small: Any) -> None:

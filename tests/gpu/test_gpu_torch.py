@@ -74,7 +74,9 @@ def test_decode_graphs_of_the_engine_stay_valid(real_gpu: Any, models: Any) -> N
     for graphs in ("eager", "cuda"):
         model = models.make("llama", dtype=torch.float32).to("cuda")
         with remap.Session("128MiB", device="cuda:0") as session:
-            spec = models.kv_spec(model, block_tokens=16, max_blocks=4000, min_blocks=32)
+            room = models.kv_spec(model, block_tokens=16, max_blocks=1)
+            most = session.capacity_bytes // room.block_bytes  # every layer has a place in the KV region
+            spec = models.kv_spec(model, block_tokens=16, max_blocks=most, min_blocks=32)
             tenant = session.attach(model, name="m", kv=spec, hooks=False)
             engine = LLMEngine(
                 model, tenant, max_num_seqs=4, max_batch_tokens=128, runner="gpu", attention="triton", graphs=graphs

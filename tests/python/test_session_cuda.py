@@ -283,6 +283,20 @@ def test_a_stream_is_kept_alive_until_the_next_and_defaults_are_streams_too(worl
         world.engine.synchronize(default)
 
 
+def test_a_stream_that_two_sessions_use_outlives_the_first_of_them(world: World) -> None:
+    """Both sessions are given the same backend; each uses the caller's stream and the device's default."""
+    platform = remap.advanced.Platform(backend=world.backend)
+    with remap.Session(20 * PAGE, page_bytes=PAGE, platform=platform) as other:
+        tenant = other.attach_bytes(make_layers(SIZES[:2], 2), name="other", kv=make_spec(2))
+        for stream in (world.stream, 1, world.stream):
+            for each in (tenant, world.tenant):
+                with each.forward(stream=stream):
+                    for layer in range(each.layers):
+                        each.wait(layer)
+                        each.done(layer)
+    world.passes(world.stream, 1)
+
+
 def test_a_stream_of_no_device_or_that_is_being_captured_is_refused(world: World) -> None:
     """A graph holds neither waits nor copies: it would repeat them after they mean nothing any more."""
     world.steady(2)

@@ -171,7 +171,7 @@ def one_shape(ctx: Context, torch: Any, shape: Shape, share: float) -> dict[str,
     if ctx.fit(capacity, unit=PAGE) < capacity:
         raise Skip(f"{shape.name}: {capacity} bytes do not fit into half of the free device memory")
     taken: dict[str, list[float]] = {}
-    with remap.Session(capacity, device="cuda:0") as session:
+    with remap.Session(capacity, device="cuda:0", page_bytes=PAGE) as session:
         tenant = session.attach_bytes(make_masters(LAYERS, PAGE), name="kv", kv=spec)
         tensors = tenant.kv.tensors
         ids = torch.tensor(tenant.kv.allocate(blocks))[torch.randperm(blocks)]

@@ -93,7 +93,7 @@ def _ours(ctx: Context, torch: Any, stack: Stack, x: Any, expected: Any, rounds:
     block_bytes = 2 * layers * 16 * 64 * 2
     most = capacity // block_bytes + 1
     spec = remap.KVSpec(layers=layers, kv_heads=1, head_dim=64, dtype="bfloat16", min_blocks=1, max_blocks=most)
-    with remap.Session(capacity, device="cuda:0") as session:
+    with remap.Session(capacity, device="cuda:0", page_bytes=PAGE) as session:
         tenant = session.attach(stack.model, layers=stack.model.layers, name="stack", kv=spec, hooks=False)
         with attach_hooks(stack.model.layers, tenant, model=stack.model):
             remap.advanced.remap(session, "stack", layers - HELD, HELD)

@@ -1,7 +1,7 @@
 """A model comes back: all its layers from host memory, against plain copies of as many bytes and torch_memory_saver.
 
-While a model is inactive nothing points its layers elsewhere, so nothing has to point them back; one that streams its layers has to
-have every page of them mapped again, beside the copies. Pages and copies are as large as a session's on a GPU are by default.
+While a model is inactive nothing points its layers elsewhere, so nothing has to point them back; one that streams its layers
+needs every page of them mapped again, beside the copies. Pages and copies are as large as a session's on a GPU by default.
 """
 
 from __future__ import annotations
@@ -40,10 +40,17 @@ class Reloads:
 
 
 def take_turns(
-    ctx: Context, raw: DeviceTenant, marks: Marks, copy_all: Callable[[], None], rounds: int, share: float, *, idle: bool
+    ctx: Context,
+    raw: DeviceTenant,
+    marks: Marks,
+    copy_all: Callable[[], None],
+    rounds: int,
+    share: float,
+    *,
+    idle: bool,
 ) -> Reloads:
-    """`remap` back to 0 and the first pass behind it; then as many bytes of plain copies. idle: the layers leave and come home while
-    the tenant is inactive, and the call activates it."""
+    """`remap` back to 0 and the first pass behind it; then as many bytes of plain copies. idle: the layers leave and come home
+    while the tenant is inactive, and the call activates it."""
     tenant, stats, taken = raw.tenant, raw.tenant._state.prefetcher.stats, Reloads()
     for index in ctx.rounds(rounds + 1, share=share):
         if idle:
@@ -138,7 +145,9 @@ def reload(ctx: Context) -> Iterator[Figure]:
     layer_bytes = ctx.fit(2 * LAYERS * size, unit=2 * LAYERS * 2 * MIB, host=True) // (2 * LAYERS)
     taken = measured(ctx, LAYERS, layer_bytes, ctx.pick(12, 5, 2), 0.8)
     for way, times in taken.items():
-        yield from figures(f"reload, {way}, of {LAYERS} layers of {layer_bytes // MIB} MiB", times, LAYERS * layer_bytes)
+        yield from figures(
+            f"reload, {way}, of {LAYERS} layers of {layer_bytes // MIB} MiB", times, LAYERS * layer_bytes
+        )
 
 
 # -- 13B ---------------------------------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def serving(ctx: Context) -> Iterator[Figure]:
     )
     requests = make_requests(shape)
     runs: list[Run] = []
-    with remap.Session(capacity, device="cuda:0") as session:
+    with remap.Session(capacity, device="cuda:0", page_bytes=PAGE) as session:
         tenant = session.attach(model, name="opt", kv=spec, hooks=False)
         if on_gpu:
             torch.cuda.empty_cache()  # the tensors that the model came with

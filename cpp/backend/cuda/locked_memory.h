@@ -8,7 +8,7 @@
 // done, for other reasons: the driver's registration fills in pages there but does not lock them, and copies are at full speed
 // from any host memory. There the GPU's memory is a NUMA node of the system as well, and pages that no processor has touched
 // could be placed in it when the GPU touches them first. So they are touched here before, which places them on a node with
-// processors, and the budget counts the memory of such nodes only (host_budget.h). Not yet run on a GPU.
+// processors, and the budget counts the memory of such nodes only (host_budget.h). Not yet run on such a machine.
 //
 // A range is registered in pieces: the driver holds locks of its own for as long as a registration takes, some tenths of a second a
 // GiB, and other threads' launches wait for it. The pieces end at multiples of `piece` behind the OS page in which the range

@@ -39,7 +39,7 @@ Streams::~Streams() {
   try {
     const Context::Use use(context_, "close");
     for (const auto& stream : streams_) {
-      if (stream.second != Origin::own) continue;
+      if (stream.second != kOwn) continue;
       (void)driver_.cuStreamSynchronize(native(stream.first));
       (void)driver_.cuStreamDestroy(native(stream.first));
     }
@@ -65,7 +65,7 @@ StreamHandle Streams::create_stream() {
   try {
     const std::lock_guard<std::shared_mutex> lock(books_);
     // A stream that its owner destroyed without forgetting it here may have had this value: it is ours now.
-    streams_.insert_or_assign(handle, Origin::own);
+    streams_.insert_or_assign(handle, kOwn);
     ++own_streams_;
   } catch (...) {
     (void)driver_.cuStreamDestroy(stream);
@@ -106,7 +106,7 @@ StreamHandle Streams::adopt_stream(std::uint64_t value) {
     {
       const std::shared_lock<std::shared_mutex> lock(books_);
       const auto found = streams_.find(value);
-      if (found != streams_.end() && found->second == Origin::own) refuse("is one that this backend made.");
+      if (found != streams_.end() && found->second == kOwn) refuse("is one that this backend made.");
     }
     const Context::Use use(context_, "adopt_stream");
     ContextPointer context = nullptr;
@@ -120,22 +120,22 @@ StreamHandle Streams::adopt_stream(std::uint64_t value) {
     }
   }
   const std::lock_guard<std::shared_mutex> lock(books_);
-  streams_.emplace(value, Origin::adopted);
+  ++streams_.try_emplace(value, 0).first->second;
   return value;
 }
 
 void Streams::forget_stream(StreamHandle stream) {
   const std::lock_guard<std::shared_mutex> lock(books_);
   const auto found = streams_.find(stream);
-  if (found == streams_.end() || found->second != Origin::adopted) unknown("forget_stream", "stream", stream);
-  streams_.erase(found);
+  if (found == streams_.end() || found->second == kOwn) unknown("forget_stream", "stream", stream);
+  if (--found->second == 0) streams_.erase(found);
 }
 
 Streams::Origin Streams::origin_of(StreamHandle stream, const char* call) const {
   const std::shared_lock<std::shared_mutex> lock(books_);
   const auto found = streams_.find(stream);
   if (found == streams_.end()) unknown(call, "stream", stream);
-  return found->second;
+  return found->second == kOwn ? Origin::own : Origin::adopted;
 }
 
 void Streams::require_stream(StreamHandle stream, const char* call) const { (void)origin_of(stream, call); }

@@ -76,6 +76,7 @@ class Streams {
 
  private:
   enum class Origin : std::uint8_t { own, adopted };
+  static constexpr std::size_t kOwn = static_cast<std::size_t>(-1);
   struct Event {
     Event(EventPointer pointer, bool with_time) : native(pointer), timed(with_time) {}
     const EventPointer native;
@@ -108,7 +109,7 @@ class Streams {
   const Driver& driver_;
   const bool batches_;
   mutable std::shared_mutex books_;  // guards all below
-  std::unordered_map<StreamHandle, Origin> streams_;
+  std::unordered_map<StreamHandle, std::size_t> streams_;  // kOwn, or how many have adopted it
   std::unordered_map<EventHandle, std::shared_ptr<Event>> events_;
   std::size_t own_streams_ = 0;
   EventHandle last_event_ = 0;

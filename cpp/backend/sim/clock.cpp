@@ -155,7 +155,7 @@ StreamHandle Clock::create_stream() {
 void Clock::destroy_stream(StreamHandle handle) {
   const Lock lock(mutex_);
   const Stream& found = stream(handle, "destroy_stream");
-  if (found.adopted) {
+  if (found.adopted != 0) {
     throw Error(ErrorKind::invalid_state,
                 "destroy_stream: stream " + std::to_string(handle) +
                     " was adopted and may still be used. Nothing changed. Forget it first: detach the tenant, or close the "
@@ -168,15 +168,15 @@ void Clock::destroy_stream(StreamHandle handle) {
 
 StreamHandle Clock::adopt_stream(std::uint64_t native) {
   const Lock lock(mutex_);
-  stream(native, "adopt_stream").adopted = true;
+  ++stream(native, "adopt_stream").adopted;
   return native;
 }
 
 void Clock::forget_stream(StreamHandle handle) {
   const Lock lock(mutex_);
   Stream& found = stream(handle, "forget_stream");
-  if (!found.adopted) unknown("forget_stream", "adopted stream", handle);
-  found.adopted = false;
+  if (found.adopted == 0) unknown("forget_stream", "adopted stream", handle);
+  --found.adopted;
 }
 
 void Clock::copy(StreamHandle handle, SimRoute route, std::size_t bytes, Touched to, Touched from) {

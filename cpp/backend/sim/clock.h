@@ -65,7 +65,7 @@ class Clock {
  private:
   struct Stream {
     double end = 0;
-    bool adopted = false;
+    std::size_t adopted = 0;  // how many have
   };
   struct Event {
     double time = 0;  // of the last recording

@@ -40,7 +40,7 @@ class TorchCudaGraphs:
 
     Captures are thread-local: the copy threads and the re-pointing worker of a session may go on calling the driver.
     Before a capture the piece runs once as it is and the stream is waited for: kernels are compiled and workspaces made
-    then, which no capture may do. Not yet run on a GPU.
+    then, which no capture may do.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

@@ -12,7 +12,8 @@ is read once however many heads share it; long sequences are cut into splits tha
 (output, log-sum-exp) a second kernel joins. How many splits there are depends on the batch size and the block table's
 width, where they lie on the length found in device memory: the grid never changes, so a CUDA graph can hold the launches.
 
-Importing this module imports triton. Not yet run on a GPU; the tests run it in Triton's interpreter and compile it.
+Importing this module imports triton. The tests run it in Triton's interpreter and compile it; decode attention ran on an H200
+(bench/gpu/measures/attention.py).
 """
 
 from __future__ import annotations

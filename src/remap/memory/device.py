@@ -46,8 +46,8 @@ __all__ = [
 ]
 
 COPY_CHUNK_BYTES = 32 << 20
-"""Beside layers of 256 MiB that stream, a copy of 64 KiB takes 92 ms (P99) on an H200, in chunks of 32 MiB 1.1 ms, and layers then
-arrive at 0.98 of the link's rate; in chunks of 4 MiB 0.16 ms, and 0.86 (bench/gpu/measures/small_copies.py)."""
+"""Beside layers of 256 MiB that stream, a copy of 64 KiB takes 92 ms (P99) on an H200; beside chunks of 32 MiB 1.1 ms, and layers
+then arrive at 0.98 of the link's rate; beside chunks of 4 MiB 0.16 ms, and 0.86 (bench/gpu/measures/small_copies.py)."""
 PAGES_OF_A_SESSION = 1024
 SMALLEST_PAGE, LARGEST_PAGE = 2 << 20, 8 << 20
 """Of a session on a GPU that is not given `page_bytes`. A driver takes 45 to 75 us to point a layer at a page of any size (H200,

@@ -59,7 +59,11 @@ class Streams:
     def adopt(self, native: int) -> int:
         """The backend's handle of a caller's stream. Raises InvalidArgument if the stream is not this device's."""
         with self._lock:
-            stream: int = self.backend.adopt_stream(native)
+            stream: int = self.backend.adopt_stream(
+                native
+            )  # again each time: its owner may have destroyed it meanwhile
+            if stream in self._adopted:
+                self.backend.forget_stream(stream)  # the session adopts a stream once, and others may have done so too
             self._adopted.add(stream)
             return stream
 
