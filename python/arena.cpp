@@ -27,15 +27,17 @@ void bind_arena(py::module_& module) {
       .value("params", Owner::params)
       .value("kv", Owner::kv)
       .value("ring", Owner::ring)
+      .value("outside", Owner::outside)
       .value("quarantine", Owner::quarantine);
   py::enum_<Mode>(module, "Mode").value("aliased", Mode::aliased).value("strict", Mode::strict);
 
   py::class_<Lease, std::shared_ptr<Lease>>(module, "Lease", "Keeps the addresses of one region while it lives: see Arena.hold.");
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
-      .def(py::init([](std::shared_ptr<Backend> backend, std::size_t capacity_bytes, std::size_t page_bytes, Mode mode) {
-             return std::make_shared<Arena>(std::move(backend), ArenaOptions{capacity_bytes, page_bytes, mode});
+      .def(py::init([](std::shared_ptr<Backend> backend, std::size_t capacity_bytes, std::size_t page_bytes, Mode mode, bool outside) {
+             return std::make_shared<Arena>(std::move(backend), ArenaOptions{capacity_bytes, page_bytes, mode, outside});
            }),
-           py::arg("backend"), py::arg("capacity_bytes"), py::arg("page_bytes"), py::arg("mode"), ReleaseGil())
+           py::arg("backend"), py::arg("capacity_bytes"), py::arg("page_bytes"), py::arg("mode"), py::arg("outside") = false,
+           ReleaseGil())
       .def(
           "take",
           [](Arena& arena, std::size_t count, Owner owner, TenantId tenant, const PageList& excluded) {

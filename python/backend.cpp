@@ -177,10 +177,10 @@ void bind_backend(py::module_& module) {
   bind_decorators(module);
   module.def(
       "make_host_backend",
-      [](std::size_t capacity_bytes, std::size_t page_bytes, std::size_t copy_threads) {
-        return make_host_backend(HostOptions{capacity_bytes, page_bytes, copy_threads});
+      [](std::size_t capacity_bytes, std::size_t page_bytes, std::size_t copy_threads, std::optional<int> file) {
+        return make_host_backend(HostOptions{capacity_bytes, page_bytes, copy_threads, file.value_or(-1)});
       },
-      py::arg("capacity_bytes"), py::arg("page_bytes"), py::arg("copy_threads") = 1, ReleaseGil());
+      py::arg("capacity_bytes"), py::arg("page_bytes"), py::arg("copy_threads") = 1, py::arg("file") = py::none(), ReleaseGil());
   py::enum_<ShareableHandle>(module, "ShareableHandle")
       .value("none", ShareableHandle::none)
       .value("posix_fd", ShareableHandle::posix_fd)

@@ -30,7 +30,7 @@ class HostBackend final : public Backend {
  public:
   explicit HostBackend(const HostOptions& options)
       : forks_(watch_forks()),
-        memory_(std::make_unique<host::HostMemory>(options.capacity_bytes, options.page_bytes)),
+        memory_(std::make_unique<host::HostMemory>(options.capacity_bytes, options.page_bytes, nullptr, options.file)),
         streams_(make_streams(options.copy_threads)) {}
 
   // Streams first: what they still copy must stay mapped. In a forked child the threads do not exist and their locks may
@@ -44,7 +44,7 @@ class HostBackend final : public Backend {
 
   const char* name() const noexcept override { return "host"; }
   std::size_t granularity() const noexcept override { return memory_->granularity(); }
-  bool new_pages_are_zero() const noexcept override { return true; }
+  bool new_pages_are_zero() const noexcept override { return !memory_->shared(); }
   bool can_exchange() const noexcept override { return memory_->can_exchange(); }
   Usage usage() const override {
     Usage usage;

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -54,11 +55,12 @@ int System::punch(int file, off_t offset, std::size_t bytes) noexcept {
 }
 
 // ---- making and unmaking ---------------------------------------------------------------------------------------------
-HostMemory::HostMemory(std::size_t capacity_bytes, std::size_t page_bytes, std::shared_ptr<System> system)
+HostMemory::HostMemory(std::size_t capacity_bytes, std::size_t page_bytes, std::shared_ptr<System> system, int file)
     : system_(system ? std::move(system) : std::make_shared<System>()),
       page_bytes_(page_bytes),
       granularity_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))),
       capacity_bytes_(capacity_bytes),
+      shared_(file >= 0),
       table_(granularity_) {
   if (page_bytes == 0 || page_bytes % granularity_ != 0) {
     throw Error(ErrorKind::invalid_argument,
@@ -76,18 +78,44 @@ HostMemory::HostMemory(std::size_t capacity_bytes, std::size_t page_bytes, std::
   mapping_limit_ = max_map_count_ > 2 * kOtherMappings ? max_map_count_ - kOtherMappings : max_map_count_ / 2;
   huge_pages_ = shared_huge_pages();
 
+  if (shared_) {
+    join_file(file);
+  } else {
+    make_file();
+  }
+  can_exchange_ = probe_exchange();
+  make_ballast();
+}
+
+void HostMemory::make_file() {
   // By number: the C library's wrapper came with glibc 2.27, the call itself with Linux 3.17.
   file_ = static_cast<int>(::syscall(SYS_memfd_create, "remap", MFD_CLOEXEC));
   if (file_ < 0) fail("memfd_create", errno, {});
   try {
-    os::require_file_size("ftruncate", capacity_bytes, {{"call", std::string("ftruncate")}});
-    if (::ftruncate(file_, static_cast<off_t>(capacity_bytes)) != 0) fail("ftruncate", errno, {});
+    os::require_file_size("ftruncate", capacity_bytes_, {{"call", std::string("ftruncate")}});
+    if (::ftruncate(file_, static_cast<off_t>(capacity_bytes_)) != 0) fail("ftruncate", errno, {});
   } catch (...) {
     ::close(file_);
     throw;
   }
-  can_exchange_ = probe_exchange();
-  make_ballast();
+}
+
+// A file that somebody could make smaller would end this process wherever it touches a page that has gone.
+void HostMemory::join_file(int file) {
+  struct stat found = {};
+  const int seals = ::fcntl(file, F_GET_SEALS);
+  constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW;
+  if (seals < 0 || (seals & kSealed) != kSealed || ::fstat(file, &found) != 0 ||
+      static_cast<std::size_t>(found.st_size) != capacity_bytes_) {
+    throw Error(ErrorKind::invalid_argument,
+                "host backend: file " + std::to_string(file) + " is not a memfd of exactly " + std::to_string(capacity_bytes_) +
+                    " bytes, sealed against shrinking and growing (its seals are " + std::to_string(seals) + ", its bytes " +
+                    std::to_string(found.st_size) + ")",
+                {{"file", std::int64_t{file}}, {"capacity_bytes", number(capacity_bytes_)},
+                 {"bytes", static_cast<std::int64_t>(found.st_size)}});
+  }
+  file_ = ::fcntl(file, F_DUPFD_CLOEXEC, 0);
+  if (file_ < 0) fail("fcntl", errno, {});
 }
 
 HostMemory::~HostMemory() {
@@ -236,8 +264,9 @@ PageHandle HostMemory::create_page(std::size_t bytes) {
 void HostMemory::destroy_page(PageHandle page) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const std::uint32_t slot = pages_.require_unmapped(page);
-  // A hole gives the memory back and makes the slot read as zero, which is what new_pages_are_zero() promises.
-  if (system_->punch(file_, static_cast<off_t>(slot * page_bytes_), page_bytes_) != 0) fail("destroy_page", errno, {});
+  // A hole gives the memory back and makes the slot read as zero, which is what new_pages_are_zero() promises. A file that others
+  // share has their bytes.
+  if (!shared_ && system_->punch(file_, static_cast<off_t>(slot * page_bytes_), page_bytes_) != 0) fail("destroy_page", errno, {});
   pages_.remove(slot);
 }
 

@@ -49,7 +49,7 @@ struct System {
 
 class HostMemory {
  public:
-  HostMemory(std::size_t capacity_bytes, std::size_t page_bytes, std::shared_ptr<System> system = nullptr);
+  HostMemory(std::size_t capacity_bytes, std::size_t page_bytes, std::shared_ptr<System> system = nullptr, int file = -1);
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
@@ -58,6 +58,7 @@ class HostMemory {
 
   std::size_t granularity() const noexcept { return granularity_; }
   bool can_exchange() const noexcept { return can_exchange_; }
+  bool shared() const noexcept { return shared_; }
   void add_usage(Usage& usage) const;
 
   std::byte* reserve(std::size_t bytes, std::size_t alignment);
@@ -89,6 +90,8 @@ class HostMemory {
 
   std::byte* reserve_addresses(std::size_t bytes, std::size_t alignment, const char* call);
   bool blank(Address at, std::size_t bytes) noexcept;  // a bare reservation stands there again
+  void make_file();
+  void join_file(int file);
   void make_ballast() noexcept;
   void drop_ballast() noexcept;
   void require_mappings(std::size_t more, const char* call) const;
@@ -109,6 +112,7 @@ class HostMemory {
   bool huge_pages_ = false;
   bool can_exchange_ = false;
   int file_ = -1;
+  const bool shared_;  // other processes use the file as well
 
   mutable std::mutex mutex_;  // guards all below
   MappingTable table_;

@@ -24,6 +24,7 @@ const char* owner_name(Owner owner) noexcept {
     case Owner::params: return "params";
     case Owner::kv: return "kv";
     case Owner::ring: return "ring";
+    case Owner::outside: return "outside";
     case Owner::quarantine: return "quarantine";
   }
   return "unknown";
@@ -81,7 +82,8 @@ Arena::Arena(std::shared_ptr<Backend> backend, const ArenaOptions& options)
         throw;
       }
       // A page of unknown contents counts as somebody's: it is zeroed before its first KV use.
-      pages_.back().dirty = backend_->new_pages_are_zero() ? kNobody : kUnknownBytes;
+      pages_.back().dirty = backend_->new_pages_are_zero() && !options.outside ? kNobody : kUnknownBytes;
+      if (options.outside) pages_.back().owner = Owner::outside;
     }
   } catch (...) {
     // Reverse order, like every undo here. A page that cannot be destroyed stays the backend's until the backend closes.

@@ -32,7 +32,9 @@ void Arena::check() const {
   require(bytes == pages_.size() * options_.page_bytes, "A2", std::to_string(bytes) + " bytes of pages in the backend");
   for (std::size_t id = 0; id < pages_.size(); ++id) {
     if (pages_[id].owner == Owner::quarantine) continue;
-    require((pages_[id].owner == Owner::free) == (pages_[id].tenant == kNobody), "A3", "page " + std::to_string(id));
+    const bool of_nobody = pages_[id].owner == Owner::free || pages_[id].owner == Owner::outside;
+    require(of_nobody == (pages_[id].tenant == kNobody), "A3", "page " + std::to_string(id));
+    require(pages_[id].owner != Owner::outside || pages_[id].dirty == kUnknownBytes, "A11", "page " + std::to_string(id));
   }
 
   for (std::size_t id = 0; id < pages_.size(); ++id) {

@@ -14,6 +14,8 @@ namespace {
 
 Error::Value number(std::uint64_t value) { return static_cast<std::int64_t>(value); }
 
+bool of_nobody(Owner owner) noexcept { return owner == Owner::free || owner == Owner::outside; }
+
 [[noreturn]] void refuse(const std::string& what, Error::Fields fields) {
   throw Error(ErrorKind::invalid_argument, what + ". Nothing changed; make the plan from a fresh snapshot.", std::move(fields));
 }
@@ -48,12 +50,16 @@ Executor::Needs Executor::validate(const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.kind == Step::Kind::set_owner) {
       const SetOwner& move = step.set_owner;
-      Arena::require_tenant(move.tenant);
+      const bool outside = move.from == Owner::outside || move.to == Owner::outside;
+      if (!outside) Arena::require_tenant(move.tenant);
       if (move.from >= Owner::quarantine || move.to >= Owner::quarantine) {
-        refuse("Pages go between free, params, kv and ring", {});
+        refuse("Pages go between free, params, kv, ring and outside", {});
       }
-      const TenantId before = move.from == Owner::free ? kNobody : move.tenant;
-      const TenantId after = move.to == Owner::free ? kNobody : move.tenant;
+      if (outside && (move.tenant != kNobody || (move.from != Owner::free && move.to != Owner::free))) {
+        refuse("Pages go outside from free, of no tenant, and come in as free", {{"tenant", number(move.tenant)}});
+      }
+      const TenantId before = of_nobody(move.from) ? kNobody : move.tenant;
+      const TenantId after = of_nobody(move.to) ? kNobody : move.tenant;
       for (PageId id : move.pages) {
         if (id >= arena.pages_.size()) refuse("Unknown page " + std::to_string(id), {{"page", number(id)}});
         const auto [owner, tenant] = owner_of(id);
@@ -68,7 +74,7 @@ Executor::Needs Executor::validate(const Plan& plan) {
         if (after != kNobody && (dirty || (page.tenant != kNobody && page.tenant != after))) refuse_mixing(id, after);
         moved_[id] = {validation_, after, move.to};
       }
-      if (strict && !move.pages.empty()) {
+      if (strict && !outside && !move.pages.empty()) {
         needs.points = true;
         needs.unmaps = needs.unmaps || move.from == Owner::kv || move.from == Owner::ring;
         refuse_registered(move);
@@ -267,7 +273,11 @@ void Executor::change(Back back, std::vector<PageId> pages, Change&& forth) {
 
 void Executor::set_owner(const SetOwner& step, Applied& applied) {
   Arena& arena = *arena_;
-  const TenantId after = step.to == Owner::free ? kNobody : step.tenant;
+  const TenantId after = of_nobody(step.to) ? kNobody : step.tenant;
+  if (of_nobody(step.from) && of_nobody(step.to)) {
+    pass_on(step, applied);
+    return;
+  }
   const bool strict = arena.options_.mode == Mode::strict;
   const bool gains = step.to == Owner::kv && step.from != Owner::kv;
   const bool loses = step.from == Owner::kv && step.to != Owner::kv;
@@ -336,6 +346,27 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
       if (after == kNobody) continue;
       if (page.dirty == kNobody) page.dirty = after;  // from now on it may write there; marked for nothing if undone
       if (gains && page.dirty != after) dirty_.push_back({kv_id, arena.slot_address(kv->view, kv->slot_of[id]), id, after});
+    }
+  });
+  applied.pages_moved += step.pages.size();
+}
+
+// Between this process's free pages and the others'. What comes in may hold anybody's bytes, and what goes out will.
+void Executor::pass_on(const SetOwner& step, Applied& applied) {
+  Arena& arena = *arena_;
+  std::vector<TenantId> dirty;
+  dirty.reserve(step.pages.size());
+  for (PageId id : step.pages) dirty.push_back(arena.pages_[id].dirty);
+  const auto back = [&arena, owner = step.from, dirty = std::move(dirty)](const auto& pages) {
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      arena.pages_[pages[i]].owner = owner;
+      arena.pages_[pages[i]].dirty = dirty[i];
+    }
+  };
+  change(back, step.pages, [&] {
+    for (PageId id : step.pages) {
+      arena.pages_[id].owner = step.to;
+      arena.pages_[id].dirty = kUnknownBytes;
     }
   });
   applied.pages_moved += step.pages.size();

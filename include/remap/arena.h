@@ -4,9 +4,9 @@
 // mappings or owners, and only by whole plans.
 //
 // Invariants, checked by check() after every step of every test:
-//   A1  free + params + kv + ring + quarantine = total                            (conservation; each page has one owner)
+//   A1  free + params + kv + ring + outside + quarantine = total                            (conservation; each page has one owner)
 //   A2  backend.usage().page_bytes = total * page_bytes                           (memory is bounded by capacity)
-//   A3  owner free  <=>  tenant nobody (quarantined pages keep theirs)
+//   A3  owner free or outside  <=>  tenant nobody (quarantined pages keep theirs)
 //   A4  KV region, every slot s with a designated page p:
 //         aliased: shown(s) = p.    strict: shown(s) = p if owner(p) = kv and tenant(p) = region's tenant, else nothing
 //       A slot that is fixed shows its page in both modes: it is the tenant's ring, and may stand in several such slots
@@ -19,6 +19,7 @@
 //   A8  no slot shows a quarantined page, unless the arena is broken
 //   A9  a region in a declared range shows what it showed when it was declared, and nothing is to change that
 //   A10 a page that a tenant owns and that any other could have written is marked so (dirty is not kNobody)
+//   A11 a page that is outside, or was, is marked as of unknown bytes until a tenant of this arena has had it zeroed
 #pragma once
 
 #include <array>
@@ -51,6 +52,7 @@ struct ArenaOptions {
   std::size_t capacity_bytes = 0;
   std::size_t page_bytes = std::size_t{2} << 20;  // a power of two and a multiple of the backend's granularity
   Mode mode = Mode::aliased;
+  bool outside = false;  // other processes have all of the pages at first: plans bring those in that this one is given
 };
 
 // What a plan's effects on memory are ordered behind, where computation runs on streams. Both 0: nothing is in flight.

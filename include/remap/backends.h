@@ -16,6 +16,10 @@ struct HostOptions {
   std::size_t capacity_bytes = 0;  // the memfd's size: create_page beyond it is OutOfMemory; a multiple of page_bytes
   std::size_t page_bytes = 0;      // every page has this size
   std::size_t copy_threads = 1;    // threads that share one copy
+  // A memfd that other processes share, of exactly capacity_bytes and sealed against other sizes (F_SEAL_SHRINK, F_SEAL_GROW): the n-th
+  // page that is made is the n-th of the file, in each process. It may hold anybody's bytes, and none are given back when pages are
+  // destroyed. Duplicated: it stays the caller's. -1: a new one of this process's own.
+  int file = -1;
 };
 
 // Pages are ranges of one memfd (MAP_SHARED | MAP_FIXED); streams are worker threads; "host memory" is ordinary memory.

@@ -125,6 +125,7 @@ class Executor {
   };
   Needs admit(const Plan& plan);
   void set_owner(const SetOwner& step, Applied& applied);
+  void pass_on(const SetOwner& step, Applied& applied);
   void point(const Point& step, Applied& applied);
   void zero(const Plan& plan, const Ordering& ordering, Applied& applied);
   Needs validate(const Plan& plan);

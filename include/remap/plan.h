@@ -16,9 +16,9 @@ inline constexpr PageId kNoPage = ~PageId{0};
 inline constexpr RegionId kNoRegion = ~RegionId{0};
 inline constexpr TenantId kNobody = ~TenantId{0};
 
-// Who a page belongs to now. Exactly one, always.
-enum class Owner : std::uint8_t { free, params, kv, ring, quarantine };
-inline constexpr std::size_t kOwners = 5;
+// Who a page belongs to now. Exactly one, always. outside: another process that shares the pages has it.
+enum class Owner : std::uint8_t { free, params, kv, ring, outside, quarantine };
+inline constexpr std::size_t kOwners = 6;
 const char* owner_name(Owner owner) noexcept;
 
 // Step 1: pages change hands. In aliased mode this is bookkeeping, without any backend call (unless a page comes from
@@ -27,7 +27,9 @@ struct SetOwner {
   std::vector<PageId> pages;
   Owner from = Owner::free;
   Owner to = Owner::free;
-  TenantId tenant = kNobody;  // the pages' tenant before (unless from is free) and after (unless to is free)
+  // The pages' tenant before (unless from is free) and after (unless to is free). kNobody where pages go between free and outside:
+  // nowhere else do they go from there, nor there from anywhere else.
+  TenantId tenant = kNobody;
 };
 
 // Step 2: slots [first_slot, first_slot + pages.size()) of a layer's or ring's region show these pages from now on.

@@ -467,12 +467,15 @@ class Owner:
 
       ring
 
+      outside
+
       quarantine
     """
 
     __members__: typing.ClassVar[dict[str, Owner]]
     free: typing.ClassVar[Owner]
     kv: typing.ClassVar[Owner]
+    outside: typing.ClassVar[Owner]
     params: typing.ClassVar[Owner]
     quarantine: typing.ClassVar[Owner]
     ring: typing.ClassVar[Owner]
@@ -542,6 +545,7 @@ class Arena:
         capacity_bytes: typing.SupportsInt | typing.SupportsIndex,
         page_bytes: typing.SupportsInt | typing.SupportsIndex,
         mode: Mode,
+        outside: bool = False,
     ) -> None: ...
     def add_kv_region(
         self, tenant: typing.SupportsInt | typing.SupportsIndex, slots: typing.SupportsInt | typing.SupportsIndex
@@ -813,6 +817,7 @@ def make_host_backend(
     capacity_bytes: typing.SupportsInt | typing.SupportsIndex,
     page_bytes: typing.SupportsInt | typing.SupportsIndex,
     copy_threads: typing.SupportsInt | typing.SupportsIndex = 1,
+    file: typing.SupportsInt | typing.SupportsIndex | None = None,
 ) -> Backend: ...
 def make_limit_backend(inner: Backend, **kwargs: int) -> Backend: ...
 def make_sim_backend(

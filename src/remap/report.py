@@ -10,12 +10,13 @@ __all__ = ["DecisionRecord", "PageTotals", "Snapshot", "StallShare", "StepReport
 
 @dataclass(frozen=True)
 class PageTotals:
-    """Pages by owner. free + params + kv + ring + quarantine = total, always."""
+    """Pages by owner. free + params + kv + ring + outside + quarantine = total, always. outside: other processes have them."""
 
     free: int
     params: int
     kv: int
     ring: int
+    outside: int
     quarantine: int
     total: int
 

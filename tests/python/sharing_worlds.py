@@ -195,7 +195,7 @@ class Shared:
     def check(self, serve: bool = True) -> None:
         remap.advanced.check(self.session)
         pages = self.session.snapshot().pages
-        assert pages.free + pages.params + pages.kv + pages.ring + pages.quarantine == pages.total
+        assert pages.free + pages.params + pages.kv + pages.ring + pages.outside + pages.quarantine == pages.total
         for engine in self.engines.values():
             engine.check()
             if serve and engine.tenant.active:

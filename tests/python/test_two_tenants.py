@@ -38,7 +38,7 @@ def session_for(kinds, spare=0, mode="aliased"):
 
 def conserved(session):
     pages = session.snapshot().pages
-    assert pages.free + pages.params + pages.kv + pages.ring + pages.quarantine == pages.total
+    assert pages.free + pages.params + pages.kv + pages.ring + pages.outside + pages.quarantine == pages.total
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])

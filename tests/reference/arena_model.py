@@ -62,6 +62,7 @@ class ArenaModel:
             "params": sum(t.params_pages for t in tenants),
             "kv": sum(t.kv_pages for t in tenants),
             "ring": sum(t.ring_pages for t in tenants),
+            "outside": 0,
             "quarantine": 0,
             "total": self.total,
         }
