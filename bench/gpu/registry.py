@@ -84,6 +84,7 @@ ORDER = {
         "period",
         "zeroing",
         "graphs",
+        "graph_copies",
         "attention",
         "attention_layouts",
         "decode_step",

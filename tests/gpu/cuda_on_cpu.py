@@ -50,7 +50,7 @@ class Stream:
 class Event:
     """A moment of the host's clock."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, external: bool = False) -> None:
         self.at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:

@@ -98,6 +98,13 @@ EXPECTED: dict[str, list[tuple[str, Callable[[Figure], bool]]]] = {
         for title in ("whole layers", "1 MiB pieces")
     ],
     "gaps between chunks": [("fill, greatest, share", lambda each: (each.target, each.n) == (0.95, 2))],
+    "copies inside graphs": [
+        (
+            f"{side} / pieces, computation = 4 copies, alpha 2, beta 2",
+            lambda each: each.n > 0 and each.detail["theirs_n"] > 0,
+        )
+        for side in ("one graph", "open graph", "no copies")
+    ],
     "copies of KV blocks": [
         (f"64 copies {way} of 512 bytes, batches / a call each", lambda each: each.n == 3) for way in ("in", "out")
     ],
