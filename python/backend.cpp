@@ -178,6 +178,10 @@ void bind_backend(py::module_& module) {
   module.def(
       "make_host_backend",
       [](std::size_t capacity_bytes, std::size_t page_bytes, std::size_t copy_threads, std::optional<int> file) {
+        if (file && *file < 0) {
+          throw Error(ErrorKind::invalid_argument, "host backend: file " + std::to_string(*file) + " is no memfd: give None for a new one",
+                      {{"file", std::int64_t{*file}}});
+        }
         return make_host_backend(HostOptions{capacity_bytes, page_bytes, copy_threads, file.value_or(-1)});
       },
       py::arg("capacity_bytes"), py::arg("page_bytes"), py::arg("copy_threads") = 1, py::arg("file") = py::none(), ReleaseGil());

@@ -41,7 +41,7 @@ CORE_IMPORTERS = (
 SIMULATOR = (
     *("advice", "engine", "passes", "running", "scheduling", "sequences", "serving", "setup", "timeline", "worlds"),
 )
-LAZY = ("adapters", "cli", "cluster", "engine", *(f"sim.{name}" for name in SIMULATOR))
+LAZY = ("adapters", "broker", "cli", "cluster", "engine", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (
     *("transformers", "typer", "rich", "jinja2", "gguf", "safetensors", "accelerate", "vllm", "sglang"),
@@ -59,7 +59,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "model": (*BASE, "kv.spec", "_core"),
     "memory": (*BASE, "policy", "kv", "model", "_core", "sim.hardware"),
     "tenant": (*BASE, "policy", "kv", "model", "memory", "arguments"),
-    "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core"),
+    "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "broker"),
+    "broker": (*BASE, "memory"),
 }
 
 CPP_LAYERS = ("backend", "core", "schedule")

@@ -979,6 +979,14 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("executor_stream_test",),
     ),
     Mutant(
+        name="executor-pages-leave-early",
+        file="cpp/core/executor.cpp",
+        text="  if (needs.leaves) {",
+        replacement="  if (false && needs.leaves) {",
+        breaks="A page goes to another process while zeroes for it are still to come.",
+        tests=("shared_pages_test",),
+    ),
+    Mutant(
         name="executor-undecided-is-pointed",
         file="cpp/core/executor_worker.cpp",
         text="if (found->second.undecided) return Standing::undecided;",

@@ -281,6 +281,23 @@ def cluster(
 
 
 @app.command()
+def broker(
+    quick: Annotated[bool, typer.Option("--quick", help="Few grants: that it runs.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Print the table of the file.")] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="The file.", show_default="bench/results/broker-prototypes.json")
+    ] = None,
+) -> None:
+    """What a grant of pages to another process takes: by messages to a broker, and by a ledger in shared memory."""
+    from .broker.command import QUICK, RESULTS, SETTINGS, run_broker
+
+    path = results or (Path("out/broker-prototypes.json") if quick else RESULTS)
+    with exit_on_error():
+        writable(path)
+        typer.echo(run_broker(path, QUICK if quick else SETTINGS, report_only=report_only))
+
+
+@app.command()
 def twin(out: Annotated[Path, typer.Option(help="Folder for twin.json.")] = Path("bench/results")) -> None:
     """The demo's runs on this machine against their simulation, calibrated from the runs' own measurements."""
     from .twin.compare import twin as run

@@ -569,9 +569,11 @@ void Arena::remove_tenant(TenantId tenant, bool undoing) {
     discard({gone.view.address, gone.reserved_bytes, gone.lease});
     at = regions_.erase(at);
   }
+  for (Page& page : pages_) {  // a layer's own page may be free, lent or outside
+    if (page.home != kNoRegion && regions_.count(page.home) == 0) page.home = kNoRegion;
+  }
   for (PageId id : pages) {
     Page& page = pages_[id];
-    page.home = kNoRegion;
     page.fixed = false;
     if (page.owner == Owner::quarantine) continue;
     page.owner = Owner::free;

@@ -39,6 +39,7 @@ Executor::Needs Executor::validate(const Plan& plan) {
   const Arena& arena = *arena_;
   const bool strict = arena.options_.mode == Mode::strict;
   Needs needs;
+  bool passes = false;
   // Not a hash table: growth is on the engine's critical path, and a layer may have 10^4 pages.
   moved_.resize(arena.pages_.size());
   ++validation_;
@@ -58,6 +59,8 @@ Executor::Needs Executor::validate(const Plan& plan) {
       if (outside && (move.tenant != kNobody || (move.from != Owner::free && move.to != Owner::free))) {
         refuse("Pages go outside from free, of no tenant, and come in as free", {{"tenant", number(move.tenant)}});
       }
+      needs.leaves = needs.leaves || move.to == Owner::outside;
+      passes = passes || outside;
       const TenantId before = of_nobody(move.from) ? kNobody : move.tenant;
       const TenantId after = of_nobody(move.to) ? kNobody : move.tenant;
       for (PageId id : move.pages) {
@@ -103,6 +106,13 @@ Executor::Needs Executor::validate(const Plan& plan) {
     if (later) continue;
     needs.points = true;
     needs.unmaps = needs.unmaps || std::any_of(first, last, [](PageId id) { return id != kNoPage; });
+  }
+  // Else undoing it, or its zeroes, could leave work in flight on pages that another process has by then.
+  const auto passing = [](const Step& step) {
+    return step.kind == Step::Kind::set_owner && (step.set_owner.from == Owner::outside || step.set_owner.to == Owner::outside);
+  };
+  if (passes && !std::all_of(plan.steps.begin(), plan.steps.end(), passing)) {
+    refuse("Pages go outside and come in by plans of their own, with no other step", {});
   }
   require_backed(plan);
   return needs;
@@ -216,6 +226,17 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
   std::unique_lock<std::mutex> pointing(arena.pointing_mutex_, std::defer_lock);
   std::unique_lock<std::mutex> tables(arena.mutex_);
   const Needs needs = admit(plan);
+  if (needs.leaves) {
+    // Another process knows nothing of this one's streams: before it may have a page, whatever was enqueued for it has been done. The
+    // arena's own stream is behind all who ever freed a page, and behind the zeroes that an undone plan has left.
+    const EventHandle freed = arena.gathered_ ? arena.fill_event_ : 0;
+    tables.unlock();
+    for (const EventHandle event : {freed, ordering.after}) {
+      if (event != 0) arena.backend_->synchronize(event, std::chrono::nanoseconds::max());
+    }
+    tables.lock();
+    admit(plan);  // things may have changed meanwhile
+  }
   if (needs.points) {
     // Unmapping waits for nobody, so this thread does, before it begins. Not with the tables: others look at them, maybe holding
     // what the device needs to come to this event. Nor is the worker waited for with them.

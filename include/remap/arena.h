@@ -4,7 +4,7 @@
 // mappings or owners, and only by whole plans.
 //
 // Invariants, checked by check() after every step of every test:
-//   A1  free + params + kv + ring + outside + quarantine = total                            (conservation; each page has one owner)
+//   A1  free + params + kv + ring + outside + quarantine = total                  (conservation; each page has one owner)
 //   A2  backend.usage().page_bytes = total * page_bytes                           (memory is bounded by capacity)
 //   A3  owner free or outside  <=>  tenant nobody (quarantined pages keep theirs)
 //   A4  KV region, every slot s with a designated page p:

@@ -122,6 +122,7 @@ class Executor {
   struct Needs {
     bool points = false;  // apply() itself maps or unmaps
     bool unmaps = false;  // and somebody may still use what it unmaps, or changes at once
+    bool leaves = false;  // pages go to other processes
   };
   Needs admit(const Plan& plan);
   void set_owner(const SetOwner& step, Applied& applied);

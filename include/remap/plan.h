@@ -28,7 +28,8 @@ struct SetOwner {
   Owner from = Owner::free;
   Owner to = Owner::free;
   // The pages' tenant before (unless from is free) and after (unless to is free). kNobody where pages go between free and outside:
-  // nowhere else do they go from there, nor there from anywhere else.
+  // nowhere else do they go from there, nor there from anywhere else, and only in plans without other steps. apply() waits until all
+  // that was enqueued for pages that go outside has been done.
   TenantId tenant = kNobody;
 };
 

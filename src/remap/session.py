@@ -24,11 +24,12 @@ apply.py names the exceptions). attach, detach and close wait for this session's
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from remap import _core
 from remap.arguments import (
@@ -40,7 +41,7 @@ from remap.arguments import (
     require_options,
 )
 from remap.config import Config, Knobs, invalid, is_amount
-from remap.errors import InvalidArgument
+from remap.errors import Error, InvalidArgument, InvalidState
 from remap.kv.spec import KVSpec
 from remap.locking import Moved, SessionLock, exclusive
 from remap.memory import device as devices
@@ -55,6 +56,7 @@ from remap.memory.lend import Lending
 from remap.memory.moves import compose_all
 from remap.memory.observe import Log, make_report, take_snapshot
 from remap.memory.offers import Offers
+from remap.memory.outside import Outside
 from remap.memory.passes import Passes
 from remap.memory.registered import Registered
 from remap.memory.stall_watch import StallWatch
@@ -68,9 +70,67 @@ from remap.report import Snapshot, StepReport
 from remap.sizes import parse_size, shown
 from remap.tenant import Tenant
 
+if TYPE_CHECKING:
+    from remap.broker.member import Membership
+
 __all__ = ["Session"]
 
 _UNCHANGED = StepReport()
+UNIX = "unix:"
+
+
+def _nothing() -> None:
+    return None
+
+
+def _membership(device: object, capacity: object, page_bytes: object, platform: Platform) -> Membership | None:
+    """Of the broker that the device, or REMAP_DEVICE, names; None if it names none."""
+    name = device if device is not None else devices.default_name()
+    if platform.backend is not None or not isinstance(name, str) or not name.startswith(UNIX):
+        return None
+    if capacity is not None or page_bytes != "auto":
+        raise InvalidArgument(
+            f"{name}: capacity and page_bytes are the broker's; nothing was opened; leave both out",
+            device=name,
+            capacity=capacity,
+            page_bytes=page_bytes,
+        )
+    from remap.broker.member import join
+
+    return join(name.removeprefix(UNIX))
+
+
+def _take_in(pages: Sequence[int], core: Core) -> None:
+    if core.outside is not None:
+        core.outside.take_in(pages)
+
+
+def _give_up(pages: int, core: Core) -> None:
+    if core.outside is not None:
+        core.outside.give_up(pages)
+
+
+class _Asked:
+    """What the broker asks of a session, on a thread of the membership's. Does not keep the session."""
+
+    def __init__(self, session: Session, membership: Membership) -> None:
+        self._session = weakref.ref(session)
+        self._membership = membership
+
+    def granted(self, pages: Sequence[int]) -> None:
+        session = self._session()
+        try:
+            if session is None:
+                raise InvalidState("the session is gone; nothing changed")
+            session.exclusively(partial(_take_in, pages), claims=False)
+        except Error:
+            self._membership.give(pages)
+            raise
+
+    def recalled(self, pages: int) -> None:
+        session = self._session()
+        if session is not None:
+            session.exclusively(partial(_give_up, pages))
 
 
 def _memory(device: devices.Device, arena: Any, address: int, nbytes: int) -> Any:
@@ -85,12 +145,13 @@ class Session:
 
     capacity: bytes or "24GiB"; pages, ring and staging together never exceed it.
     device: "cpu", "cuda", "cuda:N" or "sim:NAME" (a named machine in virtual time, see memory/device.py); by default
-    the environment variable REMAP_DEVICE, else "cpu".
+    the environment variable REMAP_DEVICE, else "cpu". "unix:PATH": the pages of the broker that `remap serve` has started
+    there, which other processes use as well (docs/broker.md); leave capacity and page_bytes out, which are the broker's.
     mode: "aliased" (growth makes no driver calls) or "strict" (only owned pages are mapped: a stray access faults, and
     no mapping changes while the tenant's stream is at work); by default the environment variable REMAP_MODE, else
     "aliased".
-    page_bytes: a power of two and a multiple of the backend's granularity. "auto": 2 MiB; on cuda up to 8 MiB, of which the
-    session has 1024 at least, since the driver is called for every page that a layer is pointed at.
+    page_bytes: a power of two and a multiple of the backend's granularity. "auto": 2 MiB; on cuda 4 MiB, if the session has 1024
+    of them, since the driver is called for every page that a layer is pointed at (layer_major KV grows by 2 x layers pages).
     `remap.model.footprint.footprint(model).page_size("cuda")` gives a size that suits a model.
     platform: settings for experts and tests (`remap.advanced.Platform`).
     host_budget, on cuda only: the most bytes of page-locked host memory. Master copies need as many bytes as the
@@ -111,7 +172,7 @@ class Session:
 
     def __init__(
         self,
-        capacity: int | str,
+        capacity: int | str | None = None,
         device: str | None = None,
         *,
         mode: str | None = None,
@@ -121,7 +182,6 @@ class Session:
         config: Config | None = None,
         platform: Platform | None = None,
     ) -> None:
-        size = parse_size(capacity, "capacity")
         kv_bytes = None if host_kv == "auto" else parse_size(host_kv, "host_kv")
         if mode is None:
             mode = devices.default_mode()
@@ -132,8 +192,15 @@ class Session:
         require("config", config, (Config, type(None)), "a remap.Config, or None")
         require("platform", platform, (Platform, type(None)), "a remap.advanced.Platform, or None")
         platform = platform or Platform()
-        auto = page_bytes == "auto"
-        page = devices.usual_page_bytes(size, device, platform) if auto else parse_size(page_bytes, "page_bytes")
+        membership = _membership(device, capacity, page_bytes, platform)
+        if membership is not None:
+            size, page = membership.pages * membership.page_bytes, membership.page_bytes
+            shared = _core.make_host_backend(size, page, platform.copy_threads, file=membership.file)
+            device, platform = None, replace(platform, backend=shared)
+        else:
+            size = parse_size(cast("int | str", capacity), "capacity")  # None is refused as any other
+            auto = page_bytes == "auto"
+            page = devices.usual_page_bytes(size, device, platform) if auto else parse_size(page_bytes, "page_bytes")
         if page == 0 or size < page:
             raise InvalidArgument(
                 f"capacity of {size} bytes must hold at least one page of {page} bytes; nothing was created",
@@ -145,7 +212,7 @@ class Session:
         require_kv(self._device, size, kv_bytes)
         self.device = str(self._device.name)
         self.capacity_bytes = size
-        self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode))
+        self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode), outside=membership is not None)
         self._executor = _core.Executor(self._arena)
         self.clock = self._device.clock
         self._streams = Streams(self._backend, self._device.simulator)
@@ -170,16 +237,26 @@ class Session:
         self._offers = Offers(
             self._tenants, self._changes, self._lending, self._config, self.clock, self._link.switching
         )
-        self._steps = Steps(self._tenants, self._changes, self._lending, self._offers)
+        self._outside: Outside | None = None
+        if membership is not None:
+            self._outside = Outside(self._tenants, self._changes, self._lending, self._offers, membership, self.clock)
+            self._arrivals.supply = self._outside.supply
+        self._steps = Steps(self._tenants, self._changes, self._lending, self._offers, self._outside)
         self._stalls = StallWatch()
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)
         self._registered = Registered(self._arena, self._tenants)
-        self._core = Core(self._arena, self._tenants, self._changes, self._lending, self._offers, self._registered)
+        self._core = Core(
+            self._arena, self._tenants, self._changes, self._lending, self._offers, self._registered, self._outside
+        )
         self._log = Log(self.clock)
         self._departed: list[TenantState] = []  # tenants on their way out: see _release_departed
         self._told: list[Moved] = []  # moves in the report of the call in progress
         self._closing = False  # all tenants depart
         self._claiming = False  # whether a call has claimed tenants
+        self._leave: Callable[[], object] = _nothing  # the broker, if there is one
+        if membership is not None:
+            self._leave = weakref.finalize(self, membership.close)
+            membership.serve(_Asked(self, membership))
 
     @property
     def closed(self) -> bool:
@@ -455,6 +532,7 @@ class Session:
         """
         if not self.closed:
             self._close(device)
+        self._leave()  # without the lock: a thread of the membership may wait for it
 
     @exclusive
     def _close(self, device: Any) -> None:
@@ -468,7 +546,10 @@ class Session:
         self._release_departed()
         self._streams.close()
         self._host.close()
+        here = [page for page, owner in enumerate(self._arena.owners()) if owner != _core.Owner.outside]
         self._arena.close()
+        if self._outside is not None:
+            self._outside.hand_back(here)
         self._passes.closed = True
 
     def __enter__(self) -> Session:

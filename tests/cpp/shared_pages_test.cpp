@@ -129,7 +129,7 @@ TEST(what_is_undone_is_as_before) {
     one.executor->rollback();
     one.arena->check();
     CHECK(one.grow({4}).zeroed_bytes == 0);  // it never left: these are the tenant's own bytes
-    apply({owner({5}, Owner::outside, Owner::free, kNobody), owner({5}, Owner::free, Owner::kv)});
+    apply({owner({5}, Owner::outside, Owner::free, kNobody)});
     one.executor->rollback();
     one.arena->check();
     CHECK(one.arena->counts()[Owner::outside] == kPages - 1 && one.arena->counts()[Owner::kv] == 1);
@@ -152,8 +152,32 @@ TEST(pages_go_outside_from_free_alone_and_of_no_tenant) {
     refused(owner({6}, Owner::free, Owner::outside, kNobody));   // it is outside already
     refused(owner({5}, Owner::outside, Owner::free, kNobody));   // it is here already
     refused(owner({5}, Owner::free, Owner::quarantine, kNobody));
+    CHECK_ERROR(ErrorKind::invalid_argument,
+                one.executor->apply({one.arena->epoch(), {owner({6}, Owner::outside, Owner::free, kNobody), owner({6}, Owner::free, Owner::kv)}}));
     CHECK(one.arena->counts()[Owner::outside] == kPages - 2);
   });
+}
+
+TEST(a_page_leaves_when_nothing_is_in_flight_for_it) {
+  constexpr std::size_t kLong = std::size_t{32} << 20;
+  const File file(kPages * kPage);
+  const Member one(file, Mode::aliased), two(file, Mode::aliased);
+  one.bring_in({3});
+  const StreamHandle stream = one.fault->create_stream();
+  std::byte* to = one.fault->allocate_host(kLong);
+  std::byte* from = one.fault->allocate_host(kLong);
+  for (int i = 0; i < 10; ++i) one.fault->copy(stream, to, from, kLong);
+  // Its zeroes are enqueued behind all that, and the plan is undone.
+  one.executor->apply({one.arena->epoch(), {owner({3}, Owner::free, Owner::kv)}}, Ordering{0, stream});
+  one.executor->rollback();
+  one.hand_out({3});
+  two.bring_in({3});
+  two.grow({3});
+  std::memset(two.page(3), 7, kPage);
+  one.fault->destroy_stream(stream);  // waits for it
+  CHECK(two.reads(3, 7));
+  one.fault->free_host(to, kLong);
+  one.fault->free_host(from, kLong);
 }
 
 TEST(no_byte_goes_when_one_of_them_closes) {

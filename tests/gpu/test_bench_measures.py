@@ -97,7 +97,7 @@ EXPECTED: dict[str, list[tuple[str, Callable[[Figure], bool]]]] = {
         (f"whole layers, {title}", lambda each: (each.target, each.at_least) == (0.97, True))
         for title in ("whole layers", "1 MiB pieces")
     ],
-    "gaps between chunks": [("fill, greatest, share", lambda each: (each.target, each.n) == (0.95, 2))],
+    "gaps between chunks": [("fill, default, share", lambda each: (each.target, each.n) == (0.95, 2))],
     "copies inside graphs": [
         (
             f"{side} / pieces, computation = 4 copies, alpha 2, beta 2",
@@ -113,8 +113,14 @@ EXPECTED: dict[str, list[tuple[str, Callable[[Figure], bool]]]] = {
     "making pages": [("16 pages of 2 MiB, 4 threads / one", lambda each: each.n == 3)],
     "decode attention by layout": [("block-major / plain tensor", lambda each: each.n > 0)],
     "a decode step attached at alpha 0": [("attached, longer by", lambda each: "control_percent" in each.detail)],
-    "reload of an idle model": [("reload of 16 layers of 2 MiB, share of the link", lambda each: each.n == 2)],
-    "reload of a 13B model": [("40 of OPT-13b's 40 layers, share of the link", lambda each: each.n == 2)],
+    "reload of an idle model": [
+        (f"reload, {way}, of 16 layers of 2 MiB, share of the link", lambda each: each.n == 2)
+        for way in ("streaming", "idle")
+    ],
+    "reload of a 13B model": [
+        (f"40 of OPT-13b's 40 layers, {way}, share of the link", lambda each: each.n == 2)
+        for way in ("streaming", "idle")
+    ],
     "serving": [("answers as the baseline's", lambda each: each.value == each.n > 0)],
     "continuous batching at fixed rates": [
         ("answers as stock's", lambda each: each.value == each.n > 0),

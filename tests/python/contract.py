@@ -1,8 +1,8 @@
 """What the two halves of the backend conformance suite share: the backends, and things made in them and taken back.
 
 The sim backend has bytes behind its pages here; test_sim_backend.py tests what it does without. The cuda backend runs on the
-emulated driver, with pages of 64 KiB. With REMAP_TEST_CUDA=1 it runs on a GPU, and pages have its granularity, 2 MiB: not yet
-run on a GPU.
+emulated driver, with pages of 64 KiB. With REMAP_TEST_CUDA=1 it runs on a GPU, and pages have its granularity, 2 MiB: on an H200
+it has passed.
 """
 
 from __future__ import annotations

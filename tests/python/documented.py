@@ -15,6 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     ROOT / "README.md",
+    *(
+        ROOT / name
+        for name in ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", ".github/PULL_REQUEST_TEMPLATE.md")
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "examples/cpp/README.md",
     *sorted((ROOT / "bench/results").rglob("*.md")),

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/cpp/README.md"]
+FOR_CONTRIBUTORS = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")]
+PAGES = [
+    ROOT / "README.md",
+    *FOR_CONTRIBUTORS,
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples/cpp/README.md",
+]
 
 
 def test_the_lines_that_the_adoption_page_quotes_are_in_the_reference_engine() -> None:

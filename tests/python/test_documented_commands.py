@@ -91,6 +91,10 @@ TRIED = {
         parsed="it serves until it is interrupted: test_a_cluster_is_served_with_all_options runs the first line. --address "
         "needs a Ray that somebody started",
     ),
+    "remap serve": Tried(
+        ("--socket out/s --capacity 8MiB --page-bytes 64KiB --device cpu",),
+        parsed="it serves until it is interrupted: test_broker.py runs it",
+    ),
     "remap top": Tried(("--once --url URL",), small="--once --url URL"),
     "remap plan": Tried(
         (
@@ -148,6 +152,10 @@ TRIED = {
     ),
     "bench.lab offline": Tried(
         ("--quick --report-only --results offline.json",), parsed="test_lab_offline.py runs it with --quick"
+    ),
+    "bench.lab broker": Tried(
+        ("--quick --results broker.json", "--quick --report-only --results broker.json"),
+        parsed="it measures for half a minute: test_lab.py runs it with --quick",
     ),
     "bench.lab cluster": Tried(
         ("--quick --report-only --results cluster.json",),
@@ -450,6 +458,17 @@ def _cmake(command: Command) -> None:
         assert any(line.strip().endswith(run) for line in recipe), f"{command}: make cpp-example has no {run}"
 
 
+def _pytest(command: Command) -> None:
+    """The files are there, and what -k names is in the name of one of their tests."""
+    assert f"VENV := {command.words[0].partition('/')[0]}\n" in documented.MAKEFILE.read_text(encoding="utf-8")
+    words = command.words[3:]
+    files = [ROOT / word for word in words if word.endswith(".py")]
+    assert files and all(path.is_file() for path in files), command
+    for flag, word in zip(words, words[1:]):
+        text = "".join(path.read_text(encoding="utf-8") for path in files)
+        assert flag != "-k" or re.search(rf"^def test_\w*{word}", text, re.MULTILINE), command
+
+
 def _kills(command: Command) -> None:
     """KILLS and RESULT, which its main reads as they stand."""
     kills = pytest.importorskip("bench.lab.cluster.kills", reason="needs the extras cluster and transformers")
@@ -466,6 +485,7 @@ NOT_HERE: Mapping[str, tuple[str, Callable[[Command], None]]] = {
         "a kill takes seconds; test_cluster_command.py kills one that serves",
         _kills,
     ),
+    ".venv/bin/python -m pytest ": ("the suite itself", _pytest),
     "pip ": ("it changes the environment", _pip),
     "vllm ": ("it needs vLLM: make test-engines", _engine),
     "python -m vllm": ("it needs vLLM: make test-engines", _engine),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ def test_the_commands_that_there_are() -> None:
         "hybridserve",
         "real",
         "offline",
+        "broker",
         "twin",
         "vllm",
         "ablations",
@@ -69,6 +71,24 @@ def test_a_file_that_is_no_result_is_refused(command: str, text: str, tmp_path: 
     assert found.exit_code == 2 and isinstance(found.exception, SystemExit), found.output
     assert "is not a result of" in found.output.replace("\n", " ")
     assert [one.name for one in tmp_path.iterdir()] == ["other.json"]
+
+
+def test_the_prototypes_of_a_broker_run_and_a_killed_holder_leaves_the_old_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "broker.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.lab", "broker", "--quick", "--results", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| a donor's pages | a busy process | shared ledger |" in done.stdout
+    found = json.loads(path.read_text())["kills"]
+    assert found["holder_killed_old_ledger"] == found["broker_killed_told"] == found["n"]
+    assert found["holder_stopped_keeps_all_out"] and found["broker_stopped_keeps_waiting"]
+    assert found["process_ends_behind_its_socket"] == found["n"]
 
 
 def test_without_vllm_its_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

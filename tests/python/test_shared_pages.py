@@ -155,6 +155,70 @@ def test_the_pages_of_a_process_that_was_killed_can_be_used_and_read_zero(file: 
     mine.close()
 
 
+def busy_stream(member: Member) -> tuple[int, int]:
+    """A stream that is at work for long, and an event for its end."""
+    backend, nbytes = member.backend, 64 << 20
+    stream, event = backend.create_stream(), backend.create_event(False)
+    to, source = backend.allocate_host(nbytes), backend.allocate_host(nbytes)
+    for _ in range(10):
+        backend.copy(stream, to, source, nbytes)
+    return stream, event
+
+
+@pytest.mark.parametrize("undone", [False, True], ids=["freed", "undone"])
+def test_a_page_leaves_when_nothing_is_in_flight_for_it(file: int, undone: bool) -> None:
+    """Zeroes are enqueued behind long work, and the page goes on to another process at once: they must not come later."""
+    one, two = Member(file), Member(file)
+    one.move([3], "outside", "free")
+    stream, event = busy_stream(one)
+    plan = _core.Plan(one.arena.epoch)
+    plan.set_owner([3], _core.Owner.free, _core.Owner.kv, TENANT)
+    assert one.executor.apply(plan, zero_on=stream).zeroed_bytes == PAGE
+    if undone:
+        one.executor.rollback()
+    else:
+        one.executor.commit(None)
+        one.backend.record(event, stream)
+        plan = _core.Plan(one.arena.epoch)
+        plan.set_owner([3], _core.Owner.kv, _core.Owner.free, TENANT)
+        one.executor.apply(plan, after=event)
+        one.executor.commit(None)
+    one.move([3], "free", "outside")
+    two.take([3])
+    two.write(3, 0x77)
+    one.backend.record(event, stream)
+    assert one.backend.synchronize(event, 60)
+    assert two.values(3) == {0x77}
+    for member in (one, two):
+        member.close()
+
+
+def test_pages_come_and_go_by_plans_of_their_own(file: int) -> None:
+    mine = Member(file)
+    plan = _core.Plan(mine.arena.epoch)
+    plan.set_owner([3], _core.Owner.outside, _core.Owner.free, NOBODY)
+    plan.set_owner([3], _core.Owner.free, _core.Owner.kv, TENANT)
+    with pytest.raises(InvalidArgument, match="plans of their own"):
+        mine.executor.apply(plan)
+    assert mine.arena.counts()["outside"] == PAGES
+    mine.close()
+
+
+def test_the_own_page_of_a_layer_that_has_gone_can_be_anothers(file: int) -> None:
+    mine = Member(file)
+    mine.move([0, 1], "outside", "free")
+    home = mine.arena.take(2, _core.Owner.params, 7)
+    mine.arena.add_layer_region(7, "layer", home)
+    mine.arena.remove_tenant(7)
+    mine.move([0, 1], "free", "outside", "free")
+    again = mine.arena.take(2, _core.Owner.params, 8)
+    mine.arena.add_layer_region(8, "another", again)
+    mine.arena.remove_tenant(8)
+    assert mine.take([]) == 0
+    mine.arena.check()
+    mine.close()
+
+
 def test_they_are_counted(file: int) -> None:
     mine = Member(file)
     assert mine.arena.counts() | {"outside": 0, "total": 0} == dict.fromkeys(mine.arena.counts(), 0)
@@ -168,6 +232,12 @@ def test_a_file_of_another_size_is_refused(file: int) -> None:
     for pages in (PAGES - 1, PAGES + 1):
         with pytest.raises(InvalidArgument, match="sealed"):
             _core.make_host_backend(pages * PAGE, PAGE, file=file)
+    with pytest.raises(InvalidArgument, match="None for a new one"):
+        _core.make_host_backend(PAGES * PAGE, PAGE, file=-1)
+    read_only = os.open(f"/proc/self/fd/{file}", os.O_RDONLY)
+    with pytest.raises(InvalidArgument, match="read and written"):
+        _core.make_host_backend(PAGES * PAGE, PAGE, file=read_only)
+    os.close(read_only)
     reading, writing = os.pipe()
     with pytest.raises(InvalidArgument, match="memfd"):
         _core.make_host_backend(PAGES * PAGE, PAGE, file=reading)

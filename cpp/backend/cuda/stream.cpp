@@ -120,7 +120,9 @@ StreamHandle Streams::adopt_stream(std::uint64_t value) {
     }
   }
   const std::lock_guard<std::shared_mutex> lock(books_);
-  ++streams_.try_emplace(value, 0).first->second;
+  std::size_t& adoptions = streams_.try_emplace(value, 0).first->second;
+  if (adoptions == kOwn) refuse("is one that this backend made.");  // since: its owner has destroyed the one of that name
+  ++adoptions;
   return value;
 }
 

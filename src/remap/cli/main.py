@@ -1,4 +1,4 @@
-"""The typer application: `remap demo`, `offline`, `cluster`, `top`, `advise`, `plan`, `simulate`, `fit` and `doctor`."""
+"""The typer application: `remap demo`, `offline`, `cluster`, `serve`, `top`, `advise`, `plan`, `simulate`, `fit` and `doctor`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .errors import EXIT_CODES, exit_on_error, writable
 from .fit import fit_command
 from .offline import offline
 from .plan import plan
+from .serve import serve
 from .simulate import simulate
 from .top import top
 
@@ -36,6 +37,7 @@ app.command("simulate")(simulate)
 app.command("fit")(fit_command)
 app.add_typer(cluster.app, name="cluster")
 app.command("top")(top)
+app.command("serve")(serve)
 DEFAULTS = default_config()
 
 

@@ -34,7 +34,7 @@ from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool, SavedPool
 from remap.memory.books import Books
 from remap.memory.moves import compose_moves
-from remap.memory.plan import Plan, Point, plan_free_pages
+from remap.memory.plan import NOBODY, Plan, Point, plan_free_pages
 from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
 from remap.memory.streams import Streams
@@ -357,6 +357,24 @@ class Changes:
             tenant.asleep = False  # only now
             if self._simulator is not None:
                 self._executor.drain()  # as in `settle`
+
+    def pass_on(self, pages: Sequence[int], *, out: bool) -> None:
+        """Free pages go to other processes (`out`), or theirs come in as free ones. Raises as `settle` does, and then nothing has
+        changed, as behind an interrupt."""
+        if self._unsettled is not None:
+            self.settle(self._unsettled)
+        if out:
+            self.await_worker()  # a region may still show them
+        plan = _core.Plan(self.arena.epoch)
+        owners = (_core.Owner.free, _core.Owner.outside) if out else (_core.Owner.outside, _core.Owner.free)
+        plan.set_owner(list(pages), *owners, NOBODY)
+        try:
+            self._executor.apply(plan)
+            self._executor.commit(None)
+        except BaseException:
+            if self._executor.undecided():
+                self._executor.rollback()
+            raise
 
     def apply_and_settle(
         self,

@@ -74,6 +74,8 @@ class Arrivals:
         self.link = SharedLink(tenants)
         self._next = 0
         self._arriving: _Arrival | None = None
+        # Asks other processes for so many pages, which are free then, or fewer. None: there are none.
+        self.supply: Callable[[int], None] | None = None
 
     def admit(
         self,
@@ -191,6 +193,9 @@ class Arrivals:
         needed = sum(home_pages) + ring_pages + rest_pages + first_pages + window
         lent = sorted(set(arena.free_pages()).intersection(page for other in others for page in other.pages.lent))
         free = arena.counts()["free"] - len(lent)
+        if needed > free and self.supply is not None:
+            self.supply(needed - free)
+            free = arena.counts()["free"] - len(lent)
         if needed > free:
             raise OutOfMemory(
                 f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages) + ring_pages} for layers, "
@@ -237,7 +242,8 @@ class Arrivals:
         donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
         if slices:
             donors = level_by_level(homes, order)
-        giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.giving_pages])
+        outside = [page for page, owner in enumerate(arena.owners()) if owner == _core.Owner.outside]
+        giving = tuple((free_pages + donors + _of_others(arena, others) + outside)[: geometry.giving_pages])
         # Own pages without a place get one behind the blocks' places: lent pages are zeroed there before they come
         # home.
         placed = set(giving)

@@ -9,6 +9,7 @@ from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
+from remap.memory.outside import Outside
 from remap.memory.registered import Registered
 from remap.memory.state import TenantState
 from remap.sizes import shown
@@ -29,6 +30,7 @@ class Core:
     lending: Lending
     offers: Offers
     registered: Registered
+    outside: Outside | None = None  # other processes, where the arena is shared with some
 
     def tenant(self, name: str) -> TenantState:
         """The tenant of this name. Raises InvalidArgument (field tenant) if there is none."""

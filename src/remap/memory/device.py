@@ -49,10 +49,10 @@ COPY_CHUNK_BYTES = 32 << 20
 """Beside layers of 256 MiB that stream, a copy of 64 KiB takes 92 ms (P99) on an H200; beside chunks of 32 MiB 1.1 ms, and layers
 then arrive at 0.98 of the link's rate; beside chunks of 4 MiB 0.16 ms, and 0.86 (bench/gpu/measures/small_copies.py)."""
 PAGES_OF_A_SESSION = 1024
-SMALLEST_PAGE, LARGEST_PAGE = 2 << 20, 8 << 20
-"""Of a session on a GPU that is not given `page_bytes`. A driver takes 45 to 75 us to point a layer at a page of any size (H200,
-CUDA 13.0), in which PCIe 5 brings 2.5 to 4 MiB: with pages of 8 MiB layers come home as fast as the link copies, with pages of
-2 MiB at half of that. Larger ones would only waste more, half a page a layer."""
+SMALLEST_PAGE, LARGEST_PAGE = 2 << 20, 4 << 20
+"""Of a session on a GPU that is not given `page_bytes`. With pages of 4 MiB 16 layers of 256 MiB come home at 0.97 of an H200's
+link, with pages of 2 MiB at 0.54: its driver takes some 45 to 75 us to point a layer at a page, in which PCIe 5 brings 2.5 to 4
+MiB (bench/gpu/measures/reload.py, n = 12 each). Larger ones were not tried and waste more, half a page a layer."""
 
 _SHAREABLE = ("none", "posix_fd", "fabric")
 _SIM = re.compile(r"sim:([A-Za-z0-9][A-Za-z0-9._+-]{0,63})")

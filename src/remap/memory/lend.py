@@ -16,9 +16,10 @@ Before anything changes, the call checks that all blocks have room to move. If n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
@@ -39,6 +40,15 @@ class Returned:
 
     moved: Moves = field(default_factory=dict)
     problem: str = ""
+
+
+class Receiver(Protocol):
+    """Who can use pages: a tenant, or the other processes. index_of: the pages that have a place there."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def index_of(self) -> Container[int]: ...
 
 
 class Lending:
@@ -139,6 +149,10 @@ class Lending:
         region. Returns the number of pages freed.
         """
         wanted = -(-blocks * receiver.kv.spec.block_bytes // self._changes.arena.page_bytes) + 1
+        return self.free_idle(donor, receiver, wanted, surplus)
+
+    def free_idle(self, donor: TenantState, receiver: Receiver, wanted: int, surplus: int) -> int:
+        """`give_idle`, of at most so many pages."""
         slots = self.idle_slots(donor, receiver, wanted, surplus)
         if not slots:
             return 0
@@ -150,7 +164,7 @@ class Lending:
             return 0
         return len(pages)
 
-    def idle_slots(self, donor: TenantState, receiver: TenantState, wanted: int, surplus: int) -> list[int]:
+    def idle_slots(self, donor: TenantState, receiver: Receiver, wanted: int, surplus: int) -> list[int]:
         """Region slots of the donor's KV pages that no live block needs and that the receiver can use: at most
         `wanted`.
 
@@ -173,7 +187,7 @@ class Lending:
         return sorted(known[1][:wanted])
 
     @staticmethod
-    def _find_idle(donor: TenantState, receiver: TenantState, wanted: int, surplus: int) -> tuple[list[int], bool]:
+    def _find_idle(donor: TenantState, receiver: Receiver, wanted: int, surplus: int) -> tuple[list[int], bool]:
         """(the first `wanted` slots that `idle_slots` may give, in the order in which they go; whether there are no
         more)."""
         pool, geometry = donor.kv.pool, donor.kv.geometry

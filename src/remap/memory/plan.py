@@ -35,6 +35,7 @@ from remap.errors import InvalidArgument, InvalidState
 
 __all__ = [
     "MAX_BUFFERS",
+    "NOBODY",
     "NO_PAGE",
     "Copies",
     "Pages",
@@ -57,6 +58,9 @@ MAX_BUFFERS = 2
 
 NO_PAGE = 0xFFFFFFFF
 """In a region that shows nothing, as the core says it."""
+
+NOBODY = 0xFFFFFFFF
+"""The tenant of pages that are no tenant's, as the core says it."""
 
 Pages = Sequence[int]
 """Page ids in order: a `range` if they are consecutive, as a layer's usually are, and otherwise a tuple. So equal pages

@@ -1,7 +1,7 @@
 """One step of a session: every tenant's demand, in order of priority, then what may come home.
 
     demand -> view -> Controller.decide -> carry out: grow, take from others, shrink      for each tenant that has one
-              NeedQuotes -> Offers.to -> Controller.decide_with                           where free pages do not suffice
+              NeedQuotes -> Outside.bring, Offers.to -> Controller.decide_with            where free pages do not suffice
     lender -> Controller.may_return -> Lending.bring_home                                 for each tenant whose layers others have
 
 The step makes the entries of its report (entries.py).
@@ -18,6 +18,7 @@ from remap.memory.donors import paused
 from remap.memory.entries import Entries, Entry, ended_early, merge
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
+from remap.memory.outside import Outside
 from remap.memory.restream import can_restream, continue_draining, grow, restream, take_free_pages
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
@@ -31,11 +32,20 @@ __all__ = ["Steps"]
 class Steps:
     """A session's. Called with its lock held, outside of the passes of the tenants concerned."""
 
-    def __init__(self, tenants: Mapping[str, TenantState], changes: Changes, lending: Lending, offers: Offers) -> None:
+    def __init__(
+        self,
+        tenants: Mapping[str, TenantState],
+        changes: Changes,
+        lending: Lending,
+        offers: Offers,
+        outside: Outside | None = None,
+    ) -> None:
+        """outside: other processes, where the arena is shared with some."""
         self._tenants = tenants
         self._changes = changes
         self._lending = lending
         self._offers = offers
+        self._outside = outside
 
     def step(self, demand: Mapping[str, Demand]) -> Entries:
         """The entries of the step's report; {} if nothing was decided. Pre: known tenants, active and outside of
@@ -80,6 +90,8 @@ class Steps:
         view = self._view(tenant)
         decision = tenant.controller.decide(view, wanted)
         if isinstance(decision, NeedQuotes):
+            if self._outside is not None and self._outside.bring(tenant, decision.blocks):
+                view = self._view(tenant)
             quotes = self._offers.to(tenant, decision.blocks)
             beside = replace(view, neighbours=tenant.link.neighbours(tenant))
             return tenant.controller.decide_with(beside, wanted, quotes)
@@ -218,7 +230,8 @@ class Steps:
 
     def _view(self, tenant: TenantState) -> TenantView:
         """The controller's view of the tenant, with the demand of this step."""
-        return view_of(self._changes, tenant, tenant.demand, shares=len(self._tenants) > 1)
+        shares = len(self._tenants) > 1 or self._outside is not None
+        return view_of(self._changes, tenant, tenant.demand, shares=shares)
 
     def _precedence(self, name: str) -> tuple[int, int]:
         tenant = self._tenants[name]

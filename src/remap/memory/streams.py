@@ -47,6 +47,7 @@ class Streams:
         self.backend = backend
         self.simulator = simulator  # the backend's virtual clock, if there is one
         self._adopted: set[int] = set()
+        self._adopting: list[int] = []  # adoptions that are one too many, or not in `_adopted` yet
         self._mover = 0  # the session's own stream, for copies that the host waits for; made on first use
         self._keep: Any = None  # owns the memory that copies on it may be reading
         self._timing: list[int] = []  # two events
@@ -59,12 +60,14 @@ class Streams:
     def adopt(self, native: int) -> int:
         """The backend's handle of a caller's stream. Raises InvalidArgument if the stream is not this device's."""
         with self._lock:
-            stream: int = self.backend.adopt_stream(
-                native
-            )  # again each time: its owner may have destroyed it meanwhile
+            # Again each time: its owner may have destroyed it meanwhile. The session holds one adoption of a stream, others may
+            # have theirs, and what an interrupt leaves behind here is forgotten by `close`.
+            stream = make_into(self._adopting, partial(self.backend.adopt_stream, native))
             if stream in self._adopted:
-                self.backend.forget_stream(stream)  # the session adopts a stream once, and others may have done so too
-            self._adopted.add(stream)
+                self._drop_adoptions()
+            else:
+                self._adopted.add(stream)
+                self._adopting.clear()
             return stream
 
     def record(self, stream: int) -> int:
@@ -156,6 +159,7 @@ class Streams:
         while self._retired:
             self._retired[-1].close()
             self._retired.pop()
+        self._drop_adoptions()
         for stream in tuple(self._adopted):
             gone(self.backend.forget_stream, stream)
             self._adopted.discard(stream)
@@ -163,6 +167,11 @@ class Streams:
             while events:
                 gone(self.backend.destroy_event, events[-1])
                 events.pop()
+
+    def _drop_adoptions(self) -> None:
+        while self._adopting:
+            gone(self.backend.forget_stream, self._adopting[-1])
+            self._adopting.pop()
 
     def _moving(self) -> int:
         if self._mover == 0:

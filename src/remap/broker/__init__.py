@@ -1,0 +1,13 @@
+"""One arena for many processes: a broker owns the pages, members are sessions that join it (docs/broker.md).
+
+| module | |
+|---|---|
+| messages.py | what goes over the socket |
+| ledger.py | who has which page, who waits for some, and who is asked; pure |
+| server.py | the broker: the pages' memfd, the socket, the ends of processes (`remap serve`) |
+| member.py | a session's side: asking, giving, and being asked |
+
+What it does today: members' KV caches share one pool. A page goes from one process to another by way of the broker, and is zeroed
+by who gets it. Weights give pages to the KV cache of their own process. Host memory only; a member does not join a second time
+when its broker is gone: it serves on with what it has.
+"""

@@ -1,0 +1,227 @@
+"""A session's side of the broker's socket.
+
+Two threads, since none may wait for the other's locks: one only reads packets, and hands them on; one does what others ask for,
+and takes the session's lock for it. A call of the session that needs pages sends its want and waits for the answer, which the
+reader gives it; so it may hold the session's lock meanwhile.
+
+    want(pages)      now: what is free at the broker; `patient`: what others give as well
+    give(pages)      nobody here touches them any more
+    recalled         others want pages: the session decides which can be spared
+    granted          pages that came later than the call that wanted them
+
+When the broker has gone the session serves on with what it has: `want` gets nothing, and `problem` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from remap.broker.messages import (
+    MOST_BYTES,
+    VERSION,
+    Done,
+    Give,
+    Grant,
+    Join,
+    Recall,
+    Refused,
+    ToBroker,
+    ToMember,
+    Want,
+    Welcome,
+    decode_to_member,
+    encode,
+    pages_of,
+    runs_of,
+)
+from remap.errors import Error, InvalidArgument, InvalidState
+
+__all__ = ["Asked", "Membership", "join"]
+
+_logger = logging.getLogger("remap.broker")
+
+JOIN_S = 10.0
+ANSWER_S = 0.05
+"""How long a call waits for what is free now. The broker answers in well under a millisecond, unless the machine is busy."""
+PATIENT_S = 10.0
+
+
+class Asked(Protocol):
+    """The session, as the second thread calls it. Each takes the session's lock."""
+
+    def granted(self, pages: Sequence[int]) -> None: ...
+    def recalled(self, pages: int) -> None: ...
+
+
+class Membership:
+    """Made by `join`. page_bytes, pages: of the broker's file. file: the session's until `close`."""
+
+    def __init__(self, connection: socket.socket, path: str, welcome: Welcome, file: int) -> None:
+        self.path, self.page_bytes, self.pages, self.file = path, welcome.page_bytes, welcome.pages, file
+        self.problem = ""
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._answers: queue.SimpleQueue[Grant | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Grant | Recall | None] = queue.SimpleQueue()
+        self._serial = 0
+        self._waits = False  # whether a call waits for an answer; read and written with _choosing held
+        self._choosing = threading.Lock()
+        self._asked: Asked | None = None
+        self._threads: list[threading.Thread] = []
+
+    def serve(self, asked: Asked) -> None:
+        """From now on `asked` is told what comes."""
+        self._asked = asked
+        for name, body in (("remap-member-read", self._read), ("remap-member", self._do)):
+            thread = threading.Thread(target=body, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def want(self, pages: int, *, patient: bool = False) -> list[int]:
+        """Ask for so many pages. Returns those that have come by now, of unknown bytes; more may come by `granted`, unless
+        patient: then until all have, or the others have given what they can, or `PATIENT_S`. With the session's lock held."""
+        if self.problem or pages <= 0:
+            return []
+        with self._choosing:
+            self._waits = True
+            self._serial += 1
+        got: list[int] = []
+        try:
+            if self._send(Want(self._serial, min(pages, self.pages))):
+                self._hear(got, time.monotonic() + (PATIENT_S if patient else ANSWER_S), patient)
+        finally:
+            with self._choosing:
+                self._waits = False
+                while not self._answers.empty():  # behind the deadline
+                    late = self._answers.get()
+                    got += pages_of(late.runs) if late is not None else ()
+        return got
+
+    def _hear(self, got: list[int], deadline: float, patient: bool) -> None:
+        """The answers to the present want, into `got`."""
+        while True:
+            try:
+                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return
+            if answer is None:
+                return
+            got += pages_of(answer.runs)
+            if answer.serial == self._serial and not (patient and answer.more):
+                return
+
+    def give(self, pages: Sequence[int]) -> None:
+        """These are not the session's any more."""
+        for runs in runs_of(pages):
+            self._send(Give(runs))
+
+    def close(self) -> None:
+        """Leave. Pages that were not given stay the process's until it ends."""
+        self.problem = self.problem or "the session has left it"
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            _logger.debug("the broker at %s had closed the connection", self.path)
+        self._work.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._connection.close()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _send(self, message: ToBroker) -> bool:
+        try:
+            with self._sending:
+                self._connection.send(encode(message))
+        except OSError as error:
+            self._broken(f"the broker at {self.path} has gone: {error}")
+            return False
+        return True
+
+    def _broken(self, why: str) -> None:
+        if not self.problem:
+            self.problem = why
+            _logger.warning("%s; this session serves on with the pages that it has", why)
+
+    def _read(self) -> None:
+        """The reading thread: takes no lock of the session's."""
+        while True:
+            message: ToMember | None = None
+            try:
+                packet = self._connection.recv(MOST_BYTES)
+                message = decode_to_member(packet) if packet else None
+            except (OSError, Error) as error:
+                self._broken(f"the broker at {self.path} cannot be read: {error}")
+            if message is None or isinstance(message, Refused):
+                self._broken(f"the broker at {self.path} has gone" if message is None else message.why)
+                self._answers.put(None)
+                self._work.put(None)
+                return
+            if isinstance(message, Recall):
+                self._work.put(message)
+            elif isinstance(message, Grant):
+                with self._choosing:
+                    (self._answers if self._waits else self._work).put(message)
+
+    def _do(self) -> None:
+        """The working thread."""
+        asked = self._asked
+        assert asked is not None
+        while (message := self._work.get()) is not None:
+            try:
+                if isinstance(message, Recall):
+                    asked.recalled(message.pages)
+                elif message.runs:
+                    asked.granted(pages_of(message.runs))
+            except Error as error:
+                _logger.warning("what the broker asked for was not done: %s", error)
+            if isinstance(message, Recall):
+                self._send(Done(message.recall))
+
+
+def join(path: str, name: str = "") -> Membership:
+    """Join the broker at this path. Raises InvalidArgument (field path) if none is there, InvalidState (field why) if it
+    refuses."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    files: list[int] = []
+    try:
+        # Not `settimeout` yet: a socket without blocking is refused while many others wait to be admitted.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(JOIN_S), 0))
+        connection.connect(path)
+        connection.settimeout(JOIN_S)
+        connection.send(encode(Join(VERSION, name or f"process {os.getpid()}")))
+        packet, files, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+        message: ToMember | None = decode_to_member(packet) if packet else None
+        if isinstance(message, Refused):
+            raise InvalidState(
+                f"the broker at {path} refuses this process: {message.why}; nothing was opened", why=message.why
+            )
+        if not isinstance(message, Welcome) or len(files) != 1:
+            raise InvalidState(
+                f"what answers at {path} is no broker of this release; nothing was opened", why="no welcome"
+            )
+        connection.settimeout(None)
+        return Membership(connection, path, message, files[0])
+    except BaseException as error:
+        connection.close()
+        for file in files:
+            os.close(file)
+        if isinstance(error, OSError) and not isinstance(error, Error):
+            raise InvalidArgument(
+                f"no broker can be joined at {path}: {error}; nothing was opened; start one with `remap serve --socket {path} "
+                "--capacity SIZE`",
+                path=path,
+            ) from error
+        raise

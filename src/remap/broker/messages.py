@@ -1,0 +1,160 @@
+"""What goes over the socket: one message a packet (SOCK_SEQPACKET keeps their borders and their order), msgpack by msgspec.
+
+    to the broker    Join, Want, Give, Done
+    to a member      Welcome (with the pages' file), Grant, Recall, Refused
+
+Page numbers go as runs, (first, how many): pages that are granted together usually stand together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from remap.errors import InvalidState
+from remap.extras import install
+
+try:
+    import msgspec
+except ImportError as error:
+    raise ImportError(f"processes share pages by messages of msgspec; {install('broker')}") from error
+
+__all__ = [
+    "MOST_BYTES",
+    "MOST_RUNS",
+    "VERSION",
+    "Done",
+    "Give",
+    "Grant",
+    "Join",
+    "Recall",
+    "Refused",
+    "ToBroker",
+    "ToMember",
+    "Want",
+    "Welcome",
+    "decode_to_broker",
+    "decode_to_member",
+    "encode",
+    "pages_of",
+    "runs_of",
+]
+
+VERSION = 1
+MOST_BYTES = 1 << 16
+"""Of a message."""
+MOST_RUNS = 4096
+"""In a message: who has more sends another one."""
+
+Run = tuple[int, int]
+
+
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """The first message of a member. name: for people."""
+
+    version: int
+    name: str = ""
+
+
+class Want(msgspec.Struct, tag=True, frozen=True):
+    """The member can use so many pages more. It replaces what it wanted before. serial: larger than that of each earlier one."""
+
+    serial: int
+    pages: int
+
+
+class Give(msgspec.Struct, tag=True, frozen=True):
+    """The member has let go of these pages: it does not touch them any more, and nothing on its device does."""
+
+    runs: tuple[Run, ...]
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """The member has given what it can spare, for this recall."""
+
+    recall: int
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """The pages' file goes with it. No page is the member's yet."""
+
+    page_bytes: int
+    pages: int
+
+
+class Grant(msgspec.Struct, tag=True, frozen=True):
+    """These pages are the member's, of unknown bytes. serial: the want that they are for. more: others may follow."""
+
+    serial: int
+    runs: tuple[Run, ...]
+    more: bool = False
+
+
+class Recall(msgspec.Struct, tag=True, frozen=True):
+    """Others want so many pages: give what can be spared, then say `Done`."""
+
+    recall: int
+    pages: int
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The broker closes the connection, and why."""
+
+    why: str
+
+
+ToBroker = Join | Want | Give | Done
+ToMember = Welcome | Grant | Recall | Refused
+Message = TypeVar("Message", ToBroker, ToMember)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_BROKER = msgspec.msgpack.Decoder(ToBroker)
+_TO_MEMBER = msgspec.msgpack.Decoder(ToMember)
+
+
+def encode(message: ToBroker | ToMember) -> bytes:
+    """A packet."""
+    return _ENCODER.encode(message)
+
+
+def decode_to_broker(packet: bytes) -> ToBroker:
+    """Raises InvalidState (field why) for what is no such message."""
+    return _decode(_TO_BROKER, packet)
+
+
+def decode_to_member(packet: bytes) -> ToMember:
+    """Raises InvalidState (field why) for what is no such message."""
+    return _decode(_TO_MEMBER, packet)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Message], packet: bytes) -> Message:
+    try:
+        message = decoder.decode(packet)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidState(
+            f"a packet of {len(packet)} bytes is no message: {error}; nothing changed", why=str(error)
+        ) from error
+    runs = message.runs if isinstance(message, Give | Grant) else ()
+    if len(runs) > MOST_RUNS or any(first < 0 or count < 1 for first, count in runs):
+        raise InvalidState(
+            f"{len(runs)} runs of pages, expected at most {MOST_RUNS} with a first page of 0 or more and a page at least; "
+            "nothing changed",
+            why="runs",
+        )
+    return message
+
+
+def runs_of(pages: Iterable[int]) -> list[tuple[Run, ...]]:
+    """Runs of these pages, ascending, in as many messages' worth as they take."""
+    runs: list[Run] = []
+    for page in sorted(pages):
+        if runs and sum(runs[-1]) == page:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return [tuple(runs[at : at + MOST_RUNS]) for at in range(0, len(runs), MOST_RUNS)]
+
+
+def pages_of(runs: Sequence[Run]) -> list[int]:
+    """The reverse."""
+    return [page for first, count in runs for page in range(first, first + count)]

@@ -1,0 +1,334 @@
+"""The broker: makes the pages' file, admits members, and carries the ledger's decisions to them.
+
+One thread, which never waits for a member: packets that a socket does not take are kept for it, and a member that takes none for
+long is let go. A member's pages come back when its *process* has ended (a pidfd says so), never because its socket has: somebody
+may still be reading them. Until then they are its own.
+
+The file is a memfd of all pages, sealed against other sizes. Members map it; the broker does not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import selectors
+import socket
+import stat
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from remap.broker.ledger import Ledger, Sent
+from remap.broker.messages import (
+    MOST_BYTES,
+    VERSION,
+    Done,
+    Give,
+    Join,
+    Refused,
+    ToBroker,
+    ToMember,
+    Want,
+    Welcome,
+    decode_to_broker,
+    encode,
+)
+from remap.errors import Error, InvalidArgument, InvalidState, OutOfMemory
+from remap.memory.machine_memory import require_memory
+
+__all__ = ["Broker"]
+
+_logger = logging.getLogger("remap.broker")
+
+RECALL_S = 0.25
+"""How long a member is waited for that was asked to give. What it gives later is free then."""
+MOST_UNSENT = 256
+"""Packets that are kept for a member which reads none."""
+
+
+@dataclass(eq=False)
+class _Member:
+    """connection: None once it has closed, while its process still lives. number: of the ledger; 0: it has not joined."""
+
+    connection: socket.socket | None
+    process: int  # a pidfd
+    pid: int
+    number: int = 0
+    name: str = ""
+    unsent: deque[bytes] = field(default_factory=deque)
+
+
+class Broker:
+    """Serves at `path` from a thread of its own until `close`.
+
+    capacity, page_bytes: bytes, as `Session` takes them. Raises InvalidArgument (field path) if something else is at the path,
+    InvalidState if a broker serves there; OutOfMemory for more than the machine could ever hold.
+    """
+
+    def __init__(self, path: str | Path, capacity: int, page_bytes: int) -> None:
+        grain = os.sysconf("SC_PAGESIZE")
+        pages = capacity // page_bytes if page_bytes > 0 else 0
+        if page_bytes % grain or pages < 1:
+            raise InvalidArgument(
+                f"capacity of {capacity} bytes must hold at least one page of {page_bytes} bytes, a multiple of {grain}; nothing "
+                "was made",
+                capacity=capacity,
+                page_bytes=page_bytes,
+            )
+        require_memory(pages * page_bytes)
+        self.path = Path(path)
+        self.page_bytes, self.ledger = page_bytes, Ledger(pages)
+        self._members: list[_Member] = []
+        self._next = 1
+        self._deadline: tuple[int, float] | None = None  # (recall, when it is late)
+        self._listener = _listen(self.path)
+        try:
+            self._file = _make_file(pages * page_bytes)
+        except BaseException:
+            self._listener.close()
+            self.path.unlink(missing_ok=True)
+            raise
+        self._waker, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._admit)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="remap-broker", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving. Members keep what they have."""
+        if self._closing:
+            return
+        self._closing = True
+        self._waker.send(b"x")
+        self._thread.join()
+        for member in self._members:
+            if member.connection is not None:
+                member.connection.close()
+            os.close(member.process)
+        for each in (self._listener, self._waker, self._woken):
+            each.close()
+        self._selector.close()
+        os.close(self._file)
+        self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Broker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def wait(self) -> None:
+        """Until it is closed by another thread, or a signal's handler raises."""
+        self._thread.join()
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._closing:
+            left = None if self._deadline is None else max(0.0, self._deadline[1] - time.monotonic())
+            for key, mask in self._selector.select(left):
+                if key.data is not None:
+                    key.data(mask)
+            if self._deadline is not None and time.monotonic() >= self._deadline[1]:
+                recall, self._deadline = self._deadline[0], None
+                self._carry(self.ledger.late(recall))
+
+    def _admit(self, mask: int) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        try:
+            if uid != os.getuid():
+                raise InvalidState(f"the broker serves user {os.getuid()}, not {uid}")
+            process = os.pidfd_open(pid)
+        except (OSError, Error) as error:
+            _refuse(connection, str(error) if isinstance(error, Error) else f"process {pid} cannot be watched: {error}")
+            return
+        connection.setblocking(False)
+        member = _Member(connection, process, pid)
+        self._members.append(member)
+        self._selector.register(connection, selectors.EVENT_READ, lambda mask: self._ready(member, mask))
+        self._selector.register(process, selectors.EVENT_READ, lambda mask: self._ended(member))
+
+    def _ready(self, member: _Member, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE:
+            self._flush(member)
+        while member.connection is not None:
+            try:
+                packet = member.connection.recv(MOST_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._hung_up(member)
+                return
+            try:
+                self._carry(self._do(member, decode_to_broker(packet)))
+            except Error as error:
+                _logger.warning("member %d (%s, process %d): %s", member.number, member.name, member.pid, error)
+                self._send(member, Refused(str(error)))
+                self._hung_up(member)
+                return
+
+    def _do(self, member: _Member, message: ToBroker) -> Sent:
+        ledger = self.ledger
+        if isinstance(message, Join):
+            return self._join(member, message)
+        if not member.number:
+            raise InvalidState("the first message must be Join")
+        if isinstance(message, Want):
+            return ledger.wanted(member.number, message.serial, message.pages)
+        if isinstance(message, Give):
+            return ledger.gave(member.number, message.runs)
+        assert isinstance(message, Done)
+        return ledger.done(member.number, message.recall)
+
+    def _join(self, member: _Member, message: Join) -> Sent:
+        if message.version != VERSION:
+            raise InvalidState(
+                f"the broker speaks version {VERSION}, the member {message.version}; install one release in both"
+            )
+        if member.number:
+            raise InvalidState("the member has joined already")
+        assert member.connection is not None
+        sent = self.ledger.joined(self._next)
+        member.number, member.name = self._next, message.name[:64]
+        self._next += 1
+        try:
+            socket.send_fds(member.connection, [encode(Welcome(self.page_bytes, self.ledger.pages))], [self._file])
+        except OSError as error:
+            raise InvalidState(f"its welcome could not be sent: {error}") from error
+        _logger.info("member %d (%s, process %d) has joined", member.number, member.name, member.pid)
+        return sent
+
+    def _hung_up(self, member: _Member) -> None:
+        """It wants nothing any more and gives nothing; what it has stays its own until its process has ended."""
+        if member.connection is None:
+            return
+        self._drop_connection(member)
+        if not member.number:
+            self._forget(member)
+            return
+        self._carry(self.ledger.left(member.number))
+        if not self.ledger.held.get(member.number):
+            self._ended(member)
+
+    def _ended(self, member: _Member) -> None:
+        """Its process has, or it has nothing left and has closed."""
+        if member not in self._members:
+            return
+        if member.connection is not None:
+            self._drop_connection(member)
+        self._forget(member)
+        if member.number:
+            _logger.info("member %d (%s, process %d) has ended", member.number, member.name, member.pid)
+            self._carry(self.ledger.ended(member.number))
+
+    def _drop_connection(self, member: _Member) -> None:
+        assert member.connection is not None
+        self._selector.unregister(member.connection)
+        member.connection.close()
+        member.connection = None
+        member.unsent.clear()
+
+    def _forget(self, member: _Member) -> None:
+        self._members.remove(member)
+        self._selector.unregister(member.process)
+        os.close(member.process)
+
+    def _carry(self, sent: Sent) -> None:
+        """Send what the ledger says."""
+        for number, message in sent:
+            member = next((each for each in self._members if each.number == number), None)
+            if member is not None:
+                self._send(member, message)
+        now = self.ledger.recalling
+        if now is None:
+            self._deadline = None
+        elif self._deadline is None or self._deadline[0] != now[0]:
+            self._deadline = (now[0], time.monotonic() + RECALL_S)
+
+    def _send(self, member: _Member, message: ToMember) -> None:
+        member.unsent.append(encode(message))
+        self._flush(member)
+
+    def _flush(self, member: _Member) -> None:
+        connection = member.connection
+        if connection is None:
+            return
+        try:
+            while member.unsent:
+                connection.send(member.unsent[0])
+                member.unsent.popleft()
+        except BlockingIOError:
+            if len(member.unsent) > MOST_UNSENT:
+                _logger.warning("member %d reads nothing: the broker closes its connection", member.number)
+                self._hung_up(member)
+                return
+        except OSError:
+            return  # its end is read next
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.unsent else 0)
+        key = self._selector.get_key(connection)
+        if key.events != wanted:
+            self._selector.modify(connection, wanted, key.data)
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        if path.exists():
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                raise InvalidArgument(f"{path} is no socket; nothing was changed; give another path", path=str(path))
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise InvalidState(
+                        f"a broker serves at {path} already; nothing was changed; join that one", path=str(path)
+                    )
+            path.unlink()  # of one that was killed
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(64)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise InvalidArgument(f"nothing can listen at {path}: {error}; nothing was made", path=str(path)) from error
+    except Error:
+        listener.close()
+        raise
+    return listener
+
+
+def _make_file(nbytes: int) -> int:
+    file = os.memfd_create("remap-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, nbytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(file)
+        raise OutOfMemory(
+            f"a file of {nbytes} bytes cannot be made: {error}; nothing was made", requested=nbytes
+        ) from error
+    return file
+
+
+def _refuse(connection: socket.socket, why: str) -> None:
+    with connection:
+        try:
+            connection.send(encode(Refused(why)))
+        except OSError:
+            return

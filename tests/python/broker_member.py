@@ -1,0 +1,132 @@
+"""A member of a broker in a process of its own, told what to do a line at a time: `python broker_member.py SOCKET NAME`."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+from arena_worlds import make_spec, read_block, write_block
+
+import remap
+
+LAYERS, LAYER_PAGES, PAGE = 4, 2, 1 << 16
+VALUES = {"one": 1, "two": 2, "three": 3}
+
+
+class Process:
+    """The other side of `main`."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, path, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.read() == "ready"
+
+    def __call__(self, *line: object) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(map(str, line)) + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self.process.wait(timeout=60)
+
+
+class Member:
+    """A session with one tenant. Every block that it has taken has the process's own value in all bytes."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self.name, self.value = name, VALUES[name]
+        self.masters = [
+            np.random.default_rng(self.value * 100 + layer).integers(0, 256, LAYER_PAGES * PAGE - 77, dtype=np.uint8)
+            for layer in range(LAYERS)
+        ]
+        self.session = remap.Session(device=f"unix:{path}")
+        spec = make_spec(LAYERS, min_blocks=8, max_blocks=4000)
+        knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0)
+        self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
+        self.blocks: list[int] = []
+
+    def take(self, blocks: int) -> str:
+        """Step until it has so many blocks more, or gets no more of them; none has bytes of another process, and each is
+        written."""
+        kv = self.tenant.kv
+        for _ in range(200):
+            self.session.step({self.name: remap.Demand(blocks)})
+            if kv.free_blocks >= blocks:
+                break
+            time.sleep(0.01)
+        got = kv.allocate(min(blocks, kv.free_blocks))
+        for block in got:
+            found = read_block(self.tenant, block)
+            if not found <= {0, self.value}:
+                return f"block {block} has bytes {found} of another process"
+            write_block(self.tenant, block, self.value)
+        self.blocks += got
+        return str(len(got))
+
+    def free(self) -> str:
+        """All blocks; and say that nothing is wanted, until that is believed."""
+        self.tenant.kv.free(self.blocks)
+        self.blocks = []
+        for _ in range(200):
+            self.session.step({self.name: remap.Demand(0)})
+        return "freed"
+
+    def check(self) -> str:
+        """Whether all bytes that it has are its own: blocks and weights."""
+        remap.advanced.check(self.session)
+        for block in self.blocks:
+            if read_block(self.tenant, block) != {self.value}:
+                return f"block {block} was overwritten"
+        with self.tenant.forward():
+            for layer, master in enumerate(self.masters):
+                self.tenant.wait(layer)
+                address = remap.advanced.layer_address(self.session, self.name, layer)
+                if ctypes.string_at(address, len(master)) != master.tobytes():
+                    return f"layer {layer} was overwritten"
+                self.tenant.done(layer)
+        return "right"
+
+    def usable(self) -> str:
+        return str(self.tenant.kv.usable_blocks)
+
+    def close(self) -> str:
+        self.session.close()
+        return "closed"
+
+
+def main(path: str, name: str) -> None:
+    member = Member(path, name)
+    say("ready")
+    for line in sys.stdin:
+        verb, *numbers = line.split()
+        try:
+            said = getattr(member, verb)(*map(int, numbers))
+        except (remap.Error, AssertionError) as error:  # for the test to show
+            said = f"{type(error).__name__}: {error}"
+        say(said)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text.replace("\n", " ") + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

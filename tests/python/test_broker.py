@@ -1,0 +1,395 @@
+"""One arena for several processes: pages go to who needs them, nobody reads another's bytes, and who ends gives all back."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec", reason="messages between processes need msgspec")
+
+import numpy as np
+from arena_worlds import make_spec
+from broker_member import LAYER_PAGES, LAYERS, PAGE, Process
+
+import remap
+from remap.broker.member import join
+from remap.broker.messages import Done, Give, Join, Refused, Want, decode_to_member, encode
+from remap.broker.server import Broker
+from remap.errors import InvalidArgument, InvalidState, OutOfMemory
+
+PAGES = 96
+BLOCKS_A_PAGE = 4
+OWN = LAYERS * LAYER_PAGES + 2  # pages of a member with its weights and 8 blocks
+Start = Callable[[str], Process]
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    with Broker(tmp_path / "s", PAGES * PAGE, PAGE) as made:
+        yield made
+
+
+@pytest.fixture
+def start(broker: Broker) -> Iterator[Start]:
+    made: list[Process] = []
+
+    def one(name: str) -> Process:
+        made.append(Process(str(broker.path), name))
+        return made[-1]
+
+    yield one
+    for each in made:
+        if each.process.poll() is None:
+            each.kill()
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Waits for what other threads and processes do."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+
+
+def opened(broker: Broker) -> remap.Session:
+    return remap.Session(device=f"unix:{broker.path}")
+
+
+def attached(session: remap.Session, name: str) -> remap.Tenant:
+    masters = [np.full(LAYER_PAGES * PAGE, layer, dtype=np.uint8) for layer in range(LAYERS)]
+    knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0)
+    return session.attach_bytes(masters, name=name, kv=make_spec(LAYERS, min_blocks=8, max_blocks=4000), config=knobs)
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_takes_what_all_leave_free_and_others_get_it_back(broker: Broker, start: Start) -> None:
+    one, two, three = map(start, ("one", "two", "three"))
+    assert broker.ledger.held == {1: OWN, 2: OWN, 3: OWN}
+    most = BLOCKS_A_PAGE * (PAGES - 3 * OWN) + 8
+    assert one("take", most) == str(most)
+    assert broker.ledger.free == 0
+    assert one("check") == two("check") == three("check") == "right"
+    assert one("free") == "freed"
+    assert two("take", 100) == "100"  # asked for, and given by the first
+    assert three("take", 100) == "100"
+    assert one("check") == two("check") == three("check") == "right"
+    assert min(int(two("usable")), int(three("usable"))) >= 100
+    assert one("close") == two("close") == three("close") == "closed"
+    until(lambda: broker.ledger.free == PAGES, "all has come back")
+
+
+def test_live_blocks_are_not_given(broker: Broker, start: Start) -> None:
+    one, two = start("one"), start("two")
+    most = BLOCKS_A_PAGE * (PAGES - 2 * OWN) + 8
+    assert one("take", most) == str(most)
+    assert two("take", 50) == "8"  # its own first ones
+    assert one("check") == two("check") == "right"
+    assert one("free") == "freed"
+    assert two("take", 50) == "50"
+
+
+def test_a_process_that_is_killed_gives_all_back(broker: Broker, start: Start) -> None:
+    one, two = start("one"), start("two")
+    assert one("take", 200) == "200"
+    one.kill()
+    until(lambda: list(broker.ledger.held) == [2], "the broker hears of its end")
+    most = BLOCKS_A_PAGE * (PAGES - OWN) + 8
+    assert two("take", most) == str(most)  # and none had bytes of the first
+    assert two("check") == "right"
+    assert broker.ledger.free == 0
+
+
+def test_a_process_that_hangs_keeps_its_pages_and_delays_nobody_for_long(broker: Broker, start: Start) -> None:
+    one, two = start("one"), start("two")
+    assert one("take", 100) == "100"
+    assert one("free") == "freed"
+    held = broker.ledger.held[1]
+    one.signal(signal.SIGSTOP)
+    most = BLOCKS_A_PAGE * (PAGES - held - OWN) + 8
+    assert two("take", most + 40) == str(most)
+    assert broker.ledger.held[1] == held
+    assert two("check") == "right"
+    one.signal(signal.SIGCONT)
+    assert one("check") == "right"
+    assert two("take", 40) == "40"
+
+
+def test_a_broker_that_is_gone_leaves_its_members_what_they_have(broker: Broker, start: Start) -> None:
+    one, two = start("one"), start("two")
+    assert one("take", 60) == "60"
+    broker.close()
+    assert one("check") == two("check") == "right"
+    assert int(one("take", 400)) < 400
+    assert one("free") == "freed"
+    assert one("take", 60) == "60"
+    assert two("check") == "right"
+    assert one("close") == two("close") == "closed"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_come_take_free_and_are_killed_at_random(broker: Broker, start: Start, seed: int) -> None:
+    """Each block has no byte of another process when it is taken; none is overwritten while it is held; no page is lost."""
+    rng = random.Random(seed)
+    alive = {name: start(name) for name in ("one", "two", "three")}
+    for _ in range(25):
+        name = rng.choice(sorted(alive))
+        what = rng.random()
+        if what < 0.5:
+            assert alive[name]("take", rng.randrange(1, 120)).isdigit()
+        elif what < 0.75:
+            assert alive[name]("free") == "freed"
+        elif what < 0.9:
+            assert alive[name]("check") == "right"
+        else:
+            alive[name].kill()
+            until(lambda: len(broker.ledger.held) == 2, "the broker hears of its end")
+            alive[name] = start(name)
+    for each in alive.values():
+        assert each("check") == "right"
+        assert each("close") == "closed"
+    until(lambda: broker.ledger.free == PAGES, "all has come back")
+
+
+# -- in one process ------------------------------------------------------------------------------------------------------
+
+
+def test_growth_within_what_a_member_has_asks_nobody(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(broker) as session:
+        tenant = attached(session, "one")
+        session.step({"one": remap.Demand(100)})
+        assert tenant.kv.free_blocks >= 100
+        asked: list[int] = []
+        monkeypatch.setattr(session._outside._membership, "want", lambda pages: asked.append(pages) or [])  # type: ignore[union-attr]
+        for wanted in (0, 8, 100):
+            session.step({"one": remap.Demand(wanted)})
+        assert not asked
+        session.step({"one": remap.Demand(5000)})
+        assert asked
+
+
+def test_attach_gets_its_pages_from_others_that_can_spare_them(broker: Broker) -> None:
+    with opened(broker) as one, opened(broker) as two:
+        tenant = attached(one, "one")
+        one.step({"one": remap.Demand(5000)})
+        assert broker.ledger.free == 0
+        assert tenant.kv.usable_blocks == BLOCKS_A_PAGE * (PAGES - OWN) + 8
+        for _ in range(200):  # its controller forgets the burst
+            one.step({"one": remap.Demand(0)})
+        attached(two, "two")
+        assert broker.ledger.held[2] >= OWN
+        live = tenant.kv.allocate(tenant.kv.free_blocks)
+        with pytest.raises(OutOfMemory, match="nothing was attached") as refused:
+            attached(two, "more")
+        assert refused.value.requested == OWN
+        tenant.kv.free(live)
+        remap.advanced.check(one)
+        remap.advanced.check(two)
+
+
+def test_a_session_that_is_closed_or_dropped_has_left(broker: Broker) -> None:
+    session = opened(broker)
+    attached(session, "one")
+    assert broker.ledger.held == {1: OWN}
+    session.close()
+    session.close()
+    until(lambda: broker.ledger.held == {}, "it has left")
+    session = opened(broker)
+    del session
+    until(lambda: broker.ledger.held == {}, "the second one has left")
+
+
+def test_what_is_the_brokers_is_not_the_callers(broker: Broker) -> None:
+    path = f"unix:{broker.path}"
+    more: list[dict[str, Any]] = [{"capacity": "1GiB"}, {"page_bytes": 4096}]
+    for each in more:
+        with pytest.raises(InvalidArgument, match="the broker's"):
+            remap.Session(device=path, **each)
+    with opened(broker) as session:
+        assert session.capacity_bytes == PAGES * PAGE
+        assert session.device == "cpu"
+        pages = session.snapshot().pages
+        assert (pages.outside, pages.total) == (PAGES, PAGES)
+    with pytest.raises(InvalidArgument, match="capacity"):
+        remap.Session(device="cpu")
+
+
+def test_the_environment_names_a_broker_too(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REMAP_DEVICE", f"unix:{broker.path}")
+    with remap.Session() as session:
+        assert session.capacity_bytes == PAGES * PAGE
+
+
+def test_no_broker_is_said_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="remap serve --socket"):
+        remap.Session(device=f"unix:{tmp_path / 'none'}")
+
+
+# -- who speaks otherwise ------------------------------------------------------------------------------------------------
+
+
+def raw(broker: Broker) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(str(broker.path))
+    connection.settimeout(30)
+    return connection
+
+
+def refusal(connection: socket.socket) -> str:
+    """Why the broker closes this connection."""
+    while packet := connection.recv(1 << 16):
+        message = decode_to_member(packet)
+        if isinstance(message, Refused):
+            assert connection.recv(1) == b""
+            return message.why
+    raise AssertionError("it was closed without a word")
+
+
+@pytest.mark.parametrize(
+    ("packets", "why"),
+    [
+        ([b"\xc1garbage"], "no message"),
+        ([encode(Want(1, 1))], "first message must be Join"),
+        ([encode(Join(99))], "version 1"),
+        ([encode(Join(1)), encode(Join(1))], "joined already"),
+        ([encode(Join(1)), encode(Give(((0, 1),)))], "not its own"),
+        ([encode(Join(1)), encode(Give(((PAGES, 1),)))], "beyond the last"),
+        ([encode(Join(1)), encode(Give(((0, 10**15),)))], "beyond the last"),
+        ([encode(Join(1)), encode(Give(((0, PAGES),) * 4000))], "more than there are"),
+        ([encode(Join(1)), encode(Want(2, 0)), encode(Want(2, 0))], "number above 2"),
+        ([encode(Join(1)), encode(Want(1, PAGES + 1))], "expected 0 to"),
+    ],
+    ids=[
+        "garbage",
+        "no join",
+        "version",
+        "two joins",
+        "not its own",
+        "beyond",
+        "huge",
+        "again",
+        "replayed",
+        "too many",
+    ],
+)
+def test_who_breaks_the_protocol_is_told_why_and_harms_nobody(broker: Broker, packets: list[bytes], why: str) -> None:
+    with opened(broker) as session:
+        tenant = attached(session, "good")
+        with raw(broker) as bad:
+            for packet in packets:
+                bad.send(packet)
+            assert why in refusal(bad)
+        assert session.step({"good": remap.Demand(50)}).added_blocks["good"] > 0
+        assert tenant.kv.usable_blocks >= 50
+        remap.advanced.check(session)
+
+
+def test_many_bad_connections_leave_nothing(broker: Broker) -> None:
+    rng = random.Random(1)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(300):
+        with raw(broker) as bad:
+            packets = [
+                *([encode(Join(1))] if rng.random() < 0.5 else []),
+                *([rng.randbytes(rng.randrange(1, 100))] if rng.random() < 0.8 else []),
+                *([encode(Done(rng.randrange(9)))] if rng.random() < 0.5 else []),
+            ]
+            try:
+                for packet in packets:
+                    bad.send(packet)
+            except BrokenPipeError:  # it has been told, and closed
+                continue
+    # Those that joined and took nothing have left with their connection.
+    until(lambda: broker.ledger.held == {} and len(os.listdir("/proc/self/fd")) <= before, "all have gone")
+
+
+class Deaf:
+    """A session that does nothing of what it is asked."""
+
+    def granted(self, pages: Any) -> None:
+        raise AssertionError(f"pages {pages} came behind the call that wanted them")
+
+    def recalled(self, pages: int) -> None:
+        return None
+
+
+def test_a_want_is_met_from_what_is_free_and_an_answer_to_no_recall_changes_nothing(broker: Broker) -> None:
+    member, other = join(str(broker.path)), join(str(broker.path))
+    for each in (member, other):
+        each.serve(Deaf())
+    other._send(Done(7))
+    assert member.want(3) == [0, 1, 2]
+    assert other.want(PAGES, patient=True) == list(range(3, PAGES))
+    assert member.want(5, patient=True) == []  # asked for, not given
+    member.give([0, 1, 2])
+    until(lambda: broker.ledger.free == 3, "they are back")
+    member.close()
+    other.close()
+    assert other.want(1) == []
+    assert "left" in other.problem
+
+
+def test_only_its_user_may_connect_and_one_broker_serves_a_path(broker: Broker, tmp_path: Path) -> None:
+    assert stat.S_IMODE(broker.path.stat().st_mode) == 0o600
+    with pytest.raises(InvalidState, match="already"):
+        Broker(broker.path, PAGES * PAGE, PAGE)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(InvalidArgument, match="no socket"):
+        Broker(file, PAGES * PAGE, PAGE)
+    assert file.read_text() == "mine"
+    with pytest.raises(InvalidArgument, match="listen"):
+        Broker(tmp_path / "none" / "s", PAGES * PAGE, PAGE)
+    for capacity, page in ((PAGE - 1, PAGE), (PAGE, 0), (PAGE, 1000), (-PAGE, PAGE)):
+        with pytest.raises(InvalidArgument, match="at least one page"):
+            Broker(tmp_path / "t", capacity, page)
+    with pytest.raises(OutOfMemory):
+        Broker(tmp_path / "t", 1 << 60, PAGE)
+    assert not (tmp_path / "t").exists()
+
+
+def test_the_socket_of_a_broker_that_was_killed_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(path))
+    with Broker(path, PAGES * PAGE, PAGE) as made, opened(made) as session:
+        assert session.capacity_bytes == PAGES * PAGE
+    assert not path.exists()
+
+
+def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+    pytest.importorskip("typer", reason="the command line needs typer")
+    path = tmp_path / "s"
+    code = "from remap.cli import main; main()"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "serve",
+        "--socket",
+        str(path),
+        "--capacity",
+        "6MiB",
+        "--page-bytes",
+        "64KiB",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        assert "96 pages of 64KiB" in served.stdout.readline()
+        with remap.Session(device=f"unix:{path}") as session:
+            assert session.snapshot().pages.outside == 96
+        served.terminate()
+        assert served.wait(60) == 0
+    assert not path.exists()
