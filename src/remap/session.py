@@ -124,7 +124,8 @@ class _Asked:
                 raise InvalidState("the session is gone; nothing changed")
             session.exclusively(partial(_take_in, pages), claims=False)
         except Error:
-            self._membership.give(pages)
+            if session is None or session.closed:  # else `take_in` has given them back
+                self._membership.give(pages)
             raise
 
     def recalled(self, pages: int) -> None:

@@ -211,6 +211,37 @@ def test_a_session_that_is_closed_or_dropped_has_left(broker: Broker) -> None:
     until(lambda: broker.ledger.held == {}, "the second one has left")
 
 
+@pytest.mark.parametrize("where", ["asking", "before", "after"])
+def test_an_interrupt_loses_no_page(broker: Broker, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """While the answer is awaited; before the granted pages have come in; behind that."""
+    with opened(broker) as session:
+        attached(session, "one")
+        outside: Any = session._outside
+        changes, membership = outside._changes, outside._membership
+        hear, pass_on = membership._hear, changes.pass_on
+
+        def interrupted(*arguments: Any, **more: Any) -> None:
+            if where == "asking":
+                hear(*arguments)
+            if where == "after":
+                pass_on(*arguments, **more)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(*((membership, "_hear") if where == "asking" else (changes, "pass_on")), interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.step({"one": remap.Demand(100)})
+
+        def all_are_somewhere() -> bool:
+            pages = session.snapshot().pages
+            return pages.total - pages.outside == broker.ledger.held[1] == PAGES - broker.ledger.free
+
+        until(all_are_somewhere, "both agree")
+        assert session.step({"one": remap.Demand(100)}).unmet_blocks.get("one", 0) == 0
+        remap.advanced.check(session)
+    until(lambda: broker.ledger.free == PAGES, "all has come back")
+
+
 def test_what_is_the_brokers_is_not_the_callers(broker: Broker) -> None:
     path = f"unix:{broker.path}"
     more: list[dict[str, Any]] = [{"capacity": "1GiB"}, {"page_bytes": 4096}]

@@ -88,22 +88,39 @@ class Membership:
     def want(self, pages: int, *, patient: bool = False) -> list[int]:
         """Ask for so many pages. Returns those that have come by now, of unknown bytes; more may come by `granted`, unless
         patient: then until all have, or the others have given what they can, or `PATIENT_S`. With the session's lock held."""
-        if self.problem or pages <= 0:
+        if pages <= 0:
+            return []
+        return self._ask(min(pages, self.pages), PATIENT_S if patient else ANSWER_S, patient)
+
+    def cancel(self) -> list[int]:
+        """Nothing is wanted any more. Returns what has come meanwhile; nothing comes behind this."""
+        return self._ask(0, PATIENT_S, patient=True)
+
+    def _ask(self, pages: int, seconds: float, patient: bool) -> list[int]:
+        if self.problem:
             return []
         with self._choosing:
             self._waits = True
             self._serial += 1
         got: list[int] = []
         try:
-            if self._send(Want(self._serial, min(pages, self.pages))):
-                self._hear(got, time.monotonic() + (PATIENT_S if patient else ANSWER_S), patient)
-        finally:
-            with self._choosing:
-                self._waits = False
-                while not self._answers.empty():  # behind the deadline
-                    late = self._answers.get()
-                    got += pages_of(late.runs) if late is not None else ()
+            if self._send(Want(self._serial, pages)):
+                self._hear(got, time.monotonic() + seconds, patient)
+            self._stop_waiting(got)
+        except BaseException:  # an interrupt: they are the session's all the same
+            self._stop_waiting(got)
+            for runs in runs_of(got):
+                self._work.put(Grant(self._serial, runs))
+            raise
         return got
+
+    def _stop_waiting(self, got: list[int]) -> None:
+        """What has come behind the deadline, into `got`; what comes from now on is `granted`."""
+        with self._choosing:
+            self._waits = False
+            while not self._answers.empty():
+                late = self._answers.get()
+                got += pages_of(late.runs) if late is not None else ()
 
     def _hear(self, got: list[int], deadline: float, patient: bool) -> None:
         """The answers to the present want, into `got`."""

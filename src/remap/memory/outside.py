@@ -35,6 +35,7 @@ class Membership(Protocol):
     pages: int
 
     def want(self, pages: int, *, patient: bool = False) -> list[int]: ...
+    def cancel(self) -> list[int]: ...
     def give(self, pages: Sequence[int]) -> None: ...
 
 
@@ -71,10 +72,9 @@ class Outside:
         if len(got) < wanted:
             self._again_s = now + AGAIN_S
         places = receiver.index_of
-        useless = [page for page in got if page not in places]
-        if useless:
-            self._membership.give(useless)
         useful = [page for page in got if page in places]
+        if len(useful) < len(got):
+            self._membership.give([page for page in got if page not in places])
         self.take_in(useful)
         return bool(useful)
 
@@ -83,13 +83,19 @@ class Outside:
         self.take_in(self._membership.want(pages, patient=True))
 
     def take_in(self, pages: Sequence[int]) -> None:
-        """These have been granted."""
-        if pages:
+        """These have been granted. On an error, or an interrupt, those that did not come in are given back."""
+        if not pages:
+            return
+        try:
             self._changes.pass_on(pages, out=False)
+        except BaseException:
+            here = set(self._changes.arena.free_pages())
+            self._membership.give([page for page in pages if page not in here])
+            raise
 
     def hand_back(self, pages: Sequence[int]) -> None:
         """The arena is closed, and had these."""
-        self._membership.give(pages)
+        self._membership.give([*pages, *self._membership.cancel()])
 
     def give_up(self, pages: int) -> None:
         """Others want so many."""
