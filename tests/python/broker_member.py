@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 from arena_worlds import make_spec, read_block, write_block
@@ -38,6 +39,10 @@ class Process:
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
+
+    def state(self) -> str:
+        """As the kernel says it: "T" is stopped."""
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

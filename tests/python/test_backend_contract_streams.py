@@ -269,6 +269,8 @@ def test_the_callers_streams_are_used_in_order_and_stay_the_callers(backend: Any
         refuses(backend, InvalidArgument, "destroy_stream", (legacy,))
         backend.forget_stream(legacy)  # it was adopted twice
         backend.fill(legacy, at, 0, PAGE)
+        backend.record(event, legacy)
+        finished(backend, event, legacy)
         for native in (legacy, per_thread):
             backend.forget_stream(native)
             refuses(backend, InvalidArgument, "fill", (native, at, 0, PAGE))

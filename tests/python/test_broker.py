@@ -118,6 +118,7 @@ def test_a_process_that_hangs_keeps_its_pages_and_delays_nobody_for_long(broker:
     assert one("free") == "freed"
     held = broker.ledger.held[1]
     one.signal(signal.SIGSTOP)
+    until(lambda: one.state() == "T", "it has stopped")
     most = BLOCKS_A_PAGE * (PAGES - held - OWN) + 8
     assert two("take", most + 40) == str(most)
     assert broker.ledger.held[1] == held
