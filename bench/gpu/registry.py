@@ -84,7 +84,6 @@ ORDER = {
         "period",
         "zeroing",
         "graphs",
-        "graph_copies",
         "attention",
         "attention_layouts",
         "decode_step",
@@ -101,6 +100,7 @@ ORDER = {
         "page_locking",
         "waits",
         "page_creation",
+        "graph_copies",
     ),
 }
 

@@ -305,4 +305,4 @@ def test_where_torch_has_no_gpu_it_says_so(emulated_gpu: Any) -> None:
     assert [registry.missing(need, emulated=True) for need in each.needs] == [
         "needs torch on a GPU; this is the emulated driver"
     ]
-    assert (each.call, each.order) == ("measure", registry.ORDER["measure"].index("graphs") + 1)
+    assert each.call == "serve"  # the call `measure` has no time for it
