@@ -59,8 +59,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "model": (*BASE, "kv.spec", "_core"),
     "memory": (*BASE, "policy", "kv", "model", "_core", "sim.hardware"),
     "tenant": (*BASE, "policy", "kv", "model", "memory", "arguments"),
-    "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "broker"),
+    "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "joined"),
     "broker": (*BASE, "memory"),
+    "joined": (*BASE, "memory", "broker"),
 }
 
 CPP_LAYERS = ("backend", "core", "schedule")

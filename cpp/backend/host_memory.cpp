@@ -102,17 +102,19 @@ void HostMemory::make_file() {
 
 // A file that somebody could make smaller would end this process wherever it touches a page that has gone.
 void HostMemory::join_file(int file) {
+  constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW;
+  constexpr int kReadOnly = F_SEAL_WRITE | 0x10;  // F_SEAL_FUTURE_WRITE, which old headers lack
   struct stat found = {};
   const int seals = ::fcntl(file, F_GET_SEALS);
   const int flags = ::fcntl(file, F_GETFL);
-  constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW;
-  constexpr int kReadOnly = F_SEAL_WRITE | 0x10;  // F_SEAL_FUTURE_WRITE, which old headers lack
-  if (seals < 0 || (seals & kReadOnly) != 0 || flags < 0 || (flags & O_ACCMODE) != O_RDWR || (seals & kSealed) != kSealed || ::fstat(file, &found) != 0 ||
-      static_cast<std::size_t>(found.st_size) != capacity_bytes_) {
+  const bool keeps_size = seals >= 0 && (seals & kSealed) == kSealed;
+  const bool writable = flags >= 0 && (flags & O_ACCMODE) == O_RDWR && (seals & kReadOnly) == 0;
+  const bool fits = ::fstat(file, &found) == 0 && static_cast<std::size_t>(found.st_size) == capacity_bytes_;
+  if (!keeps_size || !writable || !fits) {
     throw Error(ErrorKind::invalid_argument,
                 "host backend: file " + std::to_string(file) + " is not a memfd of exactly " + std::to_string(capacity_bytes_) +
-                    " bytes, to be read and written, sealed against shrinking and growing (its seals are " + std::to_string(seals) + ", its bytes " +
-                    std::to_string(found.st_size) + ")",
+                    " bytes, to be read and written, sealed against shrinking and growing (its seals are " +
+                    std::to_string(seals) + ", its bytes " + std::to_string(found.st_size) + ")",
                 {{"file", std::int64_t{file}}, {"capacity_bytes", number(capacity_bytes_)},
                  {"bytes", static_cast<std::int64_t>(found.st_size)}});
   }

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from remap import _core
 from remap.arguments import (
@@ -41,7 +41,8 @@ from remap.arguments import (
     require_options,
 )
 from remap.config import Config, Knobs, invalid, is_amount
-from remap.errors import Error, InvalidArgument, InvalidState
+from remap.errors import InvalidArgument
+from remap.joined import Asked, membership
 from remap.kv.spec import KVSpec
 from remap.locking import Moved, SessionLock, exclusive
 from remap.memory import device as devices
@@ -70,68 +71,13 @@ from remap.report import Snapshot, StepReport
 from remap.sizes import parse_size, shown
 from remap.tenant import Tenant
 
-if TYPE_CHECKING:
-    from remap.broker.member import Membership
-
 __all__ = ["Session"]
 
 _UNCHANGED = StepReport()
-UNIX = "unix:"
 
 
 def _nothing() -> None:
     return None
-
-
-def _membership(device: object, capacity: object, page_bytes: object, platform: Platform) -> Membership | None:
-    """Of the broker that the device, or REMAP_DEVICE, names; None if it names none."""
-    name = device if device is not None else devices.default_name()
-    if platform.backend is not None or not isinstance(name, str) or not name.startswith(UNIX):
-        return None
-    if capacity is not None or page_bytes != "auto":
-        raise InvalidArgument(
-            f"{name}: capacity and page_bytes are the broker's; nothing was opened; leave both out",
-            device=name,
-            capacity=capacity,
-            page_bytes=page_bytes,
-        )
-    from remap.broker.member import join
-
-    return join(name.removeprefix(UNIX))
-
-
-def _take_in(pages: Sequence[int], core: Core) -> None:
-    if core.outside is not None:
-        core.outside.take_in(pages)
-
-
-def _give_up(pages: int, core: Core) -> None:
-    if core.outside is not None:
-        core.outside.give_up(pages)
-
-
-class _Asked:
-    """What the broker asks of a session, on a thread of the membership's. Does not keep the session."""
-
-    def __init__(self, session: Session, membership: Membership) -> None:
-        self._session = weakref.ref(session)
-        self._membership = membership
-
-    def granted(self, pages: Sequence[int]) -> None:
-        session = self._session()
-        try:
-            if session is None:
-                raise InvalidState("the session is gone; nothing changed")
-            session.exclusively(partial(_take_in, pages), claims=False)
-        except Error:
-            if session is None or session.closed:  # else `take_in` has given them back
-                self._membership.give(pages)
-            raise
-
-    def recalled(self, pages: int) -> None:
-        session = self._session()
-        if session is not None:
-            session.exclusively(partial(_give_up, pages))
 
 
 def _memory(device: devices.Device, arena: Any, address: int, nbytes: int) -> Any:
@@ -193,10 +139,13 @@ class Session:
         require("config", config, (Config, type(None)), "a remap.Config, or None")
         require("platform", platform, (Platform, type(None)), "a remap.advanced.Platform, or None")
         platform = platform or Platform()
-        membership = _membership(device, capacity, page_bytes, platform)
-        if membership is not None:
-            size, page = membership.pages * membership.page_bytes, membership.page_bytes
-            shared = _core.make_host_backend(size, page, platform.copy_threads, file=membership.file)
+        self._leave: Callable[[], object] = _nothing  # the broker, if there is one
+        named = None if platform.backend is not None else devices.default_name() if device is None else device
+        joined = membership(named, capacity, page_bytes, host_budget)
+        if joined is not None:
+            self._leave = weakref.finalize(self, joined.close)  # also if what follows fails
+            size, page = joined.pages * joined.page_bytes, joined.page_bytes
+            shared = _core.make_host_backend(size, page, platform.copy_threads, file=joined.file)
             device, platform = None, replace(platform, backend=shared)
         else:
             size = parse_size(cast("int | str", capacity), "capacity")  # None is refused as any other
@@ -213,7 +162,7 @@ class Session:
         require_kv(self._device, size, kv_bytes)
         self.device = str(self._device.name)
         self.capacity_bytes = size
-        self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode), outside=membership is not None)
+        self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode), outside=joined is not None)
         self._executor = _core.Executor(self._arena)
         self.clock = self._device.clock
         self._streams = Streams(self._backend, self._device.simulator)
@@ -239,8 +188,8 @@ class Session:
             self._tenants, self._changes, self._lending, self._config, self.clock, self._link.switching
         )
         self._outside: Outside | None = None
-        if membership is not None:
-            self._outside = Outside(self._tenants, self._changes, self._lending, self._offers, membership, self.clock)
+        if joined is not None:
+            self._outside = Outside(self._tenants, self._changes, self._lending, self._offers, joined, self.clock)
             self._arrivals.supply = self._outside.supply
         self._steps = Steps(self._tenants, self._changes, self._lending, self._offers, self._outside)
         self._stalls = StallWatch()
@@ -254,10 +203,8 @@ class Session:
         self._told: list[Moved] = []  # moves in the report of the call in progress
         self._closing = False  # all tenants depart
         self._claiming = False  # whether a call has claimed tenants
-        self._leave: Callable[[], object] = _nothing  # the broker, if there is one
-        if membership is not None:
-            self._leave = weakref.finalize(self, membership.close)
-            membership.serve(_Asked(self, membership))
+        if joined is not None:
+            joined.serve(Asked(self, joined))
 
     @property
     def closed(self) -> bool:
@@ -547,10 +494,10 @@ class Session:
         self._release_departed()
         self._streams.close()
         self._host.close()
-        here = [page for page, owner in enumerate(self._arena.owners()) if owner != _core.Owner.outside]
+        owners = self._arena.owners()
         self._arena.close()
         if self._outside is not None:
-            self._outside.hand_back(here)
+            self._outside.hand_back([page for page, owner in enumerate(owners) if owner != _core.Owner.outside])
         self._passes.closed = True
 
     def __enter__(self) -> Session:

@@ -67,14 +67,13 @@ class Member:
         self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
         self.blocks: list[int] = []
 
-    def take(self, blocks: int) -> str:
-        """Step until it has so many blocks more, or gets no more of them; none has bytes of another process, and each is
-        written."""
-        kv = self.tenant.kv
-        for _ in range(200):
+    def take(self, blocks: int, least: int = -1) -> str:
+        """Step until it has so many blocks; none has bytes of another process, and each is written. least: so many come for
+        certain (default: all), and then it tries some times more."""
+        kv, tries = self.tenant.kv, 0
+        while kv.free_blocks < blocks and tries < 100:
             self.session.step({self.name: remap.Demand(blocks)})
-            if kv.free_blocks >= blocks:
-                break
+            tries += 0 <= least <= kv.free_blocks
             time.sleep(0.01)
         got = kv.allocate(min(blocks, kv.free_blocks))
         for block in got:

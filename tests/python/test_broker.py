@@ -95,7 +95,7 @@ def test_live_blocks_are_not_given(broker: Broker, start: Start) -> None:
     one, two = start("one"), start("two")
     most = BLOCKS_A_PAGE * (PAGES - 2 * OWN) + 8
     assert one("take", most) == str(most)
-    assert two("take", 50) == "8"  # its own first ones
+    assert two("take", 50, 8) == "8"  # its own first ones
     assert one("check") == two("check") == "right"
     assert one("free") == "freed"
     assert two("take", 50) == "50"
@@ -120,7 +120,7 @@ def test_a_process_that_hangs_keeps_its_pages_and_delays_nobody_for_long(broker:
     one.signal(signal.SIGSTOP)
     until(lambda: one.state() == "T", "it has stopped")
     most = BLOCKS_A_PAGE * (PAGES - held - OWN) + 8
-    assert two("take", most + 40) == str(most)
+    assert two("take", most + 40, most) == str(most)
     assert broker.ledger.held[1] == held
     assert two("check") == "right"
     one.signal(signal.SIGCONT)
@@ -133,23 +133,26 @@ def test_a_broker_that_is_gone_leaves_its_members_what_they_have(broker: Broker,
     assert one("take", 60) == "60"
     broker.close()
     assert one("check") == two("check") == "right"
-    assert int(one("take", 400)) < 400
+    assert int(one("take", 400, 0)) < 400
     assert one("free") == "freed"
     assert one("take", 60) == "60"
     assert two("check") == "right"
     assert one("close") == two("close") == "closed"
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_processes_come_take_free_and_are_killed_at_random(broker: Broker, start: Start, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "mode"), [(0, "aliased"), (1, "strict"), (2, "aliased"), (3, "strict")])
+def test_processes_come_take_free_and_are_killed_at_random(
+    broker: Broker, start: Start, monkeypatch: pytest.MonkeyPatch, seed: int, mode: str
+) -> None:
     """Each block has no byte of another process when it is taken; none is overwritten while it is held; no page is lost."""
+    monkeypatch.setenv("REMAP_MODE", mode)
     rng = random.Random(seed)
     alive = {name: start(name) for name in ("one", "two", "three")}
     for _ in range(25):
         name = rng.choice(sorted(alive))
         what = rng.random()
         if what < 0.5:
-            assert alive[name]("take", rng.randrange(1, 120)).isdigit()
+            assert alive[name]("take", rng.randrange(1, 120), 0).isdigit()
         elif what < 0.75:
             assert alive[name]("free") == "freed"
         elif what < 0.9:
@@ -179,6 +182,34 @@ def test_growth_within_what_a_member_has_asks_nobody(broker: Broker, monkeypatch
         assert not asked
         session.step({"one": remap.Demand(5000)})
         assert asked
+
+
+def test_a_broker_that_hangs_takes_little_of_the_steps_time(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(broker) as session:
+        attached(session, "one")
+        outside: Any = session._outside
+        now, asked = [100.0], []
+
+        def slow(pages: int) -> list[int]:
+            asked.append(now[0])
+            now[0] += 0.05
+            return []
+
+        monkeypatch.setattr("remap.memory.outside.time.monotonic", lambda: now[0])
+        monkeypatch.setattr(outside._membership, "want", slow)
+        while now[0] < 110.0:
+            session.step({"one": remap.Demand(500)})
+            now[0] += 0.01
+        assert 0.05 * len(asked) <= 0.06 * 10.0
+        assert len(asked) > 5
+
+
+def test_a_session_that_cannot_be_opened_has_left(broker: Broker) -> None:
+    with pytest.raises(InvalidArgument, match="host_budget"):
+        remap.Session(device=f"unix:{broker.path}", host_budget="1GiB")
+    with pytest.raises(OutOfMemory):
+        remap.Session(device=f"unix:{broker.path}", host_kv=1 << 60)
+    until(lambda: broker.ledger.held == {}, "both have left")
 
 
 def test_attach_gets_its_pages_from_others_that_can_spare_them(broker: Broker) -> None:

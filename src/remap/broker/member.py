@@ -22,6 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 from remap.broker.messages import (
@@ -208,18 +209,32 @@ class Membership:
                 self._send(Done(message.recall))
 
 
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
 def join(path: str, name: str = "") -> Membership:
     """Join the broker at this path. Raises InvalidArgument (field path) if none is there, InvalidState (field why) if it
     refuses."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    files: list[int] = []
-    try:
-        # Not `settimeout` yet: a socket without blocking is refused while many others wait to be admitted.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(JOIN_S), 0))
-        connection.connect(path)
-        connection.settimeout(JOIN_S)
-        connection.send(encode(Join(VERSION, name or f"process {os.getpid()}")))
-        packet, files, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+    with ExitStack() as undo:
+        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        files: list[int] = []
+        undo.callback(_close, files)
+        try:
+            # Not `settimeout` yet: a socket without blocking is refused while many others wait to be admitted.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(JOIN_S), 0))
+            connection.connect(path)
+            connection.settimeout(JOIN_S)
+            connection.send(encode(Join(VERSION, name or f"process {os.getpid()}")))
+            packet, received, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+        except OSError as error:
+            raise InvalidArgument(
+                f"no broker can be joined at {path}: {error}; nothing was opened; start one with `remap serve --socket {path} "
+                "--capacity SIZE`",
+                path=path,
+            ) from error
+        files += received
         message: ToMember | None = decode_to_member(packet) if packet else None
         if isinstance(message, Refused):
             raise InvalidState(
@@ -230,15 +245,5 @@ def join(path: str, name: str = "") -> Membership:
                 f"what answers at {path} is no broker of this release; nothing was opened", why="no welcome"
             )
         connection.settimeout(None)
+        undo.pop_all()
         return Membership(connection, path, message, files[0])
-    except BaseException as error:
-        connection.close()
-        for file in files:
-            os.close(file)
-        if isinstance(error, OSError) and not isinstance(error, Error):
-            raise InvalidArgument(
-                f"no broker can be joined at {path}: {error}; nothing was opened; start one with `remap serve --socket {path} "
-                "--capacity SIZE`",
-                path=path,
-            ) from error
-        raise

@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -86,13 +87,11 @@ class Broker:
         self._members: list[_Member] = []
         self._next = 1
         self._deadline: tuple[int, float] | None = None  # (recall, when it is late)
-        self._listener = _listen(self.path)
-        try:
+        with ExitStack() as undo:
             self._file = _make_file(pages * page_bytes)
-        except BaseException:
-            self._listener.close()
-            self.path.unlink(missing_ok=True)
-            raise
+            undo.callback(os.close, self._file)
+            self._listener = _listen(self.path)
+            undo.pop_all()
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._admit)
@@ -127,8 +126,13 @@ class Broker:
         self.close()
 
     def wait(self) -> None:
-        """Until it is closed by another thread, or a signal's handler raises."""
+        """Until it is closed by another thread, or a signal's handler raises. Raises InvalidState if it has ended by itself."""
         self._thread.join()
+        if not self._closing:
+            raise InvalidState(
+                f"the broker at {self.path} has ended by an error, which it has printed; its members serve on with what they "
+                "have; end them before another one is started"
+            )
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

@@ -25,8 +25,10 @@ from remap.memory.state import TenantState
 __all__ = ["Membership", "Outside"]
 
 IDLE_S = 1.0
-AGAIN_S = 0.02
-"""After a want that was not met whole, the broker is not asked again for so long: what others give comes by itself."""
+"""Without a pass for so long a tenant counts as inactive."""
+AGAIN_S, AGAIN_TIMES = 0.02, 20
+"""After a want that was not met whole the broker is not asked again for so long, nor for so many times as long as its answer
+took: what others give comes by itself, and a broker that hangs takes a twentieth of the steps' time at most."""
 
 
 class Membership(Protocol):
@@ -70,7 +72,8 @@ class Outside:
         wanted = -(-blocks * receiver.kv.spec.block_bytes // self._changes.arena.page_bytes) + 1
         got = self._membership.want(wanted)
         if len(got) < wanted:
-            self._again_s = now + AGAIN_S
+            answered = time.monotonic()
+            self._again_s = answered + max(AGAIN_S, AGAIN_TIMES * (answered - now))
         places = receiver.index_of
         useful = [page for page in got if page in places]
         if len(useful) < len(got):
