@@ -933,6 +933,8 @@ def test_a_connection_that_breaks_is_told_when_nobody_recovers(monkeypatch):
         waited = count(step=1000.0)
         with monkeypatch.context() as patched:
             patched.setattr("remap.cluster.instance.time", SimpleNamespace(monotonic=lambda: next(waited)))
+            # On this clock every round takes a thousand seconds: that is no loop that hangs.
+            patched.setattr("remap.cluster.instance.HUNG", math.inf)
             patched.setattr(cluster.attached["i1"][1], "forward", lambda **_: (_ for _ in ()).throw(lost))
             cluster.submit("i0", requests)
             with pytest.raises(PeerLost):
