@@ -34,7 +34,7 @@ from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool, SavedPool
 from remap.memory.books import Books
 from remap.memory.moves import compose_moves
-from remap.memory.plan import NOBODY, Plan, Point, plan_free_pages
+from remap.memory.plan import NOBODY, Plan, Point, plan_back, plan_free_pages, run_of
 from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
 from remap.memory.streams import Streams
@@ -54,6 +54,8 @@ class _Saved:
     moves: Sequence[tuple[int, int]] = ()  # live blocks that this change moved, (old, new)
     applying: bool = False  # the plan was handed to the core: if the core has an undecided plan, it is this one
     decided: bool = False
+    plan: Plan | None = None  # the plan that this change applies
+    planned: Books | None = None  # the books that it was made for: `books`, less the slots that drained until then
 
 
 class Changes:
@@ -74,6 +76,9 @@ class Changes:
         self.moved: dict[str, dict[int, int]] = {}
         self._simulator = streams.simulator
         self.applied = 0  # plans whose effects stand: undoing.py subtracts those that it takes back
+        # What undoing.py takes back, in the order of happening: changes with a plan, of which those that are decided stand.
+        self._journal: list[_Saved] = []
+        self._journals_open = 0
 
     @property
     def epoch(self) -> int:
@@ -199,6 +204,9 @@ class Changes:
         ready.core.epoch = self.arena.epoch  # an earlier plan is settled by now, and all of this is one locked call
         books = self._after(tenant, ready, predicted_stall_s, reclaimed)
         saved = self.save(tenant)
+        saved.plan, saved.planned = plan, tenant.books
+        if self._journals_open:
+            self._journal.append(saved)  # before it is decided: an interrupt behind that would lose it
         saved.applying = True
         self._executor.apply(ready.core, after, stream)
         tenant.books = books
@@ -391,6 +399,54 @@ class Changes:
         except Error:
             return
 
+    # -- plans that are taken back ----------------------------------------------------------------------------------
+
+    def open_journal(self) -> int:
+        """From now on plans can be taken back, until `close_journal`. Returns a place in the journal, for `stands_since`."""
+        self._journals_open += 1
+        return len(self._journal)
+
+    def close_journal(self) -> None:
+        """One who opened it needs it no more; the last one closes it."""
+        self._journals_open -= 1
+        if not self._journals_open:
+            self._journal.clear()
+
+    def stands_since(self, start: int) -> bool:
+        """Whether a plan stands that was decided since `open_journal` returned this place."""
+        return any(saved.decided for saved in self._journal[start:])
+
+    def take_back_last(self) -> None:
+        """Take back the newest plan that stands: its tenant's pages are as before it, and its blocks where they were, with their
+        bytes. If this raises, or is interrupted, the journal has what stands by then."""
+        at = max(at for at, saved in enumerate(self._journal) if saved.decided)
+        saved = self._journal[at]
+        tenant, plan, books = saved.tenant, saved.plan, saved.planned
+        assert plan is not None and books is not None
+        before = books.pages
+        lent = tenant.pages.lent - before.lent
+        if lent and (plan.tails, plan.ring) != (before.tails, before.ring):
+            self.reclaim(tenant, lent)
+        back = plan_back(tenant.pages, before, plan)
+        # The pool knows nothing of pages that were reclaimed before the plan, or by it.
+        outside = books.reclaimed.intersection(plan.lost)
+        pooled = set(plan.gained)
+        slots = list(tenant.slots_of([page for page in back.lost if page in pooled]))
+        if outside:
+            back = replace(back, gained=run_of(page for page in back.gained if page not in outside))
+        if slots:
+            self.exchange(tenant, back, slots, reclaimed=outside)
+        else:
+            self.apply_and_settle(tenant, back, reclaimed=outside)
+        if saved.moves:
+            self.move_blocks(tenant, [(new, old) for old, new in saved.moves])
+        del self._journal[at:]
+
+    def reclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
+        """Make free pages of the donor's own layers its KV in the arena, which zeroes them. The pool is not told."""
+        plan = plan_free_pages(donor.pages, sorted(lent), give=True)
+        self.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
+
     # -- emptying pages, then one plan ---------------------------------------------------------------------------
 
     def exchange(
@@ -401,13 +457,14 @@ class Changes:
         *,
         predicted_stall_s: float | None = None,
         drain_to: tuple[int, int, str] | None = None,
+        reclaimed: frozenset[int] = frozenset(),
     ) -> dict[int, int] | None:
         """Empty these slots of the KV region, apply and settle. Returns the moves made, {old: new}. If live blocks stay
         and `drain_to` is given (see `evacuate`), only withdraws the blocks and returns None."""
         moves = self.evacuate(tenant, slots, drain_to)
         if moves is None:
             return None
-        self.apply(tenant, plan, predicted_stall_s=predicted_stall_s)
+        self.apply(tenant, plan, predicted_stall_s=predicted_stall_s, reclaimed=reclaimed)
         try:
             self.settle(tenant)
         except Error:

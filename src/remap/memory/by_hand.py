@@ -7,7 +7,6 @@ Called with the session's lock held, outside of passes.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 from remap.errors import ArenaBroken, Error, InvalidArgument
@@ -110,15 +109,12 @@ def lend_by_hand(
         entry.reason = ended_early(f"{layers} layers stay lent, by hand", result.problem)
         return report
     entry = merge(report, tenant.name, {})
-    before = tenant.pages
     applied = changes.applied
     try:
-        with AllOrNothing(changes, (tenant,)) as undo:
+        with AllOrNothing(changes, (tenant,)):
             pages = lending.lend(tenant, layers, buffers, tenant.growing_by)
             entry.reason = f"{pages} pages of {layers} layers lent by hand"
             tenant.write(by_hand=bool(tenant.streamed))
-            if pages:
-                undo.append(partial(lending.unlend, tenant, before))
             if receiver is not None and tenant.pages.lent:
                 report[receiver.name] = _take(changes, tenant, receiver)
     except ArenaBroken:

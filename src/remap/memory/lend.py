@@ -16,14 +16,13 @@ Before anything changes, the call checks that all blocks have room to move. If n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Protocol
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
-from remap.memory.plan import Streaming, TenantPages, plan_free_pages, plan_streaming
+from remap.memory.plan import Streaming, plan_free_pages, plan_streaming
 from remap.memory.restream import find_way, grow, require_places, restream, streamable
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
@@ -122,12 +121,11 @@ class Lending:
             last = tuple(sorted(donor.order)[::-1][:buffers])
             donor.write(pages=replace(pages, ring_preference=last))
         try:
-            with AllOrNothing(self._changes, (donor,)) as undo:
+            with AllOrNothing(self._changes, (donor,)):
                 self._changes.cancel_draining(donor)  # else other layers than intended would come home
                 coming = donor.reclaimed
                 if coming:  # a change that brought them home ended early
-                    self._unreclaim(donor, coming)
-                    undo.append(partial(self._reclaim, donor, coming))
+                    self._free(donor, sorted(coming))
                 grow(
                     self._changes,
                     donor,
@@ -263,12 +261,12 @@ class Lending:
         result = Returned()
         applied = changes.applied
         try:
-            with AllOrNothing(changes, self._tenants.values()) as undo:
+            with AllOrNothing(changes, self._tenants.values()):
                 if pages.lent or donor.reclaimed:
                     there = replace(pages, lent=pages.lent - lent)
                     require_places(donor, plan_streaming(there, target).gained)
                     extra = self._require_room(donor, target, lent)
-                    self._fetch(donor, lent, extra, result, undo)
+                    self._fetch(donor, lent, extra, result)
                 moves = restream(
                     changes,
                     donor,
@@ -284,6 +282,8 @@ class Lending:
             if changes.applied == applied:
                 raise
             result.problem = str(error)
+            for name in result.moved.keys() - changes.moved.keys():  # these are back
+                del result.moved[name]
             return result
         if moves:
             result.moved[donor.name] = moves
@@ -348,16 +348,13 @@ class Lending:
         lent: frozenset[int],
         extra: Mapping[TenantState, Sequence[int]],
         result: Returned,
-        undo: list[Callable[[], None]],
     ) -> None:
-        """Make the lent pages the donor's KV. Appends to `undo` how to take each plan back, and keeps each holder's
-        moves in the result while they stand."""
+        """Make the lent pages the donor's KV. Adds each holder's moves to the result."""
         changes = self._changes
         held = self.holders(donor, lent)
         for tenant, free in extra.items():
             plan = plan_free_pages(tenant.pages, free, give=True)
             changes.apply_and_settle(tenant, plan)
-            undo.append(partial(self._take_back, tenant, free))
         slots = {}
         for name, pages in held.items():
             tenant = self._tenants[name]
@@ -369,52 +366,15 @@ class Lending:
         for name, pages in held.items():
             tenant = self._tenants[name]
             self._free(tenant, pages)
-            undo.append(partial(self._give_back, tenant, pages, moves[name], result))
             if moves[name]:
                 result.moved[name] = dict(moves[name])
         if lent:
-            self._reclaim(donor, lent)
-            undo.append(partial(self._unreclaim, donor, lent))
-
-    # -- taken back after a failure --------------------------------------------------------------------------------
-
-    def _take_back(self, tenant: TenantState, pages: Sequence[int]) -> None:
-        """Free the pages again that were given for blocks to move into; the blocks have left them."""
-        plan = plan_free_pages(tenant.pages, pages, give=False)
-        self._changes.exchange(tenant, plan, list(tenant.slots_of(pages)))
-
-    def _give_back(
-        self, holder: TenantState, pages: Sequence[int], moves: Sequence[tuple[int, int]], result: Returned
-    ) -> None:
-        """Give the holder its pages again and move its blocks back, with their bytes: the pages may have been zeroed
-        for the donor since."""
-        back = [(new, old) for old, new in moves]
-        plan = plan_free_pages(holder.pages, pages, give=True)
-        self._changes.apply_and_settle(holder, plan)
-        if back:
-            self._changes.move_blocks(holder, back)
-        result.moved.pop(holder.name, None)
-
-    def _unreclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
-        plan = plan_free_pages(donor.pages, sorted(lent), give=False)
-        self._changes.apply_and_settle(donor, plan)
-
-    def unlend(self, donor: TenantState, before: TenantPages) -> None:
-        """Bring home the pages that the donor has lent since `before`. All are free: no tenant has taken any."""
-        self._reclaim(donor, donor.pages.lent - before.lent)
-        pages = donor.pages
-        plan = plan_streaming(pages, before.streaming, ring=before.ring)
-        self._changes.apply_and_settle(donor, plan)
+            changes.reclaim(donor, lent)
 
     def _free(self, tenant: TenantState, pages: Sequence[int]) -> None:
         """Free KV pages that no block uses any more, and that the pool has given up."""
         plan = plan_free_pages(tenant.pages, pages, give=False)
         self._changes.apply_and_settle(tenant, plan)
-
-    def _reclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
-        """Make free pages of the donor's own layers its KV in the arena, which zeroes them. The pool is not told."""
-        plan = plan_free_pages(donor.pages, sorted(lent), give=True)
-        self._changes.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
 
 
 def _out_of_room(preempt: Mapping[str, tuple[int, ...]], room: int) -> OutOfBlocks:

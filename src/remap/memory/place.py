@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState
 from remap.memory.apply import Changes
@@ -104,11 +103,9 @@ def place(
         tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}
         if tenant.handle is not None:
             tenant.handle.compute_parts()
-        with AllOrNothing(changes, (tenant,)) as undo:
+        with AllOrNothing(changes, (tenant,)):
             for plan in plans:
-                pages = tenant.pages
-                moves = changes.exchange(tenant, plan, list(tenant.slots_of(plan.lost))) or {}
-                undo.append(partial(_go_back, changes, tenant, pages, moves))
+                changes.exchange(tenant, plan, list(tenant.slots_of(plan.lost)))
             tenant.write(pages=replace(tenant.pages, computed=computed))
     except ArenaBroken:
         raise
@@ -248,13 +245,3 @@ def _require_room(changes: Changes, tenant: TenantState, pages: TenantPages, pla
         room = changes.room(tenant, slots, list(gained))
         if room < len(tenant.kv.pool.pending(slots)):
             raise changes.no_room(tenant, slots, room)
-
-
-def _go_back(changes: Changes, tenant: TenantState, before: TenantPages, moves: dict[int, int]) -> None:
-    """Hold and stream again what it held and streamed before, through exactly the same ring, with each block in its place."""
-    layers = set(range(tenant.layers)) - before.gone
-    now = tenant.pages
-    coming = plan_held(now, layers, before.streaming, ring=before.ring, unfilled=before.unfilled)
-    changes.exchange(tenant, coming, list(tenant.slots_of(coming.lost)))
-    if moves:
-        changes.move_blocks(tenant, [(new, old) for old, new in moves.items()])

@@ -45,6 +45,7 @@ __all__ = [
     "Streaming",
     "TenantPages",
     "copies_of",
+    "plan_back",
     "plan_filled",
     "plan_free_pages",
     "plan_held",
@@ -407,6 +408,19 @@ def plan_filled(now: TenantPages, layer: int) -> Plan:
         elsewhere=tuple((each, pages) for each, pages in now.elsewhere if each != layer),
         unfilled=now.unfilled - {layer},
     )
+
+
+def plan_back(now: TenantPages, before: TenantPages, made: Plan) -> Plan:
+    """The plan from `now` to `before`, from which the plan `made` led to `now`: the same layers stream through exactly the same
+    ring, and each page has the owner that it had. Pages that `made` lent have been reclaimed (see `plan_streaming`)."""
+    if (now.elsewhere, now.unfilled) != (before.elsewhere, before.unfilled):
+        held = set(range(len(before.sizes))) - before.gone
+        return plan_held(now, held, before.streaming, ring=before.ring, unfilled=before.unfilled)
+    if (now.tails, now.ring) != (before.tails, before.ring):
+        return plan_streaming(now, before.streaming, ring=before.ring)
+    (step,) = made.steps
+    assert isinstance(step, SetOwner)
+    return plan_free_pages(now, step.pages, give=step.to_owner == "free")
 
 
 def plan_free_pages(tenant: TenantPages, pages: Iterable[int], *, give: bool) -> Plan:

@@ -152,13 +152,11 @@ def restream(
         return exchange(plan, way.lost) or {}
     if way.short > 0:
         raise changes.no_room(tenant, way.lost, len(way.pending) - way.short)
-    with AllOrNothing(changes, (tenant,)) as undo:
-        before = tenant.pages
+    with AllOrNothing(changes, (tenant,)):
         if way.first is not None and way.first.steps:
             require_places(tenant, way.first.gained)
             first = replace(way.first, selection=chosen)
             changes.apply_and_settle(tenant, first, predicted_stall_s=predicted_stall_s)
-            undo.append(partial(_go_back, changes, tenant, before))
         plan = plan_streaming(tenant.pages, target, selection=chosen)
         require_places(tenant, plan.gained)
         return exchange(plan, _pooled(tenant, plan, tenant.reclaimed)) or {}
@@ -234,12 +232,6 @@ def find_way(
     gained = (*more, *tenant.slots_of(first.gained))
     after = from_there(there, plan_streaming(there, target), first, gained)
     return replace(after, plan=direct.plan)
-
-
-def _go_back(changes: Changes, tenant: TenantState, before: TenantPages) -> None:
-    """Stream again as `before` says, through exactly its ring. No live block is in the way: none has moved yet."""
-    plan = plan_streaming(tenant.pages, before.streaming, ring=before.ring)
-    changes.exchange(tenant, plan, _pooled(tenant, plan, tenant.reclaimed))
 
 
 def _pooled(tenant: TenantState, plan: Plan, outside: Collection[int]) -> list[int]:

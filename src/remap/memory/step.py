@@ -106,7 +106,7 @@ class Steps:
         before = tenant.kv.usable_blocks
         entry = report[tenant.name] = Entry(stall=decision.predicted_stall_s, reason=decision.reason)
         try:
-            with AllOrNothing(changes, (tenant,)):  # of several plans, those before a failed one stay, and are reported
+            with AllOrNothing(changes, (tenant,), partly=True):  # the report says what was done before a plan failed
                 if decision.action == "grow":
                     changes.cancel_draining(tenant)
                     self._take(tenant, decision)

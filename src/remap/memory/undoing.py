@@ -1,20 +1,22 @@
 """Make a call of several plans one change: if a later plan fails, the earlier ones are taken back.
 
-The Executor applies each plan whole or not at all. A call that needs several plans (pages go from one tenant to another
-by way of `free`) says after each plan how to take it back:
+The Executor applies each plan whole or not at all. A call that needs several plans (pages go from one tenant to another by way
+of `free`) is
 
-    with AllOrNothing(changes, tenants) as undo:
+    with AllOrNothing(changes, tenants):
         changes.apply_and_settle(tenant, plan)
-        undo.append(take_it_back)
+        changes.exchange(other, plan, slots)
 
-On any exception, KeyboardInterrupt included: take the plans back, newest first, then re-raise; nothing has changed.
-Taking back needs the backend too. If that fails, or if the body did not say how, `changes.applied` is larger than
-before: then the call must not raise as if nothing had changed, but report what it did.
+Inside, the journal of `Changes` has each plan that was decided, with what its tenant's pages were before. On any exception,
+KeyboardInterrupt included, the plans are taken back, newest first, by the one way back that every plan has (`plan_back`), and
+the exception goes on; nothing has changed. Taking back needs the backend too. If that fails, what still stands stays in the
+journal, for an outer `with` to try once more, and `changes.applied` is larger than before: then the call must not raise as if
+nothing had changed, but report what it did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 
 from remap.errors import ArenaBroken, Error
@@ -26,33 +28,37 @@ __all__ = ["AllOrNothing"]
 
 class AllOrNothing:
     """A context manager (see above). `tenants`: it also restores their bookkeeping beside pages and blocks: the slots
-    that drain, the certificate of the last change, and how layers were chosen."""
+    that drain, the certificate of the last change, and how layers were chosen. With `partly`, plans that were decided stay,
+    and only a call that decided none has changed nothing."""
 
-    __slots__ = ("_applied", "_before", "_changes", "_undo")
+    __slots__ = ("_applied", "_before", "_changes", "_partly", "_start")
 
-    def __init__(self, changes: Changes, tenants: Iterable[TenantState]) -> None:
+    def __init__(self, changes: Changes, tenants: Iterable[TenantState], *, partly: bool = False) -> None:
         self._changes = changes
-        self._applied = changes.applied
-        self._undo: list[Callable[[], None]] = []
+        self._partly = partly
         self._before = [(tenant, tenant.books) for tenant in tenants]
 
-    def __enter__(self) -> list[Callable[[], None]]:
-        """The list to which the body appends: one entry for each plan that was applied."""
-        return self._undo
+    def __enter__(self) -> None:
+        self._applied = self._changes.applied
+        self._start = self._changes.open_journal()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        changes, undo = self._changes, self._undo
-        if error is None or isinstance(error, ArenaBroken):
-            return
-        changes.undo()  # the undecided change, before the decided ones
-        if changes.applied - self._applied != len(undo):
-            return  # some change could not be taken back, or is meant to stay
         try:
-            while undo:
-                undo[-1]()
-                undo.pop()
+            if error is not None and not isinstance(error, ArenaBroken):
+                self._take_back()
+        finally:
+            self._changes.close_journal()
+
+    def _take_back(self) -> None:
+        changes = self._changes
+        changes.undo()  # the undecided change, before the decided ones
+        if self._partly and changes.stands_since(self._start):
+            return
+        try:
+            while changes.stands_since(self._start):
+                changes.take_back_last()
         except ArenaBroken:
             raise
         except Error:
