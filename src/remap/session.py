@@ -64,6 +64,7 @@ from remap.memory.stall_watch import StallWatch
 from remap.memory.state import TenantState
 from remap.memory.step import Steps
 from remap.memory.streams import Streams
+from remap.memory.undoing import AllOrNothing
 from remap.model.source import LayerSource, model_source, raw_source
 from remap.nvtx import annotated
 from remap.policy.views import Demand
@@ -398,8 +399,7 @@ class Session:
         others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
         for other in others:
             other.require_idle()
-        before = {each: each.active for each in (tenant, *others)}
-        try:
+        with AllOrNothing(self._changes, self._tenants.values()):
             report = activate(self._changes, self._lending, self._offers, tenant, partial, self.clock())
             for other in others:
                 deactivate(self._changes, other)
@@ -408,12 +408,8 @@ class Session:
             self._link.certify()
             entry = Entry(stall=report.predicted_stall_s, reason=report.reason)
             self._log.add(self._arena.epoch, self._tenants, {name: entry})
-            made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
-            return made
-        except BaseException:
-            for each, active in before.items():
-                each.write(active=active)
-            raise
+        made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
+        return made
 
     @exclusive
     def deactivate(self, name: str) -> None:
@@ -530,8 +526,9 @@ class Session:
         self._release_claims()
 
     def _undo(self) -> None:
-        """Undo what a call has begun and not decided. Can be called again."""
+        """Undo what a call has begun and not decided, and of a change of several plans what was. Can be called again."""
         self._changes.undo()
+        self._changes.take_back()
         self._arrivals.undo()
         if self._departed:
             self._release_departed()

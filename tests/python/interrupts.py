@@ -39,12 +39,12 @@ from typing import Any, NamedTuple
 
 import subprocesses
 from sharing_worlds import Faulty, Hosting
-from test_fault_sweep import CASES_BETWEEN, HOSTED, INTERRUPTED, Case
+from test_fault_sweep import CASES_OF_PLANS, HOSTED, INTERRUPTED, Case
 
 import remap
 from remap.errors import Error
 
-CASES = {case.name: case for case in (*CASES_BETWEEN, *INTERRUPTED, *HOSTED)}
+CASES = {case.name: case for case in (*CASES_OF_PLANS, *INTERRUPTED, *HOSTED)}
 BLOCKS = ("allocate", "free", *(case.name for case in HOSTED))  # calls of the engine alone
 PACKAGE = str(Path(remap.__file__).resolve().parent) + os.sep
 PATIENCE_S = 5.0
@@ -355,7 +355,7 @@ def try_at(case: Case, mode: str, points: str, at: int, known: Reference) -> lis
             return found
     elif known.after and _settled(seen[0]) not in (_settled(known.before), _settled(known.after)):
         to_before, to_after = _difference(known.before, seen[0]), _difference(known.after, seen[0])
-        note("between" if case.plans else "wrong", f"neither before ({to_before}) nor after ({to_after})")
+        note("wrong" if case.whole else "between", f"neither before ({to_before}) nor after ({to_after})")
     problem = within(PATIENCE_S, lambda: afterwards(case, world, known.after))
     if problem:
         note("wrong", f"afterwards: {problem}")

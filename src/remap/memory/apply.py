@@ -28,9 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from remap import _core
-from remap.errors import Error, OutOfBlocks
+from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.kv.pool import BlockPool, SavedPool
 from remap.memory.books import Books
 from remap.memory.moves import compose_moves
@@ -58,6 +59,12 @@ class _Saved:
     planned: Books | None = None  # the books that it was made for: `books`, less the slots that drained until then
 
 
+class Taker(Protocol):
+    """Who has opened the journal (undoing.py). take_back: called again if it was interrupted."""
+
+    def take_back(self) -> None: ...
+
+
 class Changes:
     """One session's. Called with the session's lock held."""
 
@@ -76,9 +83,9 @@ class Changes:
         self.moved: dict[str, dict[int, int]] = {}
         self._simulator = streams.simulator
         self.applied = 0  # plans whose effects stand: undoing.py subtracts those that it takes back
-        # What undoing.py takes back, in the order of happening: changes with a plan, of which those that are decided stand.
+        # What can be taken back, in the order of happening: changes with a plan, of which those that are decided stand.
         self._journal: list[_Saved] = []
-        self._journals_open = 0
+        self._takers: list[Taker] = []  # who will take back since when, unless it ends well; the outermost first
 
     @property
     def epoch(self) -> int:
@@ -205,7 +212,7 @@ class Changes:
         books = self._after(tenant, ready, predicted_stall_s, reclaimed)
         saved = self.save(tenant)
         saved.plan, saved.planned = plan, tenant.books
-        if self._journals_open:
+        if self._takers:
             self._journal.append(saved)  # before it is decided: an interrupt behind that would lose it
         saved.applying = True
         self._executor.apply(ready.core, after, stream)
@@ -401,19 +408,32 @@ class Changes:
 
     # -- plans that are taken back ----------------------------------------------------------------------------------
 
-    def open_journal(self) -> int:
-        """From now on plans can be taken back, until `close_journal`. Returns a place in the journal, for `stands_since`."""
-        self._journals_open += 1
+    def journal_end(self) -> int:
+        """The place in the journal of what is done next."""
+        if not self._takers:
+            self._journal.clear()
         return len(self._journal)
 
-    def close_journal(self) -> None:
-        """One who opened it needs it no more; the last one closes it."""
-        self._journals_open -= 1
-        if not self._journals_open:
-            self._journal.clear()
+    def open_journal(self, taker: Taker) -> None:
+        """From now on plans can be taken back, until `close_journal`."""
+        self._takers.append(taker)
+
+    def close_journal(self, taker: Taker) -> None:
+        """What was done since `open_journal` stays, or has been taken back."""
+        del self._takers[self._takers.index(taker) :]
+
+    def take_back(self) -> None:
+        """Let all take back that have opened the journal and were interrupted before they could. Raises ArenaBroken."""
+        while self._takers:
+            try:
+                self._takers[-1].take_back()
+            except ArenaBroken:
+                self._takers.clear()
+                raise
+            self._takers.pop()
 
     def stands_since(self, start: int) -> bool:
-        """Whether a plan stands that was decided since `open_journal` returned this place."""
+        """Whether a plan stands that was decided since this place in the journal."""
         return any(saved.decided for saved in self._journal[start:])
 
     def take_back_last(self) -> None:

@@ -9,7 +9,8 @@ of `free`) is
 
 Inside, the journal of `Changes` has each plan that was decided, with what its tenant's pages were before. On any exception,
 KeyboardInterrupt included, the plans are taken back, newest first, by the one way back that every plan has (`plan_back`), and
-the exception goes on; nothing has changed. Taking back needs the backend too. If that fails, what still stands stays in the
+the exception goes on; nothing has changed. An interrupt of that leaves the rest to the end of the call, and one of that to the
+next call's beginning (`Changes.take_back`). Taking back needs the backend too. If that fails, what still stands stays in the
 journal, for an outer `with` to try once more, and `changes.applied` is larger than before: then the call must not raise as if
 nothing had changed, but report what it did.
 """
@@ -27,9 +28,9 @@ __all__ = ["AllOrNothing"]
 
 
 class AllOrNothing:
-    """A context manager (see above). `tenants`: it also restores their bookkeeping beside pages and blocks: the slots
-    that drain, the certificate of the last change, and how layers were chosen. With `partly`, plans that were decided stay,
-    and only a call that decided none has changed nothing."""
+    """A context manager (see above). `tenants`: it also restores their bookkeeping beside pages and blocks: the slots that drain,
+    whether they are active, the certificate of the last change, and how layers were chosen. With `partly`, plans that were
+    decided stay, and only a call that decided none has changed nothing."""
 
     __slots__ = ("_applied", "_before", "_changes", "_partly", "_start")
 
@@ -40,18 +41,18 @@ class AllOrNothing:
 
     def __enter__(self) -> None:
         self._applied = self._changes.applied
-        self._start = self._changes.open_journal()
+        self._start = self._changes.journal_end()
+        self._changes.open_journal(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if error is not None and not isinstance(error, ArenaBroken):
-                self._take_back()
-        finally:
-            self._changes.close_journal()
+        if error is not None and not isinstance(error, ArenaBroken):
+            self.take_back()
+        self._changes.close_journal(self)  # not if an interrupt came before: `Changes.take_back` ends it, with the call
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
+        """Take back what was done since the `with` began. Can be called again, if it was interrupted. Raises ArenaBroken."""
         changes = self._changes
         changes.undo()  # the undecided change, before the decided ones
         if self._partly and changes.stands_since(self._start):
@@ -66,6 +67,7 @@ class AllOrNothing:
         changes.applied = self._applied
         for tenant, before in self._before:
             tenant.write(
+                active=before.active,
                 predicted_stall_s=before.predicted_stall_s,
                 since=before.since,
                 selection=before.selection,
