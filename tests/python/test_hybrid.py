@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from remap.errors import InvalidArgument, OutOfMemory
 from remap.policy import hybrid, minibatches
 from remap.policy.activations import BlockBytes, Line, activations_of, block_bytes, next_is_activations, ratios
+from remap.policy.hardware import model, models
 from remap.policy.hybrid import Costs, Room
 from remap.policy.minibatches import Limits, Mix, total
-from remap.sim.hardware import model, models
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 import hybrid_brute as brute

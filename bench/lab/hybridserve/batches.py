@@ -18,11 +18,11 @@ from bench.lab.seeds import Point
 
 from remap.policy import hybrid
 from remap.policy.activations import Line, Ratio, block_bytes
+from remap.policy.hardware import machine, model
 from remap.policy.hybrid import Costs, Plan, Room
 from remap.policy.layerwise import Part, pass_seconds
 from remap.policy.maxplus import copied_uses
 from remap.policy.minibatches import Limits, Mix, first_fit, total
-from remap.sim.hardware import machine, model
 from remap.sim.loads import SHAREGPT_PAPER
 from remap.sim.roofline import Roofline, prefill_pairs
 
