@@ -53,8 +53,29 @@ OPTIONAL_PACKAGES = (
 # cluster, sim, cli) may import any of it; nothing here may import them.
 BASE = ("errors", "config", "sizes", "locking", "nvtx", "report", "extras")
 CORE = (
-    *("policy", "kv", "model", "memory", "tenant", "session", "arguments", "advanced", "schedule", "entry", "joined", "ranks"),
+    *(
+        "policy",
+        "kv",
+        "model",
+        "memory",
+        "tenant",
+        "session",
+        "arguments",
+        "advanced",
+        "schedule",
+        "entry",
+        "joined",
+        "ranks",
+    ),
     "_core",
+)
+# Of the command line, what every command shares, and the doctor's.
+CLI = tuple(
+    f"cli.{name}"
+    for name in (
+        *("main", "errors", "pages", "check", "machine", "smollm2"),
+        *("doctor", "doctor_cuda", "doctor_link", "doctor_vllm", "top"),
+    )
 )
 FLOORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
@@ -68,6 +89,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "joined": (*BASE, "memory", "broker"),
     # Engines bring the adapters into their processes: nothing of the reference engine, the simulator or the cluster comes along.
     "adapters": (*BASE, *CORE),
+    # The command line loads what stands on these by a table of names (remap.cli.main.COMMANDS).
+    **dict.fromkeys(CLI, (*BASE, *CORE, "adapters", *CLI)),
 }
 
 CPP_LAYERS = ("backend", "core", "schedule")
