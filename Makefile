@@ -101,7 +101,7 @@ test: $(STAMPS)/wheel cpp-tests
 
 # Both on all cores. The emulated driver is a library in the process, so that every worker has its own.
 test-all: $(STAMPS)/wheel cpp-tests cpp-example
-	$(HOST_PYTEST) $(PYTEST_ARGS)
+	$(HOST_PYTEST) $(PYTEST_ARGS) tests/python tests/lab
 	$(RUN_EMULATED)
 	$(MAKE) --no-print-directory bench-check
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from measure import record, rounds, seconds_of
 
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.serving import Setup, simulate, tenants
 from remap.sim.workload import SHAREGPT, Arrivals, Load, generate
 

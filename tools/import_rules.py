@@ -50,18 +50,47 @@ OPTIONAL_PACKAGES = (
 )
 
 # What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, engine,
-# cluster, sim, cli) may import any of it; nothing here may import them, but for the table of machines that "sim:NAME" names.
+# cluster, sim, cli) may import any of it; nothing here may import them.
 BASE = ("errors", "config", "sizes", "locking", "nvtx", "report", "extras")
+CORE = (
+    *(
+        "policy",
+        "kv",
+        "model",
+        "memory",
+        "tenant",
+        "session",
+        "arguments",
+        "advanced",
+        "schedule",
+        "entry",
+        "joined",
+        "ranks",
+    ),
+    "_core",
+)
+# Of the command line, what every command shares, and the doctor's.
+CLI = tuple(
+    f"cli.{name}"
+    for name in (
+        *("main", "errors", "pages", "check", "machine", "smollm2"),
+        *("doctor", "doctor_cuda", "doctor_link", "doctor_vllm", "top"),
+    )
+)
 FLOORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
     "policy": BASE,
     "kv": BASE,
     "model": (*BASE, "kv.spec", "_core"),
-    "memory": (*BASE, "policy", "kv", "model", "_core", "sim.hardware"),
+    "memory": (*BASE, "policy", "kv", "model", "_core"),
     "tenant": (*BASE, "policy", "kv", "model", "memory", "arguments"),
     "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "joined"),
     "broker": (*BASE, "memory"),
     "joined": (*BASE, "memory", "broker"),
+    # Engines bring the adapters into their processes: nothing of the reference engine, the simulator or the cluster comes along.
+    "adapters": (*BASE, *CORE),
+    # The command line loads what stands on these by a table of names (remap.cli.main.COMMANDS).
+    **dict.fromkeys(CLI, (*BASE, *CORE, "adapters", *CLI)),
 }
 
 CPP_LAYERS = ("backend", "core", "schedule")

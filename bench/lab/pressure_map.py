@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from remap.cli.simulate_plots import STYLE, need_matplotlib
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.policies import OURS, UNUSED_KV_AND_SWAP
 
 from . import ROOT, seeds

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 from remap.sim.setup import evenly
 

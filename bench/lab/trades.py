@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.policies import OURS
 
 from . import ROOT, seeds

@@ -15,7 +15,7 @@ from bench.lab.twin.calibrated import MeasuredPass, Recording
 
 import remap
 from remap import _core
-from remap.sim.hardware import Model
+from remap.policy.hardware import Model
 
 MIB = 1 << 20
 PAGE = 4096

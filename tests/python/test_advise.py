@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from remap.cli.advise import settings
 from remap.cli.main import app
 from remap.errors import InvalidArgument
+from remap.policy.hardware import machine
 from remap.sim import serving
 from remap.sim.advice import POLICIES, SAME, Figures, advise, decide
-from remap.sim.hardware import machine
 from remap.sim.policies import find
 from remap.sim.results import PolicyResult, TenantResult
 from remap.sim.setup import Setup, evenly

@@ -16,7 +16,7 @@ from remap.cli import demo_config, demo_run
 from remap.cli.main import app
 from remap.config import Knobs
 from remap.errors import InvalidArgument
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sizes import MOST_BYTES, parse_size
 
 LONG = "1" * 400

@@ -227,7 +227,7 @@ def write_requests(path: Path) -> None:
 def _measured(path: Path) -> None:
     from test_sim_fit import measured
 
-    from remap.sim.hardware import machine
+    from remap.policy.hardware import machine
 
     path.write_text(json.dumps(measured(machine("GH200-96GB"))), encoding="utf-8")
 

@@ -278,7 +278,7 @@ def test_policies_of_the_simulators_page_exist() -> None:
 
 
 def test_the_simulators_page_counts_its_tables() -> None:
-    tables = ROOT / "src/remap/sim/tables"
+    tables = ROOT / "src/remap/policy/tables"
     machines, models = (
         len(json.loads((tables / f"{name}.json").read_text(encoding="utf-8"))[name]) for name in ("machines", "models")
     )

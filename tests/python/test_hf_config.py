@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from remap.cli.plan import plan as command
 from remap.errors import InvalidArgument
-from remap.sim.hardware import Model, model
+from remap.policy.hardware import Model, model
 from remap.sim.hf_config import FAMILIES, read_config
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

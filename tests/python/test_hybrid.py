@@ -9,15 +9,17 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from bench.lab.hybridserve import division
+from bench.lab.hybridserve import packing as packings
+from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument, OutOfMemory
 from remap.policy import hybrid, minibatches
 from remap.policy.activations import BlockBytes, Line, activations_of, block_bytes, next_is_activations, ratios
-from remap.policy.hybrid import Costs, Room
+from remap.policy.hardware import model, models
 from remap.policy.minibatches import Limits, Mix, total
-from remap.sim.hardware import model, models
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 import hybrid_brute as brute
@@ -117,8 +119,8 @@ def check(packing: minibatches.Packing, mixes: list[Mix], limits: Limits) -> Non
 @given(MIXES, st.integers(24, 60), LINES, LINES, LINES)
 def test_every_request_is_packed_once_and_fits(mixes: list[Mix], most: int, make: Line, load: Line, half: Line) -> None:
     limits = Limits(most, 2, 2, 1)
-    papers = minibatches.as_in_the_paper(mixes, limits, make, load)
-    tried = minibatches.candidates(mixes, limits, make, load, half)
+    papers = packings.as_in_the_paper(mixes, limits, make, load)
+    tried = packings.candidates(mixes, limits, make, load, half)
     for packing in tried:
         check(packing, mixes, limits)
     sizes = [2 * mix.kv + 2 * mix.activations + mix.held for mix in mixes]
@@ -142,7 +144,7 @@ def test_equal_requests_fill_mini_batches_under_either_packing(
     limits, mixes = Limits(size, 1, 1, 1), [Mix(kv, activations)] * count
     fit = size // (kv + activations)
     for packing in (
-        minibatches.as_in_the_paper(mixes, limits, Line(1.0, 2.0), Line(1.0, 3.0)),
+        packings.as_in_the_paper(mixes, limits, Line(1.0, 2.0), Line(1.0, 3.0)),
         minibatches.first_fit(mixes, limits, range(count)),
     ):
         assert len(packing) == -(-count // fit)
@@ -150,12 +152,12 @@ def test_equal_requests_fill_mini_batches_under_either_packing(
 
 def test_what_the_paper_leaves_open_about_f_b() -> None:
     make, load = Line(9.0, 2.0), Line(9.0, 3.0)
-    assert minibatches.imbalance(Mix(0, 0), make, load) == 1.0
-    assert minibatches.imbalance(Mix(1, 0), make, load) == minibatches.imbalance(Mix(0, 1), make, load) == math.inf
-    assert minibatches.imbalance(Mix(2, 1, 2), make, load) == 1.0  # held activations are made into K and V too
-    assert minibatches.imbalance(Mix(1, 3), make, load) == minibatches.imbalance(Mix(4, 3), make, load) == 2.0
+    assert packings.imbalance(Mix(0, 0), make, load) == 1.0
+    assert packings.imbalance(Mix(1, 0), make, load) == packings.imbalance(Mix(0, 1), make, load) == math.inf
+    assert packings.imbalance(Mix(2, 1, 2), make, load) == 1.0  # held activations are made into K and V too
+    assert packings.imbalance(Mix(1, 3), make, load) == packings.imbalance(Mix(4, 3), make, load) == 2.0
     mixes = [Mix(4, 1), Mix(1, 4), Mix(4, 1)]  # the second balances the first, the third would not
-    assert minibatches.as_in_the_paper(mixes, Limits(99, 1, 1, 1), Line(0, 1), Line(0, 1)) == ((0, 1), (2,))
+    assert packings.as_in_the_paper(mixes, Limits(99, 1, 1, 1), Line(0, 1), Line(0, 1)) == ((0, 1), (2,))
 
 
 def test_a_bound_on_the_difference_keeps_requests_of_one_sort_apart() -> None:
@@ -171,7 +173,7 @@ def test_a_bound_on_the_difference_keeps_requests_of_one_sort_apart() -> None:
 
 def test_a_request_that_fits_nowhere_is_named_with_the_numbers() -> None:
     mixes = [Mix(1, 1), Mix(2, 3, 2)]
-    for pack in (minibatches.as_in_the_paper, lambda *given: minibatches.candidates(*given, Line(0, 1))):
+    for pack in (packings.as_in_the_paper, lambda *given: packings.candidates(*given, Line(0, 1))):
         with pytest.raises(InvalidArgument) as raised:
             pack(mixes, Limits(10, 2, 2, 1), Line(0, 1), Line(0, 1))
         assert (raised.value.request, raised.value.taken, raised.value.most) == (1, 12, 10)
@@ -180,7 +182,7 @@ def test_a_request_that_fits_nowhere_is_named_with_the_numbers() -> None:
 # ---------------------------------------------------------------------------------------------- the division
 
 COSTS = st.builds(
-    lambda layers, weights, load, make, base, each, token: Costs(
+    lambda layers, weights, load, make, base, each, token: LayerwiseCosts(
         layers,
         weights,
         Line(0.01, load),
@@ -190,7 +192,7 @@ COSTS = st.builds(
         lambda requests: 0.1 * (requests > 0),
         token,
         token / 2,
-        0.4,
+        slowed=0.4,
     ),
     st.integers(1, 4),
     st.floats(0.0, 8.0),
@@ -204,13 +206,13 @@ BLOCKS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 BLOCK = BlockBytes(8, 4)
 
 
-def room(layers: int, device: int = 0, buffers: int = 400, host: int = 1 << 20) -> Room:
-    return Room(layers, BLOCK, host, device, 64, buffers)
+def room(layers: int, device: int = 0, buffers: int = 400, host: int = 1 << 20) -> LayerwiseRoom:
+    return LayerwiseRoom(layers, BLOCK, host, device, 64, buffers)
 
 
 @settings(deadline=None, max_examples=60)
 @given(BLOCKS, COSTS, st.integers(0, 200), st.integers(200, 500))
-def test_it_is_the_best_of_all_divisions(blocks: list[int], costs: Costs, device: int, buffers: int) -> None:
+def test_it_is_the_best_of_all_divisions(blocks: list[int], costs: LayerwiseCosts, device: int, buffers: int) -> None:
     memory = room(costs.layers, device, buffers)
 
     def seconds(ratio: tuple[int, int]) -> float | None:
@@ -219,7 +221,7 @@ def test_it_is_the_best_of_all_divisions(blocks: list[int], costs: Costs, device
         except InvalidArgument:  # one request does not fit into the buffers
             return None
 
-    found = hybrid.best(blocks, costs, memory)
+    found = division.best(blocks, costs, memory)
     every = [(a, k) for a in range(11) for k in range(11) if a + k]
     assert found.seconds == pytest.approx(brute.least_seconds(every, seconds))
     check(found.packing, list(found.mixes), memory.limits)
@@ -229,11 +231,11 @@ def test_it_is_the_best_of_all_divisions(blocks: list[int], costs: Costs, device
 @settings(deadline=None, max_examples=60)
 @given(BLOCKS, COSTS, st.integers(0, 200), st.integers(0, 5000))
 def test_never_slower_than_the_papers_kv_alone_or_activations_alone(
-    blocks: list[int], costs: Costs, device: int, host: int
+    blocks: list[int], costs: LayerwiseCosts, device: int, host: int
 ) -> None:
     memory = room(costs.layers, device, host=host + 8 * costs.layers * sum(blocks))
-    found = hybrid.best(blocks, costs, memory).seconds
-    papers = hybrid.as_in_the_paper(blocks, costs, memory)
+    found = division.best(blocks, costs, memory).seconds
+    papers = division.as_in_the_paper(blocks, costs, memory)
     kv, activations = (hybrid.fixed(blocks, ratio, costs, memory).seconds for ratio in ((0, 1), (1, 0)))
     assert found <= min(papers.seconds, kv, activations) * (1 + 1e-9)
     check(papers.packing, list(papers.mixes), memory.limits)
@@ -242,7 +244,7 @@ def test_never_slower_than_the_papers_kv_alone_or_activations_alone(
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 20), BLOCKS), min_size=1, max_size=3), COSTS, st.integers(0, 200))
 def test_one_ratio_for_several_passes_is_the_best_of_all(
-    passes: list[tuple[int, list[int]]], costs: Costs, device: int
+    passes: list[tuple[int, list[int]]], costs: LayerwiseCosts, device: int
 ) -> None:
     memory = room(costs.layers, device)
 
@@ -250,13 +252,15 @@ def test_one_ratio_for_several_passes_is_the_best_of_all(
         return math.fsum(count * hybrid.fixed(blocks, ratio, costs, memory).seconds for count, blocks in passes)
 
     every = [(a, k) for a in range(11) for k in range(11) if a + k]
-    found = seconds(hybrid.best_ratio(passes, costs, memory))
+    found = seconds(division.best_ratio(passes, costs, memory))
     assert found == pytest.approx(brute.least_seconds(every, seconds))
-    papers = math.fsum(count * hybrid.as_in_the_paper(blocks, costs, memory).seconds for count, blocks in passes)
+    papers = math.fsum(count * division.as_in_the_paper(blocks, costs, memory).seconds for count, blocks in passes)
     assert found <= papers * (1 + 1e-9)
 
 
-def slow_best_ratio(passes: list[tuple[int, list[int]]], costs: Costs, memory: Room) -> tuple[float, tuple[int, int]]:
+def slow_best_ratio(
+    passes: list[tuple[int, list[int]]], costs: LayerwiseCosts, memory: LayerwiseRoom
+) -> tuple[float, tuple[int, int]]:
     """Every ratio, none left out."""
     found = (math.inf, 0, (1, 0))
     for place, ratio in enumerate(ratios(each for _, blocks in passes for each in blocks)):
@@ -277,16 +281,16 @@ def slow_best_ratio(passes: list[tuple[int, list[int]]], costs: Costs, memory: R
     st.integers(0, 120),
 )
 def test_ratios_are_left_out_only_if_they_are_not_the_best(
-    passes: list[tuple[int, list[int]]], costs: Costs, device: int, buffers: int, host: int
+    passes: list[tuple[int, list[int]]], costs: LayerwiseCosts, device: int, buffers: int, host: int
 ) -> None:
     """Where little fits into the buffers or host memory, too."""
     memory = room(costs.layers, device, buffers, host * costs.layers)
     seconds = slow_best_ratio(passes, costs, memory)[0]
     if seconds == math.inf:
         with pytest.raises((InvalidArgument, OutOfMemory)):
-            hybrid.best_ratio(passes, costs, memory)
+            division.best_ratio(passes, costs, memory)
         return
-    found = hybrid.best_ratio(passes, costs, memory)
+    found = division.best_ratio(passes, costs, memory)
     plans = [(count, hybrid.fixed(blocks, found, costs, memory)) for count, blocks in passes]
     assert math.fsum(count * plan.seconds for count, plan in plans) == pytest.approx(seconds)
 
@@ -310,11 +314,11 @@ def test_no_ratio_of_a_range_loads_or_makes_less_than_its_bound(
 
 def test_few_ratios_of_mixed_lengths_are_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, looked = [3 + 7 * at % 31 for at in range(31)], list[tuple[int, int]]()
-    costs = Costs(8, 9.0, Line(0, 0.1), Line(0, 0.05), Line(0, 0.1), lambda r, b: 0.1, lambda r: 0.0)
+    costs = LayerwiseCosts(8, 9.0, Line(0, 0.1), Line(0, 0.05), Line(0, 0.1), lambda r, b: 0.1, lambda r: 0.0)
     memory, original = room(8, device=2000, buffers=4000), hybrid.fixed
     ratio = slow_best_ratio([(1, blocks)], costs, memory)[1]
     monkeypatch.setattr(hybrid, "fixed", lambda *given: (looked.append(given[1]), original(*given))[1])
-    assert hybrid.best_ratio([(1, blocks)], costs, memory) == ratio
+    assert division.best_ratio([(1, blocks)], costs, memory) == ratio
     assert len(looked) < 0.05 * len(ratios(blocks))
 
 
@@ -340,23 +344,25 @@ def test_blocks_are_divided_whole_and_the_device_holds_no_more_than_it_has(
 
 
 def test_link_or_processor_whichever_is_scarce_decides() -> None:
-    def costs(load: float, make: float) -> Costs:
-        return Costs(8, 1.0, Line(0, load), Line(0, load / 2), Line(0, make), lambda r, b: 0.1, lambda r: 0.0)
+    def costs(load: float, make: float) -> LayerwiseCosts:
+        return LayerwiseCosts(8, 1.0, Line(0, load), Line(0, load / 2), Line(0, make), lambda r, b: 0.1, lambda r: 0.0)
 
-    blocks, memory = [64] * 8, Room(8, BLOCK, 1 << 30, 0, 64, 1 << 20)
-    scarce_link = hybrid.best(blocks, costs(1.0, 0.001), memory)
+    blocks, memory = [64] * 8, LayerwiseRoom(8, BLOCK, 1 << 30, 0, 64, 1 << 20)
+    scarce_link = division.best(blocks, costs(1.0, 0.001), memory)
     assert all(mix.kv == 0 for mix in scarce_link.mixes)
-    scarce_processor = hybrid.best(blocks, costs(0.001, 1.0), memory)
+    scarce_processor = division.best(blocks, costs(0.001, 1.0), memory)
     assert all(mix.recomputed <= 1 for mix in scarce_processor.mixes)  # what fits beside the weights
-    both = hybrid.best(blocks, costs(1.0, 1.0), memory)
+    both = division.best(blocks, costs(1.0, 1.0), memory)
     shares = {mix.recomputed for mix in both.mixes}
     # 1 + (64 - x) 8 + x 4 = 0.1 + 8 x, but for one mini-batch that nothing hides
-    assert shares <= {42, 43, 44} and both.seconds <= hybrid.as_in_the_paper(blocks, costs(1.0, 1.0), memory).seconds
+    assert shares <= {42, 43, 44} and both.seconds <= division.as_in_the_paper(blocks, costs(1.0, 1.0), memory).seconds
 
 
 @RELAXED
 @given(COSTS, st.integers(0, 300), st.integers(8, 4000))
-def test_algorithm_1_fills_the_memory_and_balances_what_it_counts(costs: Costs, device: int, blocks: int) -> None:
+def test_algorithm_1_fills_the_memory_and_balances_what_it_counts(
+    costs: LayerwiseCosts, device: int, blocks: int
+) -> None:
     memory = room(costs.layers, device, host=blocks * 4 * costs.layers)
     activations, kv = hybrid.algorithm_1(costs, memory)
     used = (activations * BLOCK.activations + kv * BLOCK.kv) * costs.layers
@@ -369,8 +375,10 @@ def test_algorithm_1_fills_the_memory_and_balances_what_it_counts(costs: Costs, 
 
 
 def test_algorithm_1_at_its_ends() -> None:
-    def costs(weights: float, load: float, make: float) -> Costs:
-        return Costs(2, weights, Line(0, load), Line(0, load / 2), Line(0, make), lambda r, b: 0.0, lambda r: 0.0)
+    def costs(weights: float, load: float, make: float) -> LayerwiseCosts:
+        return LayerwiseCosts(
+            2, weights, Line(0, load), Line(0, load / 2), Line(0, make), lambda r, b: 0.0, lambda r: 0.0
+        )
 
     memory = room(2, host=800)  # 100 blocks of activations, 50 of KV
     assert hybrid.algorithm_1(costs(1000.0, 1.0, 1.0), memory) == (100, 0)  # weights take longer than all of it
@@ -385,10 +393,10 @@ def test_algorithm_1_at_its_ends() -> None:
 
 
 def test_a_batch_that_host_memory_cannot_hold_is_refused_with_the_numbers() -> None:
-    costs = Costs(2, 1.0, Line(0, 1), Line(0, 0.5), Line(0, 1.0), lambda r, b: 0.1, lambda r: 0.0)
-    for call in (hybrid.best, lambda *given: hybrid.fixed(given[0], (1, 0), *given[1:])):
+    costs = LayerwiseCosts(2, 1.0, Line(0, 1), Line(0, 0.5), Line(0, 1.0), lambda r, b: 0.1, lambda r: 0.0)
+    for call in (division.best, lambda *given: hybrid.fixed(given[0], (1, 0), *given[1:])):
         with pytest.raises(OutOfMemory) as raised:
             call([5, 5], costs, room(2, host=79))
         assert (raised.value.requested, raised.value.free) == (80, 79)
-    tight = hybrid.best([5, 5], costs, room(2, host=80))
+    tight = division.best([5, 5], costs, room(2, host=80))
     assert total(tight.mixes) == Mix(0, 10, requests=2)  # KV would not fit, slower or not

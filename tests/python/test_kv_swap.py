@@ -21,7 +21,7 @@ from remap.errors import InvalidArgument, OutOfBlocks
 from remap.kv.host import HostBlocks
 from remap.kv.spec import KVGeometry, KVSpec
 from remap.memory.device import simulated
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.masters import masters
 
 LAYOUTS = ("block_major", "layer_major")

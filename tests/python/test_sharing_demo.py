@@ -16,11 +16,11 @@ from test_demo_report import make_result, make_run
 from typer.testing import CliRunner
 
 from remap.cli import demo, demo_tenants, smollm2
-from remap.cli.demo_config import DemoConfig
+from remap.cli.demo_config import MOST_TENANTS, DemoConfig
 from remap.cli.demo_html import page
 from remap.cli.demo_report import RunResult, table_rows
 from remap.cli.main import app
-from remap.cli.shared_world import SMALL, Wiring, World
+from remap.cli.shared_world import LARGE, SMALL, Wiring, World
 from remap.errors import InvalidArgument
 from remap.sim.workload import ALPACA, Arrivals, Load, generate
 
@@ -32,6 +32,10 @@ def small(monkeypatch):
     """The demo's several models as three small random ones."""
     monkeypatch.setattr(demo_tenants, "LARGE", SMALL)
     return DemoConfig(tenants=3, budget_bytes=0, dtype="float32", page_bytes=SMALL.page_bytes, block_tokens=8)
+
+
+def test_the_command_line_knows_how_many_models_there_are():
+    assert len(LARGE.models) == MOST_TENANTS
 
 
 def test_a_budget_is_dealt_out_by_weight(small):

@@ -15,8 +15,8 @@ import remap
 from remap.cli.errors import writable
 from remap.cli.simulate_report import tables
 from remap.errors import InvalidArgument
+from remap.policy.hardware import Machine, Model, machine
 from remap.sim import running
-from remap.sim.hardware import Machine, Model, machine
 from remap.sim.policies import find
 from remap.sim.results import PolicyResult, Targets
 from remap.sim.serving import Setup, TenantSetup, simulate

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from remap.cli.fit import fit_command
 from remap.errors import InvalidArgument, InvalidState
+from remap.policy.hardware import Machine, Model, machine, model
 from remap.policy.least_squares import line, minimise
 from remap.sim import fit as fitting
 from remap.sim.fit import GROUPS, MOST_MISFIT, POOR_MISFIT, Misfit, fit
-from remap.sim.hardware import Machine, Model, machine, model
 from remap.sim.roofline import Roofline, prefill_pairs
 
 pytest.importorskip("scipy", reason="curves are fitted with scipy, of the extra `sim`")

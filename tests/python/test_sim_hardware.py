@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import Machine, machine, machines, model, models, namesakes
+from remap.policy.hardware import Machine, machine, machines, model, models, namesakes
 
 MACHINES = (
     *("GH200-96GB", "GB200", "B200", "H100-SXM", "H100-PCIe", "H200-SXM", "A100-80GB-SXM", "A800-80GB", "H800-80GB"),
@@ -94,7 +94,7 @@ def test_every_figure_of_a_machine_has_a_source_and_a_grade(name: str) -> None:
 
 def test_grades_are_explained_and_entries_have_sources() -> None:
     for kind in ("machines", "models"):
-        table = json.loads((resources.files("remap.sim") / "tables" / f"{kind}.json").read_text(encoding="utf-8"))
+        table = json.loads((resources.files("remap.policy") / "tables" / f"{kind}.json").read_text(encoding="utf-8"))
         for entry in table[kind].values():
             parts = (
                 [entry]

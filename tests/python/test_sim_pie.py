@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from sim_world import MIB, tiny
 
 from remap.engine.chunk import Chunk
-from remap.sim.hardware import Machine, machine
+from remap.policy.hardware import Machine, machine
 from remap.sim.passes import PiePass
 from remap.sim.pools import PiePool
 from remap.sim.sequences import Sequence as Request

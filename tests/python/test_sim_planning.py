@@ -14,8 +14,8 @@ from remap.adapters.settings import Settings
 from remap.cli.plan import plan as command
 from remap.errors import InvalidArgument
 from remap.policy import schedule
+from remap.policy.hardware import machine, model
 from remap.policy.slices import slices_period
-from remap.sim.hardware import machine, model
 from remap.sim.model_variants import in_dtype, least_rows, sharded
 from remap.sim.planning import balance, kv_tokens, limit, memory_of, plan
 from remap.sim.roofline import Roofline, prefill_pairs

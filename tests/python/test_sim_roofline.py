@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import machine, machines, model, models
+from remap.policy.hardware import machine, machines, model, models
 from remap.sim.roofline import Roofline, prefill_pairs
 
 # A machine on which every term is a round number: 1 TB/s, 100 TFLOP/s, half of each reached.

@@ -14,7 +14,7 @@ from sim_world import MIB, recording, tiny
 import remap
 from remap.config import Knobs
 from remap.errors import InvalidArgument, InvalidState
-from remap.sim.hardware import Machine, machine
+from remap.policy.hardware import Machine, machine
 from remap.sim.policies import find
 from remap.sim.results import PolicyResult
 from remap.sim.serving import COMBINATIONS, SHARINGS, Setup, TenantSetup, simulate, tenants

@@ -18,7 +18,7 @@ from sim_world import kv_spec
 import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, OutOfMemory
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.masters import masters
 
 MIB = 1 << 20

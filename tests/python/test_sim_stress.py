@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import remap
+from remap.policy.hardware import Machine, Model, machine
 from remap.sim import serving
-from remap.sim.hardware import Machine, Model, machine
 from remap.sim.policies import ABLATIONS, find
 from remap.sim.results import PolicyResult
 from remap.sim.serving import SHARINGS, Setup, TenantSetup, simulate

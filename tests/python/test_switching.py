@@ -11,8 +11,8 @@ from test_sharing_controller import N, world_of
 
 import remap
 from remap.memory.activate import WELL_ABOVE
+from remap.policy.hardware import machine
 from remap.policy.switching import MOST, STEPS, Switching
-from remap.sim.hardware import machine
 from remap.sim.loads import load
 from remap.sim.results import PolicyResult
 from remap.sim.serving import Setup, simulate, tenants

@@ -70,7 +70,7 @@ def test_it_has_every_file_of_the_sources() -> None:
     """Templates and tables too, which no import would miss."""
     sources = ROOT / "src" / "remap"
     wanted = {path.relative_to(sources) for path in sources.rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    assert {Path("cli/templates/demo.html.j2"), Path("sim/tables/machines.json")} <= wanted
+    assert {Path("cli/templates/demo.html.j2"), Path("policy/tables/machines.json")} <= wanted
     assert [str(path) for path in sorted(wanted) if not (MODULE.parent / path).is_file()] == []
 
 

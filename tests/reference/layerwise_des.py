@@ -1,4 +1,4 @@
-"""Passes layer by layer over mini-batches, event by event: slow, obvious, to test `remap.policy.layerwise` against.
+"""Passes layer by layer over mini-batches, event by event: slow, obvious, to test `bench.lab.hybridserve.layerwise` against.
 
 Nothing here knows a recurrence. There is one copy engine a direction, each with its list of copies, which it takes in order
 and begins when the buffer of the next one is free; a processor, which takes steps in order; and a heap of events. Times are

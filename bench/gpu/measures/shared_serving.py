@@ -580,7 +580,7 @@ Simulated = Callable[[str, Mapping[str, Sequence["Request"]], float], Mapping[st
 
 def _simulation(ctx: Context, case: Combination, arena: Arena) -> Simulated | None:
     """What the simulator says of this arena; None if it knows no such device, or not all of the models as they are."""
-    from remap.sim.hardware import machine, model
+    from remap.policy.hardware import machine, model
     from remap.sim.serving import Setup, simulate
     from remap.sim.setup import TenantSetup
     from remap.sim.workload import Item

@@ -1,5 +1,5 @@
-"""One offline batch on one machine, in virtual time. All decisions and all seconds of passes are the library's
-(`remap.policy.hybrid`, `layerwise`, `minibatches`); what an operator takes is the roofline's. Pure.
+"""One offline batch on one machine, in virtual time. Decisions are the library's (`remap.policy.hybrid`) or the paper's
+(`division`, `packing`), seconds of passes `layerwise`'s; what an operator takes is the roofline's. Pure.
 
 The device holds embeddings and head, two layers' buffers of weights, buffers of blocks, and WORKING bytes for the tensors
 of a pass. What is left holds activations, then weights, then KV. A pass of the prompts writes all
@@ -14,15 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from bench.lab.hybridserve import division
+from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
+from bench.lab.hybridserve.layerwise import Part, pass_seconds
 from bench.lab.seeds import Point
 
 from remap.policy import hybrid
 from remap.policy.activations import Line, Ratio, block_bytes
+from remap.policy.hardware import machine, model
 from remap.policy.hybrid import Costs, Plan, Room
-from remap.policy.layerwise import Part, pass_seconds
 from remap.policy.maxplus import copied_uses
 from remap.policy.minibatches import Limits, Mix, first_fit, total
-from remap.sim.hardware import machine, model
 from remap.sim.loads import SHAREGPT_PAPER
 from remap.sim.roofline import Roofline, prefill_pairs
 
@@ -72,8 +74,8 @@ class Setup:
     """The costs and the memory of a batch, and how well the lines of Figure 11 fit."""
 
     roofline: Roofline
-    costs: Costs
-    room: Room
+    costs: LayerwiseCosts
+    room: LayerwiseRoom
     r_squared: tuple[float, float]  # of T_kv_gen and T_load_kv
 
 
@@ -103,7 +105,7 @@ def setup(machine_name: str, model_name: str) -> Setup:
     block = block_bytes(BLOCK_TOKENS, one.kv_heads, one.head_dim, one.hidden, one.dtype_bytes)
     make, load, r_squared = fits_of(roofline, block.kv)
     out = where.d2h_bytes_per_s * where.duplex
-    costs = Costs(
+    costs = LayerwiseCosts(
         layers=one.layers,
         weights_s=where.copy_s(one.layer_bytes),
         load_kv=load,
@@ -118,7 +120,7 @@ def setup(machine_name: str, model_name: str) -> Setup:
     )
     left = where.hbm_bytes - one.resident_bytes - RING * one.layer_bytes - WORKING
     buffers = int(BUFFER_SHARE * left)
-    room = Room(
+    room = LayerwiseRoom(
         layers=one.layers,
         block=block,
         host_bytes=HOST_BYTES - one.weight_bytes,
@@ -135,14 +137,14 @@ def _fixed(ratio: Ratio) -> System:
 
 def _best(passes: Passes, costs: Costs, room: Room) -> System:
     """The ratio is decided once, for all passes; mini-batches are formed for each."""
-    return _fixed(hybrid.best_ratio(passes, costs, room))
+    return _fixed(division.best_ratio(passes, costs, room))
 
 
 SYSTEMS: dict[str, Callable[[Passes, Costs, Room], System]] = {
     "KV": lambda passes, costs, room: _fixed((0, 1)),
     "activations": lambda passes, costs, room: _fixed((1, 0)),
     "1:1": lambda passes, costs, room: _fixed((1, 1)),
-    "paper": lambda passes, costs, room: hybrid.as_in_the_paper,
+    "paper": lambda passes, costs, room: division.as_in_the_paper,
     "ours": _best,
 }
 """By name: how a pass is planned, given all passes."""

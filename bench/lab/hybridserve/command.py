@@ -46,7 +46,7 @@ settings give equal figures.
 greedy packing, with what the paper leaves open decided in
 [hybrid.py](../../src/remap/policy/hybrid.py) and [minibatches.py](../../src/remap/policy/minibatches.py). `ours` is the
 division with the least certified seconds of all passes. All run on one model of
-time: a pass layer by layer over mini-batches ([layerwise.py](../../src/remap/policy/layerwise.py)), event by event, with
+time: a pass layer by layer over mini-batches ([layerwise.py](../lab/hybridserve/layerwise.py)), event by event, with
 weights, KV, activations and stores on the link. Blocks have {block} tokens, prompts are computed {prefill:,} tokens at a time. No
 system loses time between passes, waits for its host's memory, or shares device memory's bandwidth with copies.
 

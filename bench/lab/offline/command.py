@@ -76,7 +76,7 @@ pass, by `remap.policy.offline` from what the run itself measured.
 
 Simulated, not measured: HybridServe's batches of Figure 12 on an RTX 4090, 128 requests at once, as in
 [hybridserve.md](hybridserve.md), the middle pass of the answers. In parts: each mini-batch's blocks are copied when its turn
-comes ([layerwise.py](../../src/remap/policy/layerwise.py)). Whole: as the library's prefetcher copies, a layer's blocks for all
+comes ([layerwise.py](../lab/hybridserve/layerwise.py)). Whole: as the library's prefetcher copies, a layer's blocks for all
 mini-batches in one copy ([kv_stream.py](../../src/remap/policy/kv_stream.py)), which is what the engine's certificate counts.
 Then two buffers hold the whole batch's part of a layer. Where the device's 10 % for buffers are too few, the requests are
 served in so many batches one after another.

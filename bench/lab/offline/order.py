@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from bench.lab.hybridserve import division
 from bench.lab.hybridserve.batches import BLOCK_TOKENS, OUTPUT, Batch, setup
+from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
 
-from remap.policy import hybrid, kv_stream
-from remap.policy.hybrid import Costs, Plan, Room
+from remap.policy import kv_stream
+from remap.policy.hybrid import Plan
 from remap.policy.minibatches import total
 
 __all__ = ["Order", "order"]
@@ -39,7 +41,7 @@ def order(batch: Batch) -> Order:
     """Of a batch whose prompts are of one length."""
     found = setup(batch.machine, batch.model)
     blocks = -(-(batch.prompt + OUTPUT // 2) // BLOCK_TOKENS)
-    plan = hybrid.best([blocks] * batch.size, found.costs, found.room)
+    plan = division.best([blocks] * batch.size, found.costs, found.room)
     batches = 1
     while (rest := _plan(blocks, batch.size, batches, found.costs, found.room)) and not _fits(rest, found.room):
         batches += 1
@@ -54,22 +56,22 @@ def order(batch: Batch) -> Order:
     )
 
 
-def _plan(blocks: int, size: int, batches: int, costs: Costs, room: Room) -> Plan:
-    return hybrid.best([blocks] * math.ceil(size / batches), costs, room)
+def _plan(blocks: int, size: int, batches: int, costs: LayerwiseCosts, room: LayerwiseRoom) -> Plan:
+    return division.best([blocks] * math.ceil(size / batches), costs, room)
 
 
-def _fits(plan: Plan, room: Room) -> bool:
+def _fits(plan: Plan, room: LayerwiseRoom) -> bool:
     return _wanted(plan, room) <= room.buffer_bytes
 
 
-def _wanted(plan: Plan, room: Room) -> int:
+def _wanted(plan: Plan, room: LayerwiseRoom) -> int:
     """Bytes of the two buffers for a layer's blocks, and of what one mini-batch makes again."""
     mix = total(plan.mixes)
     made = max(total(plan.mixes[at] for at in each).recomputed for each in plan.packing)
     return _BUFFERS * (mix.kv * room.block.kv + mix.activations * room.block.activations) + made * room.block.kv
 
 
-def _whole_s(plan: Plan, costs: Costs, room: Room) -> float:
+def _whole_s(plan: Plan, costs: LayerwiseCosts, room: LayerwiseRoom) -> float:
     mix = total(plan.mixes)
     parts = [costs.part(total(plan.mixes[at] for at in each)) for each in plan.packing]
     computed = math.fsum(part.recompute_s + part.forward_s for part in parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from remap.sim.hardware import Machine, model
+from remap.policy.hardware import Machine, model
 from remap.sim.roofline import Roofline
 
 __all__ = ["arithmetic"]

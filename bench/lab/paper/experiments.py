@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import Machine, model
+from remap.policy.hardware import Machine, model
 from remap.sim.policies import WEIGHTS_ONLY
 from remap.sim.serving import Setup, TenantSetup, tenants
 

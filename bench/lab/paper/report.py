@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.lab.seeds import AGAINST, GOODPUT, Column, Line, cell
 from bench.lab.seeds import table as table_of_seeds
 
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 
 from .experiment_list import EXPERIMENTS
 from .experiments import BASELINE, IDEAL, Comparison, Experiment, Headline, Reckoning, headlines, setup_of

@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from bench.lab.seeds import Column, Point, cell
 
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.serving import Setup
 
 from .experiments import BASELINE, Experiment, Reckoning, setup_of

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.loads import load
 from remap.sim.results import PolicyResult, weighted_percentile
 from remap.sim.serving import Setup, simulate

@@ -13,7 +13,7 @@ from bench.lab.paper.experiment_list import KV_STREAM, MANY
 from bench.lab.paper.experiments import BASELINE, IDEAL, Panel
 from bench.lab.seeds import Point
 
-from remap.sim.hardware import model
+from remap.policy.hardware import model
 from remap.sim.serving import Setup
 
 __all__ = [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import Machine, Model
+from remap.policy.hardware import Machine, Model
 from remap.sim.policies import WEIGHTS_ONLY, find
 from remap.sim.serving import Setup, TenantSetup
 from remap.sim.workload import Item

@@ -18,8 +18,8 @@ from bench.lab.apart import run_apart
 from remap.cli import smollm2
 from remap.cli.demo_config import DemoConfig
 from remap.cli.machine import machine_now
-from remap.sim.hardware import Machine, Model
-from remap.sim.hardware import machine as machine_of
+from remap.policy.hardware import Machine, Model
+from remap.policy.hardware import machine as machine_of
 from remap.sim.policies import WEIGHTS_ONLY
 from remap.sim.results import percentile
 

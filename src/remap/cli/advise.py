@@ -48,7 +48,8 @@ def advise(
 ) -> None:
     """Say whether remap pays for these models on a machine under a load, what it costs, and which settings to use."""
     with exit_on_error():
-        from remap.sim import advice, hardware, loads, planning_checks, policies, serving
+        from remap.policy import hardware
+        from remap.sim import advice, loads, planning_checks, policies, serving
         from remap.sim.setup import evenly
 
         if html is not None:

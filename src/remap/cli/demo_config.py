@@ -7,7 +7,10 @@ from pathlib import Path
 
 from .demo_prompts import PROMPTS
 
-__all__ = ["DemoConfig", "Progress", "default_config"]
+__all__ = ["MOST_TENANTS", "DemoConfig", "Progress", "default_config"]
+
+MOST_TENANTS = 3
+"""Models that the demo has."""
 
 
 @dataclass(frozen=True)

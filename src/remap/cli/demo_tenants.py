@@ -16,7 +16,7 @@ from remap.engine.metrics import Sample
 from remap.errors import InvalidArgument
 from remap.sizes import show_size
 
-from .demo_config import DemoConfig, Progress
+from .demo_config import MOST_TENANTS, DemoConfig, Progress
 from .demo_report import RunResult
 from .shared_world import LARGE, Wiring, World
 
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from remap.engine.engine import StepOutput
 
 
-__all__ = ["KV_SHARE", "MOST_TENANTS", "build_world", "model_name", "run_tenants"]
+__all__ = ["KV_SHARE", "build_world", "model_name", "run_tenants"]
 
-MOST_TENANTS = len(LARGE.models)
 # Without a budget of the user's: KV as a share of the weights. Oneiros' combinations have 0.04 to 0.38.
 KV_SHARE = 0.1
 QUANTUM_S = 2.0

@@ -2,43 +2,78 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Iterator, Mapping, MutableMapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
-from remap.sizes import parse_size
+from .errors import EXIT_CODES
 
-from . import cluster
-from .advise import advise
-from .demo_config import DemoConfig, default_config
-from .demo_tenants import MOST_TENANTS
-from .errors import EXIT_CODES, exit_on_error, writable
-from .fit import fit_command
-from .offline import offline
-from .plan import plan
-from .serve import serve
-from .simulate import simulate
-from .top import top
+__all__ = ["COMMANDS", "app"]
 
-__all__ = ["app"]
+COMMANDS: Mapping[str, str] = {
+    "demo": "remap.cli.demo_command:demo",
+    "offline": "remap.cli.offline:offline",
+    "advise": "remap.cli.advise:advise",
+    "plan": "remap.cli.plan:plan",
+    "simulate": "remap.cli.simulate:simulate",
+    "fit": "remap.cli.fit:fit_command",
+    "top": "remap.cli.top:top",
+    "serve": "remap.cli.serve:serve",
+    "cluster": "remap.cli.cluster:app",
+}
+"""Where the commands are that stand on the reference engine, the simulator, the broker or the cluster. A call loads its own
+alone: here nothing imports these (tools/import_rules.py)."""
+
+
+class _Loaded(MutableMapping[str, Any]):
+    """The commands of this file, and those of `COMMANDS`, each imported when it is first asked for."""
+
+    def __init__(self, here: Mapping[str, Any]) -> None:
+        self._loaded: dict[str, Any] = dict(here)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            module, _, attribute = COMMANDS[name].partition(":")
+            found = getattr(import_module(module), attribute)
+            if not isinstance(found, typer.Typer):
+                alone = typer.Typer(add_completion=False)
+                alone.command(name)(found)
+                self._loaded[name] = typer.main.get_command(alone)
+            else:
+                self._loaded[name] = typer.main.get_group(found)
+                self._loaded[name].name = name
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._loaded[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*COMMANDS, *self._loaded)))
+
+    def __len__(self) -> int:
+        return len({*COMMANDS, *self._loaded})
+
+
+class _Group(TyperGroup):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = _Loaded(self.commands)
+
 
 app = typer.Typer(
+    cls=_Group,
     help="Turn model weights into KV cache while an engine serves, and back.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("offline")(offline)
-app.command("advise")(advise)
-app.command("plan")(plan)
-app.command("simulate")(simulate)
-app.command("fit")(fit_command)
-app.add_typer(cluster.app, name="cluster")
-app.command("top")(top)
-app.command("serve")(serve)
-DEFAULTS = default_config()
 
 
 def _show_version(wanted: bool) -> None:
@@ -60,60 +95,6 @@ def options(
     ] = False,
 ) -> None:
     """Turn model weights into KV cache while an engine serves, and back."""
-
-
-@app.command()
-def demo(
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory for weights, KV cache and ring, such as 640MiB.",
-            show_default=f"{DEFAULTS.budget_bytes >> 20}MiB; of several tenants their weights and a tenth of them",
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULTS.dtype,
-    requests: Annotated[int, typer.Option(min=1, max=DEFAULTS.requests, help="Serve the first so many prompts.")] = (
-        DEFAULTS.requests
-    ),
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = (
-        DEFAULTS.max_num_seqs
-    ),
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = (
-        DEFAULTS.max_batch_tokens
-    ),
-    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one KV block.")] = DEFAULTS.block_tokens,
-    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, in all three runs.")] = DEFAULTS.threads,
-    tenants: Annotated[
-        int, typer.Option(min=1, max=MOST_TENANTS, help="Models on the arena: SmolLM2, and others with random weights.")
-    ] = 1,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds of the three runs; for several, shows medians and ranges.")
-    ] = 1,
-    out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.html.")] = Path("out"),
-) -> None:
-    """Serve real prompts on a real model in a fixed memory budget, without and with remap, and compare."""
-    from .demo import demo as run
-
-    console = Console()
-    with exit_on_error():
-        config = DemoConfig(
-            budget_bytes=_budget(budget, tenants),
-            dtype=dtype,
-            requests=requests,
-            max_num_seqs=max_num_seqs,
-            max_batch_tokens=max_batch_tokens,
-            block_tokens=block_tokens,
-            threads=threads,
-            tenants=tenants,
-        )
-        writable(out / "demo.json")
-        run(config, out, console, rounds)
-
-
-def _budget(text: str | None, tenants: int) -> int:
-    if text is not None:
-        return parse_size(text, "budget")
-    return DEFAULTS.budget_bytes if tenants == 1 else 0
 
 
 @app.command()

@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from remap.sim.hardware import Model, namesakes
-from remap.sim.hardware import machine as machine_of
+from remap.policy.hardware import Model, namesakes
+from remap.policy.hardware import machine as machine_of
 from remap.sim.hf_config import find_model
 from remap.sim.planning import MAX_REQUESTS, Plan, memory_of
 from remap.sim.planning import plan as make_plan

@@ -84,7 +84,8 @@ def prepare(options: Options) -> Prepared:
 
     Raises InvalidArgument for the first wrong option; for an unknown name it lists the known ones.
     """
-    from remap.sim import hardware, loads, planning_checks, policies, serving
+    from remap.policy import hardware
+    from remap.sim import loads, planning_checks, policies, serving
     from remap.sim.results import Targets
 
     targets = Targets(options.ttft_target, options.tpot_target)
@@ -133,7 +134,7 @@ def prepare(options: Options) -> Prepared:
 
 def _notes(options: Options, prepared: Prepared) -> list[str]:
     """The assumptions about the machine and the models, in sentences."""
-    from remap.sim.hardware import namesakes
+    from remap.policy.hardware import namesakes
     from remap.sim.planning_checks import fit_note
 
     machine, found = prepared.setup.machine, []

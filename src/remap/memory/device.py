@@ -29,7 +29,7 @@ from remap.sizes import parse_size, shown
 if TYPE_CHECKING:
     import torch
 
-    from remap.sim.hardware import Machine
+    from remap.policy.hardware import Machine
 
 __all__ = [
     "COPY_CHUNK_BYTES",
@@ -300,7 +300,7 @@ def _make_backend(
                 f"{option} is for device 'cuda', this is {name}; nothing was created; leave it out", device=str(name)
             )
     if name.kind == "sim":
-        from remap.sim.hardware import machine
+        from remap.policy.hardware import machine
 
         return simulated(machine(name.machine))
     require_memory(capacity)

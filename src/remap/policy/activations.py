@@ -2,7 +2,7 @@
 
 K and V of a token are made again from its activations by the layer's own projection, so either kind of block is enough.
 With multi-head attention activations have half the bytes of K and V; they cost a product with the projection's weights in
-each pass. `hybrid` decides how many blocks are of which kind, `layerwise` says how long a pass then takes. Source:
+each pass. `hybrid` decides how many blocks are of which kind, `offline` says how long a pass then takes. Source:
 HybridServe, sections 3.3 and 4.3.
 """
 

@@ -1,44 +1,42 @@
 """How much of an offline batch's cache is KV and how much activations: the least certified seconds of a pass. Pure.
 
-    plan = best(blocks, costs, room)        # blocks of each request
-    plan.ratio, plan.packing, plan.seconds
+    ratio = better_ratio(passes, costs, room, ratios(blocks))       # passes: blocks of each request
+    plan = fixed(blocks, ratio, costs, room)
+    plan.packing, plan.seconds
 
 Loading activations takes the link half as long as loading K and V (multi-head attention), and the processor makes K and V
 again. Weights, KV, activations and stores share the link; making K and V again and the rest of the layer share the
-processor. `best` compares every division of the requests' blocks by the seconds that `layerwise.pass_seconds` certifies.
-`as_in_the_paper` is HybridServe's Algorithm 1 with its packing, timed in the same way.
+processor. `Costs` says in which order the copies come, and so what a pass takes: `remap.policy.offline` has the engine's.
+`algorithm_1` is HybridServe's.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from remap.errors import InvalidArgument, OutOfMemory
 from remap.policy import minibatches
-from remap.policy.activations import BlockBytes, Line, Ratio, activations_of_each, ratios
-from remap.policy.layerwise import Part, pass_seconds
-from remap.policy.maxplus import copied_uses
+from remap.policy.activations import BlockBytes, Line, Ratio, activations_of_each
 from remap.policy.minibatches import Limits, Mix, Packing, total
 
-__all__ = ["Costs", "Plan", "Room", "algorithm_1", "as_in_the_paper", "best", "best_ratio", "better_ratio", "fixed"]
+__all__ = ["Costs", "Plan", "Room", "algorithm_1", "better_ratio", "fixed"]
 
-_BUFFERS = 2
-"""Of each kind of blocks: one is computed on while the next one comes."""
 _ROUNDING = 1e-9
 """Seconds that differ by less than this share may be the same sum in another order."""
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(ABC):
     """Seconds of a pass that gives each request a token; of one layer, but for ends_s.
 
     weights_s: to copy all of a layer's weights in. load_kv, load_activations, recompute: of blocks of one mini-batch.
     forward_s: of all else that is computed for so many requests with so many blocks; of two mini-batches together never
     more than of both. ends_s: what no layer holds, for so many requests. store_kv_s, store_activations_s: to copy one
-    request's new token out. slowed: seconds that copies in take longer for each second of copies out.
+    request's new token out.
     """
 
     layers: int
@@ -50,49 +48,27 @@ class Costs:
     ends_s: Callable[[int], float]
     store_kv_s: float = 0.0
     store_activations_s: float = 0.0
-    slowed: float = 0.0
     ring: int = 2
 
-    def part(self, mix: Mix, last: bool = False) -> Part:
-        """One mini-batch in one layer; last: in the last one, with what no layer holds."""
-        share = mix.recomputed / mix.blocks if mix.blocks else 0.0
-        store_s = mix.requests * (share * self.store_activations_s + (1.0 - share) * self.store_kv_s)
-        load_activations_s, load_kv_s = self.load_activations(mix.activations), self.load_kv(mix.kv)
-        if load_kv_s:
-            load_kv_s += self.slowed * store_s
-        elif load_activations_s:
-            load_activations_s += self.slowed * store_s
-        forward_s = self.forward_s(mix.requests, mix.blocks) + (self.ends_s(mix.requests) if last else 0.0)
-        return Part(load_activations_s, load_kv_s, self.recompute(mix.recomputed), forward_s, store_s)
-
-    def parts(self, mixes: Sequence[Mix]) -> list[list[Part]]:
-        """All layers of all mini-batches."""
-        inner = [self.part(mix) for mix in mixes]
-        return [*([inner] * (self.layers - 1)), [self.part(mix, last=True) for mix in mixes]]
-
+    @abstractmethod
     def packings(self, mixes: Sequence[Mix], limits: Limits) -> list[Packing]:
-        """Ways to form mini-batches, of which the one with the shortest pass is taken. Errors as `minibatches.candidates`."""
-        return minibatches.candidates(mixes, limits, self.recompute, self.load_kv, self.load_activations)
+        """Ways to form mini-batches, of which the one with the shortest pass is taken. Errors as `minibatches.fewest`."""
 
+    @abstractmethod
     def seconds(self, mixes: Sequence[Mix], streamed: float = 1.0) -> float:
         """The certified seconds of a pass over these mini-batches; streamed: the share of each layer's weights that is not
         kept on the device."""
-        return pass_seconds([streamed * self.weights_s] * self.layers, self.parts(mixes), self.ring, _BUFFERS)
 
+    @abstractmethod
     def least_seconds(self, mix: Mix, streamed: float = 1.0) -> float:
         """A bound that no packing of these blocks goes below: what the link, or the processor, does in a pass."""
-        copies = len(copied_uses(self.layers, self.ring, "fixed"))
-        loads = self.load_kv(mix.kv) + self.load_activations(mix.activations)
-        link = copies * streamed * self.weights_s + self.layers * loads
-        computed = self.recompute(mix.recomputed) + self.forward_s(mix.requests, mix.blocks)
-        return max(link, self.layers * computed + self.ends_s(mix.requests))
 
 
 @dataclass(frozen=True)
-class Room:
+class Room(ABC):
     """Memory for blocks. block: bytes of one in one layer. host_bytes: for blocks in host memory. device_bytes: for
     activations that stay on the device, then weights, then KV. weight_bytes: of one layer. buffer_bytes: for one layer's
-    blocks of the mini-batches: two buffers of KV, two of activations, and K and V that are made again.
+    blocks of the mini-batches.
     """
 
     layers: int
@@ -123,6 +99,19 @@ class Room:
             for kv, count, here, here_kv in zip(keys, counts, held, held_kv, strict=True)
         ]
 
+    def held_by_host(self, blocks: Sequence[int], ratio: Ratio) -> list[Mix]:
+        """As `divided`. Raises OutOfMemory (fields requested, free; bytes) if host memory cannot hold them."""
+        mixes = self.divided(blocks, ratio)
+        wanted = self.host_bytes_of(total(mixes))
+        if wanted > self.host_bytes:
+            raise OutOfMemory(
+                f"blocks of {len(blocks)} requests need {wanted} bytes of host memory at {ratio[0]} of activations to {ratio[1]} "
+                f"of KV, and there are {self.host_bytes}; nothing changed; serve fewer requests at a time",
+                requested=wanted,
+                free=self.host_bytes,
+            )
+        return mixes
+
     def least(self, blocks: Sequence[int], fewest: Ratio, most: Ratio) -> tuple[Mix, float]:
         """What is loaded of all requests together at least at any ratio from `fewest` activations to `most`, and the least
         share of each layer's weights that is streamed. Exact if both are one ratio.
@@ -150,10 +139,9 @@ class Room:
         return max(0.0, 1.0 - left / (self.layers * self.weight_bytes))
 
     @property
+    @abstractmethod
     def limits(self) -> Limits:
         """Of one mini-batch."""
-        kv, activations = self.block.kv, self.block.activations
-        return Limits(self.buffer_bytes, _BUFFERS * kv, _BUFFERS * activations + kv, kv)
 
 
 @dataclass(frozen=True)
@@ -170,33 +158,16 @@ def fixed(blocks: Sequence[int], ratio: Ratio, costs: Costs, room: Room) -> Plan
     """The plan of one ratio: of `Costs.packings` the one with the shortest pass.
 
     blocks: of each request, at least one request. Raises OutOfMemory (fields requested, free; bytes) if host memory cannot
-    hold them, InvalidArgument as `minibatches.candidates` if a request fits into no mini-batch.
+    hold them, InvalidArgument as `minibatches.fewest` if a request fits into no mini-batch.
     """
-    mixes = _divided(blocks, ratio, room)
-    return _timed(ratio, mixes, costs.packings(mixes, room.limits), costs, room.streamed(total(mixes)))
+    mixes = room.held_by_host(blocks, ratio)
+    streamed = room.streamed(total(mixes))
 
+    def seconds(packing: Packing) -> float:
+        return costs.seconds([total(mixes[at] for at in each) for each in packing], streamed)
 
-def best(blocks: Sequence[int], costs: Costs, room: Room) -> Plan:
-    """Of all divisions that any ratio gives, the one with the least certified seconds of a pass; of equal ones the one with
-    the fewest activations.
-
-    Never slower than KV alone, activations alone, or `as_in_the_paper`, where they fit. Errors as for `fixed`, if no ratio
-    fits.
-    """
-    return fixed(blocks, best_ratio([(1, blocks)], costs, room), costs, room)
-
-
-def best_ratio(passes: Sequence[tuple[int, Sequence[int]]], costs: Costs, room: Room) -> Ratio:
-    """The ratio with which all passes together take the least certified seconds; of equal ones the one with the fewest
-    activations. passes: how many there are in which the requests have these blocks; 0: the blocks only have to fit. Exact.
-
-    Errors as for `fixed`, if no ratio fits all passes.
-    """
-    found = better_ratio(passes, costs, room, ratios(each for _, blocks in passes for each in blocks))
-    if found is None:
-        for _, blocks in passes:
-            fixed(blocks, (1, 0), costs, room)  # activations alone are the smallest: raises, with the numbers
-    return found or (1, 0)
+    found, packing = minibatches.least(costs.packings(mixes, room.limits), seconds)
+    return Plan(ratio, tuple(mixes), packing, found)
 
 
 def better_ratio(
@@ -206,8 +177,9 @@ def better_ratio(
     among: Sequence[Ratio],
     below_s: float = math.inf,
 ) -> Ratio | None:
-    """`best_ratio` of these ratios, ascending by their share of activations; None if with none of them the passes fit and
-    take less than `below_s` together.
+    """Of these ratios, ascending by their share of activations, the one with which all passes together take the least certified
+    seconds; of equal ones the one with the fewest activations; None if with none of them the passes fit and take less than
+    `below_s` together. passes: how many there are in which the requests have these blocks; 0: the blocks only have to fit.
 
     Exact. A range of the ratios is left out if a lower bound of their seconds is above the best that was found: no ratio of
     the range loads less K and V than its last one, nor makes less again than its first one (`Room.least`). The range with
@@ -263,16 +235,6 @@ class _Looked:
         return seconds
 
 
-def as_in_the_paper(blocks: Sequence[int], costs: Costs, room: Room) -> Plan:
-    """HybridServe: the ratio by `algorithm_1`, mini-batches by its greedy packing, seconds by our certificate. Errors as
-    for `fixed`."""
-    ratio = algorithm_1(costs, room)
-    mixes = _divided(blocks, ratio, room)
-    all_of = total(mixes)
-    found = minibatches.as_in_the_paper(mixes, room.limits, costs.recompute, costs.load_kv)
-    return _timed(ratio, mixes, [found], costs, room.streamed(all_of))
-
-
 def algorithm_1(costs: Costs, room: Room) -> Ratio:
     """HybridServe's Algorithm 1: how many blocks of activations and of KV host memory is divided into.
 
@@ -323,24 +285,3 @@ def _spread(most: int, counts: Sequence[int]) -> list[int]:
     """At most `most` in all, of each count the same share."""
     every = max(1, sum(counts))
     return [count * min(most, every) // every for count in counts]
-
-
-def _divided(blocks: Sequence[int], ratio: Ratio, room: Room) -> list[Mix]:
-    mixes = room.divided(blocks, ratio)
-    wanted = room.host_bytes_of(total(mixes))
-    if wanted > room.host_bytes:
-        raise OutOfMemory(
-            f"blocks of {len(blocks)} requests need {wanted} bytes of host memory at {ratio[0]} of activations to {ratio[1]} "
-            f"of KV, and there are {room.host_bytes}; nothing changed; serve fewer requests at a time",
-            requested=wanted,
-            free=room.host_bytes,
-        )
-    return mixes
-
-
-def _timed(ratio: Ratio, mixes: Sequence[Mix], packings: Sequence[Packing], costs: Costs, streamed: float) -> Plan:
-    def seconds(packing: Packing) -> float:
-        return costs.seconds([total(mixes[at] for at in each) for each in packing], streamed)
-
-    found, packing = minibatches.least(packings, seconds)
-    return Plan(ratio, tuple(mixes), packing, found)

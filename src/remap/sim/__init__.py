@@ -1,6 +1,6 @@
 """The digital twin: what remapping would do, without the machine.
 
-Tables and arithmetic (pure): `hardware` (machines and models), `roofline` (what computing takes), `fit` (a machine of one's own),
+Arithmetic (pure), from the tables of `remap.policy.hardware`: `roofline` (what computing takes), `fit` (a machine of one's own),
 `planning` (`remap plan`), `workload`, `lengths` and `loads` (who asks for what, and when), `results`, `policies`,
 `ideal` (how much of the gap to more memory a policy closes).
 
@@ -8,6 +8,4 @@ Serving in virtual time, with the production session on the `sim` backend and th
 (setup, `simulate`), `worlds` (session, tenants, engines), `running` (turns, and passes that overlap), `engine` and `sequences`
 (the loop's kind that has lengths for tokens), `passes` (its runner: what a pass does on the device), `scheduling` (vLLM V0's
 policy), `pools` and `clock` (for Pie, which the library does not have), `timeline`.
-
-`cluster`: many instances of one model under the production control, which merge into pipelines and come apart.
 """

@@ -23,9 +23,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from remap.errors import Error, InvalidArgument
+from remap.policy.hardware import MOST_MISFIT, POOR_MISFIT, Extra, Machine, RooflineConstants, machine
 from remap.policy.least_squares import line, minimise
-
-from .hardware import MOST_MISFIT, POOR_MISFIT, Extra, Machine, RooflineConstants, machine
 
 __all__ = ["GROUPS", "MOST_MISFIT", "POOR_MISFIT", "Fit", "Misfit", "fit"]
 

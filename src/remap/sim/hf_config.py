@@ -16,8 +16,8 @@ from typing import Any
 
 from remap.config import invalid
 from remap.errors import InvalidArgument
+from remap.policy.hardware import Extra, Model, model
 
-from .hardware import Extra, Model, model
 from .model_variants import in_dtype
 
 __all__ = ["FAMILIES", "find_model", "read_config"]

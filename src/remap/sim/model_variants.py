@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from remap.errors import InvalidArgument
-
-from .hardware import Model
+from remap.policy.hardware import Model
 
 __all__ = ["DTYPES", "in_dtype", "least_rows", "sharded"]
 

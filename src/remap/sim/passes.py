@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from remap.engine.chunk import Chunk
 from remap.engine.streaming import streamed
-from remap.sim.hardware import Machine, Model
+from remap.policy.hardware import Machine, Model
 from remap.sim.sequences import Work
 
 __all__ = ["Cost", "Pass", "PiePass", "PieTimes", "SessionPass", "sampled"]

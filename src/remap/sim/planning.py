@@ -23,9 +23,9 @@ from typing import Any
 
 from remap.errors import InvalidArgument
 from remap.policy import schedule
+from remap.policy.hardware import Machine, Model
 from remap.policy.slices import slices_freed
 
-from .hardware import Machine, Model
 from .model_variants import sharded
 from .planning_advice import Advice, Step, advise, arithmetic
 from .planning_checks import assumptions, check_fit, donated, least_batch, memory_beside, memory_of, short

@@ -9,9 +9,9 @@ from typing import Any
 
 from remap.config import Knobs
 from remap.model.footprint import DEVICE_PAGE_SIZES, DEVICE_WASTE, Footprint
+from remap.policy.hardware import Model
 from remap.sizes import show_size
 
-from .hardware import Model
 from .planning_numbers import Donor, Numbers
 from .roofline import Roofline, prefill_pairs
 

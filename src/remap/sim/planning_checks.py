@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from remap.errors import InvalidArgument
+from remap.policy.hardware import MOST_MISFIT, POOR_MISFIT, Machine, Model
 from remap.sizes import parse_size
 
-from .hardware import MOST_MISFIT, POOR_MISFIT, Machine, Model
 from .model_variants import TOUCHED, least_rows
 from .planning_numbers import Balance, Numbers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .hardware import Machine, Model
+from remap.policy.hardware import Machine, Model
 
 __all__ = ["KINDS", "Balance", "Donor", "Limit", "Numbers", "Reload", "Selection", "WhatIf"]
 

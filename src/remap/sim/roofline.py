@@ -20,8 +20,7 @@ active_experts) experts, the most that they can: with few tokens some share expe
 from __future__ import annotations
 
 from remap.errors import InvalidArgument
-
-from .hardware import Machine, Model
+from remap.policy.hardware import Machine, Model
 
 __all__ = ["Roofline", "prefill_pairs"]
 

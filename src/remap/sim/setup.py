@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import Extra, Machine, Model
+from remap.policy.hardware import Extra, Machine, Model
 from remap.sim.hf_config import find_model
 from remap.sim.passes import Cost
 from remap.sim.scheduling import SCHEDULERS

@@ -15,9 +15,9 @@ from typing import Any
 from remap.engine.scheduler import Schedule, Scheduler
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVSpec, with_streamed
+from remap.policy.hardware import Model
 from remap.sim.clock import VirtualClock
 from remap.sim.engine import SimEngine
-from remap.sim.hardware import Model
 from remap.sim.passes import Cost, Pass, PiePass, SessionPass
 from remap.sim.policies import Policy
 from remap.sim.pools import PiePool

@@ -17,8 +17,8 @@ from remap.policy.activations import Line
 from remap.policy.cluster.lookahead import ChunkCost
 from remap.policy.cluster.pipeline import Network
 from remap.policy.cluster.placement import Layer, Model
-from remap.sim.hardware import Machine, machine, model
-from remap.sim.hardware import Model as Sizes
+from remap.policy.hardware import Machine, machine, model
+from remap.policy.hardware import Model as Sizes
 from remap.sim.model_variants import sharded
 from remap.sim.roofline import Roofline, prefill_pairs
 from remap.sim.sequences import Work

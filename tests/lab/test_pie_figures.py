@@ -18,7 +18,7 @@ from bench.lab.pie import command
 from bench.lab.pie.figures import ALL, CLAIMS, FIGURES, KV_ONLY, NOT_SIMULATED, PIE, Figure, Place, latency_s
 from typer.testing import CliRunner
 
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.policies import find
 from remap.sim.serving import fitting
 

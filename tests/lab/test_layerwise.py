@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bench.lab.hybridserve.layerwise import Part, busiest, pass_ends, pass_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
 from remap.policy import schedule
-from remap.policy.layerwise import Part, busiest, pass_ends, pass_seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 import layerwise_des as des

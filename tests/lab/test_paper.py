@@ -31,7 +31,7 @@ from bench.lab.paper.report import markdown, rows, table, verdict
 from bench.lab.paper.runs import Run, Settings, Store, keys_of, run_all, run_one
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.results import PolicyResult, TenantResult
 
 GH200, approx = machine("GH200-96GB"), pytest.approx

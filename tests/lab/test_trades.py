@@ -13,7 +13,7 @@ from bench.lab.cells import Cell, Group, empty
 from bench.lab.paper.experiments import setup_of
 from bench.lab.paper.runs import Settings
 
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.policies import find
 from remap.sim.serving import fitting
 

@@ -12,7 +12,7 @@ from bench.lab.paper.experiments import setup_of
 from bench.lab.paper.runs import Settings
 from bench.lab.pressure_map import FULL, Grid, gains
 
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.policies import find
 from remap.sim.serving import fitting
 

@@ -15,7 +15,7 @@ from bench.lab.paper.experiments import setup_of
 from bench.lab.paper.runs import Settings
 from typer.testing import CliRunner
 
-from remap.sim.hardware import machine
+from remap.policy.hardware import machine
 from remap.sim.policies import find
 from remap.sim.serving import fitting, tenants
 

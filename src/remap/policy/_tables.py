@@ -21,7 +21,7 @@ Extra = str | Path | Mapping[str, Any] | None
 
 @cache
 def _builtin(kind: str) -> dict[str, Any]:
-    text = (resources.files("remap.sim") / "tables" / f"{kind}.json").read_text(encoding="utf-8")
+    text = (resources.files("remap.policy") / "tables" / f"{kind}.json").read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)[kind]
     return table
 

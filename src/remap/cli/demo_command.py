@@ -1,0 +1,71 @@
+"""`remap demo`: its options, and a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from remap.sizes import parse_size
+
+from .demo_config import MOST_TENANTS, DemoConfig, default_config
+from .errors import exit_on_error, writable
+
+__all__ = ["demo"]
+
+DEFAULTS = default_config()
+
+
+def demo(
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for weights, KV cache and ring, such as 640MiB.",
+            show_default=f"{DEFAULTS.budget_bytes >> 20}MiB; of several tenants their weights and a tenth of them",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULTS.dtype,
+    requests: Annotated[int, typer.Option(min=1, max=DEFAULTS.requests, help="Serve the first so many prompts.")] = (
+        DEFAULTS.requests
+    ),
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = (
+        DEFAULTS.max_num_seqs
+    ),
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = (
+        DEFAULTS.max_batch_tokens
+    ),
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one KV block.")] = DEFAULTS.block_tokens,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, in all three runs.")] = DEFAULTS.threads,
+    tenants: Annotated[
+        int, typer.Option(min=1, max=MOST_TENANTS, help="Models on the arena: SmolLM2, and others with random weights.")
+    ] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds of the three runs; for several, shows medians and ranges.")
+    ] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.html.")] = Path("out"),
+) -> None:
+    """Serve real prompts on a real model in a fixed memory budget, without and with remap, and compare."""
+    from .demo import demo as run
+
+    console = Console()
+    with exit_on_error():
+        config = DemoConfig(
+            budget_bytes=_budget(budget, tenants),
+            dtype=dtype,
+            requests=requests,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            block_tokens=block_tokens,
+            threads=threads,
+            tenants=tenants,
+        )
+        writable(out / "demo.json")
+        run(config, out, console, rounds)
+
+
+def _budget(text: str | None, tenants: int) -> int:
+    if text is not None:
+        return parse_size(text, "budget")
+    return DEFAULTS.budget_bytes if tenants == 1 else 0

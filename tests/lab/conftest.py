@@ -1,0 +1,9 @@
+"""The tests of bench/lab: `make test-all` runs them."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+# No test depends on how long something takes: an example may be slow on a busy machine.
+settings.register_profile("remap", deadline=None)
+settings.load_profile("remap")
