@@ -409,6 +409,9 @@ def _pip(command: Command) -> None:
     extras = pyproject["project"]["optional-dependencies"]
     pinned = re.findall(r"[\w-]+==[\w.]+", documented.MAKEFILE.read_text(encoding="utf-8"))
     does, *what = command.words[1:]
+    if "--extra-index-url" in what:
+        del what[at := what.index("--extra-index-url")]
+        assert what.pop(at) == load_tool("torch_index").CPU_INDEX, command
     for each in what:
         if each.startswith("."):
             assert set(re.findall(r"[\w-]+", each)) <= set(extras), f"{command}: there are {', '.join(extras)}"
