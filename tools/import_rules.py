@@ -1,6 +1,6 @@
 """Who may import whom. Run as `python tools/import_rules.py`; tests/python/test_import_rules.py runs it as well.
 
-    errors, config, sizes, locking, report <- policy, kv, model <- memory <- session, tenant
+    errors, config, sizes, locking, notebook, report <- policy, kv, model <- memory <- session, tenant
     session, tenant <- adapters, engine <- cluster <- sim, cli
 
 Python: no two modules import each other, directly or in a circle, imports for annotations (`if TYPE_CHECKING`) counted; a
@@ -51,7 +51,7 @@ OPTIONAL_PACKAGES = (
 
 # What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, engine,
 # cluster, sim, cli) may import any of it; nothing here may import them, but for the table of machines that "sim:NAME" names.
-BASE = ("errors", "config", "sizes", "locking", "nvtx", "report", "extras")
+BASE = ("errors", "config", "sizes", "locking", "notebook", "nvtx", "report", "extras")
 FLOORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
     "policy": BASE,
