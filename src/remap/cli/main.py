@@ -17,6 +17,7 @@ from .demo_tenants import MOST_TENANTS
 from .errors import EXIT_CODES, exit_on_error, writable
 from .fit import fit_command
 from .offline import offline
+from .options import Json, MaxBatchTokens, MaxNumSeqs, print_json
 from .plan import plan
 from .serve import serve
 from .simulate import simulate
@@ -64,7 +65,7 @@ def options(
 
 @app.command()
 def demo(
-    budget: Annotated[
+    memory: Annotated[
         str | None,
         typer.Option(
             help="Memory for weights, KV cache and ring, such as 640MiB.",
@@ -75,12 +76,8 @@ def demo(
     requests: Annotated[int, typer.Option(min=1, max=DEFAULTS.requests, help="Serve the first so many prompts.")] = (
         DEFAULTS.requests
     ),
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = (
-        DEFAULTS.max_num_seqs
-    ),
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = (
-        DEFAULTS.max_batch_tokens
-    ),
+    max_num_seqs: MaxNumSeqs = DEFAULTS.max_num_seqs,
+    max_batch_tokens: MaxBatchTokens = DEFAULTS.max_batch_tokens,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one KV block.")] = DEFAULTS.block_tokens,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, in all three runs.")] = DEFAULTS.threads,
     tenants: Annotated[
@@ -90,14 +87,14 @@ def demo(
         int, typer.Option(min=1, help="Rounds of the three runs; for several, shows medians and ranges.")
     ] = 1,
     out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.html.")] = Path("out"),
+    as_json: Json = False,
 ) -> None:
     """Serve real prompts on a real model in a fixed memory budget, without and with remap, and compare."""
     from .demo import demo as run
 
-    console = Console()
     with exit_on_error():
         config = DemoConfig(
-            budget_bytes=_budget(budget, tenants),
+            budget_bytes=_budget(memory, tenants),
             dtype=dtype,
             requests=requests,
             max_num_seqs=max_num_seqs,
@@ -107,23 +104,23 @@ def demo(
             tenants=tenants,
         )
         writable(out / "demo.json")
-        run(config, out, console, rounds)
+        run(config, out, Console(stderr=as_json), rounds)
+        if as_json:
+            typer.echo((out / "demo.json").read_text(encoding="utf-8"), nl=False)
 
 
 def _budget(text: str | None, tenants: int) -> int:
     if text is not None:
-        return parse_size(text, "budget")
+        return parse_size(text, "memory")
     return DEFAULTS.budget_bytes if tenants == 1 else 0
 
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    as_json: Json = False,
     vllm: Annotated[bool, typer.Option("--vllm", help="Check the installed vLLM, too.")] = False,
 ) -> None:
     """Check this machine: host memory, GPUs and their driver, and the packages and model of the demo."""
-    import json
-
     from . import doctor as inspection
     from .doctor_cuda import look
 
@@ -134,7 +131,7 @@ def doctor(
 
         found += doctor_vllm.checks()
     if as_json:
-        typer.echo(json.dumps(inspection.report(seen, found), indent=2))
+        print_json(inspection.report(seen, found))
     else:
         console = Console(soft_wrap=True)
         for check in found:
