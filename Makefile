@@ -155,7 +155,7 @@ $(DOCS)/stamp: pyproject.toml tools/extras.py
 	@touch $@
 
 docs: $(DOCS)/stamp
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 # One build folder a sanitizer: address and thread cannot share one.
 check-cpp: cpp-address cpp-thread

@@ -33,6 +33,8 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(pages(SETTINGS["nav"])) == sorted(there)
     assert SETTINGS["strict"] is True and set(SETTINGS["validation"]["links"].values()) == {"warn"}
     assert all((ROOT / hook).is_file() for hook in SETTINGS["hooks"])
+    (built,) = re.findall(r"^\t.*mkdocs build(.*)$", documented.MAKEFILE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert built.split() == ["--strict"]  # with --quiet MkDocs counts no warning, and strict means nothing
 
 
 def test_links_lead_to_pages_of_the_site_or_to_the_repository(tmp_path: Path) -> None:
