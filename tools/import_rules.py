@@ -1,6 +1,6 @@
 """Who may import whom. Run as `python tools/import_rules.py`; tests/python/test_import_rules.py runs it as well.
 
-    errors, config, sizes, locking, report <- policy, kv, model <- memory <- session, tenant
+    errors, config, sizes, locking, notebook, report <- policy, kv, model <- memory <- session, tenant
     session, tenant <- adapters, engine <- cluster <- sim, cli
 
 Python: no two modules import each other, directly or in a circle, imports for annotations (`if TYPE_CHECKING`) counted; a
@@ -51,7 +51,7 @@ OPTIONAL_PACKAGES = (
 
 # What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, engine,
 # cluster, sim, cli) may import any of it; nothing here may import them.
-BASE = ("errors", "config", "sizes", "locking", "nvtx", "report", "extras")
+BASE = ("errors", "config", "sizes", "locking", "notebook", "nvtx", "report", "extras")
 CORE = (
     *(
         "policy",
@@ -73,7 +73,7 @@ CORE = (
 CLI = tuple(
     f"cli.{name}"
     for name in (
-        *("main", "errors", "pages", "check", "machine", "smollm2"),
+        *("main", "errors", "options", "pages", "check", "machine", "smollm2"),
         *("doctor", "doctor_cuda", "doctor_link", "doctor_vllm", "top"),
     )
 )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from remap.notebook import grid
+from remap.sizes import show_size
+
 __all__ = ["DecisionRecord", "PageTotals", "Snapshot", "StallShare", "StepReport", "TenantSnapshot"]
 
 
@@ -118,6 +121,19 @@ class Snapshot:
     tenants: Mapping[str, TenantSnapshot]
     decisions: tuple[DecisionRecord, ...] = ()
     stall: StallShare = StallShare()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the pages' owners, and a row a tenant."""
+        owners = ("free", "params", "kv", "ring", "outside", "quarantine")
+        pages = ", ".join(f"{count} {owner}" for owner in owners if (count := getattr(self.pages, owner)))
+        title = f"{show_size(self.capacity_bytes)} at epoch {self.epoch}: {pages} of {self.pages.total} pages"
+        columns = ("tenant", "active", "layers", "remapped", "lent pages", "usable blocks", "free blocks", "passes")
+        numbers = ("layers", "remapped", "lent_pages", "usable_blocks", "free_blocks", "passes")
+        rows = (
+            (each.name, "yes" if each.active else "no", *(f"{getattr(each, name):,.10g}" for name in numbers))
+            for each in self.tenants.values()
+        )
+        return grid(f"{title} of {show_size(self.page_bytes)}", columns, rows)
 
 
 @dataclass(frozen=True)

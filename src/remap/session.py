@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, cast
 
 from remap import _core
@@ -41,7 +41,7 @@ from remap.arguments import (
     require_options,
 )
 from remap.config import Config, Knobs, invalid, is_amount
-from remap.errors import InvalidArgument
+from remap.errors import Error, InvalidArgument
 from remap.joined import Asked, membership
 from remap.kv.spec import KVSpec
 from remap.locking import Moved, SessionLock, exclusive
@@ -66,10 +66,11 @@ from remap.memory.step import Steps
 from remap.memory.streams import Streams
 from remap.memory.undoing import AllOrNothing
 from remap.model.source import LayerSource, model_source, raw_source
+from remap.notebook import table
 from remap.nvtx import annotated
 from remap.policy.views import Demand
 from remap.report import Snapshot, StepReport
-from remap.sizes import parse_size, shown
+from remap.sizes import parse_size, show_size, shown
 from remap.tenant import Tenant
 
 __all__ = ["Session"]
@@ -451,6 +452,24 @@ class Session:
         return call(self._core)
 
     # -- looking ---------------------------------------------------------------------------------------------------
+
+    @property
+    @exclusive
+    def tenants(self) -> Mapping[str, Tenant]:
+        """The attached tenants by name, in the order in which they came: as of now, read only. Empty once closed."""
+        return MappingProxyType({name: cast(Tenant, state.handle) for name, state in self._tenants.items()})
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the snapshot, or what there is to say of a session that has none."""
+        size = show_size(self.capacity_bytes)
+        if not self.closed:
+            try:
+                return self.snapshot()._repr_html_()
+            except Error as error:
+                why = f"{type(error).__name__}: {error}"
+        else:
+            why = "closed"
+        return table("session", lambda: (("device", self.device), ("capacity", size), ("state", why)))
 
     @exclusive
     def snapshot(self) -> Snapshot:

@@ -21,6 +21,7 @@ from remap.errors import InvalidState
 from remap.kv.pool import listed
 from remap.memory.passes import Passes
 from remap.memory.state import TenantState
+from remap.notebook import table
 from remap.policy.cost import LayerTimes
 
 if TYPE_CHECKING:
@@ -111,6 +112,18 @@ class Tenant:
         self.hooks: AttachedHooks | None = None
         self._first_wait: Any = None
         self._part_wait: Any = None
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Takes no lock."""
+        state, pool = self._state, self.kv.pool
+        how = "detached" if state.detached else "active" if state.active else "inactive"
+        rows = (
+            ("state", how),
+            ("priority", self.priority),
+            ("layers", f"{self.layers}, of which {len(state.streamed)} stream"),
+            ("KV blocks", f"{pool.usable_blocks} usable, {pool.free_blocks} of them free"),
+        )
+        return table(f"tenant {self.name}", lambda: rows)
 
     # -- passes ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,9 @@ ROOT = HERE.parents[1]
 
 
 def load_tool(name: str) -> ModuleType:
-    """tools/NAME.py as a module."""
+    """tools/NAME.py as a module. It may import its neighbours."""
+    if str(ROOT / "tools") not in sys.path:
+        sys.path.append(str(ROOT / "tools"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

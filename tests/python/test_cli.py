@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -10,12 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from remap.cli import demo_config, demo_run
 from remap.cli.main import app
 from remap.config import Knobs
 from remap.errors import InvalidArgument
+from remap.extras import install
 from remap.policy.hardware import machine
 from remap.sizes import MOST_BYTES, parse_size
 
@@ -37,21 +41,21 @@ def test_python_dash_m_remap() -> None:
 
 
 PLAN = ("plan", "--machine", "GH200", "--model", "OPT-13b")
-SIMULATE = ("simulate", "--machine", "GH200", "--tenants")
+SIMULATE = ("simulate", "--machine", "GH200", "--models")
 FIT = ("--name", "x", "--out", "x.json")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(("demo", "--budget", "12 apples"), ("demo", "--budget", f"{LONG}B"), ("demo", "--requests", LONG)),
+        *(("demo", "--memory", "12 apples"), ("demo", "--memory", f"{LONG}B"), ("demo", "--requests", LONG)),
         *((*PLAN, "--memory", f"{LONG}B"), (*PLAN, "--memory", f"{LONG}%"), (*PLAN, "--context", LONG)),
         *((*SIMULATE, tenants) for tenants in ("nobody", f"OPT-13b:{LONG}B", f"OPT-13b:{LONG}%")),
         *((*SIMULATE, "C1", option, LONG) for option in ("--requests", "--rate")),
         *((*SIMULATE, "C1", "--quantum", number) for number in ("0", "-1", "nan")),
         *((*SIMULATE, "C1", "--lengths", f"fixed:{LONG}:1"), (*SIMULATE, "C1", "--seed", LONGER)),
-        *((*SIMULATE, "C1", "--json", "/dev/null/x.json"), ("fit", "/nowhere/m.json", *FIT)),
-        *(("fit", "DEEP", *FIT), (*PLAN, "--tables", "DEEP"), (*SIMULATE, "C1", "--machines-file", "DEEP")),
+        *((*SIMULATE, "C1", "--html", "/dev/null/x.html"), ("fit", "/nowhere/m.json", *FIT)),
+        *(("fit", "DEEP", *FIT), (*PLAN, "--tables", "DEEP"), (*SIMULATE, "C1", "--tables", "DEEP")),
         *(("nonsense",), ("plan", "--nonsense")),
     ],
 )
@@ -63,7 +67,7 @@ def test_what_cannot_be_is_refused_with_2_and_without_a_traceback(arguments: tup
     assert isinstance(found.exception, SystemExit) and "Traceback" not in found.output
     assert len(found.output) < 2000
     if "12 apples" in arguments:
-        assert "budget must be an int of bytes or text such as" in found.output
+        assert "memory must be an int of bytes or text such as" in found.output
 
 
 @pytest.mark.parametrize("size", [LONG + "B", LONGER + "B", "9" * 19 + "GiB", int(LONG), "huge", "minus huge"])
@@ -95,3 +99,108 @@ def test_a_budget_that_holds_no_request_is_refused_before_anything_is_served() -
         room(100 << 20)
     assert caught.value.needed > 100 << 20
     room(caught.value.needed)
+
+
+# -- one set of options --------------------------------------------------------------------------------------------------
+def commands(command: Any = None, name: str = "") -> dict[str, Any]:
+    command = typer.main.get_command(app) if command is None else command
+    below = getattr(command, "commands", {})
+    found = {} if below else {name.strip(): command}
+    for each, one in below.items():
+        found.update(commands(one, f"{name} {each}"))
+    return found
+
+
+SERVERS = {"serve", "cluster serve"}  # they end when they are told to
+ONE_HELP = ("--json", "--html", "--machine", "--tables", "--max-num-seqs", "--max-batch-tokens")
+
+
+def test_an_option_of_one_name_is_one_option_in_all_commands() -> None:
+    kinds: dict[str, set[bool]] = {}
+    helps: dict[str, set[str]] = {}
+    for command in commands().values():
+        for each in (one for one in command.params if one.param_type_name == "option"):
+            for name in each.opts:
+                kinds.setdefault(name, set()).add(each.is_flag)
+                helps.setdefault(name, set()).add(each.help)
+    assert {name: found for name, found in helps.items() if name in ONE_HELP and len(found) > 1} == {}
+    assert {name for name, found in kinds.items() if len(found) > 1} == set()  # a flag here and a value there
+    flags = {name: any("--json" in each.opts for each in one.params) for name, one in commands().items()}
+    assert {name for name, has in flags.items() if not has} == SERVERS
+    # What one word says in one command no other says in another: memory, tables of one's own, host memory for KV.
+    assert not {"--budget", "--swap", "--machines-file", "--models-file"} & set(kinds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("paln",), "plan"),
+        (("cluster", "serv"), "serve"),
+        (("plan", "--machin", "GH200"), "--machine"),
+        (("plan", "--machine", "H20-PCIe", "--model", "OPT-13b"), "H100-PCIe"),
+        (("plan", "--machine", "GH200", "--model", "Llama3-8b"), "Llama-3-8b"),
+        ((*SIMULATE, "C1", "--policies", "remp"), "remap"),
+        ((*SIMULATE, "C1", "--arrivals", "azur-code"), "azure-code"),
+        ((*SIMULATE, "C1", "--lengths", "sharegtp"), "sharegpt"),
+        ((*SIMULATE, "C1", "--sharing", "tempral"), "temporal"),
+        ((*SIMULATE, "C1", "--scheduler", "chunks"), "chunked"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[-1],
+)
+def test_a_name_with_a_slip_gets_the_one_that_was_meant(arguments: tuple[str, ...], meant: str) -> None:
+    found = run(*arguments)
+    said = " ".join(found.output.split())
+    assert found.exit_code == 2 and re.search(
+        rf"(?i)(did you mean|possible options?:)[^;?]*{re.escape(meant)}", said
+    ), said
+
+
+# -- what a terminal shows ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*PLAN, "--donors", "Llama-3-8b"),
+        (*SIMULATE, "OPT-13b", "--requests", "10", "--policies", "recompute,remap"),
+    ],
+    ids=["plan", "simulate"],
+)
+def test_no_number_is_cut_off_in_a_narrow_terminal(arguments: tuple[str, ...]) -> None:
+    narrow, wide = (CliRunner().invoke(app, arguments, env={"COLUMNS": columns}) for columns in ("50", "200"))
+    assert narrow.exit_code == 0, narrow.output
+    assert "…" not in narrow.stdout and "│" in narrow.stdout
+
+    def cells(text: str) -> list[str]:
+        rows = [line for line in text.splitlines() if line.startswith("│") and "simulated in" not in line]
+        return [cell.strip() for row in rows for cell in row.strip("│").split("│")]
+
+    assert cells(narrow.stdout) == cells(wide.stdout)
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
+def test_a_reader_that_has_gone_is_no_traceback(more: tuple[str, ...]) -> None:
+    """As `remap plan ... | head`, with a reader that reads nothing at all."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "remap", *PLAN, *more], stdout=writes, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writes)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_its_packages_the_command_says_so_in_one_sentence(package: str) -> None:
+    code = """if True:
+        import sys
+        class Lacks:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == sys.argv[1]:
+                    raise ModuleNotFoundError(name=sys.argv[1])
+        sys.meta_path.insert(0, Lacks())
+        import remap.cli
+        remap.cli.main()"""
+    done = subprocess.run([sys.executable, "-c", code, package], capture_output=True, text=True, check=False)
+    said = f"The command line needs the package {package}: {install('cli')}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)

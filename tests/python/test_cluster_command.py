@@ -119,8 +119,8 @@ def test_what_cannot_be_served_is_refused_with_2_before_instances_start(tmp_path
             (("--model", str(tmp_path / "nowhere")), "cannot be loaded"),
             (("--model", model, "--memory", "12 apples"), "memory must be"),
             (("--model", model, "--memory", "64KiB"), "memory: an instance needs"),
-            (("--model", model, "--swap", "12 apples"), "swap must be"),
-            (("--model", model, "--swap", "12B"), "swap: host memory must have room"),
+            (("--model", model, "--host-kv", "12 apples"), "host_kv must be"),
+            (("--model", model, "--host-kv", "12B"), "host_kv: host memory must have room"),
             (("--model", model, "--policy", "best"), "the policy must be"),
             (("--model", model, "--bandwidth", "fast"), "bandwidth must be"),
             (("--model", model, "--bandwidth", "0"), "bandwidth must be"),
@@ -247,7 +247,7 @@ def until_merged(url: str) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_answers_as_the_model_alone_would_and_ends_at_an_interrupt(tmp_path: Path) -> None:
-    with served(tmp_path / "model", "--memory", "3MiB", "--swap", "1MiB", "--policy", "pipeline") as (process, url):
+    with served(tmp_path / "model", "--memory", "3MiB", "--host-kv", "1MiB", "--policy", "pipeline") as (process, url):
         # What Ray starts for this is nobody else's.
         assert listened_at(process.pid) == LOOPBACK and not (tmp_path / ".ray").exists()
         # The two of them are to be one pipeline before anything is asked.

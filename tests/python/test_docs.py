@@ -41,3 +41,12 @@ def test_the_readmes_example_runs_and_tokens_are_identical() -> None:
     assert done.returncode == 0, done.stderr
     assert "tokens identical: True" in done.stdout
     assert re.search(r"^\d+ blocks usable, streaming layers \(.+\)$", done.stdout, re.MULTILINE)
+
+
+def test_a_figure_of_the_readmes_results_stands_in_the_pages_that_say_how_it_was_measured() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("## What it gives")[2].partition("\n[All results")[0]
+    pages = " ".join((ROOT / page).read_text(encoding="utf-8") for page in ("docs/results.md", "docs/gpu-run.md"))
+    figures = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)", table)
+    assert len(figures) > 40
+    assert [each for each in figures if not re.search(rf"(?<![\d.,]){re.escape(each)}(?![\d]|[.,]\d)", pages)] == []

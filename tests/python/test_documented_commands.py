@@ -69,22 +69,22 @@ TRIED = {
     "remap": Tried(("--version",)),
     "remap demo": Tried(
         (
-            "--budget 352MiB --dtype bfloat16 --requests 1 --max-num-seqs 2 --max-batch-tokens 64 --block-tokens 16 "
+            "--memory 352MiB --dtype bfloat16 --requests 1 --max-num-seqs 2 --max-batch-tokens 64 --block-tokens 16 "
             "--threads 1 --rounds 1 --out out",
-            "--tenants 3 --requests 1 --out out",
+            "--tenants 3 --requests 1 --out out --json",
         ),
         small="--requests 1 --out out",
     ),
     "remap offline": Tried(
         (
             "--model MODEL --memory 16MiB --max-num-seqs 2 --max-batch-tokens 64 requests.jsonl answers.jsonl",
-            "--model MODEL --host-kv 4MiB --ratio 0:1 requests.jsonl others.jsonl",
+            "--model MODEL --host-kv 4MiB --ratio 0:1 --json requests.jsonl others.jsonl",
         )
     ),
     "remap cluster": Tried(()),
     "remap cluster serve": Tried(
         (
-            "--model MODEL --instances 1 --memory 3MiB --swap 1MiB --policy alone --host 127.0.0.1 --port 0 --threads 1 "
+            "--model MODEL --instances 1 --memory 3MiB --host-kv 1MiB --policy alone --host 127.0.0.1 --port 0 --threads 1 "
             "--max-num-seqs 4 --max-batch-tokens 64 --bandwidth 1GB --latency-ms 0.5 --max-body 1MiB --max-requests 8",
             "--model MODEL --address auto",
         ),
@@ -95,22 +95,22 @@ TRIED = {
         ("--socket out/s --capacity 8MiB --page-bytes 64KiB --device cpu",),
         parsed="it serves until it is interrupted: test_broker.py runs it",
     ),
-    "remap top": Tried(("--once --url URL",), small="--once --url URL"),
+    "remap top": Tried(("--once --url URL", "--json --url URL"), small="--once --url URL"),
     "remap plan": Tried(
         (
-            "--machine my-machine --model MODEL --memory 40% --context 64 --batch 4 --donors Llama-3-8b --max-requests 16 "
+            "--machine my-machine --model MODEL --memory 40% --context 64 --batch 4 --donors Llama-3-8b --max-num-seqs 16 "
             "--dtype bf16 --tp 2 --tables mine.json --json",
         ),
         needed="--model OPT-13b",
     ),
     "remap simulate": Tried(
         (
-            "--machine my-machine --tenants half --arrivals poisson --lengths fixed:40:7 --rate 30 --requests 12 --policies "
+            "--machine my-machine --models half --arrivals poisson --lengths fixed:40:7 --rate 30 --requests 12 --policies "
             "recompute,remap,ideal --sharing spatial --scheduler chunked --seed 1 --quantum 0.5 --ttft-target 1 "
-            "--tpot-target 0.1 --machines-file mine.json --models-file models.json --json out.json --html out.html",
+            "--tpot-target 0.1 --tables mine.json --json --html out.html",
         ),
         small="--requests 12",
-        needed="--tenants C1",
+        needed="--models C1",
     ),
     "remap advise": Tried(
         (
@@ -119,7 +119,7 @@ TRIED = {
         ),
         small="--requests 20 --seeds 1",
     ),
-    "remap fit": Tried(("measured.json --name my-machine --out fitted.json --like A100",)),
+    "remap fit": Tried(("measured.json --name my-machine --out fitted.json --like A100 --json",)),
     "remap doctor": Tried(("--json", "--vllm"), ends=(0, 1)),  # 1: something is bad, such as vLLM that is not installed
     "bench.lab": Tried(()),
     "bench.lab machine": Tried(
@@ -409,6 +409,9 @@ def _pip(command: Command) -> None:
     extras = pyproject["project"]["optional-dependencies"]
     pinned = re.findall(r"[\w-]+==[\w.]+", documented.MAKEFILE.read_text(encoding="utf-8"))
     does, *what = command.words[1:]
+    if "--extra-index-url" in what:
+        del what[at := what.index("--extra-index-url")]
+        assert what.pop(at) == load_tool("torch_index").CPU_INDEX, command
     for each in what:
         if each.startswith("."):
             assert set(re.findall(r"[\w-]+", each)) <= set(extras), f"{command}: there are {', '.join(extras)}"

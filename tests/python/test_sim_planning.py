@@ -257,7 +257,7 @@ def test_the_command_prints_answer_tables_settings_and_arithmetic() -> None:
         (("--machine", "H100", "--model", "OPT-13b", "--memory", "200GiB"), "85.5 GB that H100-SXM has"),
         (("--machine", "H100", "--model", "OPT-13b", "--dtype", "int3"), "bfloat16, float16, fp8"),
         (("--machine", "H100", "--model", "OPT-13b", "--tp", "3"), "40 heads"),
-        (("--machine", "H100", "--model", "OPT-13b", "--max-requests", "0"), "max-requests"),
+        (("--machine", "H100", "--model", "OPT-13b", "--max-num-seqs", "0"), "max-num-seqs"),
         (("--machine", "H100", "--model", "nowhere/config.json"), "cannot be read"),
         (("--machine", "H100", "--model", "OPT-13b", "--tables", "/nonexistent.json"), "cannot be read"),
     ],
@@ -322,8 +322,8 @@ def test_models_on_one_device_are_told_one_capacity_that_it_has() -> None:
 def test_the_most_requests_are_a_setting_and_named_where_they_limit() -> None:
     memory = memory_of("20%", GH200)
     few, many = (plan(GH200, model("Llama-3-8b"), memory_bytes=memory, max_requests=most) for most in (64, 512))
-    assert few.balance.rows == 64 and "--max-requests 64 was the limit" in few.advice.why[0]
-    assert many.balance.rows > 64 and not any("--max-requests" in text for text in many.advice.why)
+    assert few.balance.rows == 64 and "--max-num-seqs 64 was the limit" in few.advice.why[0]
+    assert many.balance.rows > 64 and not any("--max-num-seqs" in text for text in many.advice.why)
 
 
 def test_fp8_halves_the_matrices_and_nothing_else() -> None:

@@ -81,11 +81,11 @@ app.command()(simulate)
 
 
 def invoke(*arguments: str):
-    return CliRunner().invoke(app, ["--machine", "GH200-96GB", "--tenants", "C1", "--requests", "90", *arguments])
+    return CliRunner().invoke(app, ["--machine", "GH200-96GB", "--models", "C1", "--requests", "90", *arguments])
 
 
 def test_every_policy_serves_the_same_requests(engine, tmp_path) -> None:
-    result = invoke("--rate", "3", "--seed", "5", "--quantum", "0.5", "--json", str(tmp_path / "new" / "out.json"))
+    result = invoke("--rate", "3", "--seed", "5", "--quantum", "0.5")
     assert result.exit_code == 0, result.output
     assert [policy for _, _, policy in engine] == ["recompute", "pie", "remap"]
     assert len({items for _, items, _ in engine}) == 1
@@ -108,20 +108,25 @@ def test_options_reach_the_setup_and_the_loads(engine, tmp_path) -> None:
     assert [len(mine) for mine in by_tenant.values()] == [45, 30, 15]
     assert {(item.prompt_tokens, item.output_tokens) for item in by_tenant["OPT-13b"]} == {(40, 7)}
     # Machines and models of one's own.
-    machines, models = tmp_path / "machines.json", tmp_path / "models.json"
+    tables = tmp_path / "tables.json"
     figures = {"like": "H100-SXM", "figures": {"h2d_bytes_per_s": 4.2e10}}
-    machines.write_text(json.dumps({"machines": {"mine": figures}}))
-    models.write_text(json.dumps({"models": {"half": {"like": "Llama-3-8b", "layers": 16}}}))
-    own = ("--machine", "mine", "--tenants", "half", "--machines-file", str(machines), "--models-file", str(models))
+    half = {"like": "Llama-3-8b", "layers": 16}
+    tables.write_text(json.dumps({"machines": {"mine": figures}, "models": {"half": half}}))
+    own = ("--machine", "mine", "--models", "half", "--tables", str(tables))
     assert invoke(*own, "--policies", "remap").exit_code == 0
     setup = engine[0][0]
     assert (setup.machine.name, setup.machine.h2d_bytes_per_s, setup.tenants[0].model.layers) == ("mine", 4.2e10, 16)
 
 
-def test_the_file_has_the_configuration_and_the_promised_figures(engine, tmp_path) -> None:
-    path = tmp_path / "out.json"
-    assert invoke("--policies", "recompute,remap:slices+lru", "--json", str(path)).exit_code == 0
-    data = json.loads(path.read_text())
+def printed(*arguments: str) -> Any:
+    """What `--json` prints; stdout has nothing else."""
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_object_has_the_configuration_and_the_promised_figures(engine) -> None:
+    data = printed("--policies", "recompute,remap:slices+lru")
     assert list(data["policies"]) == ["recompute", "remap:slices+lru"]
     for name, entry in data["policies"].items():
         expected = pretend(engine[0][0], engine[0][1], name)
@@ -133,7 +138,7 @@ def test_the_file_has_the_configuration_and_the_promised_figures(engine, tmp_pat
     assert configuration["arrivals"] == "azure-code" and configuration["requests"] == 90 and configuration["seed"] == 0
     assert [one["model"] for one in configuration["tenants_memory"]] == ["OPT-13b", "Llama-2-13b", "Llama-3-8b"]
     assert sum(one["requests"] for one in configuration["tenants_memory"]) == 90
-    # The file says all that is needed to draw the same requests again.
+    # It says all that is needed to draw the same requests again.
     again = prepare(Options(**{name: configuration[name] for name in Options.__dataclass_fields__}))
     assert again.items == engine[0][1]
 
@@ -148,8 +153,8 @@ def test_no_request_is_longer_than_its_models_context(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "known"),
     [
-        *(("machine", "GH9000", "GH200-96GB"), ("tenants", "GPT-9", "OPT-13b"), ("tenants", "C7", "C1, C2")),
-        *(("tenants", "OPT-13b:35%,GPT-9:20%", "Llama-3-8b"), ("policies", "oracle", "recompute")),
+        *(("machine", "GH9000", "GH200-96GB"), ("models", "GPT-9", "OPT-13b"), ("models", "C7", "C1, C2")),
+        *(("models", "OPT-13b:35%,GPT-9:20%", "Llama-3-8b"), ("policies", "oracle", "recompute")),
         *(("policies", "remap:magic", "slices"), ("policies", "remap,remap", "once"), ("policies", ",", "empty")),
         *(("arrivals", "azure", "azure-code"), ("lengths", "gpt", "sharegpt"), ("sharing", "none", "temporal")),
         *(
@@ -160,7 +165,7 @@ def test_no_request_is_longer_than_its_models_context(tmp_path) -> None:
         ),
         *(("rate", "1,2", "3 tenants"), ("quantum", "0", "above 0"), ("requests", "2", "at least one a tenant")),
         *(("ttft-target", "0", "above 0"), ("tpot-target", "-1", "above 0")),
-        *(("requests", "0", "requests"), ("machines-file", "/nowhere/m.json", "/nowhere/m.json")),
+        *(("requests", "0", "requests"), ("tables", "/nowhere/m.json", "/nowhere/m.json")),
         ("arrivals", "/nowhere/t.csv", "/nowhere/t.csv"),
     ],
 )
@@ -172,12 +177,9 @@ def test_what_is_unknown_lists_the_known_and_exits_with_2(engine, option: str, v
     assert not engine
 
 
-def test_the_real_engine_serves_them_all(tmp_path) -> None:
-    path = tmp_path / "out.json"
-    arguments = ("--policies", "recompute,remap", "--lengths", "fixed:100:20", "--rate", "30", "--json", str(path))
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    _, results = from_report(json.loads(path.read_text()))
+def test_the_real_engine_serves_them_all() -> None:
+    data = printed("--policies", "recompute,remap", "--lengths", "fixed:100:20", "--rate", "30")
+    _, results = from_report(data)
     assert [one.policy for one in results] == ["recompute", "remap"]
     for one in results:
         assert one.requests_finished == one.requests == len(one.ttft_s) == 90
@@ -213,7 +215,7 @@ def test_without_a_package_the_page_is_refused_before_anything_runs(
         page({}, [], "")
     assert (caught.value.package, caught.value.extra) == (package, extra)
     # Table and JSON need none of it.
-    assert invoke("--json", str(tmp_path / "out.json")).exit_code == 0
+    assert printed() and invoke().exit_code == 0
 
 
 @pytest.mark.slow
@@ -221,7 +223,7 @@ def test_the_page_is_one_file_that_fetches_nothing(engine, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     paths = tmp_path / "deep" / "out.html", tmp_path / "again.html"
     for path in paths:
-        result = invoke("--lengths", "fixed:5:5", "--tenants", "<b>x&y=OPT-13b:40%,Llama-3-8b:20%", "--html", str(path))
+        result = invoke("--lengths", "fixed:5:5", "--models", "<b>x&y=OPT-13b:40%,Llama-3-8b:20%", "--html", str(path))
         assert result.exit_code == 0, result.output
     text = paths[0].read_text()
     assert paths[1].read_text() == text  # the same runs give the same page
@@ -317,12 +319,12 @@ def test_the_table_says_how_far_everybody_comes_from_recompute_to_ideal() -> Non
     assert told(results, 2)["gap closed, TTFT P99"] == rows["gap closed, TTFT P99"][:2]
 
 
-def test_targets_of_the_command_line_decide_what_is_good(engine, tmp_path) -> None:
-    found, path = [], tmp_path / "out.json"
+def test_targets_of_the_command_line_decide_what_is_good(engine) -> None:
+    found = []
     for more in ((), ("--ttft-target", "0.5", "--tpot-target", "0.03")):
-        result = invoke("--policies", "recompute,remap", "--json", str(path), *more)
+        result = invoke("--policies", "recompute,remap", *more)
         assert result.exit_code == 0 and "goodput" in result.output
-        configuration, (one, _) = from_report(json.loads(path.read_text()))
+        configuration, (one, _) = from_report(printed("--policies", "recompute,remap", *more))
         found.append((configuration["ttft_target"], configuration["tpot_target"], one.goodput_per_s))
         assert (one.targets.ttft_s, one.targets.tpot_s) == found[-1][:2]
         assert ("first token within 500 ms and TPOT of at most 30 ms" in " ".join(result.output.split())) == bool(more)
@@ -333,10 +335,10 @@ def test_targets_of_the_command_line_decide_what_is_good(engine, tmp_path) -> No
 def test_what_is_assumed_of_a_machine_and_a_mixture_is_told(engine, tmp_path) -> None:
     table = tmp_path / "mine.json"
     table.write_text(json.dumps({"machines": {"off": {"like": "GH200-96GB", "misfit": {"linear": 0.3}}}}))
-    result = invoke("--machines-file", str(table), "--machine", "off", "--tenants", "Mixtral:100%")
+    result = invoke("--tables", str(table), "--machine", "off", "--models", "Mixtral:100%")
     assert result.exit_code == 0, result.output
     assert "30.0%" in result.output and "8 experts" in result.output.replace("\n", " ")
-    assert "H100-PCIe" in invoke("--machine", "H100", "--tenants", "OPT-13b").output
+    assert "H100-PCIe" in invoke("--machine", "H100", "--models", "OPT-13b").output
     table.write_text(json.dumps({"machines": {"off": {"like": "GH200-96GB", "misfit": {"linear": 1.245}}}}))
-    result = invoke("--machines-file", str(table), "--machine", "off", "--tenants", "OPT-13b")
+    result = invoke("--tables", str(table), "--machine", "off", "--models", "OPT-13b")
     assert result.exit_code == 2 and "124.5%" in result.output

@@ -1,4 +1,4 @@
-"""Reads back what `remap simulate --json` writes, to test that nothing is lost in it but what is thinned."""
+"""Reads back what `remap simulate --json` prints, to test that nothing is lost in it but what is thinned."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ them. `remap plan` prints these lines for a machine and a model. A plugin withou
 and does nothing.
 
     REMAP_ENABLE=1            switch on
-    REMAP_CAPACITY=24GiB      weights, KV cache and ring together; required
+    REMAP_CAPACITY=24GiB      weights, KV cache and ring together; required, but with vLLM, which has a default
     REMAP_SLOWDOWN=0.02       most stall per pass, as a share of the pass's computation
     REMAP_MAX_LAYERS=8        most layers that may be remapped (alpha)
     REMAP_MAX_TOKENS=65536    most tokens of the KV cache; by default as many as fit with max_layers remapped

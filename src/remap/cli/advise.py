@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from .errors import exit_on_error, writable
+from .options import Html, Json, MachineName, Tables, print_json
 
 if TYPE_CHECKING:
     from remap.sim.advice import Advised
@@ -23,7 +22,7 @@ __all__ = ["advise", "settings"]
 
 
 def advise(
-    machine: Annotated[str, typer.Option(help="Such as GH200, H100-SXM, H100-PCIe, B200, A100, 4090.")],
+    machine: MachineName,
     models: Annotated[
         str, typer.Option(help="Models that share the device, as Llama-3-8b,Qwen3-14B; paths of a config.json, too.")
     ],
@@ -38,13 +37,9 @@ def advise(
     sharing: Annotated[str, typer.Option(help="temporal (turns) or spatial (at once).")] = "temporal",
     requests: Annotated[int, typer.Option(min=20, max=100_000, help="Of one seed.")] = 500,
     seeds: Annotated[int, typer.Option(min=1, max=99, help="Loads that are drawn; the answer has their medians.")] = 3,
-    tables: Annotated[
-        Path | None, typer.Option(help="JSON with machines and models of your own, as `remap fit` writes it.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(help="Write a page with all policies of the first seed there; needs matplotlib.")
-    ] = None,
+    tables: Tables = None,
+    as_json: Json = False,
+    html: Html = None,
 ) -> None:
     """Say whether remap pays for these models on a machine under a load, what it costs, and which settings to use."""
     with exit_on_error():
@@ -97,7 +92,7 @@ def advise(
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(page({"machine": on.name, "models": names, "rate": rate}, found.results, title), "utf-8")
     if as_json:
-        typer.echo(json.dumps(_report(setup, found, block), indent=2, allow_nan=False))
+        print_json(_report(setup, found, block))
     else:
         _show(found, block, Console(soft_wrap=True, emoji=False))
 

@@ -19,6 +19,7 @@ from remap.errors import InvalidArgument
 from remap.sizes import parse_size
 
 from .errors import FAILED, exit_on_error, needed
+from .options import MaxBatchTokens, MaxNumSeqs
 
 if TYPE_CHECKING:
     from remap.cluster.control import Policy
@@ -54,7 +55,7 @@ def serve(
             show_default="weights, and KV of 8192 tokens",
         ),
     ] = None,
-    swap: Annotated[
+    host_kv: Annotated[
         str | None,
         typer.Option(
             help="Host memory of each instance for KV that is preempted while it serves alone, such as 1GiB.",
@@ -68,8 +69,8 @@ def serve(
     address: Annotated[
         str | None, typer.Option(help="Of a Ray cluster, such as auto.", show_default="one on this machine")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once in an instance, at most.")] = 32,
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = 512,
+    max_num_seqs: MaxNumSeqs = 32,
+    max_batch_tokens: MaxBatchTokens = 512,
     bandwidth: Annotated[
         str | None,
         typer.Option(
@@ -102,7 +103,7 @@ def serve(
 
         chosen = Policy(policy, instances)  # type: ignore[arg-type]  # it refuses other names
         budget = None if memory is None else parse_size(memory, "memory")
-        room = 0 if swap is None else parse_size(swap, "swap")
+        room = 0 if host_kv is None else parse_size(host_kv, "host_kv")
         limits = Limits(parse_size(max_body, "max-body"), max_requests)
         network = _network(bandwidth, latency_ms)
         if instances > 1 and (bandwidth is None or latency_ms is None):

@@ -31,6 +31,7 @@ from .demo_report import KINDS, DemoResult, RunResult, closing_sentence, table, 
 from .demo_rounds import rounds_table, rounds_to_json
 from .demo_tenants import KV_SHARE, QUANTUM_S, model_name
 from .machine import machine_info
+from .options import print_whole
 from .pages import need_jinja
 
 __all__ = ["environment", "machine_info", "run_demo", "run_in_process", "write_reports"]
@@ -181,7 +182,7 @@ def demo(config: DemoConfig, folder: Path, console: Console, rounds: int = 1) ->
         done.append(run_demo(config, console))
         data, html = write_reports(done, folder)
     console.print()
-    console.print(table(done[0]) if rounds == 1 else rounds_table(done))
+    print_whole(console, table(done[0]) if rounds == 1 else rounds_table(done))
     console.print(f"Written: {data}, {html}\n", style="dim", highlight=False)
     if rounds == 1:
         console.print(closing_sentence(done[0]), highlight=False)

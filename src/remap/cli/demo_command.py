@@ -12,6 +12,7 @@ from remap.sizes import parse_size
 
 from .demo_config import MOST_TENANTS, DemoConfig, default_config
 from .errors import exit_on_error, writable
+from .options import Json, MaxBatchTokens, MaxNumSeqs
 
 __all__ = ["demo"]
 
@@ -19,7 +20,7 @@ DEFAULTS = default_config()
 
 
 def demo(
-    budget: Annotated[
+    memory: Annotated[
         str | None,
         typer.Option(
             help="Memory for weights, KV cache and ring, such as 640MiB.",
@@ -30,12 +31,8 @@ def demo(
     requests: Annotated[int, typer.Option(min=1, max=DEFAULTS.requests, help="Serve the first so many prompts.")] = (
         DEFAULTS.requests
     ),
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = (
-        DEFAULTS.max_num_seqs
-    ),
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = (
-        DEFAULTS.max_batch_tokens
-    ),
+    max_num_seqs: MaxNumSeqs = DEFAULTS.max_num_seqs,
+    max_batch_tokens: MaxBatchTokens = DEFAULTS.max_batch_tokens,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one KV block.")] = DEFAULTS.block_tokens,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, in all three runs.")] = DEFAULTS.threads,
     tenants: Annotated[
@@ -45,14 +42,14 @@ def demo(
         int, typer.Option(min=1, help="Rounds of the three runs; for several, shows medians and ranges.")
     ] = 1,
     out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.html.")] = Path("out"),
+    as_json: Json = False,
 ) -> None:
     """Serve real prompts on a real model in a fixed memory budget, without and with remap, and compare."""
     from .demo import demo as run
 
-    console = Console()
     with exit_on_error():
         config = DemoConfig(
-            budget_bytes=_budget(budget, tenants),
+            budget_bytes=_budget(memory, tenants),
             dtype=dtype,
             requests=requests,
             max_num_seqs=max_num_seqs,
@@ -62,10 +59,12 @@ def demo(
             tenants=tenants,
         )
         writable(out / "demo.json")
-        run(config, out, console, rounds)
+        run(config, out, Console(stderr=as_json), rounds)
+        if as_json:
+            typer.echo((out / "demo.json").read_text(encoding="utf-8"), nl=False)
 
 
 def _budget(text: str | None, tenants: int) -> int:
     if text is not None:
-        return parse_size(text, "budget")
+        return parse_size(text, "memory")
     return DEFAULTS.budget_bytes if tenants == 1 else 0

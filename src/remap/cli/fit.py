@@ -12,6 +12,7 @@ from rich.console import Console
 from remap.errors import InvalidArgument
 
 from .errors import exit_on_error, needed, writable
+from .options import Json, print_json
 
 __all__ = ["fit_command"]
 
@@ -23,6 +24,7 @@ def fit_command(
     like: Annotated[
         str | None, typer.Option(help="A known machine, for constants that were not measured.", show_default="none")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Fit a machine's constants to measurements of it, and write a table for `remap plan --tables`."""
     from remap.sim.fit import POOR_MISFIT, fit
@@ -33,6 +35,9 @@ def fit_command(
         needed("scipy", "sim", "`remap fit`")
         found = fit(_read(measurements), name, like)
         _write(out, found.document())
+    if as_json:
+        print_json({**found.document(), "errors": found.errors, "points": found.points, "poor": found.poor})
+        return
     for group, off in found.errors.items():
         text = f"{group.replace('_', ' '):18} {found.points[group]:4} points, off by {off:.1%} on average"
         console.print(text, markup=False, highlight=False)

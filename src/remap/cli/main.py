@@ -11,6 +11,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from .errors import EXIT_CODES
+from .options import Json, print_json
 
 __all__ = ["COMMANDS", "app"]
 
@@ -99,12 +100,10 @@ def options(
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    as_json: Json = False,
     vllm: Annotated[bool, typer.Option("--vllm", help="Check the installed vLLM, too.")] = False,
 ) -> None:
     """Check this machine: host memory, GPUs and their driver, and the packages and model of the demo."""
-    import json
-
     from . import doctor as inspection
     from .doctor_cuda import look
 
@@ -115,7 +114,7 @@ def doctor(
 
         found += doctor_vllm.checks()
     if as_json:
-        typer.echo(json.dumps(inspection.report(seen, found), indent=2))
+        print_json(inspection.report(seen, found))
     else:
         console = Console(soft_wrap=True)
         for check in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from remap.errors import InvalidArgument
 from remap.sizes import parse_size
 
 from .errors import FAILED, exit_on_error, needed
+from .options import Json, MaxBatchTokens, MaxNumSeqs, print_json
 
 if TYPE_CHECKING:
     from remap.engine import OfflineProgress
@@ -54,11 +56,12 @@ def offline(
             help="Of KV that streams, how much is kept as activations: ACTIVATIONS:KV, such as 1:1; or auto, by measured times."
         ),
     ] = "auto",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = 32,
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = 512,
+    max_num_seqs: MaxNumSeqs = 32,
+    max_batch_tokens: MaxBatchTokens = 512,
+    as_json: Json = False,
 ) -> None:
     """Answer every request of a file. Interrupt it as you like: the same command goes on where it ended."""
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, stderr=as_json)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.completed:>6.0f}/{task.total:.0f}"),
@@ -94,6 +97,9 @@ def offline(
             text = f"interrupted: {how}; the same command goes on from there"
             Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
             raise typer.Exit(FAILED) from None
+    if as_json:
+        print_json({**asdict(done), "chosen": chosen})
+        raise typer.Exit(FAILED if done.errors else 0)
     text = f"{done.answered} of {done.total} requests are answered in {answers}, {done.errors} of them with an error"
     for line in (text, chosen):
         if line:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +23,13 @@ from remap.sim.planning_numbers import Donor, Reload
 from remap.sizes import show_size
 
 from .errors import exit_on_error
+from .options import Json, MachineName, MaxNumSeqs, Tables, print_json, print_whole
 
 __all__ = ["plan", "show"]
 
 
 def plan(
-    machine: Annotated[str, typer.Option(help="Such as GH200, H100-SXM, H100-PCIe, B200, A100, 4090.")],
+    machine: MachineName,
     model: Annotated[
         str,
         typer.Option(help="Such as llama-3-8b, Qwen3-32B, or the path of a checkpoint's config.json or its folder."),
@@ -47,15 +47,13 @@ def plan(
         str,
         typer.Option(help="Idle models on the same machine, as OPT-13b,Llama-3-8b; paths, too.", show_default="none"),
     ] = "",
-    max_requests: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = MAX_REQUESTS,
+    max_num_seqs: MaxNumSeqs = MAX_REQUESTS,
     dtype: Annotated[
         str | None, typer.Option(help="Of the weights: bf16, fp16, fp32 or fp8.", show_default="the model's")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Devices that share every layer; the plan is one device's.")] = 1,
-    tables: Annotated[
-        Path | None, typer.Option(help="JSON with machines and models of your own, as `remap fit` writes it.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    tables: Tables = None,
+    as_json: Json = False,
 ) -> None:
     """Show how much KV cache a model would gain on a machine, which layers are hidden, and which settings to use."""
     with exit_on_error():
@@ -69,12 +67,12 @@ def plan(
             context=context,
             batch=batch,
             donors=[_model(name.strip(), tables, None, assumed) for name in donors.split(",") if name.strip()],
-            max_requests=max_requests,
+            max_requests=max_num_seqs,
             tp=tp,
             assumed=assumed,
         )
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2, allow_nan=False))
+        print_json(found.as_dict())
     else:
         show(found, Console(soft_wrap=True, emoji=False))
 
@@ -106,14 +104,14 @@ def show(found: Plan, console: Console) -> None:
     for text in found.assumed:
         say(f"Assumed: {text}.", style="yellow")
     say()
-    console.print(_limits(found))
+    print_whole(console, _limits(found))
     say()
-    console.print(_what_if(found))
+    print_whole(console, _what_if(found))
     say()
-    console.print(_reloads([found.reload, *(donor.reload for donor in found.donors)]))
+    print_whole(console, _reloads([found.reload, *(donor.reload for donor in found.donors)]))
     if found.donors:
         say()
-        console.print(_donors(found.donors))
+        print_whole(console, _donors(found.donors))
     say()
     say(
         "What to set, for the engines' process" if found.donors else "What to set, for the engine's process",

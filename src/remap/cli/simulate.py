@@ -14,7 +14,8 @@ from rich.console import Console
 from remap.errors import InvalidArgument
 
 from .errors import exit_on_error, writable
-from .simulate_report import tables, write_json
+from .options import Html, Json, MachineName, Tables, print_json, print_whole
+from .simulate_report import tables as report_tables
 
 if TYPE_CHECKING:
     from remap.sim.results import PolicyResult, Targets
@@ -45,8 +46,7 @@ class Options:
     quantum: float = 1.0
     ttft_target: float = 2.0
     tpot_target: float = 0.2
-    models_file: Path | None = None
-    machines_file: Path | None = None
+    tables: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def prepare(options: Options) -> Prepared:
     from remap.sim.results import Targets
 
     targets = Targets(options.ttft_target, options.tpot_target)
-    machine = hardware.machine(options.machine, options.machines_file)
+    machine = hardware.machine(options.machine, options.tables)
     planning_checks.check_fit(machine)
     try:
-        tenants = serving.tenants(options.tenants, machine, options.models_file)
+        tenants = serving.tenants(options.tenants, machine, options.tables)
     except InvalidArgument as error:
         # A word alone may have been meant as a combination.
         if any(mark in options.tenants for mark in ":,"):
@@ -138,7 +138,7 @@ def _notes(options: Options, prepared: Prepared) -> list[str]:
     from remap.sim.planning_checks import fit_note
 
     machine, found = prepared.setup.machine, []
-    if others := namesakes(options.machine, options.machines_file):
+    if others := namesakes(options.machine, options.tables):
         found.append(
             f"{options.machine} is {machine.name}; {' or '.join(others)} is another machine: give the full name"
         )
@@ -227,11 +227,12 @@ def run(prepared: Prepared, progress: Console) -> list[PolicyResult]:
 
 
 def simulate(
-    machine: Annotated[str, typer.Option(help="Such as GH200-96GB; the tables of the package, and --machines-file.")],
+    machine: MachineName,
     tenants: Annotated[
         str,
         typer.Option(
-            help="C1, C2, one model, or models with shares as 'OPT-13b:35%,Llama-3-8b:20%'; paths of a config.json, too."
+            "--models",
+            help="C1, C2, one model, or models with shares as 'OPT-13b:35%,Llama-3-8b:20%'; paths of a config.json, too.",
         ),
     ],
     arrivals: Annotated[
@@ -275,12 +276,9 @@ def simulate(
     tpot_target: Annotated[
         float, typer.Option(help="Seconds a token after the first, in the mean of such a request (TPOT), at most.")
     ] = Options.tpot_target,
-    models_file: Annotated[Path | None, typer.Option(help="JSON with models of your own.")] = None,
-    machines_file: Annotated[Path | None, typer.Option(help="JSON with machines of your own.")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write configuration and results there.")] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write a page with table and plots there; needs matplotlib.")
-    ] = None,
+    tables: Tables = None,
+    as_json: Json = False,
+    html: Html = None,
 ) -> None:
     """Serve the same requests under several policies on a simulated machine, and compare them."""
     options = Options(
@@ -297,31 +295,30 @@ def simulate(
         quantum=quantum,
         ttft_target=ttft_target,
         tpot_target=tpot_target,
-        models_file=models_file,
-        machines_file=machines_file,
+        tables=tables,
     )
     with exit_on_error():
+        from remap.sim.results import report
+
         if html is not None:
             from .simulate_html import need_packages
 
             need_packages()  # said before the minutes of a simulation, not after
-        for path in (as_json, html):
-            if path is not None:
-                writable(path)
+            writable(html)
         prepared = prepare(options)
         aside = Console(stderr=True, emoji=False, soft_wrap=True)
         for text in _notes(options, prepared):
             aside.print(f"Assumed: {text}.", style="yellow", markup=False, highlight=False)
         results = run(prepared, aside)
-        console = Console(emoji=False)  # "fixed:100:0" is no picture of a hundred
-        for part in tables(results, prepared.title, console):
-            console.print(part, markup=False, highlight=False)
-        if as_json is not None:
-            write_json(as_json, prepared.configuration, results)
-            console.print(f"results: {as_json}", markup=False, highlight=False, soft_wrap=True)
         if html is not None:
             from .simulate_html import page
 
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(page(prepared.configuration, results, prepared.title), encoding="utf-8")
-            console.print(f"page: {html}", markup=False, highlight=False, soft_wrap=True)
+            aside.print(f"page: {html}", markup=False, highlight=False)
+    if as_json:
+        print_json(report(prepared.configuration, results))
+    else:
+        console = Console(emoji=False)  # "fixed:100:0" is no picture of a hundred
+        for part in report_tables(results, prepared.title, console):
+            print_whole(console, part)

@@ -1,20 +1,15 @@
-"""The report of `remap simulate`: the table of all policies side by side, and the JSON file.
-
-Only `write` functions touch files; all others are pure.
-"""
+"""The report of `remap simulate`: the table of all policies side by side. Pure."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from remap.sim.ideal import AGAINST_IDEAL, NEARLY, against_ideal
 from remap.sim.policies import IDEAL_MEMORY
-from remap.sim.results import PolicyResult, TenantResult, percentile, report, weighted_percentile
+from remap.sim.results import PolicyResult, TenantResult, percentile, weighted_percentile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +26,6 @@ __all__ = [
     "table_rows",
     "tables",
     "tenant_rows",
-    "write_json",
 ]
 
 
@@ -202,12 +196,3 @@ def _tenant(tenant: TenantResult) -> list[str]:
         _small(tenant.layers_remapped_peak),
         f"{tenant.stall_fraction:.1%}",
     ]
-
-
-def write_json(path: Path, configuration: Mapping[str, Any], results: Sequence[PolicyResult]) -> None:
-    """Write the report of `remap.sim.results` into a folder, which is made if it is missing.
-
-    Raises OSError if it cannot.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report(configuration, results), allow_nan=False) + "\n", encoding="utf-8")

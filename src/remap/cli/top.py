@@ -17,6 +17,7 @@ from rich.table import Table
 from remap.errors import InvalidArgument
 
 from .errors import exit_on_error
+from .options import Json, print_json, print_whole
 
 __all__ = ["top"]
 
@@ -27,13 +28,18 @@ ANSWER_S = 5.0
 def top(
     url: Annotated[str, typer.Option(help="Of `remap cluster serve`.")] = "http://127.0.0.1:8000",
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Show the groups of a cluster, their layers, requests and KV cache, until it is interrupted."""
+    """Show the groups of a cluster, their layers, requests and KV cache, until it is interrupted; as JSON once."""
     console = Console()
     with exit_on_error():
-        table = _table(_state(url))
+        state = _state(url)
+        if as_json:  # one object has an end
+            print_json(state)
+            return
+        table = _table(state)
         if once:
-            console.print(table)
+            print_whole(console, table)
             return
         try:
             with Live(table, console=console, auto_refresh=False) as live:
@@ -66,9 +72,9 @@ def _table(state: dict[str, Any]) -> Table:
     title = f"epoch {state['epoch']}, {state['unfinished']} requests unfinished, {state['restarts']} restarted"
     table = Table(title=title, title_justify="left")
     for name in ("group", "epoch", "phase", "stages: layers"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in ("running", "waiting", "KV tokens", "of", "used"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for group in state["groups"]:
         stages = group["stages"]
         capacity, tokens = group["kv_capacity"], group["kv_tokens"]

@@ -130,9 +130,9 @@ def layout_of(model: nn.Module, memory: int | None, swap: int = 0) -> Layout:
     most, host = capacity // block.block_bytes + 1, swap // block.block_bytes
     if swap and not host:
         raise InvalidArgument(
-            f"swap: host memory must have room for one KV block, {show_size(block.block_bytes)}, got {show_size(swap)}; nothing "
-            "was started; give more, or none",
-            field="swap",
+            f"host_kv: host memory must have room for one KV block, {show_size(block.block_bytes)}, got {show_size(swap)}; "
+            "nothing was started; give more, or none",
+            field="host_kv",
             value=swap,
             minimum=block.block_bytes,
         )

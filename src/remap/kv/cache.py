@@ -16,6 +16,8 @@ from remap.kv.pool import BlockPool, Listener, listed
 from remap.kv.spec import KVGeometry, KVSpec
 from remap.kv.streamed import StreamedBlocks
 from remap.locking import Turn
+from remap.notebook import table
+from remap.sizes import show_size
 
 if TYPE_CHECKING:
     import torch
@@ -310,6 +312,17 @@ class KVCache:
         block_major region is the bytes [b * spec.block_bytes, (b + 1) * spec.block_bytes). The rules of `tensors` hold
         here too."""
         return self._memory(self.address, self.geometry.region_bytes)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Takes no lock."""
+        spec, pool = self.spec, self.pool
+        rows = (
+            ("blocks", f"{pool.usable_blocks} usable, {pool.free_blocks} of them free; {spec.max_blocks} at most"),
+            ("a block", f"{spec.block_tokens} tokens, {show_size(spec.block_bytes)}"),
+            ("layers", f"{spec.layers} with {spec.kv_heads} heads of {spec.head_dim}, {spec.dtype}, {spec.layout}"),
+            ("memory", "gone: its tenant was detached" if self._memory is _gone else f"at {self.address:#x}"),
+        )
+        return table("KV cache", lambda: rows)
 
     def abandon(self) -> None:
         """The tenant goes away: no copy is in flight any more. Raises the backend's error; it can be called again."""

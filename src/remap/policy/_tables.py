@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any
 
 from remap.config import invalid
 from remap.errors import InvalidArgument
+from remap.policy.near_names import meant, nearest
 
 __all__ = ["Extra", "resolve", "table_of"]
 
@@ -106,11 +106,9 @@ def resolve(kind: str, name: object, table: Mapping[str, Mapping[str, Any]]) -> 
             known=known_names,
             candidates=tuple(begun),
         )
-    by_lower = {known.lower(): known for known in table}
-    near = tuple(by_lower[one] for one in difflib.get_close_matches(wanted, by_lower, n=3))
-    meant = f"; did you mean {' or '.join(near)}?" if near else ";"
+    near = nearest(wanted, table)
     raise InvalidArgument(
-        f"unknown {kind} {name!r}{meant} nothing was looked up; the known ones are {', '.join(known_names)}; a JSON of "
+        f"unknown {kind} {name!r}{meant(near)}; nothing was looked up; the known ones are {', '.join(known_names)}; a JSON of "
         "one's own adds more",
         field=kind,
         name=name,

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from remap.errors import InvalidArgument
+from remap.policy.near_names import meant, nearest
 from remap.sim.lengths import Quantiles, Uniform
 from remap.sim.workload import AZURE_CODE, AZURE_CONVERSATION, Arrivals, Item, Lengths, merge
 
@@ -102,8 +103,12 @@ _LONGEST_S = 1e10
 
 
 def _unknown(field: str, name: str, known: str) -> InvalidArgument:
+    near = meant(nearest(name, ARRIVALS if field == "arrivals" else LENGTHS))
     return InvalidArgument(
-        f"{field} {name!r} is not known; there are {known}; nothing was made", field=field, value=name, known=known
+        f"{field} {name!r} is not known{near}; there are {known}; nothing was made",
+        field=field,
+        value=name,
+        known=known,
     )
 
 

@@ -164,7 +164,7 @@ def arithmetic(numbers: Numbers) -> tuple[Step, ...]:
             "KV tokens + layers x tokens per layer",
             f"{kv_tokens:,} + {balance.remapped} x {tokens_per_layer:,.1f} = {balance.kv_tokens:,} tokens, "
             f"{balance.rows} requests of {context} instead of {balance.rows_before}"
-            + (f" (at most {most} at once: --max-requests)" if balance.rows == most else ""),
+            + (f" (at most {most} at once: --max-num-seqs)" if balance.rows == most else ""),
             balance.kv_tokens,
             "tokens",
         ),
@@ -236,7 +236,7 @@ def _why_active(numbers: Numbers, *, active: bool, full: bool) -> str:
         )
     could = " or ".join(hidden)
     limited = numbers.max_requests in (balance.rows_before, balance.rows, balance.slices_rows)
-    limit = f" --max-requests {numbers.max_requests} was the limit: so many run at once at most." if limited else ""
+    limit = f" --max-num-seqs {numbers.max_requests} was the limit: so many run at once at most." if limited else ""
     if full:
         most = max(float(balance.remapped), balance.slices)
         useless = f"; what a pass could hide, {most:.3g} layers' worth, would serve nobody" if most else ""

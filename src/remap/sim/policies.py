@@ -28,6 +28,7 @@ from typing import Any
 
 from remap.config import Knobs
 from remap.errors import InvalidArgument
+from remap.policy.near_names import meant, nearest
 
 __all__ = [
     "ABLATIONS",
@@ -176,7 +177,8 @@ def find(name: str) -> Policy:
     policy = POLICIES.get(base)
     if policy is None or (rest and base not in ("static", "remap", "pie")):
         raise InvalidArgument(
-            f"no policy {name!r}; there are {', '.join(known())}, static:6, static:10%, pie:1.6, and remap:SETTING=VALUE; "
+            f"no policy {name!r}{meant(nearest(name, known()))}; there are {', '.join(known())}, static:6, static:10%, "
+            "pie:1.6, and remap:SETTING=VALUE; "
             "nothing was run",
             policy=name,
         )

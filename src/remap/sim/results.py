@@ -400,7 +400,7 @@ def _fewer(pairs: Pairs, limit: int = POINTS) -> Pairs:
 
 
 def report(configuration: Mapping[str, Any], results: Iterable[PolicyResult]) -> dict[str, Any]:
-    """What `remap simulate --json` writes: {"configuration": ..., "policies": {name: headline and details}}.
+    """What `remap simulate --json` prints: {"configuration": ..., "policies": {name: headline and details}}.
 
     Where both "recompute" and "ideal" are among them, each has "against_ideal" (`remap.sim.ideal`), with None for what
     is not defined. Raises InvalidArgument if two results have the name of one policy.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import Extra, Machine, Model
+from remap.policy.near_names import meant, nearest
 from remap.sim.hf_config import find_model
 from remap.sim.passes import Cost
 from remap.sim.scheduling import SCHEDULERS
@@ -73,13 +74,16 @@ class Setup:
     scheduling: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.sharing not in SHARINGS or self.scheduler not in SCHEDULERS:
-            raise InvalidArgument(
-                f"sharing must be one of {', '.join(SHARINGS)} and scheduler one of {', '.join(SCHEDULERS)}, got "
-                f"{self.sharing!r} and {self.scheduler!r}; nothing was made",
-                sharing=self.sharing,
-                scheduler=self.scheduler,
-            )
+        for field_name, value, known in (
+            ("sharing", self.sharing, SHARINGS),
+            ("scheduler", self.scheduler, SCHEDULERS),
+        ):
+            if value not in known:
+                near = meant(nearest(str(value), known))
+                raise InvalidArgument(
+                    f"{field_name} must be one of {', '.join(known)}, got {value!r}{near}; nothing was made",
+                    **{field_name: value},
+                )
         names = [tenant.name for tenant in self.tenants]
         if not names or len(set(names)) < len(names):
             raise InvalidArgument(

@@ -1,0 +1,41 @@
+"""What several commands have in common: options of one name mean the same in all of them, and a table is printed whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Html", "Json", "MachineName", "MaxBatchTokens", "MaxNumSeqs", "Tables", "print_json", "print_whole"]
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Html = Annotated[Path | None, typer.Option(help="Write a page with plots there; needs matplotlib.")]
+MachineName = Annotated[
+    str, typer.Option(help="Such as GH200, H100-SXM, H100-PCIe, B200, A100, 4090, or one of --tables.")
+]
+Tables = Annotated[
+    Path | None, typer.Option(help="JSON with machines and models of your own, as `remap fit` writes it.")
+]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")]
+MaxBatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")]
+
+
+def print_json(document: Any) -> None:
+    """One JSON object on stdout."""
+    typer.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print every cell in full. On a narrow terminal lines are longer than it is wide: a number of which the end is missing
+    would be another number."""
+    before = console.width
+    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    console.width = max(before, needed)
+    try:
+        console.print(table, markup=False, highlight=False)
+    finally:
+        console.width = before

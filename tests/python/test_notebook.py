@@ -1,0 +1,98 @@
+"""What a notebook shows of sessions, tenants, KV caches and snapshots: escaped, and whatever has become of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+import remap
+from remap.errors import InvalidArgument, InvalidState
+
+SPEC = remap.KVSpec(layers=2, kv_heads=1, head_dim=8, dtype="float32", min_blocks=4, max_blocks=64)
+HOSTILE = '<script>"&'
+
+
+class Cells(HTMLParser):
+    """The text of every cell and caption; fails on a tag that is no part of a table."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert tag in {"table", "caption", "thead", "tbody", "tr", "th", "td"}, tag
+        self.open.append(tag)
+        self.texts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts[-1] += data
+
+
+def cells(shown: Any) -> str:
+    return " | ".join(text for text in Cells(shown._repr_html_()).texts if text)
+
+
+def layers() -> list[bytearray]:
+    return [bytearray(os.urandom(64 << 10)) for _ in range(2)]
+
+
+def test_all_four_say_what_they_are_and_escape_a_tenants_name() -> None:
+    with remap.Session("2MiB", "cpu", page_bytes="16KiB") as session:
+        tenant = session.attach_bytes(layers(), name=HOSTILE, kv=SPEC)
+        tenant.kv.allocate(3)
+        assert HOSTILE not in session._repr_html_() + tenant._repr_html_()
+        assert f"tenant {HOSTILE} | state | active" in cells(tenant) and "2, of which 0 stream" in cells(tenant)
+        blocks = f"{tenant.kv.usable_blocks} usable, {tenant.kv.free_blocks} of them free"
+        assert blocks in cells(tenant) and blocks in cells(tenant.kv) and "64 at most" in cells(tenant.kv)
+        assert cells(session) == cells(session.snapshot())
+        assert "2 MiB at epoch" in cells(session) and "of 128 pages of 16 KiB" in cells(session)
+        assert f"{HOSTILE} | yes | 2 | 0 | 0 | {tenant.kv.usable_blocks}" in cells(session)
+        session.deactivate(HOSTILE)
+        assert "state | inactive" in cells(tenant) and f"{HOSTILE} | no" in cells(session)
+
+
+def test_nothing_raises_once_tenant_and_session_have_gone() -> None:
+    session = remap.Session("2MiB", "cpu", page_bytes="16KiB")
+    tenant = session.attach_bytes(layers(), name="a", kv=SPEC)
+    seen = session.snapshot()
+    session.detach("a")
+    assert "detached" in cells(tenant) and "gone" in cells(tenant.kv) and "epoch" in cells(session)
+    session.close()
+    assert "state | closed" in cells(session) and "capacity | 2 MiB" in cells(session)
+    assert "detached" in cells(tenant) and "gone" in cells(tenant.kv) and "a | yes" in cells(seen)
+
+
+def test_a_session_that_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with remap.Session("2MiB", "cpu", page_bytes="16KiB") as session:
+
+        def refuse(self: remap.Session) -> remap.Snapshot:
+            raise InvalidState("not <now>")
+
+        monkeypatch.setattr(remap.Session, "snapshot", refuse)
+        assert "InvalidState: not <now>" in cells(session)
+
+
+def test_tenants_are_the_attached_ones_by_name_and_read_only() -> None:
+    session = remap.Session("2MiB", "cpu", page_bytes="16KiB")
+    a, b = (session.attach_bytes(layers(), name=name, kv=SPEC) for name in "ab")
+    with pytest.raises(InvalidArgument):
+        session.attach_bytes(layers(), name="a", kv=SPEC)
+    tenants: Mapping[str, remap.Tenant] = session.tenants
+    assert list(tenants) == ["a", "b"] and tenants["a"] is a and tenants["b"] is b
+    with pytest.raises(TypeError):
+        tenants["c"] = a  # type: ignore[index]
+    session.detach("a")
+    assert dict(session.tenants) == {"b": b} and list(tenants) == ["a", "b"]  # as of then
+    session.close()
+    assert dict(session.tenants) == {}
