@@ -113,6 +113,7 @@ class Front(Generic[RequestT]):
         self._serving, self._complete = asyncio.Event(), asyncio.Event()
         self._closing = False
         self._told: set[str] = set()  # instances that are gone, which was said
+        self._suspect: str | None = None  # which was said
 
     async def start(self, patience_s: float = PATIENCE_S) -> None:
         """Connect; returns when every instance serves or was rejected, or patience_s after the first one serves. The others join
@@ -145,6 +146,12 @@ class Front(Generic[RequestT]):
     def groups(self) -> list[GroupView]:
         """What there is to show."""
         return self.service.control.groups
+
+    @property
+    def up(self) -> dict[str, bool]:
+        """Every instance that there should be: whether it serves."""
+        serving = {part.instance for view in self.groups if view.phase != "recovering" for part in view.stages}
+        return {name: name in serving for name in self._connections}
 
     @property
     def unfinished(self) -> int:
@@ -232,7 +239,7 @@ class Front(Generic[RequestT]):
         self._told.add(name)
 
     def _note_complete(self) -> None:
-        serving = {part.instance for view in self.groups if view.phase != "recovering" for part in view.stages}
+        serving = {name for name, serves in self.up.items() if serves}
         complete = serving | self.rejected.keys() >= self._connections.keys()
         if serving or complete:
             self._serving.set()
@@ -271,6 +278,14 @@ class Front(Generic[RequestT]):
 
     def _event(self, event: Any) -> None:
         self._carry_out(self.service.on(event, self._now()))
+        suspects = self.service.suspects
+        if suspects and suspects[0] != self._suspect:
+            LOG.warning(
+                "request %s was there when instances failed; it starts again while %d other suspects wait",
+                suspects[0],
+                len(suspects) - 1,
+            )
+        self._suspect = suspects[0] if suspects else None
 
     def _carry_out(self, actions: Sequence[Action[RequestT]]) -> None:
         for action in actions:
@@ -278,7 +293,7 @@ class Front(Generic[RequestT]):
                 case Decline(id, error):
                     if isinstance(error, Fatal):
                         LOG.error("%s", error)
-                    self._answer(id, error)
+                    self.end(id, error)
                 case Evict(instance, reason):
                     self._tell(logging.WARNING, instance, "instance %s is evicted: %s", instance, reason)
                     self._connections[instance].kill()
@@ -342,18 +357,18 @@ class Front(Generic[RequestT]):
             self._carry_out(self.service.bounced(submission.id, submission.attempt, self._now()))
         except Error as error:
             if self.service.is_last(submission.id, submission.attempt):
-                self._answer(submission.id, error)
+                self.end(submission.id, error)
 
     # -- Callers --------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, id: str, error: Error) -> None:
-        """End a request with an error."""
+    def end(self, id: str, error: Error) -> None:
+        """End a request with this error, which `generate` raises. Unknown ids are ignored: it may have ended."""
         if id in self._queues:
             self._queues[id].put_nowait(error)
 
     def _fail_all(self, error: Error) -> None:
         for id in list(self._queues):
-            self._answer(id, error)
+            self.end(id, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._closing:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Metrics"]
 
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 TPOT_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -39,17 +40,24 @@ class Metrics:
             buckets=TPOT_S,
             registry=self._registry,
         )
+        self._e2e = Histogram(
+            "remap_cluster_e2e_seconds",
+            "From a request to its end, however it ended",
+            buckets=E2E_S,
+            registry=self._registry,
+        )
         self._registry.register(_Now(front))
 
     def first(self, seconds: float) -> None:
         """A request got its first token, so long after it was asked."""
         self._ttft.observe(seconds)
 
-    def ended(self, outcome: str, prompt: int, tokens: int, decoding_s: float) -> None:
-        """A request ended. tokens: generated, the last of them `decoding_s` after the first."""
+    def ended(self, outcome: str, prompt: int, tokens: int, decoding_s: float, whole_s: float) -> None:
+        """A choice ended, `whole_s` after it was asked for. tokens: generated, the last of them `decoding_s` after the first."""
         self._requests.labels(outcome).inc()
         self._tokens.labels("prompt").inc(prompt)
         self._tokens.labels("generated").inc(tokens)
+        self._e2e.observe(whole_s)
         if tokens > 1 and outcome in ("stop", "length"):
             self._tpot.observe(decoding_s / (tokens - 1))
 
