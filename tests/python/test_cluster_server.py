@@ -190,8 +190,8 @@ def test_metrics_count_what_was_served(tmp_path: Path) -> None:
             'group_stages{group="a"}': 1,
             'group_kv_capacity_tokens{group="a"}': 40,
             'changes_total{kind="merged"}': 0,
-            'instance_passes_total{member="a"}': 7,
-            'instance_computing_seconds_total{member="a"}': 0.5,
+            'instance_passes_total{replica="a"}': 7,
+            'instance_computing_seconds_total{replica="a"}': 0.5,
         }.items():
             assert float(found[f"remap_cluster_{name}"]) == value, name
 
@@ -244,6 +244,7 @@ class Scripted:
     failure = None
     groups: tuple[Any, ...] = ()
     up: ClassVar[dict[str, bool]] = {}
+    draining = False
     restarts = unfinished = 0
     service = SimpleNamespace(control=SimpleNamespace(epoch=0))
 
@@ -355,8 +356,10 @@ class Listening:
         await until(lambda: sum(bool(ledger.tokens(id)) for id in ledger.ids) == count)
 
 
-def listening(folder: Path, body: Callable[[Listening], Coroutine[Any, Any, None]], names: str = "a") -> None:
-    """Run `body` beside a server that `serve` runs until it is asked to end. What `serve` raises is raised."""
+def listening(
+    folder: Path, body: Callable[[Listening], Coroutine[Any, Any, None]], names: str = "a", **options: Any
+) -> None:
+    """Run `body` beside a server that `serve` runs, with these options, until it is to end. What `serve` raises is raised."""
 
     async def run() -> None:
         connections = [LocalConnection(name, folder=str(folder)) for name in names]
@@ -367,7 +370,7 @@ def listening(folder: Path, body: Callable[[Listening], Coroutine[Any, Any, None
             await front.start()
             beside = list[asyncio.Task[None]]()
             made = Listening(front, connections, taken.getsockname())
-            await server.serve(front, SERVED, taken, lambda: beside.append(asyncio.create_task(body(made))))
+            await server.serve(front, SERVED, taken, lambda: beside.append(asyncio.create_task(body(made))), **options)
             await beside[0]
         finally:
             await front.close()

@@ -264,6 +264,13 @@ async def _serve(
         url = f"http://{host}:{port}"
         count = sum(len(view.stages) for view in front.groups)
         ready = f"{count} instances of {served.name} answer at {url}/v1; remap top --url {url}"
-        await serve_http(front, served, listening, lambda: console.print(ready, markup=False, highlight=False), *http)
+        await serve_http(
+            front,
+            served,
+            listening,
+            lambda: console.print(ready, markup=False, highlight=False),
+            *http,
+            instances.head_lost,
+        )
     finally:
         await front.close()

@@ -232,10 +232,13 @@ def _busy(error: Busy) -> Response:
 
 
 def health_of(front: Front[Any]) -> dict[str, Any]:
-    """status: ok; degraded, when some of the instances do not serve; or that none does. How many do, and how many should."""
-    serving = 0 if front.failure is not None else sum(front.up.values())
+    """status: ok; degraded, when some of the instances do not serve; draining, when no request is taken any more; or that none
+    serves. How many do (0 then), and how many should."""
     expected = len(front.up)
-    status = "no instance serves" if not serving else "ok" if serving == expected else "degraded"
+    serving = 0 if front.failure is not None or front.draining else sum(front.up.values())
+    status = "draining" if front.draining else "no instance serves"
+    if serving:
+        status = "ok" if serving == expected else "degraded"
     return {"status": status, "serving": serving, "instances_expected": expected}
 
 

@@ -101,13 +101,20 @@ class _Now(Collector):
             families["used"].add_metric(name, view.load.tokens)
             families["capacity"].add_metric(name, view.capacity)
         yield from families.values()
-        # Of `ClusterInstance.counts`; each begins anew with its process. The label is not "instance": Prometheus writes the
-        # address that it reads from into that.
+        yield GaugeMetricFamily(
+            "remap_cluster_instances_expected", "Instances that there should be", value=len(front.up)
+        )
+        # The label is not "instance": Prometheus writes the address that it reads from into that.
+        up = GaugeMetricFamily("remap_cluster_up", "1 for an instance that serves, else 0", labels=["replica"])
+        for instance, serves in sorted(front.up.items()):
+            up.add_metric([instance], serves)
+        yield up
+        # Of `ClusterInstance.counts`; each begins anew with its process, and ends with it.
         counts = {instance: report.counts for instance, report in sorted(front.reports.items())}
         for what in sorted({what for each in counts.values() for what in each}):
             suffix = what.removesuffix("_s") + "_seconds" if what.endswith("_s") else what
             counted = CounterMetricFamily(
-                f"remap_cluster_instance_{suffix}", "Since the instance's process began", labels=["member"]
+                f"remap_cluster_instance_{suffix}", "Since the instance's process began", labels=["replica"]
             )
             for instance, each in counts.items():
                 counted.add_metric([instance], each.get(what, 0.0))

@@ -6,6 +6,7 @@ One event loop runs all of it, and the front.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,14 +21,17 @@ from .limits import Limits
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Collection
+    from collections.abc import Collection, Coroutine
+    from typing import Any
 
     from remap.engine.request import Request as EngineRequest
 
     from .front import Front
     from .prompts import Served
 
-__all__ = ["NobodyLeft", "serve"]
+__all__ = ["NoRestarts", "NobodyLeft", "serve"]
+
+LOG = logging.getLogger(__name__)
 
 GRACE_S = 10
 """Seconds that unfinished answers have when the server is asked to end. Those that are left end with an error then."""
@@ -42,6 +46,10 @@ class NobodyLeft(Error):
     """Every instance is gone, and none comes back. Fields: instances (how many there were)."""
 
 
+class NoRestarts(Error):
+    """What starts instances again is gone, so the server ended after what was in flight. Fields: reason."""
+
+
 async def serve(
     front: Front[EngineRequest],
     served: Served,
@@ -50,6 +58,7 @@ async def serve(
     limits: Limits = DEFAULT,
     hosts: Collection[str] | None = None,
     access_log: bool = False,
+    broken: Callable[[], Coroutine[Any, Any, str]] | None = None,
 ) -> None:
     """Serve on this socket until SIGINT or SIGTERM; then unfinished answers have GRACE_S. A second signal, or the end of that
     time, ends them with an error, and LEAVE_S later whatever is left. The front stays the caller's. ready: called when requests
@@ -92,15 +101,35 @@ async def serve(
         loop.add_signal_handler(one, end)
     over = loop.create_task(front.over.wait())
     over.add_done_callback(lambda task: None if task.cancelled() else stop())
+    reasons: list[str] = []
+
+    async def leave() -> None:
+        assert broken is not None
+        reasons.append(await broken())
+        LOG.error(
+            "%s: instances that die do not come back; no request is taken any more, and the server ends when the %d that it has "
+            "are answered",
+            reasons[0],
+            front.unfinished,
+        )
+        await front.drain()
+        server.should_exit = True
+        later.append(loop.call_later(GRACE_S, stop))  # for what is still being sent
+
+    watched = None if broken is None else loop.create_task(leave())
     try:
         ready()
         await server.serve([listening])
     finally:
         over.cancel()
+        if watched is not None:
+            watched.cancel()
         for handle in later:
             handle.cancel()
         for one in signals:
             loop.remove_signal_handler(one)
+    if watched is not None and watched.done() and not watched.cancelled():
+        watched.result()  # what went wrong with it is not lost
     failure = front.failure
     if failure is not None:
         raise InvalidState(
@@ -113,6 +142,8 @@ async def serve(
             f"{error}",
             instances=len(front.rejected),
         )
+    if reasons:
+        raise NoRestarts(f"{reasons[0]}; requests were answered; nothing is served; start it again", reason=reasons[0])
 
 
 class _Server(uvicorn.Server):
