@@ -31,9 +31,9 @@ as if its instances had equal shares of it.
 
 An instance that serves alone lets its own layers stream when its requests ask for more KV than it has, as far as its
 certificate allows, and borrows pages of models that are idle in its session. Its reports say how much that is and what it costs
-(`Offer`): room like any other, to which requests are sent. Groups merge when they ask for more than that; or, where a drop costs
-less (`drop.preferred`), for more than fits without it. Members of a group say nothing, and have nothing of it: their layers have
-to come home, and the KV to fit beside them, before the group is dissolved.
+(`Offer`): room like any other, to which requests are sent. Groups merge when they ask for more than that; or, where a drop
+costs less (`drop.preferred`) and leaves no less room, for more than fits without it. Members of a group say nothing, and have
+nothing of it: their layers have to come home, and the KV to fit beside them, before the group is dissolved.
 
 Claim: while no instance dies and demand is constant, groups do not merge again after they were dissolved by "remap". It
 dissolves while demand and the margin fit into each instance alone beside all of its layers. It merges when demand is above
@@ -52,7 +52,7 @@ from typing import Literal
 
 from remap.errors import Error, InvalidArgument, OutOfMemory
 from remap.policy.cluster import drop, restore
-from remap.policy.cluster.dispatch import dispatch, needed, overloaded
+from remap.policy.cluster.dispatch import dispatch
 from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import Group, Instance, Load, Model, Offer, Placement, Stage, check
 from remap.policy.cluster.stages import Splits
@@ -691,12 +691,12 @@ class Control:
     def _drop(self, now_s: float) -> None:
         """Merge groups if one asks for more KV than it has, and all of them together do, too."""
         ready = self._ready(now_s)
-        placement = drop.preferred(self._placement(ready), self.network)
-        if len(ready) < 2 or not overloaded(placement):
+        if len(ready) < 2:
             return
-        need = needed(placement)
-        plan = (drop.greedy if self.policy.name == "kunserve" else drop.plan)(placement, need, self.network)
-        self._merge(ready, plan.placement.groups, now_s, _lack(placement, need))
+        here = self._placement(ready)
+        plan = drop.decided(here, self.network, drop.greedy if self.policy.name == "kunserve" else drop.plan)
+        if plan is not None:
+            self._merge(ready, plan.placement.groups, now_s, _lack(here, plan))
 
     def _line_up(self, now_s: float) -> None:
         """Groups of so many instances, of those that serve alone."""
@@ -758,11 +758,11 @@ class Control:
         return Placement(self.model, tuple(each.seen() for each in groups), self.epoch)
 
 
-def _lack(placement: Placement, need: int) -> str:
+def _lack(placement: Placement, plan: drop.DropPlan) -> str:
     loads = [group.load for group in placement.groups]
     room = sum(group.capacity(placement.model) for group in placement.groups)
     wanted, count = sum(load.wanted for load in loads), sum(load.requests for load in loads)
-    return f"{count} requests ask for {wanted} tokens of KV, there is room for {room}, and {need} are lacking"
+    return f"{count} requests ask for {wanted} tokens of KV, there is room for {room}, and the plan frees {plan.freed}"
 
 
 def _no_copy(id: str) -> NoCopy:
