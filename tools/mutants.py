@@ -503,7 +503,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-caller-who-left-is-served",
-        file="src/remap/cluster/server.py",
+        file="src/remap/cluster/app.py",
         text="return_when=asyncio.FIRST_COMPLETED",
         replacement="return_when=asyncio.ALL_COMPLETED",
         breaks="The request of a caller who went away is served to its end.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from cluster_worlds import NETWORK, clusters, serving, streaming
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from reference import cluster_brute
 from remap.policy.activations import Line
-from remap.policy.cluster.drop import EXACT, DropPlan, greedy, plan, preferred
+from remap.policy.cluster.dispatch import needed, overloaded
+from remap.policy.cluster.drop import EXACT, DropPlan, decided, greedy, plan, preferred
 from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import (
     Group,
@@ -443,3 +445,46 @@ def test_a_plan_without_dear_streaming_has_room_for_what_runs(before: Placement,
     for find in (plan, greedy):
         found = find(judged, need, NETWORK).placement
         check(replace(found, groups=tuple(group for group in found.groups if len(group.stages) > 1)))
+
+
+def room_of(placement: Placement, names: set[str]) -> int:
+    """Tokens of KV of the groups with these instances."""
+    groups = [group for group in placement.groups if names & {stage.instance.name for stage in group.stages}]
+    return sum(max(0, group.capacity(placement.model)) for group in groups)
+
+
+def test_nobody_merges_into_less_room_than_dear_streaming_has() -> None:
+    """As above; but 72 bytes stream, 12 tokens at each of two: with them there is room for 34, where a pair has 20."""
+    model, network = Model((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
+    dear = Offer(144, 0.9)
+
+    def asking(tokens: int) -> Placement:
+        load = Load(5, 5, (tokens - 5,))
+        return with_offers(alone(model, tuple(Instance(name, 180, load) for name in "ab")), dear)
+
+    before = asking(10)
+    assert preferred(before, network) == with_offers(before)  # a drop costs less for each token
+    assert sizes(plan(with_offers(before), 10, network)) == [2]  # and is what was decided
+    assert decided(before, network) is None
+    # Nor where they ask for more than that: a pair has less room still.
+    found = decided(asking(40), network)
+    assert found is not None and sizes(found) == [1, 1]
+    # With 48 bytes there is less room alone than in a pair, which has it for less.
+    some = with_offers(before, Offer(48, 0.9))
+    found = decided(some, network)
+    assert found is not None and sizes(found) == [2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(streaming(serving()), streaming(clusters(10)), serving()), st.sampled_from([plan, greedy]))
+def test_what_is_decided_never_has_less_room_than_before(before: Placement, find: Any) -> None:
+    found = decided(before, NETWORK, find)
+    if found is None:
+        assert not overloaded(before)
+        return
+    for group in found.placement.groups:
+        names = {stage.instance.name for stage in group.stages}
+        if len(names) > 1:
+            assert max(0, group.capacity(before.model)) >= room_of(before, names)
+    if not any(stage.offers for stage in before.stages.values()):
+        assert found == find(before, max(0, needed(before)), NETWORK)  # where nothing streams, it is as it was

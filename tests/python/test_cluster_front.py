@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -360,7 +361,8 @@ def test_each_end_of_an_instance_is_said_once_and_each_return(
         connections[1].kill()
         await asyncio.gather(*tasks)
         await until(back)
-        gone, joined = said(caplog)
+        gone, again, joined = said(caplog)
+        assert re.fullmatch(r"\d requests start again, behind \d+ tokens that they have", again)
         assert gone == "the instance is gone" and joined.startswith("instance b joined")
 
         # It is evicted; its death comes of that.

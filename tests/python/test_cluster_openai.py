@@ -12,8 +12,12 @@ pytest.importorskip("transformers")
 
 from cluster_folder import byte_tokenizer
 
+from remap.cluster.asked import Asked
 from remap.cluster.control import NoCopy
-from remap.cluster.openai import Asked, Chat, Completion, Served, UnknownModel, error_of, parse, status_of
+from remap.cluster.http_errors import UnknownModel, error_of, status_of
+from remap.cluster.openai import Chat, Completion, parse
+from remap.cluster.prompts import Served
+from remap.cluster.tokenize import tokenize
 from remap.engine.request import SamplingParams
 from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfBlocks
 
@@ -65,9 +69,10 @@ def test_stops_and_streams() -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True}, "echo"),
         ({"logprobs": 0}, "logprobs"),
         ({"suffix": "x"}, "suffix"),
         ({"presence_penalty": 1.0}, "presence_penalty"),
@@ -77,7 +82,8 @@ def test_stops_and_streams() -> None:
         ({"stop": ""}, "stop"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [1, "b"]}, "prompt"),
     ],
 )
@@ -191,3 +197,62 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
         assert caught.value.fields["param"] == named
     with pytest.raises(AssertionError):
         completion(served, prompt="a" * 400)  # as long as a prompt may be
+
+
+def test_choices_are_of_each_prompt_and_have_their_own_seeds() -> None:
+    asked = completion(prompt=["a", [1, 2]], n=2, seed=2**63 - 1)
+    assert [one.prompt for one in asked.requests] == [(64,), (64,), (1, 2), (1, 2)]
+    assert [one.sampling.seed for one in asked.requests] == [2**63 - 1, -(2**63)] * 2
+    assert [one.id for one in asked.requests] == [f"{asked.id}-{number}" for number in range(4)]
+    assert asked.usage_of(10) == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+    assert len({one.sampling.seed for one in completion(n=8).requests}) == 8
+    assert completion(best_of=3, n=3).n == 3
+
+
+def test_an_echo_is_the_prompt_as_text() -> None:
+    assert completion(prompt=["hello", list(HELLO)], echo=True).echoes == ("hello", "hello")
+    assert completion(BARE, prompt=[1], echo=True).echoes == completion().echoes == ("",)
+
+
+def test_content_in_parts_of_text_is_one_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    asked = chat(messages=[{"role": "user", "content": parts}])
+    assert SERVED.tokenizer.decode(asked.request.prompt) == "user: one\ntwo\nassistant:"
+    with pytest.raises(InvalidArgument) as caught:
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+    assert caught.value.param == "messages" and "image_url" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"nonsense": None, "guided_json": None, "use_beam_search": False, "min_tokens": 0, "prompt_logprobs": None},
+        {"repetition_penalty": 1.0, "length_penalty": 1, "skip_special_tokens": True},
+        {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
+    ],
+)
+def test_fields_that_ask_for_nothing_are_ignored(body: dict[str, Any]) -> None:
+    assert completion(**body).request.prompt == HELLO
+
+
+@pytest.mark.parametrize(
+    "body", [{"nonsense": 1}, {"repetition_penalty": 1.1}, {"repetition_penalty": 0}, {"skip_special_tokens": False}]
+)
+def test_fields_that_ask_for_something_are_refused_by_name(body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        completion(**body)
+    assert [caught.value.param] == list(body)
+
+
+def test_the_tokens_of_a_prompt_and_of_a_chat() -> None:
+    def found(**body: Any) -> Any:
+        return tokenize(json.dumps(body).encode(), SERVED)
+
+    assert found(prompt="hello") == {"tokens": HELLO, "count": 5, "max_model_len": 100}
+    messages = [{"role": "user", "content": "hi"}]
+    assert found(messages=messages)["tokens"] == chat().request.prompt
+    for wrong in ({}, {"prompt": "a", "messages": messages}, {"prompt": ""}, {"prompt": "a" * 10**4}):
+        with pytest.raises(InvalidArgument):
+            found(**wrong)
+    with pytest.raises(UnknownModel):
+        found(prompt="a", model="other")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -29,17 +29,19 @@ from cluster_folder import byte_tokenizer
 from control_worlds import MODEL, NETWORK, token
 from test_cluster_front import until
 
-from remap.cluster import server
+from remap.cluster import openai, server
+from remap.cluster.app import make_app
 from remap.cluster.control import Control, Policy
 from remap.cluster.front import Front
 from remap.cluster.ledger import Delivery
 from remap.cluster.limits import Limits
-from remap.cluster.openai import Served
-from remap.cluster.server import make_app
+from remap.cluster.prompts import Served
 from remap.engine.request import Request
 from remap.errors import Error, InvalidState
 
 SERVED = Served("tiny", byte_tokenizer(), 100)
+JSON = {"content-type": "application/json"}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 Body = Callable[[httpx.AsyncClient, Front[Request], list[LocalConnection]], Coroutine[Any, Any, None]]
 
 
@@ -134,7 +136,7 @@ def test_a_chat_is_answered_by_an_assistant(tmp_path: Path) -> None:
 def test_what_is_wrong_gets_its_status_in_openais_form(tmp_path: Path) -> None:
     async def body(client: httpx.AsyncClient, *_: Any) -> None:
         for asked, status, code in (
-            ({"prompt": "x", "n": 2}, 400, "InvalidArgument"),
+            ({"prompt": "x", "logprobs": 2}, 400, "InvalidArgument"),
             ({"prompt": "x", "max_tokens": 1000}, 400, "InvalidArgument"),  # the instance refuses it
             ({"prompt": "x", "max_tokens": 1000, "stream": True}, 400, "InvalidArgument"),
             ({"prompt": "x", "model": "other"}, 404, "UnknownModel"),
@@ -188,8 +190,8 @@ def test_metrics_count_what_was_served(tmp_path: Path) -> None:
             'group_stages{group="a"}': 1,
             'group_kv_capacity_tokens{group="a"}': 40,
             'changes_total{kind="merged"}': 0,
-            'instance_passes_total{member="a"}': 7,
-            'instance_computing_seconds_total{member="a"}': 0.5,
+            'instance_passes_total{replica="a"}': 7,
+            'instance_computing_seconds_total{replica="a"}': 0.5,
         }.items():
             assert float(found[f"remap_cluster_{name}"]) == value, name
 
@@ -212,7 +214,9 @@ async def ask_and_leave(app: Any, asked: dict[str, Any], leave: asyncio.Event) -
 
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST"}
     scope |= {"path": "/v1/completions", "raw_path": b"", "query_string": b"", "root_path": "", "scheme": "http"}
-    await app(scope | {"headers": [], "client": None, "server": None}, receive, send)
+    await app(
+        scope | {"headers": [(b"content-type", b"application/json")], "client": None, "server": None}, receive, send
+    )
     return sent
 
 
@@ -239,6 +243,8 @@ class Scripted:
 
     failure = None
     groups: tuple[Any, ...] = ()
+    up: ClassVar[dict[str, bool]] = {}
+    draining = False
     restarts = unfinished = 0
     service = SimpleNamespace(control=SimpleNamespace(epoch=0))
 
@@ -287,7 +293,7 @@ def test_a_stop_ends_the_answer_before_it_and_cancels_the_rest(stream: bool) -> 
 def test_a_long_prompt_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is, others get their tokens."""
     reading, other_done = threading.Event(), threading.Event()
-    plain = server.parse
+    plain = openai.parse
 
     def parse(body: bytes, *args: Any) -> Any:
         if b"long" in body:
@@ -295,7 +301,7 @@ def test_a_long_prompt_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) 
             assert other_done.wait(60.0)
         return plain(body, *args)
 
-    monkeypatch.setattr(server, "parse", parse)
+    monkeypatch.setattr(openai, "parse", parse)
 
     async def body(client: httpx.AsyncClient) -> None:
         slow = asyncio.create_task(client.post("/v1/completions", json={"prompt": "long"}))
@@ -350,8 +356,10 @@ class Listening:
         await until(lambda: sum(bool(ledger.tokens(id)) for id in ledger.ids) == count)
 
 
-def listening(folder: Path, body: Callable[[Listening], Coroutine[Any, Any, None]], names: str = "a") -> None:
-    """Run `body` beside a server that `serve` runs until it is asked to end. What `serve` raises is raised."""
+def listening(
+    folder: Path, body: Callable[[Listening], Coroutine[Any, Any, None]], names: str = "a", **options: Any
+) -> None:
+    """Run `body` beside a server that `serve` runs, with these options, until it is to end. What `serve` raises is raised."""
 
     async def run() -> None:
         connections = [LocalConnection(name, folder=str(folder)) for name in names]
@@ -362,7 +370,7 @@ def listening(folder: Path, body: Callable[[Listening], Coroutine[Any, Any, None
             await front.start()
             beside = list[asyncio.Task[None]]()
             made = Listening(front, connections, taken.getsockname())
-            await server.serve(front, SERVED, taken, lambda: beside.append(asyncio.create_task(body(made))))
+            await server.serve(front, SERVED, taken, lambda: beside.append(asyncio.create_task(body(made))), **options)
             await beside[0]
         finally:
             await front.close()
@@ -426,9 +434,8 @@ def test_who_takes_no_answer_or_sends_no_request_holds_up_no_end_and_is_not_comp
         other = socket.socket()
         other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         await asyncio.to_thread(other.connect, there.address)
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
         asked = json.dumps({"prompt": [1], "max_tokens": 120, "stream": True}).encode()
-        other.sendall(head % (len(asked) + half) + asked)
+        other.sendall(HEAD % (len(asked) + half) + asked)
         if half:
             await asyncio.sleep(0.1)
         else:
@@ -448,7 +455,7 @@ def test_a_caller_who_leaves_amid_his_body_is_not_complained_of(
 ) -> None:
     async def body(there: Listening) -> None:
         with await asyncio.to_thread(socket.create_connection, there.address, 60.0) as other:
-            other.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+            other.sendall(HEAD % 1000 + b"{")
             await asyncio.sleep(0.1)
         assert (await there.ask(5)).status_code == 200
         interrupt()
@@ -488,7 +495,7 @@ def test_the_server_ends_when_its_front_fails(tmp_path: Path, at_once: None) -> 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_large_body_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
     parsed, sent = [], []
-    monkeypatch.setattr(server, "parse", lambda *args: parsed.append(args))
+    monkeypatch.setattr(openai, "parse", lambda *args: parsed.append(args))
 
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(1000):
@@ -498,7 +505,7 @@ def test_a_large_body_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyP
     async def run() -> None:
         app = make_app(Scripted(), SERVED, Limits(body_bytes=1000))  # type: ignore[arg-type]
         async with client_of(app) as client:
-            answer = await client.post("/v1/completions", content=parts() if chunked else b"x" * 1001)
+            answer = await client.post("/v1/completions", content=parts() if chunked else b"x" * 1001, headers=JSON)
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TooLarge")
 
     asyncio.run(run())
@@ -519,5 +526,51 @@ def test_more_requests_than_the_limit_are_told_to_come_again(tmp_path: Path, str
             leave.set()
             await asyncio.gather(*callers)
             assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+    serving(tmp_path, body)
+
+
+def test_several_choices_are_told_apart_in_an_answer_and_in_a_stream(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, *_: Any) -> None:
+        asked = {"prompt": ["a", [1, 2]], "n": 2, "max_tokens": 5, "echo": True}
+        found = (await client.post("/v1/completions", json=asked)).json()
+        assert [one["index"] for one in found["choices"]] == [0, 1, 2, 3]
+        for number, one in enumerate(found["choices"]):
+            assert one["token_ids"] == expected(f"{found['id']}-{number}", 5)
+            prompt = SERVED.tokenizer.decode([64] if number < 2 else [1, 2])
+            assert one["text"] == prompt + SERVED.tokenizer.decode(one["token_ids"])
+        assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+
+        more = {"messages": [{"role": "user", "content": "hi"}], "n": 3, "max_tokens": 5, "stream": True}
+        *chunks, done = events((await client.post("/v1/chat/completions", json=more)).text)
+        assert done == "[DONE]"
+        for number in range(3):
+            own = [one["choices"][0] for one in chunks if one["choices"][0]["index"] == number]
+            ids = [token for one in own for token in one["token_ids"]]
+            assert ids == expected(f"{chunks[0]['id']}-{number}", 5)
+            assert ["role" in one["delta"] for one in own] == [True, *[False] * (len(own) - 1)]
+            assert [one["finish_reason"] for one in own] == [*[None] * (len(own) - 1), "length"]
+
+    serving(tmp_path, body)
+
+
+def test_the_model_its_version_and_tokens(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, *_: Any) -> None:
+        assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
+        answer = await client.get("/v1/models/other/one")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "UnknownModel")
+        assert (await client.get("/version")).json()["version"]
+        assert (await client.post("/tokenize", json={"prompt": "a"})).json()["tokens"] == [64]
+
+    serving(tmp_path, body)
+
+
+def test_an_error_of_one_choice_ends_all(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, front: Front[Request], connections: list[LocalConnection]) -> None:
+        stream = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1], "n": 3, "max_tokens": 90}))
+        await until(lambda: front.unfinished == 3)
+        front.end(front.service.ledger.ids[1], InvalidState("it is over"))
+        assert (await stream).status_code == 503
+        assert front.unfinished == 0
 
     serving(tmp_path, body)

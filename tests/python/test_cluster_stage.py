@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import MISSING, fields
 
 import pytest
 from hypothesis import given
@@ -19,12 +20,13 @@ from remap.cluster.pool import GroupPool  # noqa: E402
 from remap.cluster.slots import Slots, Whole  # noqa: E402
 from remap.cluster.stage import Row, Stage, row_of  # noqa: E402
 from remap.cluster.stage_kv import StageKV  # noqa: E402
+from remap.cluster.wire import Handed, Handover, Microbatch, decode, encode  # noqa: E402
 from remap.engine import ModelRunner  # noqa: E402
 from remap.engine.attention import decode_first  # noqa: E402
 from remap.engine.chunk import Chunk  # noqa: E402
 from remap.engine.layer_run import LayerRun  # noqa: E402
 from remap.engine.models import decoder_of  # noqa: E402
-from remap.engine.request import Request, Sequence  # noqa: E402
+from remap.engine.request import Request, SamplingParams, Sequence  # noqa: E402
 from remap.engine.scheduler import Scheduler  # noqa: E402
 from remap.errors import InvalidArgument, OutOfBlocks  # noqa: E402
 
@@ -185,3 +187,15 @@ def test_a_row_carries_what_the_choice_of_a_token_needs():
     assert (row.temperature, row.top_k, row.top_p, row.seed) == (sampling.temperature, 20, 1.0, 2)
     sequence.blocks.append(9)  # what is sent is how it was
     assert row == Row(1, 2, sequence.prompt_tokens, sequence.length, [4, 2], 0.8, 20, 1.0, 2)
+
+
+def test_what_goes_to_others_has_every_sampling_parameter():
+    sampling = SamplingParams(9, 0.5, 7, 0.9, 3, frozenset({1}), 0.25)
+    assert all(
+        getattr(sampling, each.name) != each.default for each in fields(SamplingParams) if each.default != MISSING
+    )
+    sequence = Sequence.of(Request("r", (1, 2), sampling), 0)
+    row = decode(encode(Microbatch(0, [row_of(Chunk(sequence, 0, 2))]))).rows[0]
+    assert (row.temperature, row.top_k, row.top_p, row.seed, row.min_p) == (0.5, 7, 0.9, 3, 0.25)
+    (handed,) = decode(encode(Handover([Handed.of(sequence, 1, 0, 16)]))).requests
+    assert handed.request == sequence.request

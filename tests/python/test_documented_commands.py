@@ -85,7 +85,8 @@ TRIED = {
     "remap cluster serve": Tried(
         (
             "--model MODEL --instances 1 --memory 3MiB --host-kv 1MiB --policy alone --host 127.0.0.1 --port 0 --threads 1 "
-            "--max-num-seqs 4 --max-batch-tokens 64 --bandwidth 1GB --latency-ms 0.5 --max-body 1MiB --max-requests 8",
+            "--max-num-seqs 4 --max-batch-tokens 64 --bandwidth 1GB --latency-ms 0.5 --max-body 1MiB --max-requests 8 "
+            "--deadline 60 --allow-host box --access-log --log-level info",
             "--model MODEL --address auto",
         ),
         parsed="it serves until it is interrupted: test_a_cluster_is_served_with_all_options runs the first line. --address "

@@ -320,6 +320,17 @@ def test_top_p_keeps_the_tokens_that_a_sort_of_all_keeps(temperature, top_k):
         assert torch.equal(torch.isfinite(found), (scaled >= least) & torch.isfinite(scaled)), (top_p, least)
 
 
+def test_min_p_keeps_what_is_so_likely_beside_the_likeliest():
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    for min_p, kept in ((0.0, 4), (0.2, 4), (0.3, 2), (0.6, 1), (1.0, 1)):
+        found = scores(logits, SamplingParams(temperature=1.0, min_p=min_p), 3)
+        assert torch.isfinite(found).tolist() == [True] * kept + [False] * (4 - kept), min_p
+        hot = scores(logits, SamplingParams(temperature=2.0, min_p=min_p), 3)  # of the softmax that is drawn from
+        assert torch.isfinite(hot).sum() >= kept
+    with pytest.raises(InvalidArgument):
+        SamplingParams(min_p=1.5)
+
+
 def test_top_p_sorts_few_tokens():
     """Of a flat model's, of which 30,000 are kept."""
     logits = torch.randn(49152, generator=torch.Generator().manual_seed(1))

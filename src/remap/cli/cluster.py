@@ -24,7 +24,7 @@ from .options import MaxBatchTokens, MaxNumSeqs
 if TYPE_CHECKING:
     from remap.cluster.control import Policy
     from remap.cluster.limits import Limits
-    from remap.cluster.openai import Served
+    from remap.cluster.prompts import Served
     from remap.cluster.ray_cluster import RayInstances
     from remap.policy.cluster.pipeline import Network
 
@@ -33,6 +33,7 @@ __all__ = ["app"]
 TIMEOUT_S = 30.0
 """Without a report, or an answer to a command, for so long an instance is killed and started again."""
 SMOLLM2 = "SmolLM2"
+LEVELS = ("debug", "info", "warning", "error")
 
 app = typer.Typer(help="Several instances of one model that answer bursts together.", no_args_is_help=True)
 
@@ -87,10 +88,24 @@ def serve(
     max_requests: Annotated[
         int, typer.Option(min=1, help="Requests that are open at once, at most; others are answered with 429.")
     ] = 512,
+    deadline: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a request may take with its answer; then it ends with 504.")
+    ] = 3600.0,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name by which callers may reach it (their Host header); may be repeated.",
+            show_default="at a loopback address its own names, else any",
+        ),
+    ] = None,
+    access_log: Annotated[bool, typer.Option("--access-log", help="A line on stderr for each request.")] = False,
+    log_level: Annotated[
+        str, typer.Option(help="What is said on stderr at least: debug, info, warning or error.")
+    ] = "info",
 ) -> None:
     """Serve a model with several instances. Interrupt it to end it."""
     console = Console(soft_wrap=True)
-    with exit_on_error(), _lines():
+    with exit_on_error(), _lines(log_level):
         if address is None:
             _keep_ray_to_itself()
         for package in ("ray", "msgspec", "fastapi", "uvicorn", "prometheus_client"):
@@ -98,13 +113,14 @@ def serve(
         for package in ("torch", "transformers"):
             needed(package, "transformers", "`remap cluster serve`")
         from remap.cluster.control import Policy
+        from remap.cluster.guard import hosts_of
         from remap.cluster.limits import Limits
         from remap.cluster.ray_cluster import RayInstances
 
         chosen = Policy(policy, instances)  # type: ignore[arg-type]  # it refuses other names
         budget = None if memory is None else parse_size(memory, "memory")
         room = 0 if host_kv is None else parse_size(host_kv, "host_kv")
-        limits = Limits(parse_size(max_body, "max-body"), max_requests)
+        limits = Limits(parse_size(max_body, "max-body"), max_requests, deadline_s=deadline)
         network = _network(bandwidth, latency_ms)
         if instances > 1 and (bandwidth is None or latency_ms is None):
             text = (
@@ -131,7 +147,8 @@ def serve(
                     "remap.cluster.served_model:make", names, arguments, {"CPU": threads}, address=address
                 )
                 try:
-                    asyncio.run(_serve(started, chosen, network, served, listening, console, limits))
+                    http = (limits, hosts_of(host, allow_host or ()), access_log)
+                    asyncio.run(_serve(started, chosen, network, served, listening, console, http))
                 finally:
                     started.close()
             except KeyboardInterrupt:
@@ -142,15 +159,22 @@ def serve(
 
 
 @contextmanager
-def _lines() -> Iterator[None]:
-    """What the server, uvicorn and Ray log goes to stderr, a line each. The library itself leaves that to whoever runs it."""
+def _lines(level: str) -> Iterator[None]:
+    """What the server, uvicorn and Ray log from this level on goes to stderr, a line each. The library itself leaves that to
+    whoever runs it. Raises InvalidArgument (fields field, value) for a level that is none."""
+    if level not in LEVELS:
+        raise InvalidArgument(
+            f"log-level: must be {', '.join(LEVELS)}, got {level!r}; nothing was started",
+            field="log-level",
+            value=level,
+        )
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     loggers = [logging.getLogger(name) for name in ("remap.cluster", "uvicorn", "ray")]
     levels = [each.level for each in loggers]
     for each in loggers:
         each.addHandler(handler)
-    loggers[0].setLevel(logging.INFO)
+    loggers[0].setLevel(level.upper())
     try:
         yield
     finally:
@@ -185,7 +209,7 @@ def _network(bandwidth: str | None, latency_ms: float | None) -> Network:
 
 def _model(name: str, memory: int | None, swap: int) -> tuple[str, Served]:
     """The model's folder or hub name, and what the server says of it. Raises InvalidArgument if it cannot be served."""
-    from remap.cluster.openai import Served
+    from remap.cluster.prompts import Served
     from remap.cluster.served_model import check_files, ends_of, layout_of, shapes, tokenizer_of
 
     folder = name
@@ -223,7 +247,7 @@ async def _serve(
     served: Served,
     listening: socket.socket,
     console: Console,
-    limits: Limits,
+    http: tuple[Limits, frozenset[str] | None, bool],
 ) -> None:
     from remap.cluster.control import Control
     from remap.cluster.front import Front
@@ -241,6 +265,13 @@ async def _serve(
         url = f"http://{host}:{port}"
         count = sum(len(view.stages) for view in front.groups)
         ready = f"{count} instances of {served.name} answer at {url}/v1; remap top --url {url}"
-        await serve_http(front, served, listening, lambda: console.print(ready, markup=False, highlight=False), limits)
+        await serve_http(
+            front,
+            served,
+            listening,
+            lambda: console.print(ready, markup=False, highlight=False),
+            *http,
+            instances.head_lost,
+        )
     finally:
         await front.close()

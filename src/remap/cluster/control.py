@@ -31,9 +31,9 @@ as if its instances had equal shares of it.
 
 An instance that serves alone lets its own layers stream when its requests ask for more KV than it has, as far as its
 certificate allows, and borrows pages of models that are idle in its session. Its reports say how much that is and what it costs
-(`Offer`): room like any other, to which requests are sent. Groups merge when they ask for more than that; or, where a drop costs
-less (`drop.preferred`), for more than fits without it. Members of a group say nothing, and have nothing of it: their layers have
-to come home, and the KV to fit beside them, before the group is dissolved.
+(`Offer`): room like any other, to which requests are sent. Groups merge when they ask for more than that; or, where a drop
+costs less (`drop.preferred`) and leaves no less room, for more than fits without it. Members of a group say nothing, and have
+nothing of it: their layers have to come home, and the KV to fit beside them, before the group is dissolved.
 
 Claim: while no instance dies and demand is constant, groups do not merge again after they were dissolved by "remap". It
 dissolves while demand and the margin fit into each instance alone beside all of its layers. It merges when demand is above
@@ -44,7 +44,7 @@ capacity between them.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -52,7 +52,7 @@ from typing import Literal
 
 from remap.errors import Error, InvalidArgument, OutOfMemory
 from remap.policy.cluster import drop, restore
-from remap.policy.cluster.dispatch import dispatch, needed, overloaded
+from remap.policy.cluster.dispatch import dispatch
 from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import Group, Instance, Load, Model, Offer, Placement, Stage, check
 from remap.policy.cluster.stages import Splits
@@ -76,6 +76,7 @@ from .messages import (
     GroupPlan,
     Joined,
     Move,
+    News,
     Part,
     Prepare,
     Prepared,
@@ -151,8 +152,8 @@ class GroupView:
 
 @dataclass(eq=False)
 class _Change:
-    """From `before` to `after`. waiting_for: instances that have not answered in this phase. slowest_s: what one of its
-    copies takes at most, by plan. Its members are those of `before`, and of `after` as well."""
+    """From `before` to `after`. why: it was begun. waiting_for: instances that have not answered in this phase. slowest_s: what
+    one of its copies takes at most, by plan. Its members are those of `before`, and of `after` as well."""
 
     epoch: int
     before: list[_Group]
@@ -162,6 +163,7 @@ class _Change:
     waiting_for: set[str] = field(default_factory=set)
     deadline_s: float = 0.0
     slowest_s: float = 0.0
+    why: str = ""
 
     @property
     def members(self) -> list[str]:
@@ -248,6 +250,8 @@ class Control:
         """The highest epoch that was given out."""
         self.changes = Counter[str]()
         """Changes of groups: "merged", "dissolved", "aborted"."""
+        self.news = deque[News](maxlen=256)
+        """What became of changes, the oldest first; whoever has read it takes it away."""
         self._fingerprint: Fingerprint | None = None  # of the first that joined: requests may be half answered by it
         self._known: dict[str, Description] = {}
         self._groups: list[_Group] = []
@@ -422,7 +426,7 @@ class Control:
         self._heard_s[instance] = now_s
         change = group.change
         if change is not None and change.epoch == epoch and change.phase in ("fetching", "preparing"):
-            self._abort(change, now_s)
+            self._abort(change, now_s, f"{instance} refused: {reason}")
         elif group.epoch == epoch and group.phase in ("switching", "exchanging", "recovering"):
             self._evict(instance, reason, now_s)
 
@@ -447,7 +451,7 @@ class Control:
 
     # -- Changes --------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, before: list[_Group], after: list[Group], phase: Phase, now_s: float) -> _Change | None:
+    def _begin(self, before: list[_Group], after: list[Group], phase: Phase, now_s: float, why: str) -> _Change | None:
         """Start a change of these groups; None if there is no room for what runs. Raises IncompleteCopy, with nothing changed,
         for a plan that has no complete copy."""
         try:
@@ -457,7 +461,8 @@ class Control:
                 each.quiet_s = now_s + self.timeout_s
             return None
         self.epoch += 1
-        change = _Change(self.epoch, before, after, phase)
+        change = _Change(self.epoch, before, after, phase, why=why)
+        self._tell(change, "begun", why)
         for each in before:
             each.change = change
         old = tuple(each.parts for each in before)
@@ -466,6 +471,10 @@ class Control:
             GroupPlan(change.epoch, _parts(group), old, known.fingerprint, known.rendezvous) for group in after
         ]
         return change
+
+    def _tell(self, change: _Change, step: Literal["begun", "decided", "aborted"], why: str) -> None:
+        kind: Literal["merge", "dissolve"] = "merge" if len(change.after) < len(change.before) else "dissolve"
+        self.news.append(News(change.epoch, step, kind, tuple(tuple(each.names) for each in change.before), why))
 
     def _prepare(self, change: _Change, now_s: float) -> None:
         self._enter(change, "preparing", now_s)
@@ -505,6 +514,7 @@ class Control:
             _Group(Group(tuple(map(_bare, group.stages))), change.epoch, load, change=change)
             for group, load in zip(change.after, loads)
         ]
+        self._tell(change, "decided", change.why)
         self.changes["merged" if len(made) < len(change.before) else "dissolved"] += 1
         made[0].sent = sent  # the old head, or the one that took its place, has them until a report shows them
         place = min(self._groups.index(each) for each in change.before)
@@ -514,8 +524,9 @@ class Control:
         self._enter(change, "switching", now_s)
         self._commands += [Commit(name, change.epoch) for name in names]
 
-    def _abort(self, change: _Change, now_s: float, quiet: bool = True, lost: str | None = None) -> None:
+    def _abort(self, change: _Change, now_s: float, why: str, quiet: bool = True, lost: str | None = None) -> None:
         """Nothing has changed: tell all of it but the one that died."""
+        self._tell(change, "aborted", why)
         self.changes["aborted"] += 1
         for each in change.before:
             each.change = None
@@ -552,7 +563,7 @@ class Control:
         change = group.change
         hit = [group]
         if change is not None and change.phase in ("fetching", "preparing"):
-            self._abort(change, now_s, quiet=False, lost=instance)
+            self._abort(change, now_s, f"{instance} is gone", quiet=False, lost=instance)
         elif change is not None:
             hit = [each for each in self._groups if each.change is change]
         count = len(self.model.layers)
@@ -588,7 +599,7 @@ class Control:
         for each in list(self._groups):
             if each.phase == "fetching" and not self._fits(each):
                 assert each.change is not None  # its phase is "fetching"
-                self._abort(each.change, now_s, quiet=False)
+                self._abort(each.change, now_s, "requests ask for more KV than fits beside all layers", quiet=False)
         self._widen(now_s)
         if self.policy.name == "alone":
             return
@@ -614,10 +625,11 @@ class Control:
             if change is None or now_s <= change.deadline_s:
                 continue
             if change.phase in ("fetching", "preparing"):
-                self._abort(change, now_s)
+                late = ", ".join(sorted(change.waiting_for))
+                self._abort(change, now_s, f"{late} not done with {change.phase} in time")
             elif change.phase == "switching":
-                late = [name for name in change.members if name in change.waiting_for]
-                self._evict(late[0], f"not switched to epoch {change.epoch} within {self.timeout_s} s", now_s)
+                first = next(name for name in change.members if name in change.waiting_for)
+                self._evict(first, f"not switched to epoch {change.epoch} within {self.timeout_s} s", now_s)
 
     def _ready(self, now_s: float) -> list[_Group]:
         """Groups that may change now."""
@@ -639,7 +651,7 @@ class Control:
             if self.policy.name in ("remap", "kunserve") and each in ready:
                 group = drop.wider(self._placement(ready), ready.index(each), tokens)
             if group is not None:
-                self._merge(ready, [group], now_s)
+                self._merge(ready, [group], now_s, f"request {id} asks for {tokens} tokens of KV, alone")
             elif not self._may_widen(each, len(ready)) and not self._divide_anew(ready, tokens, now_s):
                 self._unstick(each, GiveUp(each.names[0], id))
 
@@ -655,7 +667,7 @@ class Control:
         several = [each for each in ready if len(each.names) > 1]
         for each in sorted(several, key=lambda one: one.stuck is None):
             if self._fits(each):
-                self._dissolve(each, now_s)
+                self._dissolve(each, now_s, f"a larger group is wanted, of {tokens} tokens of KV")
                 break
         return bool(several)
 
@@ -679,12 +691,12 @@ class Control:
     def _drop(self, now_s: float) -> None:
         """Merge groups if one asks for more KV than it has, and all of them together do, too."""
         ready = self._ready(now_s)
-        placement = drop.preferred(self._placement(ready), self.network)
-        if len(ready) < 2 or not overloaded(placement):
+        if len(ready) < 2:
             return
-        need = needed(placement)
-        plan = (drop.greedy if self.policy.name == "kunserve" else drop.plan)(placement, need, self.network)
-        self._merge(ready, plan.placement.groups, now_s)
+        here = self._placement(ready)
+        plan = drop.decided(here, self.network, drop.greedy if self.policy.name == "kunserve" else drop.plan)
+        if plan is not None:
+            self._merge(ready, plan.placement.groups, now_s, _lack(here, plan))
 
     def _line_up(self, now_s: float) -> None:
         """Groups of so many instances, of those that serve alone."""
@@ -694,15 +706,15 @@ class Control:
             return
         for first in range(0, len(single) - size + 1, size):
             stages = [stage for each in single[first : first + size] for stage in each.seen().stages]
-            self._merge(single, [Group(self._splits.split(stages, 1.0))], now_s)
+            self._merge(single, [Group(self._splits.split(stages, 1.0))], now_s, "the policy is pipeline")
 
-    def _merge(self, ready: Iterable[_Group], after: Iterable[Group], now_s: float) -> None:
+    def _merge(self, ready: Iterable[_Group], after: Iterable[Group], now_s: float, why: str) -> None:
         """Begin a change for each group of `after` that several groups become."""
         of = {name: each for each in ready for name in each.names}
         for group in after:
             before = list(dict.fromkeys(of[s.instance.name] for s in group.stages if s.instance.name in of))
             if len(before) > 1:
-                change = self._begin(before, [group], "preparing", now_s)
+                change = self._begin(before, [group], "preparing", now_s, why)
                 if change is not None:
                     self._prepare(change, now_s)
 
@@ -710,13 +722,15 @@ class Control:
         """Begin to dissolve the groups for which that pays."""
         for each in self._ready(now_s):
             if len(each.names) > 1 and self._pays(each, now_s):
-                self._dissolve(each, now_s)
+                load = each.load
+                why = f"{load.requests} requests ask for {load.wanted} tokens of KV, which fits beside all layers"
+                self._dissolve(each, now_s, why)
 
-    def _dissolve(self, each: _Group, now_s: float) -> None:
+    def _dissolve(self, each: _Group, now_s: float, why: str) -> None:
         """Begin to bring all layers home to this group's instances."""
         here = self._placement([each])
         after = restore.dissolved(here, 0)
-        change = self._begin([each], list(after.groups), "fetching", now_s)
+        change = self._begin([each], list(after.groups), "fetching", now_s, why)
         if change is not None:
             copies = restore.copies(here, after, self.network)
             change.slowest_s = max((copy.end_s - copy.begin_s for copy in copies), default=0.0)
@@ -742,6 +756,13 @@ class Control:
 
     def _placement(self, groups: Iterable[_Group]) -> Placement:
         return Placement(self.model, tuple(each.seen() for each in groups), self.epoch)
+
+
+def _lack(placement: Placement, plan: drop.DropPlan) -> str:
+    loads = [group.load for group in placement.groups]
+    room = sum(group.capacity(placement.model) for group in placement.groups)
+    wanted, count = sum(load.wanted for load in loads), sum(load.requests for load in loads)
+    return f"{count} requests ask for {wanted} tokens of KV, there is room for {room}, and the plan frees {plan.freed}"
 
 
 def _no_copy(id: str) -> NoCopy:

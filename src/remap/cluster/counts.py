@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from remap.engine.scheduler import Schedule
 
 __all__ = ["Counts"]
 
@@ -11,13 +15,16 @@ class Counts:
     """Written by the loop, number by number; others read them as they are.
 
     passes, computing_s (pipeline_computing_s of it as a stage of several), activation_bytes, kv_sent_bytes and
-    layers_sent_bytes (sent to others).
+    layers_sent_bytes (sent to others). As a head: preemptions, and started_requests, those of which a pass had some for the first
+    time, after queue_s in its line, all together.
     """
 
     def __init__(self) -> None:
         self.passes = 0
         self.computing_s = self.pipeline_computing_s = 0.0
         self.activation_bytes = self.kv_sent_bytes = self.layers_sent_bytes = 0
+        self.started_requests = self.preemptions = 0
+        self.queue_s = 0.0
         self._pipeline_s = 0.0
         self._since: float | None = None
 
@@ -27,6 +34,16 @@ class Counts:
         self.computing_s += seconds
         if not alone:
             self.pipeline_computing_s += seconds
+
+    def note_scheduled(self, schedule: Schedule, now_s: float) -> None:
+        """A microbatch is launched. now_s: on the clock of `Sequence.arrived_s`."""
+        self.preemptions += len(schedule.preempted)
+        for chunk in schedule.chunks:
+            sequence = chunk.sequence
+            # `launched` may count it as computed already; before its first pass nothing of it was.
+            if chunk.start == 0 and not sequence.preemptions:
+                self.started_requests += 1
+                self.queue_s += now_s - sequence.arrived_s
 
     def note_sent(self, nbytes: int, layer: bool) -> None:
         """A piece of a layer goes to another instance, or one of KV."""
@@ -41,8 +58,8 @@ class Counts:
         if since is not None:
             self._pipeline_s += time.perf_counter() - since
 
-    def as_dict(self) -> dict[str, float]:
-        """All of them, and pipeline_s: seconds for which the instance was a stage of several."""
+    def as_dict(self, layer_bytes: int = 0, swapped_bytes: int = 0) -> dict[str, float]:
+        """All of them, those of others (`ClusterInstance.counts`), and pipeline_s: seconds as a stage of several."""
         since = self._since
         return {
             "passes": float(self.passes),
@@ -52,4 +69,9 @@ class Counts:
             "activation_bytes": float(self.activation_bytes),
             "kv_sent_bytes": float(self.kv_sent_bytes),
             "layers_sent_bytes": float(self.layers_sent_bytes),
+            "started_requests": float(self.started_requests),
+            "queue_s": self.queue_s,
+            "preemptions": float(self.preemptions),
+            "layer_bytes": float(layer_bytes),
+            "swapped_bytes": float(swapped_bytes),
         }

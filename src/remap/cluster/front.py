@@ -102,6 +102,7 @@ class Front(Generic[RequestT]):
         self.over = asyncio.Event()
         """Nobody will be served any more: there is a failure, or every instance is `rejected` or gone for good."""
         self.reports: dict[str, Report] = {}
+        """The last one of each instance that has a process."""
         self.restarts = 0
         """Submissions of a request beyond its first: it was lost, or had come to an instance that was no head any more."""
         self._connections = {each.name: each for each in connections}
@@ -112,7 +113,11 @@ class Front(Generic[RequestT]):
         self._queues: dict[str, asyncio.Queue[Delivery | Error]] = {}
         self._serving, self._complete = asyncio.Event(), asyncio.Event()
         self._closing = False
+        self.draining = False
+        """No request is taken any more, and those that there are end."""
+        self._idle = asyncio.Event()  # nobody is unfinished, and nobody comes
         self._told: set[str] = set()  # instances that are gone, which was said
+        self._suspect: str | None = None  # which was said
 
     async def start(self, patience_s: float = PATIENCE_S) -> None:
         """Connect; returns when every instance serves or was rejected, or patience_s after the first one serves. The others join
@@ -128,6 +133,12 @@ class Front(Generic[RequestT]):
         if len(self.rejected) == len(self._connections):
             await self.close()
             raise next(iter(self.rejected.values()))
+
+    async def drain(self) -> None:
+        """Take no new requests; returns when those that are unfinished have ended."""
+        self.draining = True
+        if self._queues:
+            await self._idle.wait()
 
     def stop(self) -> None:
         """Serve nobody any more: unfinished requests are answered with InvalidState, and so is who still comes."""
@@ -147,6 +158,12 @@ class Front(Generic[RequestT]):
         return self.service.control.groups
 
     @property
+    def up(self) -> dict[str, bool]:
+        """Every instance that there should be: whether it serves."""
+        serving = {part.instance for view in self.groups if view.phase != "recovering" for part in view.stages}
+        return {name: name in serving for name in self._connections}
+
+    @property
     def unfinished(self) -> int:
         """Requests that are not answered yet."""
         return len(self.service.ledger)
@@ -159,7 +176,7 @@ class Front(Generic[RequestT]):
         """
         if self.failure is not None:
             raise InvalidState("the server has failed and serves nobody; restart it") from self.failure
-        if self._closing:
+        if self._closing or self.draining:
             raise _closing()
         queue = asyncio.Queue[Delivery | Error]()
         actions = self.service.ask(id, request, self._now())
@@ -175,6 +192,8 @@ class Front(Generic[RequestT]):
                     return
         finally:
             self._queues.pop(id, None)
+            if self.draining and not self._queues:
+                self._idle.set()
             if self.failure is None:
                 self._carry_out(self.service.cancel(id, self._now()))  # does nothing if it is answered
 
@@ -189,6 +208,7 @@ class Front(Generic[RequestT]):
                 await self._poll(connection)
             except Lost as lost:
                 self._tell(logging.WARNING, connection.name, "%s", lost)
+                self.reports.pop(connection.name, None)
                 self._event(Died(connection.name, bool(lost.returns)))
                 if not lost.returns:
                     self._reject(connection.name, lost)
@@ -201,6 +221,7 @@ class Front(Generic[RequestT]):
     def _replace(self, connection: Connection, error: Error) -> None:
         """It answers, but not as agreed: another process in its place may do better."""
         self._tell(logging.ERROR, connection.name, "instance %s failed and is killed: %s", connection.name, error)
+        self.reports.pop(connection.name, None)
         self._event(Died(connection.name))
         connection.kill()
 
@@ -232,7 +253,7 @@ class Front(Generic[RequestT]):
         self._told.add(name)
 
     def _note_complete(self) -> None:
-        serving = {part.instance for view in self.groups if view.phase != "recovering" for part in view.stages}
+        serving = {name for name, serves in self.up.items() if serves}
         complete = serving | self.rejected.keys() >= self._connections.keys()
         if serving or complete:
             self._serving.set()
@@ -270,7 +291,27 @@ class Front(Generic[RequestT]):
     # -- Commands -------------------------------------------------------------------------------------------------------------
 
     def _event(self, event: Any) -> None:
-        self._carry_out(self.service.on(event, self._now()))
+        actions = self.service.on(event, self._now())
+        self._carry_out(actions)
+        self._say(actions)
+
+    def _say(self, actions: Sequence[Action[RequestT]]) -> None:
+        """What an event led to, for whoever reads along: changes of groups, requests that start again, suspects."""
+        news = self.service.control.news
+        while news:
+            LOG.info("%s", news.popleft())
+        again = [each for each in actions if isinstance(each, Submit) and each.submission.attempt > 1]
+        if again:
+            tokens = sum(len(each.submission.tokens) for each in again)
+            LOG.info("%d requests start again, behind %d tokens that they have", len(again), tokens)
+        suspects = self.service.suspects
+        if suspects and suspects[0] != self._suspect:
+            LOG.warning(
+                "request %s was there when instances failed; it starts again while %d other suspects wait",
+                suspects[0],
+                len(suspects) - 1,
+            )
+        self._suspect = suspects[0] if suspects else None
 
     def _carry_out(self, actions: Sequence[Action[RequestT]]) -> None:
         for action in actions:
@@ -278,7 +319,7 @@ class Front(Generic[RequestT]):
                 case Decline(id, error):
                     if isinstance(error, Fatal):
                         LOG.error("%s", error)
-                    self._answer(id, error)
+                    self.end(id, error)
                 case Evict(instance, reason):
                     self._tell(logging.WARNING, instance, "instance %s is evicted: %s", instance, reason)
                     self._connections[instance].kill()
@@ -342,18 +383,18 @@ class Front(Generic[RequestT]):
             self._carry_out(self.service.bounced(submission.id, submission.attempt, self._now()))
         except Error as error:
             if self.service.is_last(submission.id, submission.attempt):
-                self._answer(submission.id, error)
+                self.end(submission.id, error)
 
     # -- Callers --------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, id: str, error: Error) -> None:
-        """End a request with an error."""
+    def end(self, id: str, error: Error) -> None:
+        """End a request with this error, which `generate` raises. Unknown ids are ignored: it may have ended."""
         if id in self._queues:
             self._queues[id].put_nowait(error)
 
     def _fail_all(self, error: Error) -> None:
         for id in list(self._queues):
-            self._answer(id, error)
+            self.end(id, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._closing:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from remap.cluster.counts import Counts
 from remap.cluster.lanes import Lane, Lanes
 from remap.cluster.messages import Tokens
 from remap.engine.engine import Engine
@@ -107,11 +108,21 @@ class _Shared:
 
 class Head:
     """See the module. tenant: `name` and `kv`; of a group, kv is its `GroupPool`. session: what is asked between passes
-    (`step`). lanes: as many as the group has stages with layers. cost: of a pass through all layers."""
+    (`step`). lanes: as many as the group has stages with layers. cost: of a pass through all layers. counts: of the
+    instance."""
 
     def __init__(
-        self, tenant: Any, session: Any, lanes: int, limits: Limits, cost: ChunkCost, *, kv: Any = None
+        self,
+        tenant: Any,
+        session: Any,
+        lanes: int,
+        limits: Limits,
+        cost: ChunkCost,
+        *,
+        kv: Any = None,
+        counts: Counts | None = None,
     ) -> None:
+        self._counts = Counts() if counts is None else counts
         self.kv = tenant.kv if kv is None else kv
         self._alone = kv is None
         self._session = session
@@ -282,6 +293,7 @@ class Head:
                 continue
             self._schedulers.allow(number)
             schedule = lane.launch()
+            self._counts.note_scheduled(schedule, time.perf_counter())
             if schedule.chunks:
                 self.stuck = None
                 lane.metrics.recomputed_tokens += self._schedulers.launched(number, schedule)
@@ -300,6 +312,7 @@ class Head:
             return False
         victim = max(running, key=lambda one: one.arrived_s)
         self._lanes[self._schedulers.of(victim)].scheduler.preempt(victim, self.kv)
+        self._counts.preemptions += 1
         return True
 
     def follow(self, moved: Mapping[int, int]) -> None:

@@ -249,12 +249,10 @@ class ClusterInstance:
     def counts(self) -> dict[str, float]:
         """Since this instance began: passes, computing_s (pipeline_computing_s of it as a stage of several), pipeline_s (for
         which it was one), activation_bytes, kv_sent_bytes and layers_sent_bytes (sent to others), layer_bytes (copied from the
-        host's master copies), swapped_bytes (KV to host memory and back). As of now, or of a moment ago."""
+        host's master copies), swapped_bytes (KV to host memory and back); started_requests, queue_s and preemptions (`Counts`).
+        As of now, or of a moment ago."""
         kv = self._has.tenant.kv
-        return self._has.counts.as_dict() | {
-            "layer_bytes": float(self._has.tenant.stats().copied_bytes),
-            "swapped_bytes": float(kv.copied_out_bytes + kv.copied_in_bytes),
-        }
+        return self._has.counts.as_dict(self._has.tenant.stats().copied_bytes, kv.copied_out_bytes + kv.copied_in_bytes)
 
     def exclusively(self, call: Callable[[], ReportT]) -> ReportT:
         """Carry out a call of the session for its other tenants, `activate` or `step`: its report. When they take back pages that

@@ -27,23 +27,25 @@ class Busy(Error):
 @dataclass(frozen=True)
 class Limits:
     """body_bytes: of one body. requests: open at once, of all callers together. retry_after_s: what a caller is told who comes
-    when there are as many.
+    when there are as many. deadline_s: from the first byte of a request to the last of its answer.
 
-    Raises InvalidArgument (fields body_bytes, requests, retry_after_s) unless each is at least 1.
+    Raises InvalidArgument (with a field for each) unless each is at least 1, and the deadline above 0.
     """
 
     body_bytes: int = 4 << 20
     requests: int = 512
     retry_after_s: int = 1
+    deadline_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        if min(self.body_bytes, self.requests, self.retry_after_s) < 1:
+        if min(self.body_bytes, self.requests, self.retry_after_s) < 1 or not self.deadline_s > 0:
             raise InvalidArgument(
-                f"limits must be at least 1, got {self.body_bytes} bytes, {self.requests} requests and {self.retry_after_s} s; "
-                "nothing was created",
+                f"limits must be at least 1, got {self.body_bytes} bytes, {self.requests} requests, {self.retry_after_s} s and "
+                f"a deadline of {self.deadline_s} s; nothing was created",
                 body_bytes=self.body_bytes,
                 requests=self.requests,
                 retry_after_s=self.retry_after_s,
+                deadline_s=self.deadline_s,
             )
 
 
@@ -54,9 +56,10 @@ class Admission:
         self.limits = limits
         self.open = 0
 
-    def enter(self) -> Callable[[], None]:
-        """Count one more, and return what ends it; a second call of that does nothing. Raises Busy, with nothing changed."""
-        if self.open >= self.limits.requests:
+    def enter(self, count: int = 1) -> Callable[[], None]:
+        """Count so many more, and return what ends them; a second call of that does nothing. Raises Busy, with nothing
+        changed."""
+        if count > self.limits.requests - self.open and count:
             raise Busy(
                 f"{self.open} requests are open, and no more are taken; nothing was asked; ask again in "
                 f"{self.limits.retry_after_s} s",
@@ -64,13 +67,13 @@ class Admission:
                 maximum=self.limits.requests,
                 retry_after_s=self.limits.retry_after_s,
             )
-        self.open += 1
-        ended = False
+        self.open += count
+        left = count
 
         def leave() -> None:
-            nonlocal ended
-            self.open -= not ended
-            ended = True
+            nonlocal left
+            self.open -= left
+            left = 0
 
         return leave
 

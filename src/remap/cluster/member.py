@@ -131,7 +131,7 @@ def alone(has: Resources, epoch: int) -> Member:
     """A group of one, of all layers, with the tenant's own blocks."""
     kv, places = StageKV(has.tenant.kv, 0, has.layers), Whole(has.layers)
     stage = Stage(has.decoder, has.tenant, kv, places, samples=True)
-    head = Head(has.tenant, has, 1, has.limits, has.cost)
+    head = Head(has.tenant, has, 1, has.limits, has.cost, counts=has.counts)
     return Member(has, epoch, (Part(has.name, 0, has.layers),), 0, kv, places, None, stage, head, None)
 
 
@@ -147,5 +147,5 @@ def stage_of(has: Resources, plan: GroupPlan, ring: Link) -> Member:
     head = None
     if place == 0:
         pool = GroupPool(has.tenant.kv.block_tokens)
-        head = Head(has.tenant, has, len(working), has.limits, has.cost, kv=pool)
+        head = Head(has.tenant, has, len(working), has.limits, has.cost, kv=pool, counts=has.counts)
     return Member(has, plan.epoch, plan.stages, place, kv, places, slots, stage, head, ring)

@@ -46,6 +46,7 @@ __all__ = [
     "GroupPlan",
     "Joined",
     "Move",
+    "News",
     "Part",
     "Prepare",
     "Prepared",
@@ -260,6 +261,22 @@ class Decline:
 
 
 Command = Prepare | Commit | Abort | Fetch | Recover | Evict | Route | Restart | Move | GiveUp | Decline
+
+
+@dataclass(frozen=True)
+class News:
+    """A change of groups, for whoever reads along. step: begun, decided, or aborted. groups: of instances, that merge or dissolve
+    into the members of each. why: of its begin, or of its abort."""
+
+    epoch: int
+    step: Literal["begun", "decided", "aborted"]
+    kind: Literal["merge", "dissolve"]
+    groups: tuple[tuple[str, ...], ...]
+    why: str
+
+    def __str__(self) -> str:
+        named = " | ".join(", ".join(names) for names in self.groups)
+        return f"epoch {self.epoch}: {self.kind} of {named} is {self.step}: {self.why}"
 
 
 # -- Events: what control is told ---------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Metrics"]
 
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 TPOT_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -39,17 +40,24 @@ class Metrics:
             buckets=TPOT_S,
             registry=self._registry,
         )
+        self._e2e = Histogram(
+            "remap_cluster_e2e_seconds",
+            "From a request to its end, however it ended",
+            buckets=E2E_S,
+            registry=self._registry,
+        )
         self._registry.register(_Now(front))
 
     def first(self, seconds: float) -> None:
         """A request got its first token, so long after it was asked."""
         self._ttft.observe(seconds)
 
-    def ended(self, outcome: str, prompt: int, tokens: int, decoding_s: float) -> None:
-        """A request ended. tokens: generated, the last of them `decoding_s` after the first."""
+    def ended(self, outcome: str, prompt: int, tokens: int, decoding_s: float, whole_s: float) -> None:
+        """A choice ended, `whole_s` after it was asked for. tokens: generated, the last of them `decoding_s` after the first."""
         self._requests.labels(outcome).inc()
         self._tokens.labels("prompt").inc(prompt)
         self._tokens.labels("generated").inc(tokens)
+        self._e2e.observe(whole_s)
         if tokens > 1 and outcome in ("stop", "length"):
             self._tpot.observe(decoding_s / (tokens - 1))
 
@@ -93,13 +101,20 @@ class _Now(Collector):
             families["used"].add_metric(name, view.load.tokens)
             families["capacity"].add_metric(name, view.capacity)
         yield from families.values()
-        # Of `ClusterInstance.counts`; each begins anew with its process. The label is not "instance": Prometheus writes the
-        # address that it reads from into that.
+        yield GaugeMetricFamily(
+            "remap_cluster_instances_expected", "Instances that there should be", value=len(front.up)
+        )
+        # The label is not "instance": Prometheus writes the address that it reads from into that.
+        up = GaugeMetricFamily("remap_cluster_up", "1 for an instance that serves, else 0", labels=["replica"])
+        for instance, serves in sorted(front.up.items()):
+            up.add_metric([instance], serves)
+        yield up
+        # Of `ClusterInstance.counts`; each begins anew with its process, and ends with it.
         counts = {instance: report.counts for instance, report in sorted(front.reports.items())}
         for what in sorted({what for each in counts.values() for what in each}):
             suffix = what.removesuffix("_s") + "_seconds" if what.endswith("_s") else what
             counted = CounterMetricFamily(
-                f"remap_cluster_instance_{suffix}", "Since the instance's process began", labels=["member"]
+                f"remap_cluster_instance_{suffix}", "Since the instance's process began", labels=["replica"]
             )
             for instance, each in counts.items():
                 counted.add_metric([instance], each.get(what, 0.0))

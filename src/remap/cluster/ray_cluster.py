@@ -11,6 +11,7 @@ than one that can restart (`GCS_PATIENCE_S`). On a cluster that runs already, th
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import signal
@@ -30,6 +31,12 @@ from .front import InstanceFailed, Lost
 __all__ = ["GCS_PATIENCE_S", "RayConnection", "RayInstances"]
 
 GCS_PATIENCE_S = 86_400
+LOOK_S = 2.0
+"""Seconds between two looks whether Ray's head process is there."""
+GONE_S = 10.0
+"""A head process that this server started, and that does not answer for so long, does not come back."""
+AWAY_S = 60.0
+"""One of a cluster that ran already may: for so long Ray itself waits for it."""
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MiB: nothing large goes through it
 PLACING_S = 60.0
 THREADS = 8
@@ -166,6 +173,7 @@ class RayInstances:
         else:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         self.connections: list[RayConnection] = []
+        self._patience_s = GONE_S if address is None else AWAY_S
         self._group = placement_group([dict(resources) for _ in names], strategy="SPREAD")
         if not self._group.wait(PLACING_S):
             self.close()
@@ -192,6 +200,24 @@ class RayInstances:
             )
             for bundle, name in enumerate(names)
         ]
+
+    async def head_lost(self) -> str:
+        """Waits until Ray's head process (GCS) has not been there for a while, and returns what is wrong: no instance that dies
+        is started again then."""
+        address = str(ray.get_runtime_context().gcs_address)
+        host, _, port = address.rpartition(":")
+        clock = asyncio.get_running_loop().time
+        seen_s = looked_s = clock()
+        while clock() - seen_s < self._patience_s:
+            await asyncio.sleep(LOOK_S)
+            if clock() - looked_s > 2 * LOOK_S + self._patience_s:
+                seen_s = clock()  # this process did not run
+            looked_s = clock()
+            with suppress(OSError, asyncio.TimeoutError):
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), LOOK_S)
+                writer.close()
+                seen_s = clock()
+        return f"Ray's head process (GCS, {address}) has not answered for {self._patience_s:.0f} s"
 
     def close(self) -> None:
         """End the actors and this process's part of Ray."""

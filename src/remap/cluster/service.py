@@ -50,7 +50,12 @@ if TYPE_CHECKING:
 __all__ = ["MOST_FAULTS", "TRIAL_TOKENS", "Action", "Cancel", "Fatal", "Service", "Submit"]
 
 MOST_FAULTS = 3
-"""A request that was on trial when so many instances, or more, have failed with it ends: it is why (see the module)."""
+"""A request that was on trial when so many instances, or more, have failed with it ends: it is why (see the module).
+
+With 2 every request of an instance that was killed is a suspect, and waits for its trial. In the worlds of the tests (4
+instances, 80 requests, one kill, 20 seeds) requests then end after 10.7 s in the mean instead of 5.9, the last after 20.4 s
+instead of 9.3; and a second kill may end one that is innocent, which now takes a third.
+"""
 
 TRIAL_TOKENS = 4
 """Tokens of the first trial. What fails at a certain place fails there again, with no new token but those that were lost on
@@ -107,6 +112,12 @@ class Service(Generic[RequestT]):
         self._size = size
         self._suspects = deque[str]()  # that wait for their trial
         self._trial: _Trial | None = None
+
+    @property
+    def suspects(self) -> list[str]:
+        """The requests that may be why instances failed: the one on trial first, then those that wait for theirs."""
+        first = [] if self._trial is None or not self._on_trial(self._trial.id) else [self._trial.id]
+        return first + [id for id in self._suspects if self._suspected(id)]
 
     def ask(self, id: str, request: RequestT, now_s: float) -> list[Action[RequestT]]:
         """A new request. Raises InvalidArgument, with nothing changed, if an unfinished one has its id."""

@@ -41,6 +41,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
 
 
 def row_of(chunk: Chunk) -> Row:
@@ -48,7 +49,7 @@ def row_of(chunk: Chunk) -> Row:
     sequence, sampling = chunk.sequence, chunk.sequence.sampling
     blocks = sequence.blocks[:]
     row = (chunk.start, chunk.count, sequence.prompt_tokens, sequence.length, blocks)
-    return Row(*row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+    return Row(*row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, sampling.min_p)
 
 
 @dataclass(eq=False)
@@ -92,7 +93,7 @@ class Stage:
         texts = list(known) if known is not None else [[]] * len(rows)
         chunks = []
         for row, text in zip(rows, texts, strict=True):
-            sampling = SamplingParams(1, row.temperature, row.top_k, row.top_p, row.seed)
+            sampling = SamplingParams(1, row.temperature, row.top_k, row.top_p, row.seed, min_p=row.min_p)
             part: Any = _Part(table(row.blocks), row.prompt, row.length, sampling, list(text))
             chunks.append(Chunk(part, row.start, row.count))
         batch = FlatBatch(chunks, self._block_tokens, self._dtype)

@@ -111,6 +111,7 @@ class Handed(msgspec.Struct, frozen=True):
     tokens: list[int]
     computed: int
     blocks: list[int]
+    min_p: float = 0.0
 
     @classmethod
     def of(cls, sequence: Sequence, attempt: int, to: int, block_tokens: int) -> Handed:
@@ -130,6 +131,7 @@ class Handed(msgspec.Struct, frozen=True):
             sequence.tokens[sequence.prompt_tokens :],
             sequence.computed,
             sequence.blocks[: -(-sequence.computed // block_tokens)],
+            sampling.min_p,
         )
 
     @property
@@ -141,7 +143,7 @@ class Handed(msgspec.Struct, frozen=True):
     def request(self) -> Request:
         """As it was submitted."""
         sampling = SamplingParams(
-            self.max_tokens, self.temperature, self.top_k, self.top_p, self.seed, frozenset(self.stops)
+            self.max_tokens, self.temperature, self.top_k, self.top_p, self.seed, frozenset(self.stops), self.min_p
         )
         return Request(self.id, tuple(self.prompt), sampling)
 

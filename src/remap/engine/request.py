@@ -17,8 +17,9 @@ class SamplingParams:
     """How tokens are chosen and when to stop.
 
     temperature 0 is greedy. Otherwise the token is drawn from softmax(logits / temperature), cut to the `top_k` most
-    likely (0: all) and to the smallest set whose probability reaches `top_p`; whoever ties with the last one kept is kept. The
-    random numbers depend on (seed, position, token) only: neither the batch nor a preemption changes them.
+    likely (0: all), to those at least `min_p` times as likely as the likeliest, and to the smallest set whose probability
+    reaches `top_p`; whoever ties with the last one kept is kept. The random numbers depend on (seed, position, token) only:
+    neither the batch nor a preemption changes them.
     """
 
     max_tokens: int = 16
@@ -27,17 +28,19 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise InvalidArgument(f"max_tokens must be at least 1, got {self.max_tokens}", max_tokens=self.max_tokens)
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
             raise InvalidArgument(
-                f"expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, "
-                f"got {self.temperature}, {self.top_k}, {self.top_p}",
+                f"expected temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1, "
+                f"got {self.temperature}, {self.top_k}, {self.top_p}, {self.min_p}",
                 temperature=self.temperature,
                 top_k=self.top_k,
                 top_p=self.top_p,
+                min_p=self.min_p,
             )
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
 

@@ -91,7 +91,7 @@ def sample(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[int]:
 
 def scores(logits: torch.Tensor, sampling: SamplingParams, position: int) -> torch.Tensor:
     """What the next token has the largest of: the logits, (vocabulary,), of a greedy request; else float64, -inf for tokens that
-    `top_k` or `top_p` leaves out, and logits / temperature with Gumbel noise for the others.
+    `top_k`, `min_p` or `top_p` leaves out, and logits / temperature with Gumbel noise for the others.
 
     The largest of these sums is a draw from the softmax. Each token has noise of its own, a function of (seed, position, token):
     logits that are rounded otherwise, as in another batch, give another token only where the two best sums are that close. (A
@@ -104,6 +104,8 @@ def scores(logits: torch.Tensor, sampling: SamplingParams, position: int) -> tor
     scaled = (logits.double() - logits.max()) / sampling.temperature
     if 0 < sampling.top_k < len(scaled):
         scaled = _at_least(scaled, scaled.topk(sampling.top_k).values[-1])
+    if sampling.min_p > 0:
+        scaled = _at_least(scaled, scaled.new_tensor(math.log(sampling.min_p)))  # the largest is 0
     if sampling.top_p < 1:
         scaled = _at_least(scaled, _last_of_share(scaled, sampling.top_p))
     return scaled + _gumbel(f"{sampling.seed}:{position}", scaled)

@@ -17,9 +17,9 @@ Without load this is the paper's rule, as few stages as possible, and says which
 
 A drop is one donor among others. An instance alone has offers as well (`Offer`: layers that stream, pages that are lent), which
 are room that it has already: a need is what goes beyond them, and a merger frees that much less. That is right where they are
-the cheaper donors. Where one is dearer than the drop of an instance and another like it, `preferred` leaves it out. All are
-measured in the same way: by how many seconds requests wait longer for their next tokens when the room is filled, for each
-token of room.
+the cheaper donors. Where one is dearer than the drop of an instance and another like it, `preferred` leaves it out; but nobody
+merges into less room than the instances have alone with all of their offers (`decided`). All are measured in the same way: by
+how many seconds requests wait longer for their next tokens when the room is filled, for each token of room.
 
 Who has no room even so takes turns with others, swapped to host memory if there is any for that, else computed again. That comes
 last, and is not compared: by the same measure (does the merged group, full, compute as many tokens a second as its parts?) some
@@ -39,16 +39,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from .dispatch import load_share, overloaded
+from .dispatch import load_share, needed, overloaded
 from .pipeline import Network, group_round_s
 from .placement import Group, Load, Model, Offer, Placement, Stage
 from .stages import ORDERS, Splits
 
-__all__ = ["EXACT", "DropPlan", "greedy", "plan", "preferred", "wider"]
+__all__ = ["EXACT", "DropPlan", "decided", "greedy", "plan", "preferred", "wider"]
 
 EXACT = 8
 """Instances up to which every partition is looked at: 4,140 for 8."""
@@ -113,6 +113,36 @@ def preferred(placement: Placement, network: Network) -> Placement:
         return group if others or not stage.offers else Group((replace(stage, offers=kept(_like(stage))),))
 
     return replace(placement, groups=tuple(map(judged, placement.groups)))
+
+
+def decided(
+    placement: Placement, network: Network, find: Callable[[Placement, int, Network], DropPlan] = plan
+) -> DropPlan | None:
+    """What merges now, as `find` plans it; None if nobody has to.
+
+    Offers that are dearer than a drop do not count (`preferred`), unless it leaves a merged group with less room than its
+    instances have alone, all of their offers taken: then offers count all, and only what is beyond them is a reason to merge.
+    A token of room that a drop has not got makes somebody wait for his first token until another request has ended; a dear
+    offer makes all wait a fraction of a pass longer.
+    """
+    judged = preferred(placement, network)
+    if not overloaded(judged):
+        return None
+    found = find(judged, needed(judged), network)
+    if judged == placement or not _loses_room(found.placement, placement):
+        return found
+    return find(placement, needed(placement), network) if overloaded(placement) else None
+
+
+def _loses_room(after: Placement, before: Placement) -> bool:
+    """Whether a merged group has less room than its instances had before, with what they were offered."""
+    model = before.model
+    room = {stage.instance.name: group for group in before.groups for stage in group.stages}
+    for group in after.groups:
+        parts = {id(room[stage.instance.name]): room[stage.instance.name] for stage in group.stages}
+        if len(parts) > 1 and group.capacity(model) < sum(max(0, part.capacity(model)) for part in parts.values()):
+            return True
+    return False
 
 
 def greedy(placement: Placement, need: int, network: Network) -> DropPlan:

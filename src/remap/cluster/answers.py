@@ -1,0 +1,173 @@
+"""Answers as they come: the front's tokens of each choice as text, of several choices in the order in which they come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from remap.errors import Error, OutOfBlocks
+
+from .answer_text import AnswerText
+from .http_errors import TooLate, error_of
+
+if TYPE_CHECKING:
+    from remap.engine.request import Request as EngineRequest
+
+    from .asked import Asked
+    from .front import Front
+    from .metrics import Metrics
+    from .prompts import Served
+
+__all__ = ["Deadline", "Piece", "events", "pieces", "whole"]
+
+ValueT = TypeVar("ValueT")
+
+
+class Deadline:
+    """When a request's time is over. seconds: from now on. Made in the event loop."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.at_s = asyncio.get_running_loop().time() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds, 0 when it is over."""
+        return max(0.0, self.at_s - asyncio.get_running_loop().time())
+
+    def error(self, tokens: int = 0) -> TooLate:
+        """What a request is answered with that had so many tokens then."""
+        return TooLate(
+            f"the request was not answered within {self.seconds:g} s, and has {tokens} tokens; it is ended; ask for less, or "
+            "serve with a longer --deadline",
+            deadline_s=self.seconds,
+            tokens=tokens,
+        )
+
+
+class Piece(NamedTuple):
+    """A part of a choice. reason: None unless it is the last."""
+
+    choice: int
+    text: str
+    tokens: list[int]
+    reason: str | None
+
+
+def pieces(
+    front: Front[EngineRequest], served: Served, metrics: Metrics, asked: Asked, deadline: Deadline
+) -> AsyncGenerator[Piece, None]:
+    """The answer as it comes. Who closes this cancels its requests, and so does the end of one of them by an error."""
+    return _merged([_choice(front, served, metrics, asked, number, deadline) for number in range(len(asked.requests))])
+
+
+async def whole(asked: Asked, found: AsyncGenerator[Piece, None]) -> dict[str, Any]:
+    """All of it as one object."""
+    choices: list[tuple[list[str], list[int], list[str]]] = [([], [], []) for _ in asked.requests]
+    async for piece in found:
+        texts, tokens, reasons = choices[piece.choice]
+        texts.append(piece.text)
+        tokens += piece.tokens
+        if piece.reason is not None:
+            reasons.append(piece.reason)
+    return asked.answer([("".join(texts), tokens, reasons[-1]) for texts, tokens, reasons in choices])
+
+
+async def events(asked: Asked, first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    """All of it as server-sent events; an error is one of them, for the status was sent long ago."""
+    begun = {first.choice}
+    yield _event(asked.chunk(*first, True))
+    tokens = len(first.tokens)
+    try:
+        async for piece in rest:
+            tokens += len(piece.tokens)
+            yield _event(asked.chunk(*piece, piece.choice not in begun))
+            begun.add(piece.choice)
+    except Error as error:
+        yield _event(error_of(error))
+        return
+    if asked.usage:
+        yield _event(asked.last(tokens))
+    yield b"data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def _choice(
+    front: Front[EngineRequest], served: Served, metrics: Metrics, asked: Asked, number: int, deadline: Deadline
+) -> AsyncGenerator[Piece, None]:
+    request = asked.requests[number]
+    text, echo = AnswerText(served.tokenizer, asked.stops), asked.echo(number)
+    begin = first = last = time.monotonic()
+    tokens, outcome = 0, "cancelled"
+
+    def late() -> None:
+        front.end(request.id, deadline.error(tokens))
+
+    timer = asyncio.get_running_loop().call_at(deadline.at_s, late)
+    try:
+        async with aclosing(front.generate(request.id, request)) as deliveries:
+            async for delivery in deliveries:
+                last = time.monotonic()
+                if not tokens and delivery.tokens:
+                    first = last
+                    metrics.first(first - begin)
+                tokens += len(delivery.tokens)
+                reason = delivery.finish_reason
+                if reason == "out_of_blocks":
+                    raise OutOfBlocks(
+                        f"the request needs KV for {len(request.prompt) + tokens} tokens, which no instance has, alone or in its "
+                        "group; it is ended; ask for less, or serve with more memory",
+                        requested=len(request.prompt) + tokens,
+                    )
+                part, echo = echo + text.add(delivery.tokens, reason is not None), ""
+                reason = "stop" if text.stopped else reason
+                outcome = reason or outcome
+                yield Piece(number, part, list(delivery.tokens), reason)
+                if reason is not None:
+                    return
+    except Error as error:
+        outcome = type(error).__name__
+        raise
+    finally:
+        timer.cancel()
+        metrics.ended(outcome, len(request.prompt), tokens, last - first, time.monotonic() - begin)
+
+
+async def _merged(sources: Sequence[AsyncGenerator[ValueT, None]]) -> AsyncGenerator[ValueT, None]:
+    """What they bring, as it comes. The first error of one ends all; so does who closes this."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]):
+            async for value in sources[0]:
+                yield value
+        return
+    came = asyncio.Queue["ValueT | asyncio.Task[None]"]()
+
+    async def pump(source: AsyncGenerator[ValueT, None]) -> None:
+        async with aclosing(source):
+            async for value in source:
+                came.put_nowait(value)
+
+    tasks = [asyncio.ensure_future(pump(source)) for source in sources]
+    for task in tasks:
+        task.add_done_callback(came.put_nowait)
+    try:
+        left = len(tasks)
+        while left:
+            found = await came.get()
+            if isinstance(found, asyncio.Task):
+                found.result()
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,267 @@
+"""OpenAI's endpoints over a `Front`, with /health, /metrics, /cluster, /version and /tokenize.
+
+A caller who goes away cancels his request: what is streamed ends with the response, and beside every other wait the server
+listens for the end of the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import FastAPI, Response
+from fastapi import Request as HTTPRequest
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
+
+import remap
+from remap.errors import Error
+
+from . import openai
+from .access_log import AccessLog
+from .answers import Deadline, events, pieces, whole
+from .guard import Guard
+from .http_errors import UnknownModel, error_of, status_of
+from .limits import Admission, Busy, Limits, read_body
+from .metrics import Metrics
+from .openai import Chat, Completion
+from .prompts import Served
+from .readers import Readers
+from .tokenize import tokenize
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from starlette.types import Receive, Scope, Send
+
+    from remap.engine.request import Request as EngineRequest
+
+    from .front import Front
+
+__all__ = ["cluster_state", "health_of", "make_app"]
+
+GONE = 499
+"""The status that nobody reads: of a caller who went away (nginx has the number)."""
+
+LATE_S = 2.0
+"""Seconds behind its deadline that a stream's caller has to take the event that says so."""
+
+DEFAULT = Limits()
+
+ValueT = TypeVar("ValueT")
+
+
+class _Gone(Exception):
+    """The caller went away."""
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events that are made of `source`; both end when the response ends, however it does."""
+
+    def __init__(
+        self,
+        made: AsyncGenerator[bytes, None],
+        source: AsyncGenerator[Any, None],
+        leave: Callable[[], None],
+        deadline: Deadline,
+    ) -> None:
+        super().__init__(made, media_type="text/event-stream")
+        self._events, self._source, self._leave, self._deadline = made, source, leave, deadline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As `StreamingResponse`. When the caller goes away that stops to send, and leaves the generators as they are."""
+        try:
+            # Both, for events that were never asked for close nothing. Who reads nothing is waited for no longer than others.
+            async with aclosing(self._source), aclosing(self._events):
+                await asyncio.wait_for(super().__call__(scope, receive, send), self._deadline.left_s + LATE_S)
+        except asyncio.TimeoutError:
+            pass  # the server closes the connection of a response that has no end
+        finally:
+            self._leave()
+
+
+def make_app(
+    front: Front[EngineRequest],
+    served: Served,
+    limits: Limits = DEFAULT,
+    hosts: Collection[str] | None = None,
+    access_log: bool = False,
+) -> FastAPI:
+    """The endpoints. The front was started, and is used in the event loop that runs the app. hosts: see `Guard`."""
+    app = FastAPI(title="remap", openapi_url=None)
+    app.add_middleware(Guard, hosts=hosts)
+    if access_log:
+        app.add_middleware(AccessLog)
+    metrics = Metrics(front)
+    readers = Readers(served)
+    admission = Admission(limits)
+
+    async def admitted(http: HTTPRequest, answer: Callable[[bytes, _Visit], Awaitable[Response]]) -> Response:
+        """The answer to a body, or the error. It is open until the answer is there, or as long as its visit says."""
+        try:
+            visit = _Visit(http, admission.enter(), Deadline(limits.deadline_s))
+        except Busy as error:
+            return _busy(error)
+        try:
+            reading = read_body(http.stream(), http.headers.get("content-length"), limits.body_bytes)
+            return await answer(await visit.in_time(reading), visit)
+        except Busy as error:
+            return _busy(error)
+        except Error as error:
+            return JSONResponse(error_of(error), status_of(error))
+        except (_Gone, ClientDisconnect):
+            return Response(status_code=GONE)
+        finally:
+            if not visit.goes_on:
+                visit.leave()
+
+    async def respond(body: bytes, visit: _Visit, kind: type[Completion | Chat]) -> Response:
+        asked = await visit.unless_gone(readers.run(openai.parse, body, kind))
+        visit.also(admission.enter(len(asked.requests) - 1))
+        found = pieces(front, served, metrics, asked, visit.deadline)
+        if not asked.stream:
+            return JSONResponse(await visit.unless_gone(whole(asked, found)))
+        # The first piece decides about the status.
+        first = await visit.unless_gone(anext(found))
+        visit.goes_on = True
+        return _EventStream(events(asked, first, found), found, visit.leave, visit.deadline)
+
+    @app.post("/v1/completions")
+    async def completions(http: HTTPRequest) -> Response:
+        return await admitted(http, lambda body, visit: respond(body, visit, Completion))
+
+    @app.post("/v1/chat/completions")
+    async def chat(http: HTTPRequest) -> Response:
+        return await admitted(http, lambda body, visit: respond(body, visit, Chat))
+
+    @app.post("/tokenize")
+    async def tokens(http: HTTPRequest) -> Response:
+        async def answer(body: bytes, visit: _Visit) -> Response:
+            return JSONResponse(await visit.unless_gone(readers.run(tokenize, body)))
+
+        return await admitted(http, answer)
+
+    card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "remap"}
+    card["max_model_len"] = served.positions
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name == served.name:
+            return JSONResponse(card)
+        text = f"model {name!r} is not served here; ask for {served.name!r}"
+        error = UnknownModel(text, model=name, served=served.name)
+        return JSONResponse(error_of(error), status_of(error))
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": remap.__version__})
+
+    @app.get("/health")
+    async def health() -> Response:
+        found = health_of(front)
+        return JSONResponse(found, 200 if found["serving"] else 503)
+
+    @app.get("/metrics")
+    async def figures() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/cluster")
+    async def cluster() -> Response:
+        return JSONResponse(cluster_state(front))
+
+    return app
+
+
+class _Visit:
+    """A request of the server, from its first byte on. leave: what ends it. goes_on: its response does that."""
+
+    def __init__(self, http: HTTPRequest, leave: Callable[[], None], deadline: Deadline) -> None:
+        self.deadline = deadline
+        self.goes_on = False
+        self._http = http
+        self._leaves = [leave]
+
+    def also(self, leave: Callable[[], None]) -> None:
+        """It takes more room, until it leaves."""
+        self._leaves.append(leave)
+
+    def leave(self) -> None:
+        """A second call does nothing."""
+        for each in self._leaves:
+            each()
+
+    async def in_time(self, work: Awaitable[ValueT]) -> ValueT:
+        """What the work returns or raises; it is cancelled, and TooLate raised, when the time is over."""
+        try:
+            return await asyncio.wait_for(work, self.deadline.left_s)
+        except asyncio.TimeoutError:
+            raise self.deadline.error() from None
+
+    async def unless_gone(self, work: Awaitable[ValueT]) -> ValueT:
+        """As `in_time`; it is cancelled, and _Gone raised, also if the caller goes away before."""
+        answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(self._http))
+        try:
+            # What waits for tokens ends by itself at the deadline, and says how many there were.
+            left_s = self.deadline.left_s + LATE_S
+            await asyncio.wait([answer, gone], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            if gone.done():
+                raise _Gone
+            raise self.deadline.error()
+        finally:
+            answer.cancel()
+            gone.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
+
+
+async def _gone(http: HTTPRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _busy(error: Busy) -> Response:
+    return JSONResponse(error_of(error), status_of(error), {"Retry-After": str(error.fields["retry_after_s"])})
+
+
+def health_of(front: Front[Any]) -> dict[str, Any]:
+    """status: ok; degraded, when some of the instances do not serve; draining, when no request is taken any more; or that none
+    serves. How many do (0 then), and how many should."""
+    expected = len(front.up)
+    serving = 0 if front.failure is not None or front.draining else sum(front.up.values())
+    status = "draining" if front.draining else "no instance serves"
+    if serving:
+        status = "ok" if serving == expected else "degraded"
+    return {"status": status, "serving": serving, "instances_expected": expected}
+
+
+def cluster_state(front: Front[Any]) -> dict[str, Any]:
+    """How the cluster is now, of JSON's types; `remap top` shows it. kv_tokens of a group are held, kv_capacity have room."""
+    groups = [
+        {
+            "epoch": view.epoch,
+            "changing": view.changing,
+            "phase": view.phase,
+            "stages": [{"instance": part.instance, "first": part.first, "end": part.end} for part in view.stages],
+            "running": view.load.running,
+            "waiting": len(view.load.waiting),
+            "kv_tokens": view.load.tokens,
+            "kv_capacity": view.capacity,
+        }
+        for view in front.groups
+    ]
+    return {
+        "epoch": front.service.control.epoch,
+        "groups": groups,
+        "unfinished": front.unfinished,
+        "restarts": front.restarts,
+        "suspects": front.service.suspects,
+        "rejected": {name: str(error) for name, error in front.rejected.items()},
+    }

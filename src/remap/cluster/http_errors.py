@@ -1,0 +1,61 @@
+"""Errors as callers see them: an HTTP status, and OpenAI's form of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remap.errors import Error, InvalidArgument, InvalidState, OutOfBlocks
+
+from .control import NoCopy
+from .limits import Busy, TooLarge
+
+__all__ = ["MOST_TEXT", "NotJSON", "TooLate", "UnknownModel", "error_of", "status_of"]
+
+MOST_TEXT = 1000
+"""Characters of an error's text that a caller gets: what it quotes of a body may be as long as that."""
+
+
+class UnknownModel(Error):
+    """The body names a model that is not served. Nothing was asked. Fields: model, served."""
+
+
+class NotJSON(Error):
+    """The body's Content-Type is not JSON. Nothing was read. Fields: got (None: it has none)."""
+
+
+class TooLate(Error):
+    """The request's time is over; it was ended. Fields: deadline_s, tokens (generated until then)."""
+
+
+def status_of(error: Error) -> int:
+    """The HTTP status: 400, 413 and 415 what the caller has to change, 404 another model, 429 too many requests, 503 what another
+    time or place may do, 504 a deadline."""
+    statuses: tuple[tuple[type[Error], int], ...] = (
+        (InvalidArgument, 400),
+        (UnknownModel, 404),
+        (TooLarge, 413),
+        (NotJSON, 415),
+        (Busy, 429),
+        (TooLate, 504),
+        (NoCopy, 503),
+        (InvalidState, 503),
+        (OutOfBlocks, 503),
+    )
+    return next((status for kind, status in statuses if isinstance(error, kind)), 500)
+
+
+def error_of(error: Error) -> dict[str, Any]:
+    """The error as OpenAI writes it."""
+    status = status_of(error)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    param, code = error.fields.get("param"), type(error).__name__
+    return {"error": {"message": _shortened(str(error)), "type": kind, "param": param, "code": code}}
+
+
+def _shortened(text: str) -> str:
+    """At most MOST_TEXT characters: its begin, which says what is wrong, and its end, which says what to do."""
+    if len(text) <= MOST_TEXT:
+        return text
+    mark = f" ... ({len(text)} characters) ... "
+    half = (MOST_TEXT - len(mark)) // 2
+    return text[:half] + mark + text[-half:]

@@ -1,0 +1,80 @@
+"""Prompts of bodies into token ids. What cannot be served is refused before it is tokenised, which can take a time that grows
+with the square of the length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import time
+from typing import Any
+
+from remap.errors import InvalidArgument
+
+from .limits import longest_token
+
+__all__ = ["Served", "Wanted", "always", "encoded", "ids_of", "refused", "still"]
+
+Wanted = Callable[[], bool]
+"""Whether anybody waits for what is being read."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model: its name, its tokenizer (None: prompts are token ids), tokens of a prompt with its answer at most, and the ids
+    that end an answer. created: in seconds since 1970."""
+
+    name: str
+    tokenizer: Any
+    positions: int
+    stop_token_ids: frozenset[int] = frozenset()
+    created: int = field(default_factory=lambda: int(time()))
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """A prompt of more bytes of text has more tokens than there are positions."""
+        return self.positions * longest_token(self.tokenizer)
+
+
+def always() -> bool:
+    """Somebody waits."""
+    return True
+
+
+def still(wanted: Wanted) -> None:
+    """Raises CancelledError if nobody waits."""
+    if not wanted():
+        raise CancelledError
+
+
+def ids_of(name: str, prompt: str | Sequence[Any], served: Served, special: bool = True) -> tuple[int, ...]:
+    """One prompt, a text or token ids. Raises InvalidArgument (field param)."""
+    if isinstance(prompt, str):
+        return encoded(name, prompt, served, special)
+    if len(prompt) > served.positions:
+        raise refused(name, f"must have at most {served.positions} tokens, with its answer, got {len(prompt)}")
+    ids = tuple(token for token in prompt if isinstance(token, int))
+    if len(ids) != len(prompt) or not ids:
+        raise refused(name, "must be a text, or a list of one or more token ids, or a list of such")
+    return ids
+
+
+def encoded(name: str, text: str, served: Served, special: bool = True) -> tuple[int, ...]:
+    """The text's tokens. special: with those that the tokenizer adds. Raises InvalidArgument (field param)."""
+    if served.tokenizer is None:
+        raise refused(name, "must be token ids: the model has no tokenizer")
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > served.most_bytes:
+        raise refused(
+            name, f"has {size} bytes of text, and {served.positions} tokens are at most {served.most_bytes} bytes"
+        )
+    ids = tuple(served.tokenizer.encode(text, add_special_tokens=special))
+    if not ids:
+        raise refused(name, "must have at least one token, and has none")
+    return ids
+
+
+def refused(name: str, why: str) -> InvalidArgument:
+    """Of this field of the body."""
+    return InvalidArgument(f"{name} {why}; nothing was asked", param=name)

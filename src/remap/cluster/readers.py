@@ -1,0 +1,55 @@
+"""Bodies become requests beside the event loop: a long prompt holds up neither anybody's tokens nor another's prompt.
+
+A few threads, each with a copy of the tokenizer, for tokenizers need not bear several threads. A copy is made when its thread
+first has something to do, which is when all others are busy. Who is waited for no more is not begun; who has been begun ends at
+his next step (parsed, template, one prompt of several), and a step is bounded, since a body and a prompt are (`limits`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from .prompts import Served
+
+__all__ = ["Readers"]
+
+THREADS = 4
+
+ValueT = TypeVar("ValueT")
+
+
+class Readers:
+    """What they run is called with its arguments, `served` with the thread's tokenizer, and wanted(): whether anybody waits."""
+
+    def __init__(self, served: Served, threads: int = THREADS) -> None:
+        self._served = served
+        self._own = threading.local()
+        self._copying = threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, "bodies")
+
+    async def run(self, function: Callable[..., ValueT], *arguments: object) -> ValueT:
+        """What the function returns or raises. When this is cancelled it is not begun, or wanted() is False from now on."""
+        wanted = threading.Event()
+        wanted.set()
+
+        def work() -> ValueT:
+            return function(*arguments, self._mine(), wanted.is_set)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            wanted.clear()
+
+    def _mine(self) -> Served:
+        served: Served | None = getattr(self._own, "served", None)
+        if served is None:
+            with self._copying:
+                served = self._own.served = replace(self._served, tokenizer=copy.deepcopy(self._served.tokenizer))
+        return served

@@ -1,0 +1,42 @@
+"""/tokenize, as vLLM has it: the tokens of a prompt, or of a chat as the model's template writes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from remap.errors import InvalidArgument
+
+from .openai import decoded, messages_text, require_model
+from .prompts import Served, Wanted, always, encoded, refused, still
+
+__all__ = ["tokenize"]
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    """A prompt, or messages. add_special_tokens: by itself with a prompt, and not with messages, whose template has them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+
+
+def tokenize(text: bytes, served: Served, wanted: Wanted = always) -> dict[str, Any]:
+    """The answer to this body. Raises InvalidArgument (field param, where a field is at fault) and UnknownModel."""
+    body = decoded(text, _Body)
+    require_model(body.model, served)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidArgument("either prompt or messages must be given; nothing was asked", param="prompt")
+    still(wanted)
+    name, asked = ("prompt", body.prompt)
+    special = body.add_special_tokens is not False
+    if body.messages is not None:
+        name, asked = "messages", messages_text(body.messages, served, body.add_generation_prompt)
+        special = bool(body.add_special_tokens)
+    if not asked:
+        raise refused(name, "must have at least one token, and has none")
+    ids = encoded(name, asked, served, special)
+    return {"tokens": ids, "count": len(ids), "max_model_len": served.positions}

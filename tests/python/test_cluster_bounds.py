@@ -1,0 +1,188 @@
+"""What a server takes from callers, beyond lengths of bodies and prompts: which requests, for how long, and what it quotes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec", reason="needs the extras cluster, test-cluster and transformers")
+pytest.importorskip("fastapi", reason="needs the extras cluster, test-cluster and transformers")
+pytest.importorskip("uvicorn", reason="needs the extras cluster, test-cluster and transformers")
+pytest.importorskip("prometheus_client", reason="needs the extras cluster, test-cluster and transformers")
+pytest.importorskip("httpx", reason="needs the extras cluster, test-cluster and transformers")
+pytest.importorskip("transformers", reason="needs the extras cluster, test-cluster and transformers")
+
+from test_cluster_server import JSON, SERVED, Scripted, ask_and_leave, client_of, deliveries, events
+
+from remap.cluster.app import make_app
+from remap.cluster.guard import hosts_of
+from remap.cluster.http_errors import MOST_TEXT
+from remap.cluster.ledger import Delivery
+from remap.cluster.limits import Limits
+from remap.cluster.readers import Readers
+from remap.engine.request import Request
+from remap.errors import Error, InvalidArgument
+
+ANY = Limits()
+
+
+class Hanging(Scripted):
+    """Behind what it was given nothing comes, until somebody ends the request."""
+
+    def __init__(self, *script: Delivery | Error) -> None:
+        super().__init__(*script)
+        self.ended = asyncio.Queue[Error]()
+
+    def end(self, id: str, error: Error) -> None:
+        self.ended.put_nowait(error)
+
+    async def generate(self, id: str, request: Request) -> AsyncIterator[Delivery]:
+        async for each in super().generate(id, request):
+            yield each
+        raise await self.ended.get()
+
+
+def asked(body: Any, *, limits: Limits = ANY, front: Any = None, **more: Any) -> tuple[int, Any]:
+    """The status of the answer to this completion, and its object, or its events."""
+
+    async def run() -> tuple[int, Any]:
+        made = front() if front is not None else Scripted(*deliveries("one", "length"))
+        async with client_of(make_app(made, SERVED, limits, more.pop("hosts", None))) as client:
+            answer = await client.post("/v1/completions", **({"json": body} if body is not None else {}), **more)
+            stream = answer.headers["content-type"].startswith("text/event-stream")
+            return answer.status_code, events(answer.text) if stream else answer.json()
+
+    return asyncio.run(run())
+
+
+def test_a_deadline_is_a_status_before_the_first_token_and_an_event_in_a_stream() -> None:
+    limits = Limits(deadline_s=0.05)
+    for stream in (False, True):
+        status, answer = asked({"prompt": "x", "stream": stream}, limits=limits, front=Hanging)
+        assert (status, answer["error"]["code"]) == (504, "TooLate")
+    status, (*chunks, last) = asked(
+        {"prompt": "x", "stream": True}, limits=limits, front=lambda: Hanging(*deliveries("one", None))
+    )
+    assert (status, len(chunks), last["error"]["code"]) == (200, 3, "TooLate")
+    assert "3 tokens" in last["error"]["message"]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_longer() -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    status, answer = asked(None, limits=Limits(deadline_s=0.05), content=slow(), headers=JSON)
+    assert (status, answer["error"]["code"]) == (504, "TooLate")
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_body_that_is_not_said_to_be_json_is_refused(kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    status, answer = asked(None, content=b'{"prompt": "x"}', headers=headers)
+    assert (status, answer["error"]["code"]) == (415, "NotJSON")
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/x+json"])
+def test_json_is_taken_by_each_of_its_names(kind: str) -> None:
+    assert asked(None, content=b'{"prompt": "x"}', headers={"content-type": kind})[0] == 200
+
+
+def test_two_framings_of_one_body_are_refused() -> None:
+    headers = JSON | {"content-length": "15", "transfer-encoding": "chunked"}
+    assert asked(None, content=b'{"prompt": "x"}', headers=headers)[0] == 400
+
+
+def test_a_server_at_a_loopback_address_answers_to_its_own_names() -> None:
+    assert hosts_of("0.0.0.0") is None
+    assert hosts_of("10.0.0.1", ["me"]) == {"10.0.0.1", "me"}
+    hosts = hosts_of("127.0.0.1", ["box"])
+    for host, status in (
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("box", 200),
+        ("evil.example:8000", 400),
+        ("localhost.evil.example", 400),
+    ):
+        assert asked({"prompt": "x"}, hosts=hosts, headers={"host": host})[0] == status, host
+
+
+@pytest.mark.parametrize(
+    "body", [{"model": "m" * 10**6}, {"n" * 10**6: 1}, {"stop": ["s" * 10**6] * 9}, {"logit_bias": {"1" * 10**6: 1.0}}]
+)
+def test_an_error_does_not_echo_a_body(body: dict[str, Any]) -> None:
+    status, answer = asked({"prompt": "x"} | body)
+    assert 400 <= status < 500 and len(answer["error"]["message"]) <= MOST_TEXT
+
+
+def test_choices_count_as_requests() -> None:
+    status, answer = asked({"prompt": "x", "n": 3}, limits=Limits(requests=2))
+    assert (status, answer["error"]["code"]) == (429, "Busy")
+    assert asked({"prompt": "x", "n": 3}, limits=Limits(requests=3))[0] == 200
+
+
+def test_limits_below_what_can_be_are_refused() -> None:
+    for wrong in ({"body_bytes": 0}, {"requests": 0}, {"retry_after_s": 0}, {"deadline_s": 0.0}):
+        with pytest.raises(InvalidArgument):
+            Limits(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_long_prompt_holds_up_no_other_and_each_thread_has_its_tokenizer() -> None:
+    reading, go, used = threading.Event(), threading.Event(), []
+
+    def read(number: int, served: Any, wanted: Any) -> None:
+        used.append(served.tokenizer)
+        if number == 0:
+            reading.set()
+            assert go.wait(60.0)
+
+    async def run() -> None:
+        readers = Readers(SERVED, threads=2)
+        slow = asyncio.ensure_future(readers.run(read, 0))
+        await asyncio.to_thread(reading.wait)
+        await readers.run(read, 1)
+        go.set()
+        await slow
+
+    asyncio.run(run())
+    assert len({id(each) for each in [*used, SERVED.tokenizer]}) == 3
+
+
+def test_nobody_reads_on_for_a_caller_who_left() -> None:
+    """Whom it reads for learns it at the next step; who waits for a thread is not begun."""
+    reading, go, found = threading.Event(), threading.Event(), []
+
+    def read(number: int, served: Any, wanted: Any) -> None:
+        reading.set()
+        assert go.wait(60.0)
+        found.append((number, wanted()))
+
+    async def run() -> None:
+        readers = Readers(replace(SERVED, tokenizer=None), threads=1)
+        tasks = [asyncio.ensure_future(readers.run(read, number)) for number in range(3)]
+        await asyncio.to_thread(reading.wait)
+        for task in tasks[:2]:
+            task.cancel()
+        await asyncio.wait(tasks[:2])
+        go.set()
+        await tasks[2]
+
+    asyncio.run(run())
+    assert found == [(0, False), (2, True)]
+
+
+def test_who_left_while_his_prompts_were_read_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        leave = asyncio.Event()
+        leave.set()
+        sent = await ask_and_leave(make_app(Hanging(), SERVED), {"prompt": "x"}, leave)  # type: ignore[arg-type]
+        assert sent[0]["status"] == 499
+
+    asyncio.run(run())
