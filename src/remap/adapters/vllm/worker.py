@@ -12,6 +12,7 @@ The scheduler calls `remap_call` through `collective_rpc` between passes, in the
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -27,6 +28,7 @@ from remap.adapters.arenas import shared
 from remap.adapters.settings import Settings
 from remap.errors import InvalidArgument, InvalidState
 from remap.model.footprint import footprint
+from remap.policy.hidden import verdict
 from remap.ranks import Rank
 
 from . import internals, metrics
@@ -82,6 +84,7 @@ class RemapWorker:
         super().init_device()  # type: ignore[misc]
         self.remap_offloader = RemapOffloader()
         self.remap_rank: Any = None  # a Rank, once it is attached
+        self._remap_told = self.rank > 0  # what remap can do here
         set_offloader(self.remap_offloader)  # the runner, just made, has set its own
 
     def load_model(self, **kwargs: Any) -> None:
@@ -312,7 +315,22 @@ class RemapWorker:
         with self.remap_offloader.entered(self.remap_rank.tenant, "decode" if decode else "prefill", tokens):
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
         self._remap_show()
+        if decode and not self._remap_told:
+            self._remap_tell()
         return output
+
+    def _remap_tell(self) -> None:
+        """One line on what remap can do here, once the link is known: by REMAP_LINK, or when copies have been measured."""
+        tenant = self.remap_rank.tenant
+        if not tenant.copy_seconds():
+            return
+        times, prefill = tenant.times(), tenant.prefill_times()
+        if times is not None and prefill is not None:
+            knobs = self._remap_settings.controller()
+            late_s = knobs.late_s(math.fsum(prefill.compute_s))
+            said = verdict(times.compute_s, times.transfer_s, knobs.slowdown, prefill.compute_s, late_s)
+            logger.info("remap: %s", said)
+            self._remap_told = True
 
     def execute_dummy_batch(self) -> None:
         if self.remap_rank is None:
