@@ -93,6 +93,11 @@ class Link:
         """Make one step on all ranks for this demand, and change the pool accordingly. anyway, patient: see `Rank.step`."""
         self._take(self.group.step(blocks, free, anyway, patient))
 
+    @property
+    def asleep(self) -> bool:
+        """Whether other tenants, or processes, may take blocks out of the pool now."""
+        return self._asleep
+
     def wake(self) -> None:
         """Wake the tenant: there are requests."""
         if self._asleep:

@@ -59,14 +59,15 @@ class Scheduler(AsyncScheduler):
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """As vLLM's. While the tenant sleeps a broker may take blocks out of the pool, so it is woken for this."""
+        """As vLLM's. While the tenant sleeps a broker takes blocks out of the pool in another thread: it is woken for this."""
         link = self.remap
-        if link is not None:
-            link.wake()
-        done = bool(super().reset_prefix_cache(*args, **kwargs))
-        if link is not None and not self.has_unfinished_requests():
+        if link is None or not link.asleep:
+            return bool(super().reset_prefix_cache(*args, **kwargs))
+        link.wake()
+        try:
+            return bool(super().reset_prefix_cache(*args, **kwargs))
+        finally:
             link.rest()
-        return done
 
     @property
     def _reserve(self) -> int:
