@@ -1,10 +1,17 @@
 """How a session joins a broker, and does what other processes ask of it.
 
 What the broker asks comes on a thread of the membership's. It calls the session as any other thread does, and does not keep it.
+
+Blocks of an engine with its own allocator are given up in the engine's thread: while its tenant is active the engine hands out
+blocks without a lock of ours, and between any two lines of that another thread must not withdraw some. So the recall waits for
+the engine's next step. While the tenant is inactive the engine does not touch its allocator until `activate` returns, which
+takes the session's lock; then the membership's thread does it, under that lock.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,9 +23,13 @@ from remap.memory.core import Core
 if TYPE_CHECKING:
     from remap.broker.member import Membership
 
-__all__ = ["Asked", "membership"]
+__all__ = ["UNIX", "Asked", "membership"]
 
 UNIX = "unix:"
+STEP_S = 0.2
+"""How long the broker's answer waits for an engine's step. What a later step gives is free then."""
+
+_logger = logging.getLogger("remap.broker")
 
 
 class Session(Protocol):
@@ -56,6 +67,8 @@ class Asked:
     def __init__(self, session: Session, membership: Membership) -> None:
         self._session = weakref.ref(session)
         self._membership = membership
+        self._put_off = 0  # pages, for the engine's next step; read and written with the session's lock held
+        self._attended = threading.Event()
 
     def granted(self, pages: Sequence[int]) -> None:
         session = self._session()
@@ -70,8 +83,32 @@ class Asked:
 
     def recalled(self, pages: int) -> None:
         session = self._session()
-        if session is not None:
-            session.exclusively(partial(_give_up, pages))
+        if session is None or session.exclusively(partial(self._give_up, pages)):
+            return
+        del session
+        self._attended.wait(STEP_S)
+
+    def attend(self, core: Core) -> None:
+        """What was put off, in a step of the engine's, or when it stops serving. Errors are logged, as those of other
+        recalls: the step goes on."""
+        pages, self._put_off = self._put_off, 0
+        if not pages:
+            return
+        try:
+            _give_up(pages, core)
+        except Error as error:
+            _logger.warning("what the broker asked for was not done: %s", error)
+        finally:
+            self._attended.set()
+
+    def _give_up(self, pages: int, core: Core) -> bool:
+        """Whether it is done; else a step will do it."""
+        if any(tenant.active and tenant.kv.pool.external for tenant in core.tenants.values()):
+            self._put_off = pages
+            self._attended.clear()
+            return False
+        _give_up(pages, core)
+        return True
 
 
 def _take_in(pages: Sequence[int], core: Core) -> None:

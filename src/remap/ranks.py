@@ -18,6 +18,7 @@ the engine has returned.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from . import advanced
 __all__ = ["Group", "Rank", "Report", "ids", "runs"]
 
 logger = logging.getLogger("remap.ranks")
+
+_PATIENT_S, _AGAIN_S = 0.25, 0.005
+"""How long a step waits for other processes, and how often it looks."""
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -76,6 +80,8 @@ class Rank:
         self._held: set[int] = set()  # drained; the engine has not returned them yet
         self._fresh: set[int] = set()  # opened by the change under way; the engine does not know of them
         self._undoing = False
+        self._asleep = False  # the engine has no block in use, and waits for `wake` before it hands one out
+        self._patient_again_s = 0.0
         self._told = False  # the step under way has changed the open ids
 
     def listen(self, left: Callable[[Report], Sequence[int]] | None) -> None:
@@ -91,11 +97,12 @@ class Rank:
         """The present state."""
         return Report(runs(self.tenant.kv.pool.open_ids()), self._target, unmet, reason)
 
-    def step(self, blocks: int, free: int, anyway: bool = False) -> Report | None:
+    def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> Report | None:
         """Rank 0 decides (`Session.step`). Returns None on other ranks, and if nothing has changed.
 
         blocks: demand. free: blocks of the engine that are free. anyway: no request can run before there are so many
-        blocks, so remap as many layers as they take, at any cost.
+        blocks, so remap as many layers as they take, at any cost. patient: without them a request is preempted, so wait for
+        what other processes give (a quarter of a second at most, and for a twentieth of the time where that brings nothing).
 
         Logs a change that fails; the engine then goes on with the blocks that it has. Raises ArenaBroken only.
         """
@@ -107,6 +114,8 @@ class Rank:
         with self._serving_on():
             done = self.session.step({self.tenant.name: Demand(blocks, free)})
             unmet, reason = done.unmet_blocks.get(self.tenant.name, 0), done.reason.get(self.tenant.name, "")
+            if patient and unmet and self.session.broker:
+                unmet = self._await(unmet)
             if anyway and unmet:
                 unmet = self._insist(unmet)
         if not self._told and self._target == target:
@@ -153,17 +162,26 @@ class Rank:
             self._go((0, 0))
         return self.report()
 
-    def wake(self) -> None:
-        """Let the tenant serve passes again (`Session.activate`).
+    def wake(self) -> Report:
+        """Let the tenant serve passes again (`Session.activate`). The engine has in use nothing that lies outside of the report's
+        ids, and does not return the others: they have come and gone while it slept.
 
         A layer that cannot come home at once streams until it can.
         """
         if not self.tenant.active:
             self.session.activate(self.tenant.name, partial=True)
+        self._asleep = False
+        return self.report()
 
     def sleep(self) -> None:
-        """Stop serving passes until `wake`: other tenants of the session may use the pages of its layers."""
-        self.session.deactivate(self.tenant.name)
+        """Stop serving passes until `wake`: other tenants of the session may use the pages of its layers, and other processes
+        those of its blocks. For an engine that has no block in use."""
+        self._asleep = True
+        try:
+            self.session.deactivate(self.tenant.name)
+        except BaseException:
+            self._asleep = not self.tenant.active
+            raise
 
     def returned(self, ids: Sequence[int]) -> None:
         """Take back blocks that had to leave and that the engine does not use any more."""
@@ -180,6 +198,20 @@ class Rank:
             raise
         except Error as error:
             logger.warning("rank 0: %s; serving goes on with %s layers remapped", error, self.tenant.remapped)
+
+    def _await(self, blocks: int) -> int:
+        """Wait for so many blocks more. Returns how many are still missing."""
+        begun = time.monotonic()
+        if begun < self._patient_again_s:
+            return blocks
+        first = self.tenant.kv.usable_blocks
+        enough = first + blocks
+        while (short := enough - self.tenant.kv.usable_blocks) > 0 and time.monotonic() < begun + _PATIENT_S:
+            time.sleep(_AGAIN_S)  # what is granted comes in by another thread
+            self.session.step({self.tenant.name: Demand(short, 0)})
+        if self.tenant.kv.usable_blocks == first:
+            self._patient_again_s = time.monotonic() + 20 * _PATIENT_S
+        return max(0, short)
 
     def _insist(self, blocks: int) -> int:
         """Remap layer by layer until there are `blocks` more blocks. Returns how many are still missing."""
@@ -211,6 +243,8 @@ class Rank:
         self._held.update(withdrawn)
         if self._left is not None:
             self.returned(self._left(self.report()))
+        elif self._asleep:
+            self.returned(withdrawn)
         elif self._undoing:
             self.returned([block for block in withdrawn if block in self._fresh])
 
@@ -245,9 +279,9 @@ class Group:
         self.opened = first.open
         self.refusals = 0  # changes that a rank could not follow
 
-    def step(self, blocks: int, free: int, anyway: bool = False) -> Report | None:
+    def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> Report | None:
         """`Session.step` for all ranks; see `Rank.step`. Returns None if nothing has changed."""
-        return self._agree(self._ask("step", blocks, free, anyway)[0])
+        return self._agree(self._ask("step", blocks, free, anyway, patient)[0])
 
     def home(self) -> Report | None:
         """Bring all layers home on all ranks, as soon as the blocks in their pages have left.
@@ -255,6 +289,11 @@ class Group:
         None if nothing has changed.
         """
         return self._agree(self._ask("home")[0])
+
+    def woken(self, reports: Sequence[Report]) -> Runs:
+        """The blocks that are open after these answers of `Rank.wake`."""
+        self.target, self.opened = reports[0].target, reports[0].open
+        return self.opened
 
     def _agree(self, report: Report | None) -> Report | None:
         if report is None:

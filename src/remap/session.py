@@ -141,12 +141,13 @@ class Session:
         require("config", config, (Config, type(None)), "a remap.Config, or None")
         require("platform", platform, (Platform, type(None)), "a remap.advanced.Platform, or None")
         platform = platform or Platform()
+        self.broker = ""  # the socket of the broker, if there is one
         self._leave: Callable[[], object] = _nothing  # the broker, if there is one
         named = None if platform.backend is not None else devices.default_name() if device is None else device
         joined = membership(named, capacity, page_bytes, host_budget)
         if joined is not None:
             self._leave = weakref.finalize(self, joined.close)  # also if what follows fails
-            size, page = joined.pages * joined.page_bytes, joined.page_bytes
+            self.broker, size, page = joined.path, joined.pages * joined.page_bytes, joined.page_bytes
             shared = _core.make_host_backend(size, page, platform.copy_threads, file=joined.file)
             device, platform = None, replace(platform, backend=shared)
         else:
@@ -205,8 +206,10 @@ class Session:
         self._told: list[Moved] = []  # moves in the report of the call in progress
         self._closing = False  # all tenants depart
         self._claiming = False  # whether a call has claimed tenants
+        self._asked: Asked | None = None
         if joined is not None:
-            joined.serve(Asked(self, joined))
+            self._asked = Asked(self, joined)
+            joined.serve(self._asked)
 
     @property
     def closed(self) -> bool:
@@ -351,6 +354,8 @@ class Session:
             if tenant.busy or not tenant.active:
                 tenant.require_idle(asleep=True)
         entries = self._steps.step(wanted)
+        if self._asked is not None:
+            self._asked.attend(self._core)
         return self._report(entries) if entries or self._changes.moved else _UNCHANGED
 
     def _report(self, entries: Entries) -> StepReport:
@@ -425,6 +430,8 @@ class Session:
         tenant.require_idle()
         deactivate(self._changes, tenant)
         self._link.certify()
+        if self._asked is not None:
+            self._asked.attend(self._core)
 
     # -- for remap.advanced ----------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ What they do inside the engine is tested in tests/engines/sglang.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -85,7 +86,7 @@ class Tree:
 def runner_of(page_size: int = 1) -> Any:
     return SimpleNamespace(
         model=models.make("llama"),
-        model_config=SimpleNamespace(head_dim=16, v_head_dim=16, get_num_kv_heads=lambda tp: 2),
+        model_config=SimpleNamespace(head_dim=16, v_head_dim=16, get_num_kv_heads=lambda tp: 2, context_len=64),
         layer_info=SimpleNamespace(num_effective_layers=LAYERS), server_args=SimpleNamespace(tp_size=1),
         use_mla_backend=False, is_hybrid_swa=False, is_draft_worker=False, kv_cache_dtype=torch.float32, page_size=page_size,
         device="cpu", gpu_id=0, max_total_num_tokens=0,
@@ -99,7 +100,7 @@ class World:
         self,
         monkeypatch: pytest.MonkeyPatch,
         page_size: int = 1,
-        capacity: int = 1600 << 10,
+        capacity: int | None = 1600 << 10,
         version: str = versions.TESTED,
         **more: Any,
     ) -> None:
@@ -615,3 +616,32 @@ def test_where_no_layer_can_leave_it_is_tried_at_home_only(monkeypatch: pytest.M
         assert start(patch, world).passes == 3 + 1
     assert world.tenant.stats().copies == 0
     world.adapter.session.close()
+
+
+def test_in_a_brokers_arena_it_has_room_for_one_request_and_grows_by_what_others_do_not_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("msgspec", reason="messages between processes need msgspec")
+    from remap.broker.server import Broker
+
+    with Broker(tmp_path / "s", 3 << 20, PAGE) as broker:
+        world = World(monkeypatch, capacity=None, arena=f"unix:{broker.path}")
+        first, had = world.adapter.tokens, broker.ledger.held[1]
+        assert 64 <= first <= 64 + world.adapter._group
+        world.iterate()
+        assert world.fill(first) == first
+        assert world.adapter.tokens >= 2 * first
+        assert world.tenant.remapped == 0
+        assert broker.ledger.held[1] > had
+        world.finish()
+        with remap.Session(device=f"unix:{broker.path}") as other:  # another process wants all that there is
+            layers = [bytes(1000)] * 2
+            spec = remap.KVSpec(
+                layers=2, kv_heads=1, head_dim=64, block_tokens=16, dtype="uint8", min_blocks=1, max_blocks=4000
+            )
+            theirs = other.attach_bytes(layers, name="other", kv=spec, config=remap.Config(max_layers=0))
+            while world.adapter.tokens > first + world.adapter._group:
+                other.step({"other": remap.Demand(4000)})
+                world.iterate()
+            assert theirs.kv.usable_blocks > 1
+        world.adapter.session.close()

@@ -15,6 +15,7 @@ import pytest
 
 import remap
 from remap import advanced
+from remap.adapters.settings import Settings
 from remap.adapters.vllm import internals
 from remap.adapters.vllm.served import HOST_KV, UNSERVED, refuse_unserved
 from remap.errors import InvalidState
@@ -142,6 +143,9 @@ def test_a_connector_without_the_books_that_are_read_is_refused() -> None:
 # -- stand-ins for vLLM ----------------------------------------------------------------------------------------------
 
 
+said: list[str] = []
+
+
 class BaseOffloader:
     pass
 
@@ -152,6 +156,10 @@ class AsyncScheduler:
     def schedule(self) -> str:
         self.scheduled += 1
         return "scheduled"
+
+    def reset_prefix_cache(self) -> bool:
+        said.append("reset")
+        return True
 
 
 @pytest.fixture
@@ -221,6 +229,15 @@ def test_one_rank_in_another_process_is_asked_only_if_it_may_matter(
     scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 50))
     assert scheduler.schedule() == "scheduled"
     assert link.steps == asked
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_nothing_touches_the_pool_of_a_scheduler_that_sleeps(vllm: Any, asleep: bool) -> None:
+    scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
+    scheduler.remap = SimpleNamespace(asleep=asleep, wake=lambda: said.append("wake"), rest=lambda: said.append("rest"))
+    said.clear()
+    assert scheduler.reset_prefix_cache()
+    assert said == (["wake", "reset", "rest"] if asleep else ["reset"])
 
 
 class Rank:
@@ -415,3 +432,23 @@ def test_the_librarys_messages_are_shown_where_vllms_are():
         for each, (level, handlers, propagate) in zip(both, before):
             each.setLevel(level)
             each.handlers[:], each.propagate = handlers, propagate
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "begins"),
+    [
+        (0.0, ""),  # the link is not known yet
+        (0.004, "remap: this machine hides 1 of 10 layers within 2 %"),
+        (0.1, "remap: on this link one model alone gains nothing here"),
+    ],
+)
+def test_it_says_once_what_remap_can_do_here(vllm: Any, caplog: Any, copy_s: float, begins: str) -> None:
+    made: Any = vllm.worker.RemapWorker.__new__(vllm.worker.RemapWorker)
+    times = SimpleNamespace(compute_s=(0.001,) * 10, transfer_s=(copy_s,) * 10)
+    tenant = SimpleNamespace(copy_seconds=lambda: copy_s, times=lambda: times, prefill_times=lambda: times)
+    made.remap_rank, made._remap_told = SimpleNamespace(tenant=tenant), False
+    made._remap_settings = Settings(capacity=1)
+    with caplog.at_level(logging.INFO, "vllm.remap"):
+        made._remap_tell()
+    assert made._remap_told == bool(begins)
+    assert [record.getMessage().startswith(begins) for record in caplog.records] == [True] * bool(begins)

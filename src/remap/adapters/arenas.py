@@ -1,14 +1,51 @@
-"""Sessions that engines of one process share: the first engine opens it, the last one closes it."""
+"""Sessions that engines of one process share: the first engine opens it, the last one closes it; and those of a broker's pages,
+which engines of any process share."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from remap.errors import InvalidArgument
+from remap.adapters.settings import Settings
+from remap.config import Config
+from remap.errors import InvalidArgument, InvalidState
 from remap.memory.device import Platform
 from remap.session import Session
 
-__all__ = ["SharedSession", "shared"]
+__all__ = ["SharedSession", "join", "shared"]
+
+
+def join(settings: Settings, device: str, *, config: Config | None = None) -> Session:
+    """A session with the pages of the broker that the settings name, for an engine that computes on `device`.
+
+    Raises InvalidState (fields arena, device) unless that is the host, whose memory the broker's pages are; InvalidArgument
+    (fields name, value, broker) if the settings name a capacity or a page size that is not the broker's, and (field path) if no
+    broker is there; InvalidState (field why) if it refuses.
+    """
+    if device != "cpu":
+        raise InvalidState(
+            f"REMAP_ARENA={settings.arena}: a broker's pages are host memory, and this engine computes on {device}; the "
+            "engine was not started; name an arena of this process, or none",
+            arena=settings.arena,
+            device=device,
+        )
+    session = Session(
+        device=settings.arena, config=config, platform=Platform(copy_chunk_bytes=settings.copy_chunk_bytes)
+    )
+    there = session.snapshot()
+    for name, asked, has in (
+        ("REMAP_CAPACITY", settings.capacity, there.capacity_bytes),
+        ("REMAP_PAGE_BYTES", settings.page_bytes, there.page_bytes),
+    ):
+        if asked is not None and asked != has:
+            session.close()
+            raise InvalidArgument(
+                f"{name} is {asked}, and the broker of REMAP_ARENA={settings.arena} has {has}; the engine was not started; unset "
+                f"{name}: it is the broker's",
+                name=name,
+                value=asked,
+                broker=has,
+            )
+    return session
 
 
 class SharedSession:
@@ -29,6 +66,19 @@ class SharedSession:
     def page_bytes(self) -> int | None:
         """Bytes of a page of the open session, for an engine that sets no page size; None if no engine has entered."""
         return None if self._session is None or self._session.closed else self._session.snapshot().page_bytes
+
+    def join(self, settings: Settings, device: str) -> int:
+        """The capacity of the broker's arena that the settings name; the session is open then, and `enter` counts the engine.
+
+        A session that no engine has entered, of one whose start failed, is opened anew: the broker may be another one. Raises
+        as `join`.
+        """
+        if self._session is not None and not self._users:
+            self._session.close()
+        if self._session is None or self._session.closed:
+            self._session, self._users = None, 0
+            self._session = join(settings, device)
+        return self._session.capacity_bytes
 
     def enter(self, *, capacity: int, device: str, page_bytes: int, copy_chunk_bytes: int | None) -> Session:
         """The session. The first engine opens it, later engines get the same one.

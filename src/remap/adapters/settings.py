@@ -5,7 +5,8 @@ them. `remap plan` prints these lines for a machine and a model. A plugin withou
 and does nothing.
 
     REMAP_ENABLE=1            switch on
-    REMAP_CAPACITY=24GiB      weights, KV cache and ring together; required, but with vLLM, which has a default
+    REMAP_CAPACITY=24GiB      weights, KV cache and ring together; required, but with vLLM, which has a default, and where the
+                              arena is a broker's
     REMAP_SLOWDOWN=0.02       most stall per pass, as a share of the pass's computation
     REMAP_MAX_LAYERS=8        most layers that may be remapped (alpha)
     REMAP_MAX_TOKENS=65536    most tokens of the KV cache; by default as many as fit with max_layers remapped
@@ -27,6 +28,8 @@ and does nothing.
     REMAP_LENDS=1             whether other models may use this one's unused KV cache and layers
     REMAP_CPU_LINEAR=exact    exact or packed: kernels of linear layers on a CPU (vLLM; see vllm/cpu_linear.py)
     REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
+    REMAP_ARENA=unix:PATH     engines of any process share the pages of the broker there (`remap serve --socket PATH --capacity
+                              24GiB`); capacity and page size are the broker's
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from typing import Literal
 
 from remap.config import POLICIES, SELECTIONS, Knobs
 from remap.errors import Error, InvalidArgument
+from remap.joined import UNIX
 from remap.sizes import MOST_BYTES, parse_size
 
 __all__ = ["Settings", "enabled"]
@@ -55,9 +59,11 @@ def enabled(environment: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One engine's settings: sizes in bytes, slowdown as a share, reserve_blocks in KV blocks. See the list above."""
+    """One engine's settings: sizes in bytes, slowdown as a share, reserve_blocks in KV blocks. See the list above.
 
-    capacity: int
+    capacity: None where it is the broker's, until `arenas.joined` has asked."""
+
+    capacity: int | None
     slowdown: float = 0.02
     max_layers: int | None = None
     max_tokens: int | None = None
@@ -79,16 +85,28 @@ class Settings:
     tbt_s: float | None = None
     lends: bool = _DEFAULTS.lends
 
+    @property
+    def joins(self) -> bool:
+        """Whether the arena is a broker's."""
+        return self.arena.startswith(UNIX)
+
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Settings | None:
-        """The settings in `environment`, or None if it does not switch remap on.
+    def read(cls, environment: Mapping[str, str], capacity: int | None = None) -> Settings | None:
+        """The settings in `environment`, or None if it does not switch remap on. capacity: bytes, where neither REMAP_CAPACITY
+        nor a broker says it.
 
         An empty variable counts as not set. Raises InvalidArgument (fields name: the variable, and value) for an
         invalid value, or if REMAP_CAPACITY is missing.
         """
         if not enabled(environment):
             return None
-        if not environment.get("REMAP_CAPACITY"):
+        arena = environment.get("REMAP_ARENA", "")
+        if arena == UNIX:
+            raise _refuse("REMAP_ARENA", arena, f"a name, or {UNIX}PATH with the socket of a broker")
+        given = _size(environment, "REMAP_CAPACITY")
+        if given is None and not arena.startswith(UNIX):
+            given = capacity
+        if given is None and not arena.startswith(UNIX):
             raise InvalidArgument(
                 "REMAP_ENABLE is set but REMAP_CAPACITY is not; nothing was attached; set it to the bytes that weights "
                 "and KV cache may take together, such as REMAP_CAPACITY=24GiB",
@@ -101,10 +119,8 @@ class Settings:
         linear = environment.get("REMAP_CPU_LINEAR") or "exact"
         if linear not in ("exact", "packed"):
             raise _refuse("REMAP_CPU_LINEAR", linear, "exact or packed")
-        capacity = _size(environment, "REMAP_CAPACITY")
-        assert capacity is not None
         return cls(
-            capacity=capacity,
+            capacity=given,
             slowdown=_share(environment, "REMAP_SLOWDOWN", 0.02),
             max_layers=_count(environment, "REMAP_MAX_LAYERS", 0),
             max_tokens=_count(environment, "REMAP_MAX_TOKENS", 1),
@@ -114,7 +130,7 @@ class Settings:
             buffers="auto" if buffers == "auto" else int(buffers),
             link=_size(environment, "REMAP_LINK"),
             reversion=_switch(environment, "REMAP_REVERSION", True),
-            arena=environment.get("REMAP_ARENA", ""),
+            arena=arena,
             cpu_linear="packed" if linear == "packed" else "exact",
             selection=_choice(environment, "REMAP_SELECTION", SELECTIONS, _DEFAULTS.selection),
             contention=_share(environment, "REMAP_CONTENTION", _DEFAULTS.contention),

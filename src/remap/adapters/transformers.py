@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -37,6 +39,7 @@ from transformers.cache_utils import DynamicCache
 
 from remap.config import Config, Knobs
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
+from remap.joined import UNIX
 from remap.kv.spec import KVSpec
 from remap.memory import device as devices
 from remap.model.bind import find_layers, resolve_layers
@@ -60,6 +63,7 @@ __all__ = ["Attached", "attach"]
 
 # generate() cannot preempt a sequence, so it prefers a slower pass to none.
 _PATIENT = Knobs(slowdown=100.0)
+_PATIENT_S, _AGAIN_S = 10.0, 0.02  # how long, and how often, it asks for what other processes give
 _LEAST = 2  # blocks: the padding of generate_batch takes them
 _FACTORY = "_prepare_cache_for_generation"
 
@@ -98,8 +102,10 @@ def attach(
 
     model: a decoder of transformers, or a peft model around one (with its adapters loaded: adapters that are loaded
     later stay outside of the arena). capacity, device, session_options: of the `Session` that attach makes; or session:
-    an open one, for several models. min_tokens: KV tokens that always have room. max_tokens: most KV tokens (they cost
-    addresses, not memory); by default as many as the capacity could hold. dtype: of the cache, by default the model's.
+    an open one, for several models. With device "unix:PATH", or REMAP_ARENA=unix:PATH and none of the three, the model
+    gets pages of the broker there, and the capacity is the broker's. min_tokens: KV tokens that always have room.
+    max_tokens: most KV tokens (they cost addresses, not memory); by default as many as the capacity could hold.
+    dtype: of the cache, by default the model's.
     implicit: whether `generate()` without a cache uses one of ours. config: by default one that prefers slow passes to
     refusing tokens, because `generate()` cannot preempt. attach_options: of `Session.attach` (weights, mutable,
     priority, embedding, ...).
@@ -113,9 +119,13 @@ def attach(
     otherwise = f"install transformers=={TESTED[-1]}.*"
     admit("transformers", transformers.__version__, TESTED, TOUCHED, logger.warning, otherwise)
     inner = _inner(model)
-    if (session is None) == (capacity is None):
+    if session is None and capacity is None and device is None:
+        device = _broker()
+    joins = isinstance(device, str) and device.startswith(UNIX)
+    if (session is None) == (capacity is None and not joins):
         raise InvalidArgument(
-            "attach takes either a capacity, to make a session, or an open session; nothing was attached",
+            "attach takes either a capacity or a broker (device='unix:PATH'), to make a session, or an open session; nothing was "
+            "attached",
             capacity=capacity,
         )
     if session is not None and (device is not None or session_options):
@@ -131,7 +141,7 @@ def attach(
         )
     modules = resolve_layers(inner, find_layers(inner) if layers is None else layers)
     shape = kv_shape(inner, modules, dtype)
-    home = session or _open(inner, modules, capacity or 0, device, session_options or {})
+    home = session or _open(inner, modules, capacity, device, session_options or {})
     attached = None
     try:
         one = KVSpec(
@@ -309,6 +319,10 @@ class Attached:
         self._step(wanted)
         if wanted > kv.free_blocks and self._measure():
             self._step(wanted)
+        deadline = time.monotonic() + (_PATIENT_S if self.session.broker else 0.0)
+        while wanted > kv.free_blocks and time.monotonic() < deadline:
+            time.sleep(_AGAIN_S)
+            self._step(wanted)
         if wanted > kv.free_blocks:
             raise OutOfBlocks(
                 f"{rows} sequences with {tokens} more tokens take {wanted} more blocks of {kv.block_tokens} tokens; "
@@ -362,10 +376,20 @@ class Attached:
 _AT: weakref.WeakKeyDictionary[Session, weakref.WeakValueDictionary[str, Attached]] = weakref.WeakKeyDictionary()
 
 
-def _open(model: Any, layers: Any, capacity: int | str, device: str | None, options: Mapping[str, Any]) -> Session:
+def _broker() -> str | None:
+    """The broker that REMAP_ARENA names, or REMAP_DEVICE."""
+    named = (os.environ.get("REMAP_ARENA", ""), devices.default_name())
+    return next((each for each in named if each.startswith(UNIX)), None)
+
+
+def _open(
+    model: Any, layers: Any, capacity: int | str | None, device: str | None, options: Mapping[str, Any]
+) -> Session:
     """A session for this model: its page size suits the layers."""
     chosen = dict(options)
     where = device or devices.default_name()
+    if where.startswith(UNIX):
+        return Session(capacity, device, **chosen)  # with the broker's page size
     if where != "cpu" and getattr(chosen.get("platform"), "backend", None) is None:
         chosen.setdefault("page_bytes", footprint(model, layers).page_size(where))
     return Session(capacity, device, **chosen)

@@ -257,7 +257,8 @@ class KVCache:
         """Call listener(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks.
 
         The thread whose call has changed something calls it, after the change. It may call `returned`, `free` and
-        `allocate`.
+        `allocate`. With the pages of a broker a thread of the session's own calls it too: of an external allocator only while
+        the tenant is inactive.
         """
         self._turn.exclusively(self.pool.subscribe, listener, external=external)
 

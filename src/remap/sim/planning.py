@@ -24,6 +24,7 @@ from typing import Any
 from remap.errors import InvalidArgument
 from remap.policy import schedule
 from remap.policy.hardware import Machine, Model
+from remap.policy.hidden import lateness, most_hidden, most_lent
 from remap.policy.slices import slices_freed
 
 from .model_variants import sharded
@@ -112,13 +113,7 @@ def limit(roof: Roofline, rows: int, context: int, kv_tokens: int | None = None)
     machine, model = roof.machine, roof.model
     n = model.layers
     layer_s, copy_s = roof.layer_s(0, 0, rows, rows * context), machine.copy_s(model.layer_bytes)
-    remapped, buffers, kind = 0, 1, KINDS[0]
-    for each in KINDS:
-        order = schedule.nested(n)
-        select = None if each == "uniform" else lambda n, a, b, order=order: order[: a + b]
-        found = schedule.max_remapped(layer_s, copy_s, layers=n, select=select)
-        if found[0] > remapped:
-            (remapped, buffers), kind = found, each
+    remapped, buffers, kind = most_hidden(layer_s, copy_s, layers=n)
     slices = _slices(roof, layer_s)
     paper = max(0, min(n - 2, int(n * layer_s / copy_s * (1 + schedule.RELATIVE_EPSILON)) - 2))
     room = math.inf if kv_tokens is None else kv_tokens + max(remapped, slices) * _per_layer(model)
@@ -273,9 +268,8 @@ def _reload(machine: Machine, model: Model, prefills: Iterable[int] = PREFILLS) 
     hidden, late = [], []
     for tokens in prefills:
         compute = [roof.layer_s(tokens, prefill_pairs(tokens), 0, 0)] * n
-        delays = [schedule.one_shot_delay(compute, copy_s, range(n - 1 - away, n)) for away in range(n - 1)]
-        in_time = sum(delay <= schedule.RELATIVE_EPSILON * n * compute[0] for delay in delays)  # they only grow
-        hidden.append((tokens, max(0, in_time - 1)))
+        delays = lateness(compute, copy_s)
+        hidden.append((tokens, most_lent(compute, delays)))
         late.append((tokens, delays[n // 2] if n > 2 else 0.0))
     return Reload(model.name, n, copy_s, n * copy_s, tuple(hidden), tuple(late))
 

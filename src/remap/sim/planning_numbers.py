@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+
+from remap.policy.hidden import Selection
 
 from remap.policy.hardware import Machine, Model
 
 __all__ = ["KINDS", "Balance", "Donor", "Limit", "Numbers", "Reload", "Selection", "WhatIf"]
 
-Selection = Literal["uniform", "nested"]
 KINDS: tuple[Selection, ...] = ("uniform", "nested")
 
 

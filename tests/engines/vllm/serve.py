@@ -2,7 +2,8 @@
 
 JOB: {"runs": [run, ...]}, one engine each, one after the other in this process (unless its environment says otherwise).
 run: {"name", "model", "remap": bool, "engine": keyword arguments of LLM, "settings": of remap, "rounds": [[request, ...], ...],
-"keep": bool, "calls": of workers, [method, *arguments] each, made after the step "calls_at", "load": one before all rounds}.
+"keep": bool, "wait": a file to wait for first, "touch": one to make at last,
+"calls": of workers, [method, *arguments] each, made after the step "calls_at", "load": one before all rounds}.
 request: {"prompt": token ids, "new": int, "at": the step before which it arrives, "abort": the step before which
 it is aborted, "params": of SamplingParams, "lora": folder}.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -213,6 +215,11 @@ def pretended_version(version: str | None) -> Iterator[None]:
 
 def serve_run(run: dict[str, Any], kept: dict[str, Stepper]) -> dict[str, Any]:
     """One run. "use": the engine of an earlier one, kept. "refused": it must not start; says why."""
+    if "wait" in run:  # until the other process has come so far
+        end = time.monotonic() + 600
+        while not Path(run["wait"]).exists():
+            assert time.monotonic() < end, run["wait"]
+            time.sleep(0.05)
     if "use" in run:
         stepper = kept[run["use"]]
     else:
@@ -242,6 +249,8 @@ def serve_run(run: dict[str, Any], kept: dict[str, Stepper]) -> dict[str, Any]:
         kept[run["name"]] = stepper
     elif "use" not in run:
         shut(stepper)
+    if "touch" in run:
+        Path(run["touch"]).touch()
     return found
 
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import remap
+from remap.adapters.arenas import join
 from remap.adapters.held_ids import HeldIds
 from remap.adapters.hooks import attach_hooks
 from remap.adapters.settings import Settings
@@ -52,14 +54,26 @@ class Adapter:
     def __init__(self, settings: Settings, runner: Any) -> None:
         """Attach the runner's model. On an error the session is closed again and the model is as it was."""
         versions.check_arguments(runner.server_args)
+        with ExitStack() as undo:
+            self._attach(settings, runner, undo)
+            undo.pop_all()
+
+    def _attach(self, settings: Settings, runner: Any, undo: ExitStack) -> None:
         shape = versions.geometry_of(runner)
         device = versions.device_of(runner)
+        if settings.joins:
+            self.session = join(settings, device, config=_controller(settings))
+            undo.callback(self.session.close)
+            there = self.session.snapshot()
+            settings = replace(settings, capacity=there.capacity_bytes, page_bytes=there.page_bytes)
+        capacity = settings.capacity
+        assert capacity is not None  # `Settings.read` has it, or the broker
         layers = resolve_layers(runner.model, find_layers(runner.model))
         size = footprint(runner.model, layers)
         chosen = _CPU_PAGE if device == "cpu" else size.page_size(device, ranges=2 * len(layers))
         page_bytes = settings.page_bytes or chosen
         widest = remap.KVSpec(**shape, min_blocks=0, max_blocks=1, layout="layer_major")
-        blocks = most = max(1, settings.capacity // widest.block_bytes)
+        blocks = most = max(1, capacity // widest.block_bytes)
         if settings.max_tokens is not None:
             most = max(1, min(blocks, settings.max_tokens // shape["block_tokens"]))
         self.most_tokens = most * shape["block_tokens"]
@@ -75,37 +89,39 @@ class Adapter:
         self._unseen = set(range(len(layers)))
         self._group = -(-page_bytes // geometry.unit_bytes)  # blocks that become usable together
         weights = size.pages(page_bytes)
-        pages = min(max(0, settings.capacity // page_bytes - weights), geometry.region_pages)
+        pages = min(max(0, capacity // page_bytes - weights), geometry.region_pages)
         first = min(geometry.blocks_for_pages(pages), most + 1)  # use all pages: a free page gains nothing
+        if (
+            settings.joins
+        ):  # but of a broker's only those for one request of the greatest length: SGLang refuses longer ones
+            first = min(first, -(-versions.longest(runner) // shape["block_tokens"]) + 1)
         if first < 2:
             raise InvalidState(
-                f"REMAP_CAPACITY is {settings.capacity} bytes, the weights take {weights * page_bytes} in whole pages, "
+                f"the capacity is {capacity} bytes, the weights take {weights * page_bytes} in whole pages, "
                 f"and a KV cache grows by {geometry.ranges * page_bytes}; nothing was attached; raise REMAP_CAPACITY, "
                 "or lower REMAP_PAGE_BYTES",
-                capacity=settings.capacity,
+                capacity=capacity,
                 weights=weights * page_bytes,
             )
-        self.session = remap.Session(
-            settings.capacity,
-            device,
-            page_bytes=page_bytes,
-            config=_controller(settings),
-            platform=remap.advanced.Platform(copy_chunk_bytes=settings.copy_chunk_bytes),
-        )
-        try:
-            if (
-                most < blocks
-            ):  # the ceiling may lie inside of a layer, which needs a place as a whole: `HeldIds` has the limit
-                pages = size.reach(page_bytes, *map(geometry.pages_for_blocks, (first, most + 1)))
-                groups = min(-(-pages // geometry.ranges) * geometry.ranges, geometry.giving_pages)
-                shape["max_blocks"] = min(geometry.blocks_for_pages(groups) + 1, shape["max_blocks"])
-            spec = remap.KVSpec(**shape, min_blocks=first)
-            self.tenant = self.session.attach(runner.model, name=NAME, kv=spec, hooks=False)
-            self.watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
-            self._hooks = attach_hooks(layers, self.tenant)
-        except BaseException:  # undo, then re-raise
-            self.session.close()
-            raise
+        if not settings.joins:
+            self.session = remap.Session(
+                capacity,
+                device,
+                page_bytes=page_bytes,
+                config=_controller(settings),
+                platform=remap.advanced.Platform(copy_chunk_bytes=settings.copy_chunk_bytes),
+            )
+            undo.callback(self.session.close)
+        if (
+            most < blocks
+        ):  # the ceiling may lie inside of a layer, which needs a place as a whole: `HeldIds` has the limit
+            pages = size.reach(page_bytes, *map(geometry.pages_for_blocks, (first, most + 1)))
+            groups = min(-(-pages // geometry.ranges) * geometry.ranges, geometry.giving_pages)
+            shape["max_blocks"] = min(geometry.blocks_for_pages(groups) + 1, shape["max_blocks"])
+        spec = remap.KVSpec(**shape, min_blocks=first)
+        self.tenant = self.session.attach(runner.model, name=NAME, kv=spec, hooks=False)
+        self.watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
+        self._hooks = attach_hooks(layers, self.tenant)
         if settings.link is not None:
             self.tenant.calibrate_link(settings.link)
         self.spec = spec

@@ -27,6 +27,7 @@ __all__ = [
     "evict",
     "evictable",
     "geometry_of",
+    "longest",
     "otherwise",
     "phase_of",
     "promised",
@@ -176,6 +177,11 @@ def device_of(runner: Any) -> str:
     """The session's device for a ModelRunner."""
     kind = str(runner.device).split(":", 1)[0]
     return kind if kind == "cpu" else f"{kind}:{runner.gpu_id}"
+
+
+def longest(runner: Any) -> int:
+    """Tokens of the longest request that the model takes."""
+    return int(runner.model_config.context_len)
 
 
 def geometry_of(runner: Any) -> dict[str, Any]:

@@ -89,15 +89,22 @@ class Link:
         """Whether the only rank lives in this process: asking it costs no round trip, and waits for no pass."""
         return self._local is not None
 
-    def step(self, blocks: int, free: int, anyway: bool = False) -> None:
-        """Make one step on all ranks for this demand, and change the pool accordingly. anyway: see `Rank.step`."""
-        self._take(self.group.step(blocks, free, anyway))
+    def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> None:
+        """Make one step on all ranks for this demand, and change the pool accordingly. anyway, patient: see `Rank.step`."""
+        self._take(self.group.step(blocks, free, anyway, patient))
+
+    @property
+    def asleep(self) -> bool:
+        """Whether other tenants, or processes, may take blocks out of the pool now."""
+        return self._asleep
 
     def wake(self) -> None:
         """Wake the tenant: there are requests."""
         if self._asleep:
-            self._ask("wake")
+            opened = self.group.woken(self._ask("wake"))
             self._asleep = False
+            if self._local is None:  # else it has heard of each change at once
+                self.books.open_now(opened)
 
     def rest(self) -> None:
         """There are no requests: bring the layers home. In a shared arena other tenants may use their pages instead."""

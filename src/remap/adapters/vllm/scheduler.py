@@ -58,6 +58,17 @@ class Scheduler(AsyncScheduler):
             link.rest()
         return outputs
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As vLLM's. While the tenant sleeps a broker takes blocks out of the pool in another thread: it is woken for this."""
+        link = self.remap
+        if link is None or not link.asleep:
+            return bool(super().reset_prefix_cache(*args, **kwargs))
+        link.wake()
+        try:
+            return bool(super().reset_prefix_cache(*args, **kwargs))
+        finally:
+            link.rest()
+
     @property
     def _reserve(self) -> int:
         return 2 * len(self.running) + 1
@@ -102,5 +113,5 @@ class Scheduler(AsyncScheduler):
         assert link is not None
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         alone = all(each is request for each in self.running)
-        link.step(max(free + 1, self._missing_at_start(request, internals.Prefixes(self))), free, alone)
+        link.step(max(free + 1, self._missing_at_start(request, internals.Prefixes(self))), free, alone, patient=True)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() > free)

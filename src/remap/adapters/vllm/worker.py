@@ -12,6 +12,7 @@ The scheduler calls `remap_call` through `collective_rpc` between passes, in the
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -27,6 +28,7 @@ from remap.adapters.arenas import shared
 from remap.adapters.settings import Settings
 from remap.errors import InvalidArgument, InvalidState
 from remap.model.footprint import footprint
+from remap.policy.hidden import verdict
 from remap.ranks import Rank
 
 from . import internals, metrics
@@ -63,7 +65,15 @@ class RemapWorker:
             )
         internals.refuse(self.vllm_config)
         internals.split_at_layers(self.vllm_config)  # again where the worker was given by a flag
-        arena = self._remap_read(1).arena
+        settings = self._remap_read(1)
+        arena, parallel = settings.arena, self.vllm_config.parallel_config
+        if settings.joins and parallel.world_size > 1:
+            raise InvalidState(
+                f"REMAP_ARENA={arena}: {parallel.world_size} ranks would get different pages of a broker, and so different "
+                "blocks; the engine was not started; use one rank, or name no broker",
+                arena=arena,
+                ranks=parallel.world_size,
+            )
         if arena and self.vllm_config.kv_transfer_config is not None:
             raise InvalidState(
                 f"KV in host memory, and the arena {arena!r} that engines of this process share: vLLM has one KV connector in a "
@@ -74,6 +84,7 @@ class RemapWorker:
         super().init_device()  # type: ignore[misc]
         self.remap_offloader = RemapOffloader()
         self.remap_rank: Any = None  # a Rank, once it is attached
+        self._remap_told = self.rank > 0  # what remap can do here
         set_offloader(self.remap_offloader)  # the runner, just made, has set its own
 
     def load_model(self, **kwargs: Any) -> None:
@@ -102,25 +113,33 @@ class RemapWorker:
         own = int(super().determine_available_memory())  # type: ignore[misc]
         size = footprint(self.model_runner.get_model(), self.remap_offloader.layers)
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
+        specs = self.model_runner.get_kv_cache_spec()
+        if settings.joins:
+            capacity = shared(settings.arena).join(settings, _device())
+            # Room for one request of the greatest length is its own for good; all else is for who needs it.
+            own = min(own, internals.bytes_of_tokens(specs, self.vllm_config.model_config.max_model_len))
+        else:
+            assert settings.capacity is not None  # read above
+            capacity = settings.capacity
+        self._remap_capacity = capacity
         page = settings.page_bytes or shared(settings.arena).page_bytes or size.page_size(_device())
         self._remap_plain, self._remap_rounding = own, size.pages(page) * page - size.nbytes
         self._remap_size, self._remap_page, self._remap_weights = size, page, size.pages(page) * page
-        first = own if settings.arena else settings.capacity - self._remap_weights
+        first = own if settings.arena else capacity - self._remap_weights
         if self.vllm_config.parallel_config.world_size > 1:  # all ranks open the same blocks
             first = _least(first)
         if first < page:
             raise InvalidArgument(
-                f"{settings.capacity} bytes are to hold weights of {self._remap_weights} bytes (in pages of {page}) "
+                f"{capacity} bytes are to hold weights of {self._remap_weights} bytes (in pages of {page}) "
                 "and a KV cache; the engine was not started; raise REMAP_CAPACITY, or lower REMAP_PAGE_BYTES",
-                capacity=settings.capacity,
+                capacity=capacity,
                 weights=self._remap_weights,
             )
         self._remap_first = first
         lendable = sorted(size.layer_pages(page))[:-1]
         most = first + page * sum(lendable if settings.max_layers is None else lendable[::-1][: settings.max_layers])
         if settings.arena:
-            most = settings.capacity - min(size.layer_pages(page)) * page  # all but the ring may become its KV cache
-        specs = self.model_runner.get_kv_cache_spec()
+            most = capacity - min(size.layer_pages(page)) * page  # all but the ring may become its KV cache
         if settings.max_tokens is not None:
             most = min(most, max(first, internals.bytes_of_tokens(specs, settings.max_tokens)))
         internals.refuse_more_blocks(self.cache_config, specs, most)
@@ -196,14 +215,13 @@ class RemapWorker:
 
     def _remap_read(self, capacity: int) -> Settings:
         """The settings of the environment and of --additional-config. capacity: bytes, used if neither gives a
-        capacity.
-        """
+        capacity, or a broker."""
         given = self.vllm_config.additional_config
         more = given.get("remap", {}) if isinstance(given, dict) else {}
         merged = {**os.environ, "REMAP_ENABLE": "1"} | {
             f"REMAP_{name.upper()}": str(value) for name, value in more.items()
         }
-        settings = Settings.read({**merged, "REMAP_CAPACITY": merged.get("REMAP_CAPACITY") or str(capacity)})
+        settings = Settings.read(merged, capacity)
         assert settings is not None
         return settings
 
@@ -223,7 +241,7 @@ class RemapWorker:
         settings = self._remap_settings
         self._remap_arena = arena = shared(settings.arena)
         session = arena.enter(
-            capacity=settings.capacity if settings.arena else self._remap_weights + pages * page,
+            capacity=self._remap_capacity if settings.arena else self._remap_weights + pages * page,
             device=_device(),
             page_bytes=page,
             copy_chunk_bytes=settings.copy_chunk_bytes,
@@ -297,7 +315,22 @@ class RemapWorker:
         with self.remap_offloader.entered(self.remap_rank.tenant, "decode" if decode else "prefill", tokens):
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
         self._remap_show()
+        if decode and not self._remap_told:
+            self._remap_tell()
         return output
+
+    def _remap_tell(self) -> None:
+        """One line on what remap can do here, once the link is known: by REMAP_LINK, or when copies have been measured."""
+        tenant = self.remap_rank.tenant
+        if not tenant.copy_seconds():
+            return
+        times, prefill = tenant.times(), tenant.prefill_times()
+        if times is not None and prefill is not None:
+            knobs = self._remap_settings.controller()
+            late_s = knobs.late_s(math.fsum(prefill.compute_s))
+            said = verdict(times.compute_s, times.transfer_s, knobs.slowdown, prefill.compute_s, late_s)
+            logger.info("remap: %s", said)
+            self._remap_told = True
 
     def execute_dummy_batch(self) -> None:
         if self.remap_rank is None:
