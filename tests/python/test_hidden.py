@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from remap.policy.hardware import machine, model
 from remap.policy.hidden import lateness, most_hidden, most_lent, verdict
-from remap.sim.hardware import machine, model
 from remap.sim.planning import limit, plan
 from remap.sim.roofline import Roofline
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remap.policy.hidden import Selection
-
 from remap.policy.hardware import Machine, Model
+from remap.policy.hidden import Selection
 
 __all__ = ["KINDS", "Balance", "Donor", "Limit", "Numbers", "Reload", "Selection", "WhatIf"]
 
