@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,9 @@ ON = {"REMAP_ENABLE": "1"}
 
 
 @pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Broker]:
+def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]:
+    """It waits for members as long as a busy machine takes."""
+    monkeypatch.setattr("remap.broker.server.RECALL_S", 60.0)
     with Broker(tmp_path / "s", PAGES * PAGE, PAGE) as made:
         yield made
 
@@ -75,7 +78,10 @@ def burst(session: remap.Session) -> Allocator:
     return allocator
 
 
-def test_blocks_of_an_engine_that_serves_leave_in_its_own_thread(broker: Broker) -> None:
+def test_blocks_of_an_engine_that_serves_leave_in_its_own_thread(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("remap.joined.STEP_S", 60.0)
     with opened(broker) as one, opened(broker) as two:
         allocator = burst(one)
         assert broker.ledger.free == 0
@@ -133,8 +139,9 @@ def test_a_scheduler_in_another_process_hears_of_it_when_its_engine_wakes(broker
 
 
 def test_a_request_is_not_preempted_while_others_are_asked(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A patient step gets at once what an idle engine elsewhere gives; one that brings nothing is not waited for again soon."""
+    """A patient step gets what an idle engine elsewhere gives."""
     pytest.importorskip("torch")
+    monkeypatch.setattr("remap.ranks._PATIENT_S", 60.0)
     with opened(broker) as one, opened(broker) as two:
         allocator = burst(one)
         one.deactivate("one")
@@ -146,14 +153,24 @@ def test_a_request_is_not_preempted_while_others_are_asked(broker: Broker, monke
         assert report is not None and report.unmet == 0
         assert rank.tenant.kv.usable_blocks >= had + 40
         assert allocator.tenant.kv.usable_blocks >= 8
-        rank.step(5000, 0, patient=True)  # all that there is
-        slept: list[float] = []
-        monkeypatch.setattr("remap.ranks.time.sleep", slept.append)
-        rank.step(5000, 0, patient=True)  # waits for nothing, busily
-        assert slept
-        slept.clear()
-        rank.step(5000, 0, patient=True)
-        assert not slept
+
+
+def test_a_wait_that_brings_nothing_is_not_repeated_soon(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    with opened(broker) as alone:
+        rank = Rank(alone, attached(alone, "alone"), 0)
+        rank.listen(None)
+        rank.step(5000, 0)
+        assert broker.ledger.free == 0
+        waits: list[float] = []
+        monkeypatch.setattr("remap.ranks._AGAIN_S", 0.0)
+        monkeypatch.setattr("remap.ranks.time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
+        assert rank.step(5000, 0, patient=True) is None
+        assert waits
+        waits.clear()
+        monkeypatch.setattr("remap.ranks.time", SimpleNamespace(sleep=waits.append, monotonic=lambda: 0.0))
+        assert rank.step(5000, 0, patient=True) is None
+        assert not waits
 
 
 # -- the settings --------------------------------------------------------------------------------------------------------

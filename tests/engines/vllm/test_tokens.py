@@ -49,7 +49,7 @@ def assert_remapped(run: dict[str, Any]) -> None:
         if "free" in each:
             assert each["free"] == run["manifest"]["first_blocks"] - 1  # one is vLLM's null block
             assert each["usage"] == 0.0
-    assert run["rounds"][-1]["copies"] > 100
+    assert run["rounds"][-1]["copies"] > 0  # how many depends on how quick passes and copies are
 
 
 def assert_rose_and_fell(alphas: list[int]) -> None:
