@@ -147,14 +147,16 @@ def kunserve_of(stored: Stored, id: str, system: str, about: str = "") -> tuple[
     """A number of the paper as the stored runs have it: medians of the seeds, (least, most) where it is a range.
     about: of several claims of one id, the one whose description begins so."""
     (claim,) = (one for one in kunserve.CLAIMS if one.id == id and one.about.startswith(about))
-    found = []
-    for seed in range(stored.kunserve["settings"]["seeds"]):
-
-        def at(setup: str, of: str, seed: int = seed) -> Point:
-            return stored.kunserve["points"][kunserve.name_of(setup, of, seed)]
-
-        found.append(claim.of(at, system))
+    found = [claim.of(_kunserve(stored, seed), system) for seed in range(stored.kunserve["settings"]["seeds"])]
     return tuple(_median(values) for values in zip(*found))
+
+
+def _kunserve(stored: Stored, seed: int) -> kunserve.At:
+    def at(setup: str, system: str) -> Point:
+        found: Point = stored.kunserve["points"][kunserve.name_of(setup, system, seed)]
+        return found
+
+    return at
 
 
 def preemptions_fewer(stored: Stored) -> float:
@@ -174,14 +176,8 @@ def preemptions_fewer(stored: Stored) -> float:
 def bubbles(stored: Stored, system: str) -> float:
     """% of the time of groups, LongBench with 14B."""
     (claim,) = (one for one in kunserve.CLAIMS if one.about.startswith("bubbles without"))
-    found = []
-    for seed in range(stored.kunserve["settings"]["seeds"]):
-
-        def at(setup: str, of: str, seed: int = seed) -> Point:
-            return stored.kunserve["points"][kunserve.name_of(setup, of, seed)]
-
-        found += claim.of(at, system)
-    return statistics.median(found)
+    seeds = range(stored.kunserve["settings"]["seeds"])
+    return statistics.median(value for seed in seeds for value in claim.of(_kunserve(stored, seed), system))
 
 
 def freed_by_dropping(stored: Stored) -> tuple[float, float]:
@@ -260,29 +256,23 @@ def offline_best(stored: Stored) -> dict[str, tuple[float, dict[str, float]]]:
 def pie_of(stored: Stored, id: str, policies: Sequence[str] = ()) -> float:
     """A number of the paper as the stored runs have it, the median of the seeds. policies: Pie's own if there are none."""
     (claim,) = (one for one in pie.CLAIMS if one.headline == id)
-    found = []
-    for seed in range(stored.pie["settings"]["seeds"]):
+    seeds = range(stored.pie["settings"]["seeds"])
+    return statistics.median(claim.of(_pie(stored, seed), tuple(policies) or claim.pie) for seed in seeds)
 
-        def at(panel: Panel, factor: float, policy: str, seed: int = seed) -> Point:
-            return stored.pie["points"][headline.name_of(panel, factor, policy, seed)]
 
-        found.append(claim.of(at, tuple(policies) or claim.pie))
-    return statistics.median(found)
+def _pie(stored: Stored, seed: int) -> pie.At:
+    def at(panel: Panel, factor: float, policy: str) -> Point:
+        found: Point = stored.pie["points"][headline.name_of(panel, factor, policy, seed)]
+        return found
+
+    return at
 
 
 def pie_at_3c(stored: Stored, gigabytes: Sequence[int]) -> tuple[float, float]:
     """tokens/s of Pie in Figure 7 (3 c), `recompute` = 1, with so much KV: the least and the most of loads and sizes."""
+    seeds = range(stored.pie["settings"]["seeds"])
     found = [
-        statistics.median(
-            pie.gain(
-                lambda panel, factor, policy, seed=seed: stored.pie["points"][
-                    headline.name_of(panel, factor, policy, seed)
-                ],
-                (place,),
-                (pie.PIE,),
-            )
-            for seed in range(stored.pie["settings"]["seeds"])
-        )
+        statistics.median(pie.gain(_pie(stored, seed), (place,), (pie.PIE,)) for seed in seeds)
         for place in pie.FIGURES[1].places
         if int(place[0].name.split()[-2]) in gigabytes
     ]

@@ -138,7 +138,9 @@ def oneiros(stored: Stored) -> str:
         if means == [None]:  # Figure 16 at the peak has a mean alone
             means, best = best, means
         paper = "; ".join(f"{headlines()[id].most:g}" for id in ids)
-        rows.append((title, paper, _cell(means), _cell(best), _cell(one and one.median for one in ideals), why))
+        rows.append(
+            (title, paper, _cell(means), _cell(best), _cell(one.median if one else None for one in ideals), why)
+        )
     titles = ("Fig.", "Oneiros", "ours, mean", "ours, best", "`ideal`", "why they differ")
     gaps = headline_gaps(stored)
     worse = [100 * (one[IDEAL] / one[BASELINE] - 1) for one in gaps.values()]
