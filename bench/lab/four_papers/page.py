@@ -191,7 +191,7 @@ _KUNSERVE: tuple[tuple[str, str, str, str], ...] = (
     ("12, 13: P99 TTFT, times lower, 14B", "01", "", "Bursts saturate computing here: see below"),
     ("12, 13: the same, 72B", "05", "", "The same"),
     ("13: late requests, points fewer", "02", "", "Loads differ more here"),
-    ("13: P50 TPOT, % more", "04", "", "Near"),
+    ("13: P50 TPOT, % more, LongBench 14B", "04", "", "Near"),
     ("12: tokens/s that fixed pairs lose, %", "03", "", "Fewer; not explained"),
     ("14, drop alone: P99 TTFT, times lower", "11", "", "As in 12"),
     (
@@ -204,7 +204,7 @@ _KUNSERVE: tuple[tuple[str, str, str, str], ...] = (
     ("14, lookahead: tokens/s, % more", "24", "", "All systems keep up with arrivals"),
     ("16, restoring: P50 TTFT, % less", "26", "", "It lowers P50 TPOT instead"),
     ("16, restoring: P99 TTFT, times lower", "28", "", "As in 12"),
-    ("17: time until memory is full, vLLM = 1", "30", "", "`kunserve` never fills it in the run"),
+    ("17: time until memory is full, vLLM = 1", "30", "", "`kunserve` never fills it, `remap` in three seeds"),
     ("17: KV that dropping frees, %", "31", "", "Near"),
 )
 
@@ -236,7 +236,7 @@ def kunserve_(stored: Stored) -> str:
 # ---------------------------------------------------------------------------------------------- HybridServe
 
 _HYBRIDSERVE: tuple[tuple[str, str, str], ...] = (
-    ("12: tokens/s, KV alone = 1", "hybridserve-01", "FlexGen is not simulated: our KV alone keeps the link busy"),
+    ("12: tokens/s, KV alone = 1", "hybridserve-01", "The paper's baseline, FlexGen, is not simulated"),
     ("12: the same, OPT-66B", "hybridserve-05", "Making K and V again grows faster with the model than loading"),
     (
         "12: activations alone, KV alone = 1",
@@ -244,7 +244,7 @@ _HYBRIDSERVE: tuple[tuple[str, str, str], ...] = (
         "By the roofline, large models make K and V more slowly than they load them",
     ),
     ("12: hybrid, activations alone = 1", "hybridserve-03", "Near"),
-    ("3.1: computing, KV alone, % of the time", "hybridserve-10", "The same"),
+    ("3.1: computing, KV alone, % of the time", "hybridserve-10", "FlexGen is not simulated"),
     ("13: bytes, times fewer, 32 and 64 requests", "hybridserve-14", "Near"),
     ("14: computing, %, 32 and 128 requests", "hybridserve-18", "Near with 32; not explained with 128"),
     ("15: 1:1, activations alone = 1", "hybridserve-19", "Near"),

@@ -82,7 +82,8 @@ time; no system that was run is faster with any batch, so it stands for the boun
 **Holds in simulation:** a cache of both is ahead. In {ahead} of the {batches} batches of Fig. 12 a mixture serves more
 than the better of KV alone and activations alone, by up to {most} times; traffic, fits and the comparison with
 activations alone are near the paper's. **Not the size:** 2.19 times KV alone in the mean is beyond the bound, which
-gains {best} times at most. Our KV alone keeps the link busy; FlexGen, the paper's baseline, is not simulated. **Not
+gains {best} times at most. Our KV alone keeps the
+link busy; FlexGen may not. **Not
 where computing is scarce:** on a GH200 the best mixture is at most {gh200} % ahead of KV alone. **Not by measurement:**
 in our engine, on a CPU with small models, no mixture has won. Of {cases} cases the engine chose KV alone in {all_kv}
 and activations alone, over a slow link, in {all_activations}; where Algorithm 1 chose a mixture, it was no faster than
