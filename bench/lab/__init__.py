@@ -3,7 +3,8 @@
     __main__.py   `python -m bench.lab COMMAND`
     commands.py   the commands and their options
     machine/      operators, copies and driver calls of this machine, for `remap fit`
-    paper/        figures of Oneiros and Pie beside those of a simulation (docs/paper-vs-ours.md)
+    paper/        figures of Oneiros beside those of a simulation (bench/results/paper.md)
+    four_papers/  Oneiros, KunServe, HybridServe and Pie on one page (docs/paper-vs-ours.md)
     headline.py   the simulated headline of the README, over several seeds
     gap.py        what each policy gets of what memory is worth, over several seeds
     pie/          Pie's figures beside KV that streams, over several seeds

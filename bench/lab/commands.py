@@ -64,7 +64,7 @@ def paper(
     again: Annotated[bool, typer.Option("--again", help="Run experiments that the file has results of, too.")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
     results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/paper.json")] = None,
-    page: Annotated[Path | None, typer.Option(help="The page.", show_default="docs/paper-vs-ours.md")] = None,
+    page: Annotated[Path | None, typer.Option(help="The page.", show_default="bench/results/paper.md")] = None,
 ) -> None:
     """Figures of Oneiros beside those of a simulation, five seeds. What is in the file already is not run again."""
     from .paper.command import run_paper
@@ -75,7 +75,7 @@ def paper(
         run_paper(
             only or [],
             results or Path("out/paper.json" if quick else "bench/results/paper.json"),
-            page or Path("out/paper.md" if quick else "docs/paper-vs-ours.md"),
+            page or Path("out/paper.md" if quick else "bench/results/paper.md"),
             Console(),
             settings=Settings(
                 requests=requests or (100 if quick else 500), seeds=seeds or (2 if quick else 5), quick=quick
@@ -84,6 +84,19 @@ def paper(
             again=again,
             report_only=report_only,
         )
+
+
+@app.command("four-papers")
+def four_papers(
+    page: Annotated[Path | None, typer.Option(help="The page.", show_default="docs/paper-vs-ours.md")] = None,
+) -> None:
+    """Oneiros, KunServe, HybridServe and Pie beside ours on one page, from bench/results. Nothing is run."""
+    from .four_papers.page import PAGE, write
+
+    path = page or PAGE
+    with exit_on_error():
+        writable(path)
+        typer.echo(write(path))
 
 
 @app.command()

@@ -55,6 +55,12 @@ def test_the_share_of_late_requests_between_two_limits() -> None:
     assert late(point, 0.01) == 1.0 and late(point, 1e6) == 0.0
 
 
+def test_the_page_is_what_is_stored() -> None:
+    stored = json.loads(command.RESULTS.read_text(encoding="utf-8"))
+    assert set(runs(command.SETTINGS)) == set(stored["points"])
+    assert command.page(stored) == command.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+
+
 def test_the_form_of_the_cost_fits_the_roofline() -> None:
     """KunServe, Figure 15."""
     for ours, linear in cost_errors().values():

@@ -33,6 +33,7 @@ def test_the_commands_that_there_are() -> None:
     for command in (
         "machine",
         "paper",
+        "four-papers",
         "headline",
         "gap",
         "pie",

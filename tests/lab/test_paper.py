@@ -451,7 +451,7 @@ def test_what_no_experiment_runs_any_more_is_left_out(tmp_path: Path) -> None:
     }
 
 
-RESULTS, PAGE = ROOT / "bench/results/paper.json", ROOT / "docs/paper-vs-ours.md"
+RESULTS, PAGE = ROOT / "bench/results/paper.json", ROOT / "bench/results/paper.md"
 
 
 def test_what_is_stored_is_whole_and_is_what_the_page_says() -> None:

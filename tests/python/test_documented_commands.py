@@ -132,6 +132,7 @@ TRIED = {
             "--report-only --results paper.json --page paper.md",
         )
     ),
+    "bench.lab four-papers": Tried(("--page page.md",)),
     "bench.lab headline": Tried(_resumed("headline", quick=False)),
     "bench.lab gap": Tried(_resumed("gap")),
     "bench.lab trades": Tried(_resumed("trades")),

@@ -67,6 +67,8 @@ batch). `ours` serves 3 to 41 % more tokens a second than `paper` in Figure 12 (
 certified of `ours` is within 1.2 % of what the link, or the processor, does in such a pass, 0.1 % in the median. The
 bytes of KV (section 3.1), the fits of Figure 11, the 78 % of Figure 6 (81 %), the traffic of Figure 13 (1.37 times
 fewer bytes; 1.27 and 1.38), and in Figure 15 1:1 against activations alone (1.41; 1.33) come out near the paper's.
+This is simulated: by measurement, in the engine on a CPU with small models, no mixture has won yet
+([offline.md](offline.md)).
 
 Why `paper` is behind: Algorithm 1 does not count that activations are loaded too (Eq. 9), nor the forward pass. With
 l and g seconds to load a block's K and V and to make them again, it makes l / (l + g) of a large memory's blocks

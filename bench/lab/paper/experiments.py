@@ -54,7 +54,7 @@ LOWEST = 3
 """If the baseline still preempts at the lowest rate of the grid, it is halved, at most so many times."""
 ELSEWHERE = ("Pie", "HybridServe")
 """Papers whose figures have a command and a page of their own: `bench.lab pie` and `bench.lab hybridserve`."""
-HOW = ("mean", "most", "about_zero", "range", "hidden_by_batch")
+HOW = ("mean", "most", "about_zero", "range")
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Reckoning:
     """How a headline is reckoned. metric: of `reckoning.METRICS`. tests: each against `base`, on its own.
 
     how: "mean" (over the panels, at each rate), "most" (the largest over panels and rates: the paper says "up to"),
-    "about_zero" (over all rates from saturation on), or "range" and "hidden_by_batch", which the report reckons.
+    "about_zero" (over all rates from saturation on), or "range", which the report reckons.
     panels: all of the experiment's, if none are named.
     """
 

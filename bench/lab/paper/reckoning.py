@@ -23,7 +23,6 @@ from remap.sim.results import PolicyResult, weighted_percentile
 from .experiments import BASELINE, Headline, Panel, Reckoning
 
 __all__ = [
-    "ALONE",
     "METRICS",
     "POINT",
     "Finding",
@@ -189,12 +188,7 @@ METRICS: Mapping[str, Metric] = {
         lambda t, b: 100.0 * (b["stall_fraction"] - t["stall_fraction"]),
     ),
     "decisions_cut": Metric("changes of memory fewer", "%", _cut("decisions")),
-    # Of ALONE.
-    "hidden_layers": Metric("layers that a decoding pass hides, largest / smallest batch", "x", lambda t, b: math.nan),
 }
-
-ALONE = frozenset({"hidden_layers"})
-"""Metrics that compare nothing; the report reckons them."""
 
 
 @dataclass(frozen=True)

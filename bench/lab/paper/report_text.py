@@ -1,4 +1,4 @@
-"""The words of docs/paper-vs-ours.md: what stands before the figures, and reasons, which are sentences about stored points."""
+"""The words of bench/results/paper.md: what stands before the figures, and reasons, which are sentences about stored points."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .experiments import BASELINE, Experiment, Reckoning, setup_of
 from .reckoning import Finding
 from .runs import Store
 
-__all__ = ["INTRO", "constants", "facts"]
+__all__ = ["GAPS", "INTRO", "constants", "facts"]
 
-INTRO = """# Paper versus ours
+INTRO = """# Oneiros' figures beside ours
 
 Figures of a paper beside those of a simulation on one machine, `{machine}`. The paper is Oneiros: Li et al., KV Cache
-Optimization through Parameter Remapping for Multi-tenant LLM Serving. Pie's figures are on
-[a page of their own](../bench/results/pie.md), and so are [HybridServe's](../bench/results/hybridserve.md).
+Optimization through Parameter Remapping for Multi-tenant LLM Serving. This page has all figures and their reasons; what
+follows from them, for this paper and three others: [docs/paper-vs-ours.md](../../docs/paper-vs-ours.md).
 
 Every number of ours is the median of {seeds} seeds, (lowest to highest), and {requests} requests a run (three times
 as many of Alpaca's). TTFT is the time to a request's first token, TBT the time between two tokens of a request;
 percentiles are over all models of a run. Two of the loads with 2,000 requests a run:
-[headline.md](../bench/results/headline.md).
+[headline.md](headline.md).
 
 This page is generated: `python -m bench.lab paper` runs what is missing in `bench/results/paper.json` and writes the
 page; `--report-only` only writes it.
@@ -53,7 +53,7 @@ Of {figures} figures of the paper that are compared:
 - Ours are runs of weights alone, as in the paper: every KV reservation is its model's own, and nothing goes to host
   memory. `remap:weights+oneiros` is the library set as Oneiros describes it: evenly spaced layers, the most recently used
   model gives first, two buffers. `remap:weights` decides as the library does by default. The default has all donors and is
-  called `remap`; it stands in [headline.md](../bench/results/headline.md) and in [gap.md](../bench/results/gap.md).
+  called `remap`; it stands in [headline.md](headline.md) and in [gap.md](gap.md).
 - "reached": the paper's number is reached or passed: an "up to" at one rate, an average in the mean of the rates that
   count, a range at both ends. "at its best rate": reached or passed at the rate that is quoted, not in the mean.
   "direction": better at most of the rates that count, but less than the paper's number. "at some rates": better at the
@@ -80,6 +80,13 @@ most 256 sequences at once, and vLLM V0's order: prompts before decoding, whole 
 makes short passes between the decoding ones, and gaps between tokens longer in all policies alike.
 """
 
+
+GAPS = """## One gap between tokens, and the mean gap of a request
+
+Time between tokens can be told in two ways. P99 TBT is the gap that 1 % of all gaps exceed; P99 TPOT is the mean gap of a
+request that 1 % of the requests exceed. "-8 / +40": P99 TBT is 8 % longer than under `recompute`, P99 TPOT 40 % shorter.
+Medians of the seeds; c is the rate at which `recompute` is saturated. `ideal` was run at the rates that have a value.
+"""
 
 _CONSTANTS = (
     ("device memory", "hbm_bytes", 1e9, "GB"),
