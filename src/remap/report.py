@@ -80,7 +80,7 @@ class StallShare:
     """Waiting for layers as a share of computing (0.02: two hundredths), of all active tenants together.
 
     Each share is a sum of seconds over the seconds of computation of the same passes: the last 256 timed passes,
-    without those of tenants that are inactive now or were remapped by hand (nobody has bounded those). All are 0 before
+    without those of tenants that are inactive now or were remapped by hand (no certificate bounds those). All are 0 before
     the first pass.
 
     predicted: the wait that each pass's certificate, of its tenant's last change, foresaw. A certificate counts the

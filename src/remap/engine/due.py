@@ -1,4 +1,4 @@
-"""Blocks that nobody has any more and that the pool has not back yet: pure bookkeeping.
+"""Blocks that no sequence has any more and that the pool has not back yet: pure bookkeeping.
 
 A sequence's tables and the pool's books cannot change at one moment, and an interrupt (Ctrl-C) may come between the two. So
 blocks leave the tables for this list, in one statement, and go from here to the pool. What an interrupt, or a copy that has

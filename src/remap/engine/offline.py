@@ -91,7 +91,7 @@ def generate_offline(
         jobs = answers.jobs(stop)
         try:
             while True:
-                # Twice as many as can run, so that whoever finishes is replaced in the same step.
+                # Twice as many as can run, so that a request that finishes is replaced in the same step.
                 new = list(islice(jobs, 2 * engine.scheduler.max_num_seqs - len(live)))
                 for job in new:
                     try:
@@ -112,7 +112,7 @@ def generate_offline(
                     stuck = error.fields.get("request")
                     if stuck not in live:
                         raise
-                    # It would be stuck in every later run, too, and nobody behind it would ever be served.
+                    # It would be stuck in every later run, too, and no request behind it would ever be served.
                     engine.abort(str(stuck))
                     answers.write(live.pop(str(stuck)), error=_told(error))
                     continue
@@ -161,7 +161,7 @@ def _answer(output: Output, tokenizer: Tokenizer | None) -> dict[str, Any]:
 @contextmanager
 def _foreign(what: str) -> Iterator[None]:
     """Code of the tokenizer's, for one line. Raises InvalidArgument for whatever it raises: that would end every later run at the
-    same line as well, and nobody behind it would ever be served."""
+    same line as well, and no request behind it would ever be served."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

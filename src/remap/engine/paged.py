@@ -60,7 +60,7 @@ class DeviceAttention(Protocol):
         out: torch.Tensor,
     ) -> None:
         """q, out (batch, heads, head_dim): each sequence's newest token. Padded rows of `out` get anything, NaN included;
-        nobody else is touched by it.
+        it touches no other sequence.
         """
         ...
 

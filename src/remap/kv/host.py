@@ -45,8 +45,8 @@ class HostBlocks:
     """The books of one tenant's host store. All methods are whole or change nothing, an interrupted one too.
 
     total blocks begin at `address`. books: a byte for each host block, 1 for one in use. A value: a change makes another one, and
-    one store puts it in the old one's place. Whoever changes several books together keeps the old value, and stores it again
-    if the rest fails.
+    one store puts it in the old one's place. A caller that changes several books together keeps the old value, and stores it
+    again if the rest fails.
     """
 
     def __init__(self, geometry: KVGeometry, total: int, address: int = 0) -> None:

@@ -161,7 +161,7 @@ class BlockPool:
             self._live += count
             self.changes += 1
             return ids
-        except BaseException:  # an interrupt: ids that nobody gets must not stay live
+        except BaseException:  # an interrupt: ids that the caller does not get must not stay live
             for block in ids:
                 state[block] = _FREE
             self._set_counts(counts)

@@ -8,7 +8,7 @@ A KV region consists of `ranges` equal ranges of `range_pages` pages. Block b oc
 
 so both layouts share every formula below. Behind the places of its blocks a layer_major range has those of
 `streamed_blocks` more, whose home is host memory: blocks [first_streamed, first_streamed + streamed_blocks), at a page's
-beginning. The pages there belong to nobody's pool: layers share them, one after another.
+beginning. The pages there belong to no pool: layers share them, one after another.
 
 A KV region's pool has the blocks below max_blocks. A *column* is the set of pages at the same place of each range (one page for
 block_major, 2 * layers pages for layer_major); a block is usable when all pages of its columns are owned. Units may
@@ -68,7 +68,7 @@ class KVSpec:
     layer's part of them is copied in just before that layer reads it. They take the memory of
     streamed_blocks * 2 / layers blocks. layer_major only, and at most host_blocks.
     scratch_blocks: blocks of the tensors that all layers share, one after another, as streamed blocks are, and into which nothing
-    is copied: whoever computes a layer's keys and values anew in each pass writes them there. With streamed blocks only.
+    is copied: an engine that computes a layer's keys and values anew in each pass writes them there. With streamed blocks only.
     dtype: of the stored keys and values; by default "bfloat16", which a model of another dtype then refuses at attach
     (kv_fit.py). "uint8" says that the engine lays bytes out itself: then heads are not compared with a model's either.
     """

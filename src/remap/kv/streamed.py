@@ -2,7 +2,7 @@
 
 Streamed block first + h shows host block h, for every h below `streamed_blocks`; first lies behind the pool's blocks. Its
 memory is shared by the layers, one after another: a pass that names it finds layer i's part of the host block there from
-`wait(i)` to `done(i)`, and at no other time. So whoever reads it may not write it, and a block that is not complete cannot
+`wait(i)` to `done(i)`, and at no other time. So an engine may read it and not write it, and a block that is not complete cannot
 be one. Many streamed blocks cost the memory of few: 2 / layers of it.
 
 A pass copies one run of each range, from the lowest block that it names to the highest, whatever lies between: a copy has

@@ -155,7 +155,7 @@ class WriteWatch:
     """Reports the layer tensors that the model wrote in place, or replaced, since this object was made.
 
     Make it after `install`. A layer that was written must stay resident: a streamed layer's bytes come from its master
-    copy, which nobody updates. The watch compares autograd's version counters, so it sees every in-place operation of
+    copy, which no later write changes. The watch compares autograd's version counters, so it sees every in-place operation of
     torch, also under no_grad and inference_mode. It does not see writes through `tensor.data`, numpy or DLPack, or by
     kernels that do not announce them, such as those of batch norm's running statistics; therefore, when one buffer of a
     module has changed, all buffers of that module are reported. `changed` compares bytes and is exact.

@@ -446,7 +446,7 @@ def _open(path: Path) -> dict[str, _Entry]:
         raise refuse(f"its header says {base - 8} bytes, and there are {size - 8}")
     entries: dict[str, _Entry] = {}
     with warnings.catch_warnings():
-        # torch warns that it cannot mark a tensor read-only. Nobody writes to these tensors; a write would fault.
+        # torch warns that it cannot mark a tensor read-only. Nothing here writes to these tensors; a write would fault.
         warnings.simplefilter("ignore", UserWarning)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
     try:

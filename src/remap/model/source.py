@@ -32,7 +32,7 @@ class LayerSource:
     """The source of an attach: bytes per layer, master copies, and functions that use the layers' addresses."""
 
     layer_bytes: tuple[int, ...]
-    kv_layers: int  # so many first layers have a KV cache; later ones (an lm_head) have none
+    kv_layers: int  # the first layers, which have a KV cache; later ones (an lm_head) have none
     master_addresses: tuple[int, ...]
     rest_bytes: int
     fill_rest: Callable[[int], None]  # (rest address): copy the tensors that belong to no layer, once
@@ -40,7 +40,7 @@ class LayerSource:
     install: Callable[[Sequence[int], int, Handle], None]
     # (layers, device): move the model back to ordinary memory there; these layers' bytes come from their masters
     detach: Callable[[Sequence[int], Any], None]
-    # (layers): what keeps each from streaming: its tensors, or its weights file, written since attach
+    # (layers): for each layer that may not stream, what was written since attach: its tensors, or its weights file
     watch: Callable[[Collection[int]], dict[int, list[str]]]
     writes: Callable[[Collection[int]], dict[int, list[str]]]  # (layers): tensors of each written since attach
     # (layers): raises InvalidState if the weights file that one of them comes from has changed; None: there are no
@@ -54,7 +54,7 @@ class LayerSource:
     renew: Callable[[], None] | None = None
 
     def released(self) -> LayerSource:
-        """The source without its hold on the master copies: nobody copies from them any more."""
+        """The source without its hold on the master copies: no copy reads them any more."""
         return replace(self, keep_alive=None)
 
 

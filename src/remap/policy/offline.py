@@ -5,7 +5,7 @@
 A block here is what is kept as one or the other: a pair of the engine's blocks. The engine's order of copies is coarser than
 HybridServe's. A layer's blocks come in one copy for all mini-batches together, not before the pass begins, and what is made
 again waits for all of it; the layer's buffer is free once the whole layer is done. That is `kv_stream`'s order, so its
-seconds are what `OfflineCosts` certifies. Not counted: host blocks that nobody uses between those that are copied. A pass's
+seconds are what `OfflineCosts` certifies. Not counted: unused host blocks between those that are copied. A pass's
 copies in come behind the copies out of the pass before, which are counted as if nothing hid them.
 
 The more requests share a pass, the less each pays for its weights, and host memory has room for twice as many with

@@ -61,7 +61,7 @@ class Switching:
         return self.share > MOST
 
     def look(self, now_s: float) -> None:
-        """Nobody has switched for long: the link is free again."""
+        """No tenant has switched for long: the link is free again."""
         if self.share and self._turn_at_s is not None and now_s - self._turn_at_s > self.stale * self._mean_turn_s:
             self.share = self._mean_copied_s = self._mean_turn_s = 0.0
             self._turn_at_s = None

@@ -53,7 +53,7 @@ class Demand:
 
 @dataclass(slots=True)
 class TenantView:
-    """The controller's view of a tenant. Counts of layers and of KV blocks; seconds in `times`. A value: nobody changes
+    """The controller's view of a tenant. Counts of layers and of KV blocks; seconds in `times`. A value: no code changes
     it (it is not frozen because every step makes one, and setting the fields of a frozen class takes as long as all
     else that a step with nothing to do).
 
@@ -81,7 +81,7 @@ class TenantView:
     unit: str = "layers"  # the unit of alpha; for slices: tail pages of every layer
     order: tuple[int, ...] = ()  # streamable layers, in giving order: bounds and stalls depend on them
     shares: bool = False  # there are other tenants, and they are asked when free pages do not suffice
-    # The other active tenants that stream, which nobody looks at before the tenant copies more. None: no other tenant is active.
+    # The other active tenants that stream, looked at only when the tenant copies more. None: no other tenant is active.
     neighbours: Sequence[Neighbour] | None = None
 
 

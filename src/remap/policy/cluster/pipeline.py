@@ -1,7 +1,7 @@
 """How long a pass through the stages of a group takes: rounds of decoding, and queues of microbatches. Pure.
 
 A link between two stages sends one microbatch's activations at a time, while both stages compute: it is a machine like a
-stage. So a queue of microbatches is a flow shop in which nobody overtakes (tests/reference/flow_shop.py has its recurrence).
+stage. So a queue of microbatches is a flow shop without overtaking (tests/reference/flow_shop.py has its recurrence).
 
 A round of decoding gives each request of the group one token. Its m equal microbatches go round: a microbatch comes back to
 the first stage when its token is known. Such a round takes as long as the busiest machine needs for all microbatches, or as

@@ -59,9 +59,9 @@ def all_alone(placement: Placement) -> Placement:
 def copies(before: Placement, after: Placement, network: Network) -> list[Copy]:
     """The layers that the stages of `after` need and do not hold, in the order in which they are assigned: the first of each
     instance, then the second of each, and so on. Each begins with the layer behind those that it computes, so that
-    equal instances of a group receive from each other in turn, and nobody waits for a sender.
+    equal instances of a group receive from each other in turn, and no instance waits for a sender.
 
-    Raises InvalidState (fields layer, instance) if nobody has a layer: no instance of the group, and no master copy.
+    Raises InvalidState (fields layer, instance) if a layer is nowhere: no instance of the group, and no master copy.
     """
     model, then = before.model, before.stages
     mates = {stage.instance.name: group.stages for group in before.groups for stage in group.stages}

@@ -4,7 +4,7 @@ Cost, in seconds a pass: what a pass of those concerned becomes longer by, if th
 
     cost = sum over the quotes taken of (stall_s + share * reload_s)
 
-    unused KV         0: nobody waits for it, now or later
+    unused KV         0: no pass waits for it, now or later
     paused KV,        stall_s = 0, share = pass_s / next_use_s (`share_of_pass`): the giver's next turn has to copy back
     inactive layers     what it gave, reload_s, once. Until then the receiver makes next_use_s / pass_s passes, over which
                         the reload is spread. Over a whole plan this is pass_s times the share of time that goes into
