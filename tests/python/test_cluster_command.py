@@ -307,3 +307,15 @@ def test_without_its_raylet_the_server_ends_and_leaves_no_process(tmp_path: Path
         assert process.returncode == 1 and "Traceback" not in errors, errors
         assert errors.splitlines()[-1].startswith("NobodyLeft: all 2 instances are gone for good"), errors
         assert not any(map(runs, actors))
+
+
+@pytest.mark.slow
+def test_without_rays_head_the_server_ends_and_leaves_no_process(tmp_path: Path) -> None:
+    with served(tmp_path / "model", "--memory", "3MiB") as (process, _url):
+        actors = actors_of(process.pid)
+        (head,) = below(process.pid, "gcs_server")
+        os.kill(head, signal.SIGKILL)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 1 and "Traceback" not in errors, errors
+        assert errors.splitlines()[-1].startswith("NoRestarts: Ray's head process"), errors
+        assert not any(map(runs, actors))

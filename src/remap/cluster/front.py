@@ -192,8 +192,7 @@ class Front(Generic[RequestT]):
                     return
         finally:
             self._queues.pop(id, None)
-            if self.draining and not self._queues:
-                self._idle.set()
+            self._note_idle()
             if self.failure is None:
                 self._carry_out(self.service.cancel(id, self._now()))  # does nothing if it is answered
 
@@ -391,6 +390,10 @@ class Front(Generic[RequestT]):
         """End a request with this error, which `generate` raises. Unknown ids are ignored: it may have ended."""
         if id in self._queues:
             self._queues[id].put_nowait(error)
+
+    def _note_idle(self) -> None:
+        if self.draining and not self._queues:
+            self._idle.set()
 
     def _fail_all(self, error: Error) -> None:
         for id in list(self._queues):

@@ -138,7 +138,7 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wa
     else:
         prompts, echoes = _prompts(body, n, served, wanted)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-    requests = []
+    requests: list[Request] = []
     for prompt in prompts:
         sampling = _sampling(body, len(prompt), served)
         for choice in range(n):

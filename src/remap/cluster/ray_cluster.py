@@ -173,6 +173,7 @@ class RayInstances:
         else:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         self.connections: list[RayConnection] = []
+        self._shared, self._headless = address is not None, False
         self._patience_s = GONE_S if address is None else AWAY_S
         self._group = placement_group([dict(resources) for _ in names], strategy="SPREAD")
         if not self._group.wait(PLACING_S):
@@ -217,13 +218,16 @@ class RayInstances:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), LOOK_S)
                 writer.close()
                 seen_s = clock()
+        self._headless = True
         return f"Ray's head process (GCS, {address}) has not answered for {self._patience_s:.0f} s"
 
     def close(self) -> None:
         """End the actors and this process's part of Ray."""
-        # Without Ray's head process nobody answers; `shutdown` ends what this process started nevertheless.
-        with suppress(RayError):
-            remove_placement_group(self._group)
+        # Ray's head process answers this, or nobody does until its patience ends, which here is a day. `shutdown` ends what this
+        # process started, with or without it.
+        if self._shared and not self._headless:
+            with suppress(RayError):
+                remove_placement_group(self._group)
         ray.shutdown()
         for connection in self.connections:
             connection.end()
