@@ -68,10 +68,21 @@ class Asked:
                 self._membership.give(pages)
             raise
 
-    def recalled(self, pages: int) -> None:
+    def returned(self, pages: Sequence[int]) -> None:
+        self.granted(pages)
         session = self._session()
         if session is not None:
-            session.exclusively(partial(_give_up, pages))
+            session.exclusively(_come_home)
+
+    def recalled(self, pages: int, layers: bool) -> None:
+        session = self._session()
+        if session is not None:
+            session.exclusively(partial(_give_up, pages, layers))
+
+    def named(self, pages: Sequence[int], gently: bool) -> None:
+        session = self._session()
+        if session is not None:
+            session.exclusively(partial(_give_named, pages, gently))
 
 
 def _take_in(pages: Sequence[int], core: Core) -> None:
@@ -79,6 +90,16 @@ def _take_in(pages: Sequence[int], core: Core) -> None:
         core.outside.take_in(pages)
 
 
-def _give_up(pages: int, core: Core) -> None:
+def _come_home(core: Core) -> None:
     if core.outside is not None:
-        core.outside.give_up(pages)
+        core.outside.come_home()
+
+
+def _give_up(pages: int, layers: bool, core: Core) -> None:
+    if core.outside is not None:
+        core.outside.give_up(pages, layers=layers)
+
+
+def _give_named(pages: Sequence[int], gently: bool, core: Core) -> None:
+    if core.outside is not None:
+        core.outside.give_named(pages, gently=gently)
