@@ -55,9 +55,11 @@ class Donor:
         return "asleep"
 
     def wake(self) -> str:
-        """Serve again. Layers that came home, and that stream."""
-        report = self.session.activate("donor")
-        return f"{len(report.restored)} {len(report.streamed)}"
+        """Serve again, until all layers are home."""
+        self.session.activate("donor")
+        while self.session.snapshot().tenants["donor"].streamed:
+            self.verify()
+        return "home"
 
 
 class Process:

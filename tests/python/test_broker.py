@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,12 @@ def home(broker: Broker, donor: Process, rounds: int = 200) -> bool:
     return False
 
 
+def has_its_own(donor: Process) -> bool:
+    """Whether nobody has pages of its layers, as it serves. What streams then is KV of its own."""
+    assert donor("check") == "right"
+    return donor("gone").startswith("0 ")
+
+
 def test_weights_of_a_process_that_serves_nothing_are_the_kv_of_another_and_come_home(
     broker: Broker, start: Start
 ) -> None:
@@ -225,11 +232,12 @@ def test_weights_of_a_process_that_serves_nothing_are_the_kv_of_another_and_come
         assert donor("check") == taker("check") == "right"
         assert donor("sleep") == "asleep"
         assert int(taker("take", 100, 50)) > 50
-        assert sum(lent(broker).values()) >= (LENT // 2 if donor is one else 1)  # some became KV of its own before
+        if donor is one:  # of the second some may be KV of its own since the first round
+            assert sum(lent(broker).values()) >= LENT // 2
         assert taker("check") == "right"
         assert taker("free") == "freed"
         assert donor("wake").startswith("True ")
-        assert donor("gone").startswith("0 ")  # what still streams has become KV of its own
+        until(partial(has_its_own, donor), "nobody has its layers any more")
         assert donor("check") == taker("check") == "right"
     assert lent(broker) == {}
     assert one("close") == two("close") == "closed"
@@ -318,7 +326,7 @@ def test_a_new_model_gets_no_pages_that_somebody_may_call(broker: Broker, start:
         remap.advanced.check(two)
         params = {page for page, owner in enumerate(two._arena.owners()) if owner.name == "params"}
         assert params.isdisjoint(broker.ledger.lent)
-    assert one("wake").endswith(" 0")
+    assert one("wake").startswith("True ")
     assert home(broker, one)
 
 
