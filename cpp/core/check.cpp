@@ -91,6 +91,10 @@ void Arena::check() const {
                     owner_name(pages_[page].owner));
       }
       require(region.pending || region.view.shown == region.target, "A6", name + " is settled and does not show its target");
+      for (PageId page : region.view.shown) {
+        const bool read = !region.pending && page != kNoPage;  // a pass waits for a layer that is still to be re-pointed
+        require(!read || pages_[page].owner != Owner::outside, "A12", name + " shows page " + std::to_string(page) + ", which is outside");
+      }
     }
     if (region.kind == RegionKind::ring && !broken_ && options_.mode == Mode::strict) {
       for (PageId page : region.view.shown) {

@@ -20,6 +20,7 @@
 //   A9  a region in a declared range shows what it showed when it was declared, and nothing is to change that
 //   A10 a page that a tenant owns and that any other could have written is marked so (dirty is not kNobody)
 //   A11 a page that is outside, or was, is marked as of unknown bytes until a tenant of this arena has had it zeroed
+//   A12 a layer's region shows a page that is outside only while a deferred re-pointing is pending, for which passes wait
 #pragma once
 
 #include <array>

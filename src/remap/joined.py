@@ -67,7 +67,9 @@ class Asked:
     def __init__(self, session: Session, membership: Membership) -> None:
         self._session = weakref.ref(session)
         self._membership = membership
-        self._put_off = 0  # pages, for the engine's next step; read and written with the session's lock held
+        self._put_off: list[
+            Callable[[Core], None]
+        ] = []  # for the engine's next step; read and written with the session's lock held
         self._attended = threading.Event()
 
     def granted(self, pages: Sequence[int]) -> None:
@@ -81,33 +83,45 @@ class Asked:
                 self._membership.give(pages)
             raise
 
-    def recalled(self, pages: int) -> None:
-        session = self._session()
-        if session is None or session.exclusively(partial(self._give_up, pages)):
-            return
-        del session
-        self._attended.wait(STEP_S)
+    def returned(self, pages: Sequence[int]) -> None:
+        self.granted(pages)
+        self._run(_come_home)
+
+    def recalled(self, pages: int, layers: bool) -> None:
+        self._run(partial(_give_up, pages, layers))
+
+    def named(self, pages: Sequence[int], gently: bool) -> None:
+        self._run(partial(_give_named, pages, gently))
 
     def attend(self, core: Core) -> None:
         """What was put off, in a step of the engine's, or when it stops serving. Errors are logged, as those of other
         recalls: the step goes on."""
-        pages, self._put_off = self._put_off, 0
-        if not pages:
+        calls, self._put_off = self._put_off, []
+        if not calls:
             return
         try:
-            _give_up(pages, core)
+            for call in calls:
+                call(core)
         except Error as error:
             _logger.warning("what the broker asked for was not done: %s", error)
         finally:
             self._attended.set()
 
-    def _give_up(self, pages: int, core: Core) -> bool:
+    def _run(self, call: Callable[[Core], None]) -> None:
+        """Now, or, if that is an engine's to do, in its next step, for which this waits for a while."""
+        session = self._session()
+        if session is None or session.exclusively(partial(self._now_or_later, call)):
+            return
+        del session
+        self._attended.wait(STEP_S)
+
+    def _now_or_later(self, call: Callable[[Core], None], core: Core) -> bool:
         """Whether it is done; else a step will do it."""
         if any(tenant.active and tenant.kv.pool.external for tenant in core.tenants.values()):
-            self._put_off = pages
+            self._put_off.append(call)
             self._attended.clear()
             return False
-        _give_up(pages, core)
+        call(core)
         return True
 
 
@@ -116,6 +130,16 @@ def _take_in(pages: Sequence[int], core: Core) -> None:
         core.outside.take_in(pages)
 
 
-def _give_up(pages: int, core: Core) -> None:
+def _come_home(core: Core) -> None:
     if core.outside is not None:
-        core.outside.give_up(pages)
+        core.outside.come_home()
+
+
+def _give_up(pages: int, layers: bool, core: Core) -> None:
+    if core.outside is not None:
+        core.outside.give_up(pages, layers=layers)
+
+
+def _give_named(pages: Sequence[int], gently: bool, core: Core) -> None:
+    if core.outside is not None:
+        core.outside.give_named(pages, gently=gently)

@@ -24,6 +24,7 @@ apply.py names the exceptions). attach, detach and close wait for this session's
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -80,6 +81,11 @@ _UNCHANGED = StepReport()
 
 def _nothing() -> None:
     return None
+
+
+def _fetch(name: str, core: Core) -> Sequence[int]:
+    """Call the pages of the tenant's layers that other processes have."""
+    return () if core.outside is None else core.outside.activating(core.tenant(name))
 
 
 def _memory(device: devices.Device, arena: Any, address: int, nbytes: int) -> Any:
@@ -193,10 +199,12 @@ class Session:
         self._outside: Outside | None = None
         if joined is not None:
             self._outside = Outside(self._tenants, self._changes, self._lending, self._offers, joined, self.clock)
-            self._arrivals.supply = self._outside.supply
+            self._arrivals.supply, self._arrivals.borrowed = self._outside.supply, self._outside.borrowed
         self._steps = Steps(self._tenants, self._changes, self._lending, self._offers, self._outside)
         self._stalls = StallWatch()
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)
+        if self._outside is not None:
+            self._passes.serves, self._passes.come_home = self._outside.serves, self._outside.come_home
         self._registered = Registered(self._arena, self._tenants)
         self._core = Core(
             self._arena, self._tenants, self._changes, self._lending, self._offers, self._registered, self._outside
@@ -330,6 +338,8 @@ class Session:
         self._departed.append(tenant)
         self._arena.remove_tenant(tenant.number)  # from here it has gone
         self._release_departed()
+        if self._outside is not None:
+            self._outside.forget_gone()
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
@@ -378,7 +388,6 @@ class Session:
 
     # -- whose turn it is ------------------------------------------------------------------------------------------
 
-    @exclusive
     @annotated("remap.activate")
     def activate(self, name: str, *, alone: bool = False, partial: bool | float = False) -> ActivationReport:
         """Let the tenant serve passes from now on; its lent layers come home first (see memory/activate.py). Between
@@ -391,6 +400,9 @@ class Session:
         layers that cannot come home stream through the ring, and come home when they can. A number: the same, but a
         pass may wait for at most this share of its computation; `preempt` names the blocks that are in the way of that.
 
+        Layers whose pages another process has (device "unix:PATH") are asked for, and waited for 0.25 s at most; what has not
+        come by then streams, whatever `partial` is, and comes home when it comes.
+
         Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of
         a tenant concerned, and the backend's error; nothing changes then. If the changes before a backend error cannot
         be taken back, the report says so instead.
@@ -398,6 +410,13 @@ class Session:
         require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):
             raise invalid("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
+        if self._outside is not None and not self._lock.is_held():
+            calls = self.exclusively(functools.partial(_fetch, name), claims=False)
+            self._outside.await_home(calls)  # others may begin passes meanwhile
+        return self._activate(name, alone, partial)
+
+    @exclusive
+    def _activate(self, name: str, alone: bool, partial: bool | float) -> ActivationReport:
         self._passes.check_open()
         self._claim()
         tenant = self._core.tenant(name)

@@ -1,4 +1,6 @@
-"""A member of a broker in a process of its own, told what to do a line at a time: `python broker_member.py SOCKET NAME`."""
+"""A member of a broker in a process of its own, told what to do a line at a time: `python broker_member.py SOCKET NAME LAYERS`.
+
+With more than `LAYERS` layers its weights give pages, too."""
 
 from __future__ import annotations
 
@@ -21,9 +23,12 @@ VALUES = {"one": 1, "two": 2, "three": 3}
 class Process:
     """The other side of `main`."""
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str, name: str, layers: int = LAYERS) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, path, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, path, name, str(layers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.read() == "ready"
 
@@ -55,15 +60,15 @@ class Process:
 class Member:
     """A session with one tenant. Every block that it has taken has the process's own value in all bytes."""
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str, name: str, layers: int) -> None:
         self.name, self.value = name, VALUES[name]
         self.masters = [
             np.random.default_rng(self.value * 100 + layer).integers(0, 256, LAYER_PAGES * PAGE - 77, dtype=np.uint8)
-            for layer in range(LAYERS)
+            for layer in range(layers)
         ]
         self.session = remap.Session(device=f"unix:{path}")
-        spec = make_spec(LAYERS, min_blocks=8, max_blocks=4000)
-        knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0)
+        spec = make_spec(layers, min_blocks=8, max_blocks=4000)
+        knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0 if layers == LAYERS else None)
         self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
         self.blocks: list[int] = []
 
@@ -72,29 +77,44 @@ class Member:
         certain (default: all), and then it tries some times more."""
         kv, tries = self.tenant.kv, 0
         while kv.free_blocks < blocks and tries < 100:
-            self.session.step({self.name: remap.Demand(blocks)})
+            self._step(blocks)
             tries += 0 <= least <= kv.free_blocks
             time.sleep(0.01)
         got = kv.allocate(min(blocks, kv.free_blocks))
         for block in got:
             found = read_block(self.tenant, block)
-            if not found <= {0, self.value}:
+            if not found <= {0, self.value} and not self._own(block):
                 return f"block {block} has bytes {found} of another process"
             write_block(self.tenant, block, self.value)
         self.blocks += got
         return str(len(got))
+
+    def _own(self, block: int) -> bool:
+        """Whether it lies in pages of the tenant's own layers, whose bytes it may have."""
+        state = self.tenant._state
+        geometry = state.kv.geometry
+        pages = {state.giving[geometry.giving_index(slot)] for slot in geometry.slots_of_block(block)}
+        return not pages.isdisjoint(state.pages.kv_from_homes)
+
+    def thin(self) -> str:
+        """Free every other block."""
+        self.tenant.kv.free(self.blocks[::2])
+        self.blocks = self.blocks[1::2]
+        return "thinned"
 
     def free(self) -> str:
         """All blocks; and say that nothing is wanted, until that is believed."""
         self.tenant.kv.free(self.blocks)
         self.blocks = []
         for _ in range(200):
-            self.session.step({self.name: remap.Demand(0)})
+            self._step(0)
         return "freed"
 
     def check(self) -> str:
         """Whether all bytes that it has are its own: blocks and weights."""
         remap.advanced.check(self.session)
+        if not self.tenant.active:
+            return "asleep"
         for block in self.blocks:
             if read_block(self.tenant, block) != {self.value}:
                 return f"block {block} was overwritten"
@@ -107,6 +127,36 @@ class Member:
                 self.tenant.done(layer)
         return "right"
 
+    def sleep(self) -> str:
+        self.session.deactivate(self.name)
+        return "asleep"
+
+    def wake(self) -> str:
+        """Whether it is active, layers that came home, and that still stream."""
+        report = self.session.activate(self.name)
+        return f"{report.activated} {len(report.restored)} {len(report.streamed)}"
+
+    def idle(self) -> str:
+        """As if its last pass were long ago."""
+        self.tenant._state.last_pass_s = -1e9
+        return "idle"
+
+    def step(self) -> str:
+        """How many blocks moved."""
+        return str(self._step(0))
+
+    def _step(self, blocks: int) -> int:
+        if not self.tenant.active:
+            return 0
+        moved = self.session.step({self.name: remap.Demand(blocks)}).moved.get(self.name, {})
+        self.blocks = [moved.get(block, block) for block in self.blocks]
+        return len(moved)
+
+    def gone(self) -> str:
+        """Pages of its layers that others have; and layers that stream."""
+        state = self.tenant._state
+        return f"{len(state.gone)} {len(state.streamed)}"
+
     def usable(self) -> str:
         return str(self.tenant.kv.usable_blocks)
 
@@ -115,8 +165,8 @@ class Member:
         return "closed"
 
 
-def main(path: str, name: str) -> None:
-    member = Member(path, name)
+def main(path: str, name: str, layers: str) -> None:
+    member = Member(path, name, int(layers))
     say("ready")
     for line in sys.stdin:
         verb, *numbers = line.split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,12 +15,15 @@ from hypothesis import strategies as st
 from remap.broker.ledger import Ledger, Sent
 from remap.broker.messages import (
     MOST_RUNS,
+    Disown,
     Done,
     Give,
     Grant,
+    Home,
     Join,
     Recall,
     Refused,
+    Returned,
     Want,
     Welcome,
     decode_to_broker,
@@ -31,6 +35,13 @@ from remap.broker.messages import (
 from remap.errors import InvalidState
 
 PAGES, MEMBERS = 12, (1, 2, 3)
+TO_BROKER: list[Any] = [
+    Want(3, 4, keeps=True),
+    Give(((0, 3), (9, 1)), lent=True),
+    Home(2, ((0, 3),)),
+    Disown(((0, 3),)),
+    Done(7),
+]
 
 
 def all_runs(pages: set[int]) -> list[tuple[int, int]]:
@@ -40,76 +51,142 @@ def all_runs(pages: set[int]) -> list[tuple[int, int]]:
 class World:
     """A ledger and what its members have by what it said to them: an obvious second set of books."""
 
-    def __init__(self) -> None:
-        self.ledger = Ledger(PAGES)
+    def __init__(self, pages: int = PAGES) -> None:
+        self.count = pages
+        self.ledger = Ledger(pages)
         self.pages: dict[int, set[int]] = {}
-        self.wants: dict[int, int] = {}  # member -> serial of the want that is not over
+        self.lent: dict[int, set[int]] = {}  # member -> what it may call home, and does not have
+        self.wants: dict[
+            int, tuple[int, bool]
+        ] = {}  # member -> serial of the want that is not over, and whether for good
         self.serials = dict.fromkeys(MEMBERS, 0)
+        self.calls = dict.fromkeys(MEMBERS, 0)
         self.recalls: list[tuple[int, int, int]] = []  # (member, recall, pages), not answered yet
+        self.named: dict[int, set[int]] = {}  # recall -> the pages that it names
+        self.open_calls: set[tuple[int, int]] = set()
+        self.must: set[int] = set()  # pages that go to their lender when they are free next
 
-    def hear(self, sent: Sent) -> None:
+    def hear(self, sent: Sent, *, at: tuple[int, int] | None = None) -> bool:
+        """Returns whether `at`, (member, serial), has been answered."""
+        heard = False
         for member, message in sent:
             assert member in self.pages, "a message to a member that is not there"
-            if isinstance(message, Grant):
+            if isinstance(message, Grant | Returned):
                 pages = set(pages_of(message.runs))
                 assert not pages & set().union(*self.pages.values()), "a page has two owners"
                 self.pages[member] |= pages
-                assert message.serial == self.wants[member], "an answer to a want that is over"
+                heard = heard or at == (member, message.serial)
+            if isinstance(message, Grant):
+                serial, keeps = self.wants[member]
+                assert message.serial == serial, "an answer to a want that is over"
+                others = set().union(*(lent for each, lent in self.lent.items() if each != member))
+                assert pages <= others if message.lent else not pages & others, (
+                    "a member is not told whose layers it gets"
+                )
+                assert not (keeps and message.lent), "it keeps what another may call home"
+                assert not pages & self.must & others, "another gets what its lender has called"
+                self.lent[member] -= pages
+                self.must -= pages
                 if not message.more:
                     del self.wants[member]
+            elif isinstance(message, Returned):
+                assert pages <= self.lent[member]
+                self.lent[member] -= pages
+                self.must -= pages
+                if not message.more:
+                    self.open_calls.discard((member, message.serial))
             else:
                 assert isinstance(message, Recall)
                 assert message.pages > 0
                 self.recalls.append((member, message.recall, message.pages))
+                if message.runs:
+                    self.named[message.recall] = set(pages_of(message.runs))
+                    assert self.named[message.recall] <= self.pages[member]
         self.check()
+        return heard
 
     def check(self) -> None:
         ledger = self.ledger
         assert ledger.held == {member: len(pages) for member, pages in self.pages.items()}
-        assert ledger.free == PAGES - sum(map(len, self.pages.values()))
+        free = set(range(self.count)).difference(*self.pages.values())
+        assert ledger.free == len(free)
+        assert ledger.lent == {page: member for member, pages in self.lent.items() for page in pages}
+        assert not free & self.must, "free, and its lender has called it"
         assert ledger.waiting == len(self.wants)
         # Nobody waits while pages are free, or while nobody is asked.
-        assert not self.wants or (ledger.free == 0 and ledger.recalling is not None)
+        lent = set().union(*self.lent.values())
+        for _, keeps in self.wants.values():
+            assert not (free - lent if keeps else free)
+            assert ledger.recalling is not None
 
     def join(self, member: int) -> None:
         if member in self.pages:
             self.refused(self.ledger.joined, member)
             return
-        self.pages[member], self.serials[member] = set(), 0
+        self.pages[member], self.lent[member], self.serials[member], self.calls[member] = set(), set(), 0, 0
         self.hear(self.ledger.joined(member))
 
-    def want(self, member: int, pages: int) -> None:
+    def want(self, member: int, pages: int, keeps: bool = False) -> None:
         if member not in self.pages:
             self.refused(self.ledger.wanted, member, 1, pages)
             return
         self.serials[member] += 1
-        self.wants[member] = self.serials[member]
-        sent = self.ledger.wanted(member, self.serials[member], pages)
-        assert any(to == member and isinstance(message, Grant) for to, message in sent), "it hears at once what it got"
-        self.hear(sent)
+        self.wants[member] = self.serials[member], keeps
+        sent = self.ledger.wanted(member, self.serials[member], pages, keeps=keeps)
+        assert self.hear(sent, at=(member, self.serials[member])), "it hears at once what it got"
 
-    def give(self, member: int, pages: set[int]) -> None:
-        if member not in self.pages or not pages <= self.pages[member]:
-            self.refused(self.ledger.gave, member, all_runs(pages))
+    def give(self, member: int, pages: set[int], lent: bool = False) -> None:
+        mine = member in self.pages and pages <= self.pages[member]
+        if not mine or (lent and pages & set().union(*self.lent.values())):
+            self.refused(lambda: self.ledger.gave(member, all_runs(pages), lent=lent))
             return
         self.pages[member] -= pages
-        self.hear(self.ledger.gave(member, all_runs(pages)))
+        if lent:
+            self.lent[member] |= pages
+        self.hear(self.ledger.gave(member, all_runs(pages), lent=lent))
 
-    def give_half(self, member: int) -> None:
-        pages = sorted(self.pages.get(member, ()))
+    def give_half(self, member: int, lent: bool) -> None:
+        others = set().union(*self.lent.values()) if lent else set()
+        pages = sorted(self.pages.get(member, set()) - others)
         if pages:
-            self.give(member, set(pages[::2]))
+            self.give(member, set(pages[::2]), lent)
 
-    def answer(self, late: bool) -> None:
+    def home(self, member: int, gently: bool) -> None:
+        if member not in self.pages:
+            self.refused(self.ledger.called, member, 1, [(0, 1)])
+            return
+        self.calls[member] += 1
+        serial, pages = self.calls[member], set(self.lent[member])
+        self.open_calls.add((member, serial))
+        if not gently:
+            self.must |= pages
+        self.hear(self.ledger.called(member, serial, all_runs(pages), gently=gently))
+        free = set(range(self.count)).difference(*self.pages.values())
+        assert not pages & free, "what is free comes home at once"
+
+    def disown(self, member: int) -> None:
+        pages = self.lent.get(member, set())
+        self.lent[member], self.must = set(), self.must - pages
+        if member in self.pages:
+            self.hear(self.ledger.disowned(member, all_runs(pages)))
+        else:
+            del self.lent[member]
+
+    def answer(self, late: bool, gives: bool) -> None:
         if not self.recalls:
             return
         member, recall, _ = self.recalls.pop(0)
         if member in self.pages:
+            named = self.named.get(recall, set()) & self.pages[member]
+            if gives and named:
+                self.give(member, named)
             self.hear(self.ledger.late(recall) if late else self.ledger.done(member, recall))
 
     def end(self, member: int) -> None:
         self.pages.pop(member, None)
+        self.must -= self.lent.pop(member, set())
         self.wants.pop(member, None)
+        self.open_calls = {call for call in self.open_calls if call[0] != member}
         self.hear(self.ledger.ended(member))
 
     def refused(self, call: Any, *arguments: object) -> None:
@@ -118,12 +195,20 @@ class World:
         self.check()
 
 
+SOME = st.sets(st.integers(0, PAGES - 1), min_size=1, max_size=6)
 EVENTS = st.one_of(
     st.tuples(st.just("join"), st.sampled_from(MEMBERS)),
-    st.tuples(st.just("want"), st.sampled_from(MEMBERS), st.integers(0, PAGES)),
-    st.tuples(st.just("give"), st.sampled_from(MEMBERS), st.sets(st.integers(0, PAGES - 1), min_size=1, max_size=6)),
-    st.tuples(st.just("give_half"), st.sampled_from(MEMBERS)),
-    st.tuples(st.just("answer"), st.booleans()),
+    st.tuples(st.just("want"), st.sampled_from(MEMBERS), st.integers(0, PAGES), st.booleans()),
+    st.tuples(
+        st.just("give"),
+        st.sampled_from(MEMBERS),
+        SOME,
+        st.booleans(),
+    ),
+    st.tuples(st.just("give_half"), st.sampled_from(MEMBERS), st.booleans()),
+    st.tuples(st.just("home"), st.sampled_from(MEMBERS), st.booleans()),
+    st.tuples(st.just("disown"), st.sampled_from(MEMBERS)),
+    st.tuples(st.just("answer"), st.booleans(), st.booleans()),
     st.tuples(st.just("end"), st.sampled_from(MEMBERS)),
 )
 
@@ -134,9 +219,10 @@ def test_books_agree_and_every_want_ends(events: list[tuple[Any, ...]]) -> None:
     world = World()
     for kind, *arguments in events:
         getattr(world, kind)(*arguments)
-    for _ in range(100):
-        world.answer(late=False)
+    for _ in range(200):
+        world.answer(late=False, gives=False)
     assert not world.wants
+    assert not world.open_calls, "a call is answered"
 
 
 def test_who_wanted_something_longest_ago_is_asked_first_and_what_is_given_goes_on() -> None:
@@ -149,12 +235,98 @@ def test_who_wanted_something_longest_ago_is_asked_first_and_what_is_given_goes_
     assert world.recalls == [(2, 1, 2)]  # the second wanted something before the first did
     world.give(2, {4})
     assert world.pages[3] == {4, 8, 9, 10, 11}
-    world.answer(late=False)
+    world.answer(late=False, gives=False)
     assert world.recalls == [(1, 2, 1)]
     assert world.wants
-    world.answer(late=True)
+    world.answer(late=True, gives=False)
+    assert world.recalls == [(2, 3, 1)]  # now for layers
+    world.answer(late=False, gives=False)
+    world.answer(late=False, gives=False)
     assert not world.wants
     assert world.pages[3] == {4, 8, 9, 10, 11}
+
+
+def test_layers_are_asked_for_when_all_else_has_been_given_and_come_home_by_their_numbers() -> None:
+    world = World()
+    for member in MEMBERS:
+        world.join(member)
+        world.want(member, 4)
+    world.want(3, 5)
+    assert [recall[0] for recall in world.recalls] == [1]
+    world.answer(late=False, gives=False)
+    world.answer(late=False, gives=False)  # the second has been asked, too: now for layers
+    assert [recall[0] for recall in world.recalls] == [1]
+    world.give(1, {0, 1, 2}, lent=True)
+    assert world.pages[3] == {0, 1, 2, 8, 9, 10, 11}
+    world.answer(late=False, gives=False)
+    world.answer(late=False, gives=False)
+    assert not world.wants
+    world.home(1, gently=False)
+    assert world.recalls == [(3, 5, 3)]
+    world.give(3, {1})
+    assert world.pages[1] == {1, 3}
+    world.answer(late=True, gives=False)
+    assert not world.open_calls
+    world.want(2, 1, keeps=True)
+    world.give(3, {0})  # late: its lender's all the same
+    assert world.pages[1] == {0, 1, 3}
+    world.end(3)
+    assert world.pages[1] == {0, 1, 2, 3}
+    assert len(world.pages[2]) == 5
+
+
+def test_who_keeps_pages_gets_none_that_is_lent_and_a_lender_that_has_ended_lends_nothing() -> None:
+    world = World()
+    for member in MEMBERS:
+        world.join(member)
+        world.want(member, 4)
+    world.give(1, {0, 1}, lent=True)
+    world.give(2, {4})
+    world.want(3, 3, keeps=True)
+    assert world.pages[3] == {4, 8, 9, 10, 11}
+    world.end(1)
+    assert world.pages[3] == {0, 1, 4, 8, 9, 10, 11}
+    assert not world.wants
+
+
+def explore(world: World, depth: int, seen: set[object]) -> None:
+    """All orders of all events, to a depth: `World` checks each state."""
+    key = repr(
+        (
+            depth,
+            world.pages,
+            world.lent,
+            world.wants,
+            sorted(world.named.items()),
+            world.recalls,
+            world.must,
+            world.open_calls,
+        )
+    )
+    if depth == 0 or key in seen:
+        return
+    seen.add(key)
+    events: list[tuple[Any, ...]] = [("answer", False, True), ("answer", False, False), ("answer", True, False)]
+    for member in world.pages:
+        events += [("want", member, 2, False), ("want", member, 1, True), ("end", member)]
+        events += [
+            ("give_half", member, True),
+            ("give_half", member, False),
+            ("home", member, False),
+            ("disown", member),
+        ]
+    for kind, *arguments in events:
+        other = copy.deepcopy(world)
+        getattr(other, kind)(*arguments)
+        explore(other, depth - 1, seen)
+
+
+def test_all_orders_of_what_two_members_do_with_two_pages() -> None:
+    world, seen = World(2), set[object]()
+    for member in (1, 2):
+        world.join(member)
+    explore(world, 5, seen)
+    assert len(seen) > 400
 
 
 def test_a_member_that_has_left_keeps_its_pages_and_is_not_asked() -> None:
@@ -188,7 +360,9 @@ def test_a_want_that_cannot_be_is_refused(serial: int, pages: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Join(1, "a"), Want(3, 4), Give(((0, 3), (9, 1))), Done(7)], ids=lambda message: type(message).__name__
+    "message",
+    [Join(1, "a"), *TO_BROKER],
+    ids=lambda message: type(message).__name__,
 )
 def test_a_message_to_the_broker_comes_as_it_was(message: Any) -> None:
     packet = encode(message)
@@ -199,7 +373,13 @@ def test_a_message_to_the_broker_comes_as_it_was(message: Any) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [Welcome(4096, 9), Grant(3, ((1, 2),), more=True), Recall(2, 5), Refused("no")],
+    [
+        Welcome(4096, 9),
+        Grant(3, ((1, 2),), more=True),
+        Recall(2, 5, runs=((1, 5),)),
+        Returned(2, ((7, 1),)),
+        Refused("no"),
+    ],
     ids=lambda message: type(message).__name__,
 )
 def test_a_message_to_a_member_comes_as_it_was(message: Any) -> None:
@@ -218,7 +398,11 @@ def test_garbage_is_refused(packet: bytes) -> None:
 
 
 @settings(max_examples=500)
-@given(st.sampled_from([Want(3, 4), Give(((0, 3), (9, 1))), Done(7)]), st.integers(0, 60), st.integers(0, 255))
+@given(
+    st.sampled_from(TO_BROKER),
+    st.integers(0, 60),
+    st.integers(0, 255),
+)
 def test_a_message_with_another_byte_is_a_message_or_refused(message: Any, at: int, value: int) -> None:
     packet = bytearray(encode(message))
     packet[at % len(packet)] = value
@@ -229,7 +413,11 @@ def test_a_message_with_another_byte_is_a_message_or_refused(message: Any, at: i
         if isinstance(found, Want):
             ledger.wanted(1, found.serial, found.pages)
         elif isinstance(found, Give):
-            ledger.gave(1, found.runs)
+            ledger.gave(1, found.runs, lent=found.lent)
+        elif isinstance(found, Home):
+            ledger.called(1, found.serial, found.runs)
+        elif isinstance(found, Disown):
+            ledger.disowned(1, found.runs)
     except InvalidState:
         pass
     assert ledger.free + ledger.held[1] == PAGES

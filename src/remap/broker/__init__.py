@@ -8,6 +8,6 @@
 | member.py | a session's side: asking, giving, and being asked |
 
 What it does today: members' KV caches share one pool. A page goes from one process to another by way of the broker, and is zeroed
-by who gets it. Weights give pages to the KV cache of their own process. Host memory only; a member does not join a second time
-when its broker is gone: it serves on with what it has.
+by who gets it. Weights of a process that serves nothing become KV of others, and come home when it serves. Host memory only; a
+member does not join a second time when its broker is gone: it serves on with what it has.
 """

@@ -1,12 +1,17 @@
 """Who has which page, who waits for some, and who is asked: the broker's decisions, without a socket or a clock.
 
-    joined, wanted, gave, done, left, ended, late  ->  messages to send, (member, message) each
+    joined, wanted, gave, called, disowned, done, left, ended, late  ->  messages to send, (member, message) each
 
 A page is free or one member's. A want is met by free pages at once, as far as there are any. For the rest the other members
 are asked one after the other, who wanted something longest ago first: each gives what it can spare and says so, and what it
-gives goes to who waits, in the order of asking. When all have been asked a want ends with what it has got.
+gives goes to who waits, in the order of asking. When all have been asked, they are asked once more, for layers of tenants that
+serve no pass; then the want ends with what it has got.
 
-A member that has ended (its process has) gives all pages back: nothing of it touches them any more. One that hangs keeps them.
+A page that a member has given as one of its layers' is *lent*: others use it as any other, but not for good.
+When its lender calls it, who has it is asked for it by its number, and whenever it is free next it is the lender's.
+
+A member that has ended (its process has) gives all pages back: nothing of it touches them any more. What it had lent is lent no
+more, and what it had of others' layers is free, or goes to who calls it. One that hangs keeps its pages.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from remap.broker.messages import Grant, Recall, ToMember, pages_of, runs_of
+from remap.broker.messages import Grant, Recall, Returned, Run, ToMember, pages_of, runs_of
 from remap.errors import InvalidState
 
 __all__ = ["Ledger", "Sent"]
@@ -26,20 +31,23 @@ _FREE = -1
 
 @dataclass
 class _Want:
-    """pages: that are still to come. asked: members that were asked for it, or need not be."""
+    """pages: that are still to come. asked: (layers, member), who was asked for it, and whether for layers. keeps: for good."""
 
     member: int
     serial: int
     pages: int
-    asked: set[int] = field(default_factory=set)
+    keeps: bool = False
+    asked: set[tuple[bool, int]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class _Recall:
-    """An unanswered one."""
+    """An unanswered one. pages: if these are called; () for one of a want."""
 
     number: int
     member: int
+    pages: tuple[int, ...] = ()
+    gently: bool = False
 
 
 class Ledger:
@@ -55,8 +63,15 @@ class Ledger:
         self._last: dict[int, int] = {}  # member -> when it wanted something last, in wants of all
         self._serials: dict[int, int] = {}
         self._wants: list[_Want] = []
-        self._recall: _Recall | None = None
+        self._recall: _Recall | None = None  # of a want; one at a time
         self._recalls = 0
+        self._lender: dict[int, int] = {}  # page that is lent -> whose layer's it is, who does not have it now
+        self._away: set[int] = set()  # of these, the free ones
+        self._called: set[int] = set()  # of these, those that go to their lender when they are free next
+        self._named: dict[int, _Recall] = {}  # recalls of called pages
+        self._named_of: dict[int, int] = {}  # page -> its last one
+        self._calls: dict[tuple[int, int], set[int]] = {}  # (member, serial) -> recalls that it waits for
+        self._call_serials: dict[int, int] = {}
         self._clock = 0
         self._first = 0  # no page before it is free
         self._gone: set[int] = set()  # members that have left, with pages that are still theirs
@@ -83,21 +98,29 @@ class Ledger:
 
     @property
     def recalling(self) -> tuple[int, int] | None:
-        """(recall, member) of the one who is asked now."""
+        """(recall, member) of the one who is asked now for what others want."""
         return None if self._recall is None else (self._recall.number, self._recall.member)
+
+    @property
+    def recalls(self) -> set[int]:
+        """The numbers of all recalls that are not answered, nor late."""
+        return {*self._named, *(() if self._recall is None else (self._recall.number,))}
+
+    @property
+    def lent(self) -> dict[int, int]:
+        """Page -> its lender, for each page that is lent."""
+        return dict(self._lender)
 
     def joined(self, member: int) -> Sent:
         """A new member, without pages."""
         if member in self._held:
             raise InvalidState(f"member {member} joins a second time; nothing changed")
-        self._held[member] = self._last[member] = self._serials[member] = 0
+        self._held[member] = self._last[member] = self._serials[member] = self._call_serials[member] = 0
         return []
 
-    def wanted(self, member: int, serial: int, pages: int) -> Sent:
+    def wanted(self, member: int, serial: int, pages: int, *, keeps: bool = False) -> Sent:
         """It can use so many pages more, instead of what it wanted before. It hears at once what it has got."""
-        self._require(member)
-        if member in self._gone:
-            raise InvalidState(f"member {member} has left; nothing changed")
+        self._require(member, here=True)
         if serial <= self._serials[member] or not 0 <= pages <= self.pages:
             raise InvalidState(
                 f"member {member} wants {pages} pages as number {serial}, expected 0 to {self.pages} pages and a number above "
@@ -109,83 +132,216 @@ class Ledger:
         before = next((each for each in self._wants if each.member == member), None)
         if before is not None:
             self._wants.remove(before)
-        want = _Want(member, serial, pages, {member, *(before.asked if before is not None else ())})
+        asked = before.asked if before is not None else ()
+        want = _Want(member, serial, pages, keeps, {(False, member), (True, member), *asked})
         self._wants.append(want)
         return self._go_on(answer=want)
 
-    def gave(self, member: int, runs: Sequence[tuple[int, int]]) -> Sent:
+    def gave(self, member: int, runs: Sequence[Run], *, lent: bool = False) -> Sent:
         """It has let go of these."""
         self._require(member)
-        if any(first + count > self.pages for first, count in runs) or sum(count for _, count in runs) > self.pages:
+        pages = self._pages(member, runs)
+        if any(self._owner[page] != member or (lent and page in self._lender) for page in pages):
+            raise InvalidState(f"member {member} gives pages that are not its own, or lends another's; nothing changed")
+        if lent:
+            self._lender.update(dict.fromkeys(pages, member))
+        return self._release(member, pages) + self._go_on()
+
+    def called(self, member: int, serial: int, runs: Sequence[Run], *, gently: bool = False) -> Sent:
+        """These, which it has lent, are to come home. It hears at once which do. Those that it has again are ignored."""
+        self._require(member, here=True)
+        pages = self._pages(member, runs)
+        if serial <= self._call_serials[member]:
             raise InvalidState(
-                f"member {member} gives pages beyond the last, {self.pages - 1}, or more than there are; nothing changed"
+                f"member {member} calls pages as number {serial}, expected above {self._call_serials[member]}; nothing changed"
             )
-        pages = pages_of(runs)
-        if len(set(pages)) != len(pages) or any(self._owner[page] != member for page in pages):
-            raise InvalidState(f"member {member} gives pages that are not its own, or one twice; nothing changed")
-        self._release(member, pages)
+        if any(self._lender.get(page, self._owner[page]) != member for page in pages):
+            raise InvalidState(f"member {member} calls pages that it has not lent; nothing changed")
+        self._call_serials[member] = serial
+        away = [page for page in pages if page in self._lender]
+        free = [page for page in away if page in self._away]
+        for page in free:
+            self._own(page, member)
+        self._free -= len(free)
+        self._held[member] += len(free)
+        waits: set[int] = set()
+        asked: dict[int, list[int]] = {}
+        for page in away:
+            if self._owner[page] == member:
+                continue
+            if not gently:
+                self._called.add(page)
+            known = self._named.get(self._named_of.get(page, 0))
+            if known is not None and known.gently <= gently:
+                waits.add(known.number)
+            elif self._owner[page] not in self._gone:
+                asked.setdefault(self._owner[page], []).append(page)
+        sent: Sent = []
+        for holder, named in asked.items():
+            for part in runs_of(named):
+                self._recalls += 1
+                recall = _Recall(self._recalls, holder, tuple(pages_of(part)), gently)
+                self._named[recall.number] = recall
+                self._named_of.update(dict.fromkeys(recall.pages, recall.number))
+                waits.add(recall.number)
+                sent.append((holder, Recall(recall.number, len(recall.pages), runs=part, gently=gently)))
+        if waits:
+            self._calls[member, serial] = waits
+        return [*self._returned(member, free), *sent, *([] if waits or free else [(member, Returned(serial, ()))])]
+
+    def disowned(self, member: int, runs: Sequence[Run]) -> Sent:
+        """It will not ask for these, which it has lent. Those that it has again are ignored."""
+        self._require(member)
+        pages = self._pages(member, runs)
+        if any(self._lender.get(page, self._owner[page]) != member for page in pages):
+            raise InvalidState(f"member {member} disowns pages that it has not lent; nothing changed")
+        for page in pages:
+            self._not_lent(page)
         return self._go_on()
 
     def done(self, member: int, recall: int) -> Sent:
         """It has given what it can. For a recall that is over already this says nothing."""
         self._require(member)
-        if self._recall != _Recall(recall, member):
+        named = self._named.get(recall)
+        if named is not None and named.member == member:
+            return self._answered(recall)
+        if self._recall is None or (self._recall.number, self._recall.member) != (recall, member):
             return []
         self._recall = None
         return self._go_on()
 
     def late(self, recall: int) -> Sent:
-        """Nobody waits for the answer to this recall any more. What is given later is free then."""
+        """Nobody waits for the answer to this recall any more. What is given later is free then, or goes to who has called it."""
+        if recall in self._named:
+            return self._answered(recall)
         if self._recall is None or self._recall.number != recall:
             return []
         self._recall = None
         return self._go_on()
 
     def left(self, member: int) -> Sent:
-        """It wants nothing any more, and is not asked again. What it has stays its own."""
+        """It wants nothing any more, and is not asked again. What it has stays its own; it cannot ask for what it has lent."""
         self._require(member)
         self._wants = [want for want in self._wants if want.member != member]
         self._gone.add(member)
+        self._lends_no_more(member)
         return self._asked_no_more(member)
 
     def ended(self, member: int) -> Sent:
-        """Its process has ended, or it has left behind its last use of any page. Nothing happens a second time."""
+        """Its process has, or it has left behind its last use of any page. Nothing happens a second time."""
         if member not in self._held:
             return []
-        self._release(member, [page for page, owner in enumerate(self._owner) if owner == member])
-        del self._held[member], self._last[member], self._serials[member]
-        self._gone.discard(member)
+        self._gone.add(member)
         self._wants = [want for want in self._wants if want.member != member]
-        return self._asked_no_more(member)
+        self._lends_no_more(member)
+        sent = self._release(member, [page for page, owner in enumerate(self._owner) if owner == member])
+        sent += self._asked_no_more(member)
+        del self._held[member], self._last[member], self._serials[member], self._call_serials[member]
+        self._gone.discard(member)
+        return sent
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _require(self, member: int) -> None:
+    def _require(self, member: int, here: bool = False) -> None:
         if member not in self._held:
             raise InvalidState(f"member {member} has not joined; nothing changed")
+        if here and member in self._gone:
+            raise InvalidState(f"member {member} has left; nothing changed")
+
+    def _pages(self, member: int, runs: Sequence[Run]) -> list[int]:
+        if any(first + count > self.pages for first, count in runs) or sum(count for _, count in runs) > self.pages:
+            raise InvalidState(
+                f"member {member} names pages beyond the last, {self.pages - 1}, or more than there are; nothing changed"
+            )
+        pages = pages_of(runs)
+        if len(set(pages)) != len(pages):
+            raise InvalidState(f"member {member} names a page twice; nothing changed")
+        return pages
 
     def _asked_no_more(self, member: int) -> Sent:
+        sent: Sent = []
+        for recall in [each.number for each in self._named.values() if each.member == member]:
+            sent += self._answered(recall)
         if self._recall is not None and self._recall.member == member:
             self._recall = None
-        return self._go_on()
+        return sent + self._go_on()
 
-    def _release(self, member: int, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._owner[page] = _FREE
+    def _answered(self, recall: int) -> Sent:
+        """Nobody waits for this answer any more, to a recall of called pages."""
+        for page in self._named.pop(recall).pages:
+            if self._named_of.get(page) == recall:
+                del self._named_of[page]
+        sent: Sent = []
+        for (member, serial), waits in list(self._calls.items()):
+            waits.discard(recall)
+            if not waits:
+                del self._calls[member, serial]
+                sent.append((member, Returned(serial, ())))
+        return sent
+
+    def _lends_no_more(self, member: int) -> None:
+        for page in [page for page, lender in self._lender.items() if lender == member]:
+            self._not_lent(page)
+        self._calls = {call: waits for call, waits in self._calls.items() if call[0] != member}
+
+    def _not_lent(self, page: int) -> None:
+        self._lender.pop(page, None)
+        self._called.discard(page)
+        if page in self._away:
+            self._away.discard(page)
             self._first = min(self._first, page)
-        self._free += len(pages)
+
+    def _own(self, page: int, member: int) -> None:
+        """It was free, or goes from one to another."""
+        self._owner[page] = member
+        self._away.discard(page)
+        if self._lender.get(page) == member:
+            del self._lender[page]
+            self._called.discard(page)
+
+    def _release(self, member: int, pages: Sequence[int]) -> Sent:
+        """They are nobody's, or who has called them has them. A want is told later (`_go_on`)."""
+        back: dict[int, list[int]] = {}
+        for page in pages:
+            if page in self._called and (lender := self._lender[page]) != member:
+                back.setdefault(lender, []).append(page)
+                self._own(page, lender)
+                continue
+            self._owner[page] = _FREE
+            if page in self._lender:
+                self._away.add(page)
+            else:
+                self._first = min(self._first, page)
+            self._free += 1
         self._held[member] -= len(pages)
+        sent: Sent = []
+        for lender, home in back.items():
+            self._held[lender] += len(home)
+            sent += self._returned(lender, home)
+        return sent
+
+    def _returned(self, member: int, pages: Sequence[int]) -> Sent:
+        serial = self._call_serials[member]
+        more = (member, serial) in self._calls
+        parts = runs_of(pages)
+        return [(member, Returned(serial, part, more or part is not parts[-1])) for part in parts]
+
+    def _available(self, want: _Want) -> int:
+        return self._free - len(self._away) if want.keeps else self._free
 
     def _take(self, member: int, count: int) -> list[int]:
-        """The lowest free pages: neighbours, where possible."""
+        """The lowest free pages, neighbours where possible; lent ones last."""
         taken: list[int] = []
         page = self._first
-        while len(taken) < count:
-            if self._owner[page] == _FREE:
-                self._owner[page] = member
-                taken.append(page)
-            page += 1
+        for _ in range(min(count, self._free - len(self._away))):
+            while self._owner[page] != _FREE or page in self._away:
+                page += 1
+            self._own(page, member)
+            taken.append(page)
         self._first = page
+        for page in sorted(self._away)[: count - len(taken)]:
+            self._own(page, member)
+            taken.append(page)
         self._free -= count
         self._held[member] += count
         return taken
@@ -194,28 +350,44 @@ class Ledger:
         """Give what is free to who waits, and ask the next member for the rest. answer: a want that hears at once what it got."""
         sent: Sent = []
         for want in list(self._wants):
-            count = min(want.pages, self._free)
+            count = min(want.pages, self._available(want))
             asks = want.pages > count and self._next(want) is not None
             over = want.pages == count or not (asks or self._recall is not None)
             if count or over or want is answer:
-                parts = runs_of(self._take(want.member, count)) or [()]
-                sent += [(want.member, Grant(want.serial, runs, more=True)) for runs in parts[:-1]]
-                sent.append((want.member, Grant(want.serial, parts[-1], more=not over)))
+                taken = self._take(want.member, count)
+                parts = [
+                    (runs, lent)
+                    for lent in (False, True)
+                    for runs in runs_of([page for page in taken if (page in self._lender) is lent])
+                ] or [((), False)]
+                last = len(parts) - 1
+                sent += [
+                    (want.member, Grant(want.serial, runs, more=at < last or not over, lent=lent))
+                    for at, (runs, lent) in enumerate(parts)
+                ]
             want.pages -= count
             if over:
                 self._wants.remove(want)
         if self._recall is None:
-            asked = next(((want, who) for want in self._wants if (who := self._next(want)) is not None), None)
+            asked = next(((want, whom) for want in self._wants if (whom := self._next(want)) is not None), None)
             if asked is not None:
-                want, who = asked
-                want.asked.add(who)
+                want, (layers, who) = asked
+                want.asked.add((layers, who))
                 self._recalls += 1
                 self._recall = _Recall(self._recalls, who)
-                sent.append((who, Recall(self._recalls, sum(each.pages for each in self._wants if each.member != who))))
+                pages = sum(each.pages for each in self._wants if each.member != who and not (layers and each.keeps))
+                sent.append((who, Recall(self._recalls, pages, layers=layers)))
         return sent
 
-    def _next(self, want: _Want) -> int | None:
-        """Whom to ask next for it."""
-        skip = want.asked | self._gone
-        others = [(self._last[each], each) for each, held in self._held.items() if held and each not in skip]
-        return min(others)[1] if others else None
+    def _next(self, want: _Want) -> tuple[bool, int] | None:
+        """Whom to ask next for it, and whether for layers. What is given for layers is lent, so who keeps pages has no use for
+        it."""
+        for layers in (False,) if want.keeps else (False, True):
+            others = [
+                (self._last[each], each)
+                for each, held in self._held.items()
+                if held and each not in self._gone and (layers, each) not in want.asked
+            ]
+            if others:
+                return layers, min(others)[1]
+        return None

@@ -4,9 +4,12 @@ Two threads, since none may wait for the other's locks: one only reads packets, 
 and takes the session's lock for it. A call of the session that needs pages sends its want and waits for the answer, which the
 reader gives it; so it may hold the session's lock meanwhile.
 
-    want(pages)      now: what is free at the broker; `patient`: what others give as well
-    give(pages)      nobody here touches them any more
+    want(pages)      now: what is free at the broker; `patient`: what others give as well, for good
+    give(pages)      nobody here touches them any more; `lent`: they are of layers, and may be called
+    call(pages)      of what was lent: it comes by `returned`, when who has it has given it; `await_call` waits for the answers
+    disown(pages)    of what was lent: nobody here will call it
     recalled         others want pages: the session decides which can be spared
+    named            others want these, which they have lent
     granted          pages that came later than the call that wanted them
 
 When the broker has gone the session serves on with what it has: `want` gets nothing, and `problem` says why.
@@ -28,12 +31,15 @@ from typing import Protocol
 from remap.broker.messages import (
     MOST_BYTES,
     VERSION,
+    Disown,
     Done,
     Give,
     Grant,
+    Home,
     Join,
     Recall,
     Refused,
+    Returned,
     ToBroker,
     ToMember,
     Want,
@@ -59,11 +65,14 @@ class Asked(Protocol):
     """The session, as the second thread calls it. Each takes the session's lock."""
 
     def granted(self, pages: Sequence[int]) -> None: ...
-    def recalled(self, pages: int) -> None: ...
+    def returned(self, pages: Sequence[int]) -> None: ...
+    def recalled(self, pages: int, layers: bool) -> None: ...
+    def named(self, pages: Sequence[int], gently: bool) -> None: ...
 
 
 class Membership:
-    """Made by `join`. page_bytes, pages: of the broker's file. file: the session's until `close`."""
+    """Made by `join`. page_bytes, pages: of the broker's file. file: the session's until `close`. borrowed: of the pages that the
+    session has, those that other members have lent; the reading thread and `give` change it, one page at a time."""
 
     def __init__(self, connection: socket.socket, path: str, welcome: Welcome, file: int) -> None:
         self.path, self.page_bytes, self.pages, self.file = path, welcome.page_bytes, welcome.pages, file
@@ -71,8 +80,12 @@ class Membership:
         self._connection = connection
         self._sending = threading.Lock()
         self._answers: queue.SimpleQueue[Grant | None] = queue.SimpleQueue()
-        self._work: queue.SimpleQueue[Grant | Recall | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Grant | Returned | Recall | None] = queue.SimpleQueue()
+        self.borrowed: set[int] = set()
         self._serial = 0
+        self._calls = 0  # as are `_open_calls`: with _calling held
+        self._open_calls: set[int] = set()
+        self._calling = threading.Condition()
         self._waits = False  # whether a call waits for an answer; read and written with _choosing held
         self._choosing = threading.Lock()
         self._asked: Asked | None = None
@@ -105,7 +118,7 @@ class Membership:
             self._serial += 1
         got: list[int] = []
         try:
-            if self._send(Want(self._serial, pages)):
+            if self._send(Want(self._serial, pages, keeps=patient)):
                 self._hear(got, time.monotonic() + seconds, patient)
             self._stop_waiting(got)
         except BaseException:  # an interrupt: they are the session's all the same
@@ -136,10 +149,35 @@ class Membership:
             if answer.serial == self._serial and not (patient and answer.more):
                 return
 
-    def give(self, pages: Sequence[int]) -> None:
-        """These are not the session's any more."""
+    def give(self, pages: Sequence[int], *, lent: bool = False) -> None:
+        """These are not the session's any more. lent: they are of its layers, and it may call them."""
+        for page in pages:
+            self.borrowed.discard(page)  # before they can come again
         for runs in runs_of(pages):
-            self._send(Give(runs))
+            self._send(Give(runs, lent))
+
+    def call(self, pages: Sequence[int], *, gently: bool = False) -> list[int]:
+        """These, which were lent, are to come home. Waits for nothing. Returns numbers for `await_call`."""
+        calls: list[int] = []
+        for runs in runs_of(pages) if not self.problem else ():
+            with self._sending:  # in the order of their numbers
+                with self._calling:
+                    self._calls += 1
+                    self._open_calls.add(self._calls)
+                    calls.append(self._calls)
+                self._send_now(Home(self._calls, runs, gently))
+        return calls
+
+    def await_call(self, calls: Sequence[int], seconds: float) -> None:
+        """Until all that was called has come, or all who have it have answered, or so many seconds. Without the session's lock:
+        what comes goes to `returned` before this ends."""
+        with self._calling:
+            self._calling.wait_for(lambda: self.problem or self._open_calls.isdisjoint(calls), seconds)
+
+    def disown(self, pages: Sequence[int]) -> None:
+        """These were lent, and nobody here will call them."""
+        for runs in runs_of(pages):
+            self._send(Disown(runs))
 
     def close(self) -> None:
         """Leave. Pages that were not given stay the process's until it ends."""
@@ -160,9 +198,12 @@ class Membership:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _send(self, message: ToBroker) -> bool:
+        with self._sending:
+            return self._send_now(message)
+
+    def _send_now(self, message: ToBroker) -> bool:
         try:
-            with self._sending:
-                self._connection.send(encode(message))
+            self._connection.send(encode(message))
         except OSError as error:
             self._broken(f"the broker at {self.path} has gone: {error}")
             return False
@@ -171,6 +212,8 @@ class Membership:
     def _broken(self, why: str) -> None:
         if not self.problem:
             self.problem = why
+            with self._calling:
+                self._calling.notify_all()
             _logger.warning("%s; this session serves on with the pages that it has", why)
 
     def _read(self) -> None:
@@ -187,9 +230,11 @@ class Membership:
                 self._answers.put(None)
                 self._work.put(None)
                 return
-            if isinstance(message, Recall):
+            if isinstance(message, Recall | Returned):
                 self._work.put(message)
             elif isinstance(message, Grant):
+                if message.lent:
+                    self.borrowed.update(pages_of(message.runs))
                 with self._choosing:
                     (self._answers if self._waits else self._work).put(message)
 
@@ -199,14 +244,23 @@ class Membership:
         assert asked is not None
         while (message := self._work.get()) is not None:
             try:
-                if isinstance(message, Recall):
-                    asked.recalled(message.pages)
+                if isinstance(message, Returned):
+                    asked.returned(pages_of(message.runs))
+                elif isinstance(message, Grant):
+                    if message.runs:
+                        asked.granted(pages_of(message.runs))
                 elif message.runs:
-                    asked.granted(pages_of(message.runs))
+                    asked.named(pages_of(message.runs), message.gently)
+                else:
+                    asked.recalled(message.pages, message.layers)
             except Error as error:
                 _logger.warning("what the broker asked for was not done: %s", error)
             if isinstance(message, Recall):
                 self._send(Done(message.recall))
+            elif isinstance(message, Returned) and not message.more:
+                with self._calling:
+                    self._open_calls.discard(message.serial)
+                    self._calling.notify_all()
 
 
 def _close(files: Sequence[int]) -> None:

@@ -1,9 +1,11 @@
 """What goes over the socket: one message a packet (SOCK_SEQPACKET keeps their borders and their order), msgpack by msgspec.
 
-    to the broker    Join, Want, Give, Done
-    to a member      Welcome (with the pages' file), Grant, Recall, Refused
+    to the broker    Join, Want, Give, Done; of the pages of a member's own layers: Home, Disown
+    to a member      Welcome (with the pages' file), Grant, Recall, Refused; of those pages: Returned
 
 Page numbers go as runs, (first, how many): pages that are granted together usually stand together.
+
+A page is *lent* while it is of a layer of a member that has given it and may ask for it by its number: its lender.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ __all__ = [
     "MOST_BYTES",
     "MOST_RUNS",
     "VERSION",
+    "Disown",
     "Done",
     "Give",
     "Grant",
+    "Home",
     "Join",
     "Recall",
     "Refused",
+    "Returned",
     "ToBroker",
     "ToMember",
     "Want",
@@ -40,7 +45,7 @@ __all__ = [
     "runs_of",
 ]
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 1 << 16
 """Of a message."""
 MOST_RUNS = 4096
@@ -57,14 +62,33 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 
 
 class Want(msgspec.Struct, tag=True, frozen=True):
-    """The member can use so many pages more. It replaces what it wanted before. serial: larger than that of each earlier one."""
+    """The member can use so many pages more. It replaces what it wanted before. serial: larger than that of each earlier one.
+    keeps: for good, so none that is lent."""
 
     serial: int
     pages: int
+    keeps: bool = False
 
 
 class Give(msgspec.Struct, tag=True, frozen=True):
-    """The member has let go of these pages: it does not touch them any more, and nothing on its device does."""
+    """The member has let go of these pages: it does not touch them any more, and nothing on its device does. lent: they are
+    of its own layers, and it may ask for them by their numbers."""
+
+    runs: tuple[Run, ...]
+    lent: bool = False
+
+
+class Home(msgspec.Struct, tag=True, frozen=True):
+    """The member's layers that it has lent are to come home. serial: larger than that of each earlier one. gently: only what is
+    free, or what who has it does not use; else also what somebody can make free by moving blocks, now or later."""
+
+    serial: int
+    runs: tuple[Run, ...]
+    gently: bool = False
+
+
+class Disown(msgspec.Struct, tag=True, frozen=True):
+    """The member has lent these, and will not ask for them: their layers have gone."""
 
     runs: tuple[Run, ...]
 
@@ -83,18 +107,33 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class Grant(msgspec.Struct, tag=True, frozen=True):
-    """These pages are the member's, of unknown bytes. serial: the want that they are for. more: others may follow."""
+    """These pages are the member's, of unknown bytes. serial: the want that they are for. more: others may follow. lent: another
+    member has lent them."""
 
     serial: int
     runs: tuple[Run, ...]
     more: bool = False
+    lent: bool = False
 
 
 class Recall(msgspec.Struct, tag=True, frozen=True):
-    """Others want so many pages: give what can be spared, then say `Done`."""
+    """Others want so many pages: give what can be spared, then say `Done`. layers: of tenants that serve no pass, too. runs: they
+    want these, and no others, since they are pages of their layers; gently: see `Home`."""
 
     recall: int
     pages: int
+    layers: bool = False
+    runs: tuple[Run, ...] = ()
+    gently: bool = False
+
+
+class Returned(msgspec.Struct, tag=True, frozen=True):
+    """These pages that the member has lent are its own again, of unknown bytes. serial: of its last `Home`. more: who has the
+    others has not answered yet."""
+
+    serial: int
+    runs: tuple[Run, ...]
+    more: bool = False
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -103,8 +142,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     why: str
 
 
-ToBroker = Join | Want | Give | Done
-ToMember = Welcome | Grant | Recall | Refused
+ToBroker = Join | Want | Give | Home | Disown | Done
+ToMember = Welcome | Grant | Returned | Recall | Refused
 Message = TypeVar("Message", ToBroker, ToMember)
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -134,7 +173,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], packet: bytes) -> Message
         raise InvalidState(
             f"a packet of {len(packet)} bytes is no message: {error}; nothing changed", why=str(error)
         ) from error
-    runs = message.runs if isinstance(message, Give | Grant) else ()
+    runs: tuple[Run, ...] = getattr(message, "runs", ())
     if len(runs) > MOST_RUNS or any(first < 0 or count < 1 for first, count in runs):
         raise InvalidState(
             f"{len(runs)} runs of pages, expected at most {MOST_RUNS} with a first page of 0 or more and a page at least; "

@@ -28,8 +28,10 @@ from remap.broker.ledger import Ledger, Sent
 from remap.broker.messages import (
     MOST_BYTES,
     VERSION,
+    Disown,
     Done,
     Give,
+    Home,
     Join,
     Refused,
     ToBroker,
@@ -86,7 +88,7 @@ class Broker:
         self.page_bytes, self.ledger = page_bytes, Ledger(pages)
         self._members: list[_Member] = []
         self._next = 1
-        self._deadline: tuple[int, float] | None = None  # (recall, when it is late)
+        self._deadlines: dict[int, float] = {}  # recall -> when it is late, the first one first
         with ExitStack() as undo:
             self._file = _make_file(pages * page_bytes)
             undo.callback(os.close, self._file)
@@ -138,12 +140,13 @@ class Broker:
 
     def _serve(self) -> None:
         while not self._closing:
-            left = None if self._deadline is None else max(0.0, self._deadline[1] - time.monotonic())
+            first = next(iter(self._deadlines.values()), None)
+            left = None if first is None else max(0.0, first - time.monotonic())
             for key, mask in self._selector.select(left):
                 if key.data is not None:
                     key.data(mask)
-            if self._deadline is not None and time.monotonic() >= self._deadline[1]:
-                recall, self._deadline = self._deadline[0], None
+            now = time.monotonic()
+            for recall in [recall for recall, late in self._deadlines.items() if now >= late]:
                 self._carry(self.ledger.late(recall))
 
     def _admit(self, mask: int) -> None:
@@ -193,9 +196,13 @@ class Broker:
         if not member.number:
             raise InvalidState("the first message must be Join")
         if isinstance(message, Want):
-            return ledger.wanted(member.number, message.serial, message.pages)
+            return ledger.wanted(member.number, message.serial, message.pages, keeps=message.keeps)
         if isinstance(message, Give):
-            return ledger.gave(member.number, message.runs)
+            return ledger.gave(member.number, message.runs, lent=message.lent)
+        if isinstance(message, Home):
+            return ledger.called(member.number, message.serial, message.runs, gently=message.gently)
+        if isinstance(message, Disown):
+            return ledger.disowned(member.number, message.runs)
         assert isinstance(message, Done)
         return ledger.done(member.number, message.recall)
 
@@ -258,11 +265,11 @@ class Broker:
             member = next((each for each in self._members if each.number == number), None)
             if member is not None:
                 self._send(member, message)
-        now = self.ledger.recalling
-        if now is None:
-            self._deadline = None
-        elif self._deadline is None or self._deadline[0] != now[0]:
-            self._deadline = (now[0], time.monotonic() + RECALL_S)
+        recalls = self.ledger.recalls
+        for over in self._deadlines.keys() - recalls:
+            del self._deadlines[over]
+        for recall in sorted(recalls - self._deadlines.keys()):
+            self._deadlines[recall] = time.monotonic() + RECALL_S
 
     def _send(self, member: _Member, message: ToMember) -> None:
         member.unsent.append(encode(message))

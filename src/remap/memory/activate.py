@@ -28,7 +28,7 @@ from remap.policy import schedule
 if TYPE_CHECKING:
     from remap import _core
 
-__all__ = ["ActivationReport", "activate", "deactivate"]
+__all__ = ["ActivationReport", "activate", "certify", "deactivate"]
 
 
 WELL_ABOVE = 0.25
@@ -84,7 +84,7 @@ def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial
         tenant.write(active=True)
         return ActivationReport(True, arena.epoch, streamed=away, reason=f"{tenant.name} has lent nothing")
     preempt: Mapping[str, tuple[int, ...]] = {}
-    most = _most_streamed(tenant, own, partial)
+    most = max(_most_streamed(tenant, own, partial), _stuck(tenant, own))
     # Bring home as many layers as there is room for, the first ones first. The present number of layers need not be
     # tried.
     for remapped in _candidates(tenant, keep, min(most, tenant.remapped - 1)):
@@ -100,7 +100,7 @@ def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial
             reason = f"bringing layers home ended early: {result.problem}"
             return ActivationReport(False, arena.epoch, result.moved, reason=reason, streamed=tenant.streamed)
         tenant.write(active=True)
-        _certify(tenant)
+        certify(tenant)
         reason = (
             f"{len(restored)} layers, of {lent} lent ones, come home and load in layer order, which delays the first "
             f"prefill by {stall * 1e3:.3g} ms; {len(tenant.streamed)} stay streamed"
@@ -108,9 +108,11 @@ def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial
         return ActivationReport(True, arena.epoch, result.moved, {}, restored, tenant.streamed, stall, reason)
     blocks = sum(map(len, preempt.values()))
     reason = f"{blocks} live blocks of {', '.join(sorted(preempt))} lie in the pages of {tenant.name}'s layers"
+    if not preempt:
+        reason = f"other processes have {len(tenant.gone)} pages of {tenant.name}'s layers"
     if most >= tenant.remapped:
         tenant.write(active=True)
-        _certify(tenant)
+        certify(tenant)
         reason += f": {len(away)} layers are streamed through {tenant.buffers} buffers meanwhile"
         return ActivationReport(True, arena.epoch, {}, preempt, (), away, 0.0, reason)
     return ActivationReport(False, arena.epoch, {}, preempt, (), away, 0.0, f"{reason}; free them and activate again")
@@ -125,6 +127,17 @@ def _own(tenant: TenantState) -> int:
         if not any(map(tenant.lends, tenant.select(remapped, tenant.buffers, "inward"))):
             return remapped
     return 0
+
+
+def _stuck(tenant: TenantState, own: int) -> int:
+    """alpha while what other processes have is away, as well as what it gave its own KV: nobody here can free blocks of theirs,
+    so these layers stream until they come, whatever `partial` is."""
+    gone, pages = tenant.gone, tenant.pages
+    if not gone:
+        return 0
+    if tenant.slicing:
+        return tenant.remapped
+    return min(tenant.remapped, own + sum(not gone.isdisjoint(pages.away(layer)) for layer in pages.streamed))
 
 
 def _certified(tenant: TenantState, own: int) -> int:
@@ -172,7 +185,7 @@ def _candidates(tenant: TenantState, keep: int, most: int) -> list[int]:
     return fit if keep in fit else [0, *fit]
 
 
-def _certify(tenant: TenantState) -> None:
+def certify(tenant: TenantState) -> None:
     """Note the stall per pass of the layers that still stream: chosen for a quick reload, they may stall more than
     allowed."""
     times = tenant.decode_times()

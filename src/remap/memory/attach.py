@@ -6,7 +6,7 @@ none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -76,6 +76,7 @@ class Arrivals:
         self._arriving: _Arrival | None = None
         # Asks other processes for so many pages, which are free then, or fewer. None: there are none.
         self.supply: Callable[[int], None] | None = None
+        self.borrowed: Container[int] = ()  # pages that others may call home, so they become no layer's
 
     def admit(
         self,
@@ -191,10 +192,11 @@ class Arrivals:
         first_pages = geometry.pages_for_blocks(kv.min_blocks)
         window = geometry.buffer_pages
         needed = sum(home_pages) + ring_pages + rest_pages + first_pages + window
-        lent = sorted(set(arena.free_pages()).intersection(page for other in others for page in other.pages.lent))
+        lent = self._lent(others)
         free = arena.counts()["free"] - len(lent)
         if needed > free and self.supply is not None:
             self.supply(needed - free)
+            lent = self._lent(others)
             free = arena.counts()["free"] - len(lent)
         if needed > free:
             raise OutOfMemory(
@@ -242,7 +244,11 @@ class Arrivals:
         donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
         if slices:
             donors = level_by_level(homes, order)
-        outside = [page for page, owner in enumerate(arena.owners()) if owner == _core.Owner.outside]
+        homes_here = {page for other in others for page in other.pages.lent}
+        outside = [page for page in lent if page not in homes_here]
+        outside += [
+            page for page, owner in enumerate(arena.owners()) if owner == _core.Owner.outside and page not in homes_here
+        ]
         giving = tuple((free_pages + donors + _of_others(arena, others) + outside)[: geometry.giving_pages])
         # Own pages without a place get one behind the blocks' places: lent pages are zeroed there before they come
         # home.
@@ -352,6 +358,11 @@ class Arrivals:
             longest=hidden.longest_piece,
         )
         return made
+
+    def _lent(self, others: Sequence[TenantState]) -> list[int]:
+        """The free pages that are some layer's, here or in another process."""
+        lent = frozenset[int]().union(*(other.pages.lent for other in others))
+        return sorted(page for page in self._arena.free_pages() if page in lent or page in self.borrowed)
 
     def _calibrate(self, tenant: TenantState) -> None:
         """Load the largest layer once more, to measure the copy's time; its bytes stay the same."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol, cast
 
 from remap.memory.apply import Changes
@@ -31,7 +31,7 @@ from remap.policy.donors.supply import Kind, Quote
 from remap.policy.schedule import RELATIVE_EPSILON, one_shot_delay
 from remap.policy.views import Take
 
-__all__ = ["ActiveLayers", "Donor", "InactiveLayers", "PausedKV", "UnusedKV", "paused"]
+__all__ = ["ActiveLayers", "Donor", "InactiveLayers", "PausedKV", "Taker", "UnusedKV", "paused"]
 
 # Asked in every step while demand is unmet, of times that change only when the giver runs.
 _late = functools.lru_cache(maxsize=256)(one_shot_delay)
@@ -46,6 +46,15 @@ def paused(tenant: TenantState) -> bool:
     its own allocator are live: such a tenant counts as idle while it is inactive.
     """
     return not tenant.active and not tenant.kv.pool.external and tenant.kv.live_blocks > 0
+
+
+class Taker(Protocol):
+    """Who would get pages: a tenant, or the other processes (outside.py). index_of: the pages that have a place there."""
+
+    @property
+    def index_of(self) -> Container[int]: ...
+    @property
+    def blocks_per_page(self) -> float: ...
 
 
 class Donor(Protocol):
@@ -148,7 +157,7 @@ class _Layers:
         self._changes = changes
         self._lending = lending
 
-    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
+    def give(self, giver: TenantState, receiver: Taker, take: Take) -> None:
         self._lending.lend(
             giver,
             take.remapped,
@@ -193,7 +202,7 @@ class InactiveLayers(_Layers):
             cap += 1
         return max(0, min(cap, most))
 
-    def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
+    def quotes(self, giver: TenantState, receiver: Taker, need: int, share: float) -> list[Quote]:
         if giver.slicing and giver.pages.streamed:
             return []  # slices of all layers stream: no layer can go whole
         buffers = max(1, giver.buffers)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
@@ -83,6 +83,19 @@ class Lending:
             return known
         some = {name: [page for page in held if page in pages] for name, held in known.items()}
         return {name: held for name, held in some.items() if held}
+
+    def gone(self, donor: TenantState) -> frozenset[int]:
+        """The donor's lent pages that other processes have."""
+        lent = donor.pages.lent
+        if not lent:
+            return lent
+        here = [*self._changes.arena.free_pages(), *itertools.chain(*self.holders(donor).values())]
+        return lent.difference(here)
+
+    def held(self, holder: TenantState, pages: Iterable[int]) -> list[int]:
+        """Which of these pages the holder has."""
+        asked = list(pages)
+        return [page for page, number in zip(asked, self._changes.arena.tenants_of(asked)) if number == holder.number]
 
     def losses(self, donor: TenantState, layers: int, buffers: int, selection: str) -> dict[str, int]:
         """Tenant (the donor too) -> usable blocks, exactly, that it would lose if the donor streamed this set."""
@@ -234,6 +247,28 @@ class Lending:
         plan = plan_free_pages(holder.pages, pages, give=False)
         return self._changes.exchange(holder, plan, list(holder.slots_of(pages))) or {}
 
+    def vacate(self, holder: TenantState, pages: Sequence[int], *, moving: bool) -> dict[int, int]:
+        """Free as many of these pages of the holder's KV cache as it can do without. Returns its moves. moving: whether live
+        blocks may move to make room; else the pages in which some lie stay."""
+        pool, geometry = holder.kv.pool, holder.kv.geometry
+        slot_of = {page: slot for page in pages for slot in holder.slots_of([page])}
+        left = sorted(slot_of, key=holder.index_of.__getitem__)
+        if holder.draining:  # it is emptying pages for itself
+            return {}
+        if not moving and not pool.external:
+            vacant = set(pool.vacant(slot_of.values()))
+            left = [page for page in left if slot_of[page] in vacant]
+        while left:
+            plan = plan_free_pages(holder.pages, left, give=False)
+            try:
+                return self._changes.exchange(holder, plan, [slot_of[page] for page in left]) or {}
+            except OutOfBlocks as error:  # without the pages of blocks that have no room
+                blocks = cast("dict[str, tuple[int, ...]]", error.fields["preempt"]).get(holder.name, ())
+                stay = {slot for block in blocks for slot in geometry.slots_of_block(block)}
+                fewer = [page for page in left if slot_of[page] not in stay]
+                left = fewer if len(fewer) < len(left) else []
+        return {}
+
     # -- coming home -----------------------------------------------------------------------------------------------
 
     def bring_home(
@@ -258,6 +293,16 @@ class Lending:
         lent = pages.to_reclaim(target)
         for name in self.holders(donor, lent) if lent else ():
             self._tenants[name].require_idle()
+        gone = donor.gone and lent.intersection(self.gone(donor))
+        if gone:
+            raise OutOfBlocks(
+                f"other processes have {len(gone)} pages of the layers that are to come home; nothing changed; these layers "
+                "stream until they are given back, for which activating the tenant asks, or its next step",
+                requested=len(gone),
+                free=0,
+                usable=0,
+                preempt={},
+            )
         result = Returned()
         applied = changes.applied
         try:

@@ -166,7 +166,7 @@ def check_books(arena: _core.Arena, tenants: Mapping[str, TenantState]) -> None:
     owners, tenant_of = arena.owners(), arena.tenants()
     for tenant in tenants.values():
         for page in () if arena.broken else tenant.pages.lent:
-            if owners[page].name not in ("free", "kv") or tenant_of[page] == tenant.number:
+            if owners[page].name not in ("free", "kv", "outside") or tenant_of[page] == tenant.number:
                 raise AssertionError(f"{tenant.name!r}: page {page} is lent and belongs to {owners[page].name}")
         tenant.kv.pool.check()
         if arena.broken:

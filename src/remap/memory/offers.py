@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from remap.config import Knobs
 from remap.memory.apply import Changes
-from remap.memory.donors import ActiveLayers, Donor, InactiveLayers, PausedKV, UnusedKV, paused
+from remap.memory.donors import ActiveLayers, Donor, InactiveLayers, PausedKV, Taker, UnusedKV, paused
 from remap.memory.lend import Lending
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of, view_of
@@ -114,6 +116,33 @@ class Offers:
         share = {one.name: self._share(pass_s, one, now) for one in others}
         lists = [donor.quotes(giver, receiver, need, share[giver.name]) for donor, giver in asked]
         return [quotes for quotes in lists if quotes]
+
+    def layers(self, taker: Taker, need: int, sleeps: Callable[[TenantState], bool]) -> list[tuple[TenantState, Take]]:
+        """Layers for so many of the taker's blocks, of tenants that serve no pass, by the rules of `to`: whose, and how many."""
+        now = self._clock()
+        self._switching.look(now)
+        if self._switching.crowded:
+            return []
+        stuck = _stuck(self._tenants)
+        found = []
+        asleep = [
+            one
+            for one in self._tenants.values()
+            if one.config.lends and not one.busy and sleeps(one) and not (stuck and paused(one))
+        ]
+        for giver in self._ranked(asleep, now):
+            as_inactive = replace(self._candidate(giver, now), active=False)
+            if need <= 0 or not may_donate(as_inactive, min_idle=self._config.min_idle):
+                continue
+            quotes = self.inactive.quotes(giver, taker, need, 0.0)
+            if quotes:
+                need -= sum(quote.blocks for quote in quotes)
+                found.append((giver, cast(Take, quotes[-1].step)))
+        return found
+
+    def give_layers(self, taker: Taker, giver: TenantState, take: Take) -> None:
+        """Make these of the giver's layers free pages."""
+        self.inactive.give(giver, taker, take)
 
     def whole(self, receiver: TenantState) -> list[Quote]:
         """See `advanced.offers`."""

@@ -1,23 +1,36 @@
 """Pages that other processes have: brought in when they are wanted here, handed out when others want them and they can be spared.
 
     a step, or attach, lacks pages    -> bring, supply: ask the broker, which answers with what is free; the rest may come later
-    others lack pages                 -> give_up: free pages, then unused KV of the tenants, as `UnusedKV` counts it
+    others lack pages                 -> give_up: free pages, then unused KV of the tenants, as `UnusedKV` counts it; asked for
+                                         layers, those of tenants that serve no pass, as `InactiveLayers` counts them
     they came later than the call     -> take_in
+    a tenant is to serve again        -> fetch, serves: its layers' pages are called by their numbers, and what comes is theirs
+    others call such pages            -> give_named, return_called: live blocks move out of them first
 
-Called with the session's lock held. What comes in is free, of unknown bytes: the core zeroes it for the tenant that gets it. What
-goes out was free before, so nothing here reads it: the host computes no pass of the tenants whose change has freed it, and the
-re-pointing worker is done with the regions that showed it.
+Called with the session's lock held, unless a method says otherwise. What comes in is free, of unknown bytes: the core zeroes it
+for the tenant that gets it. What goes out was free before, so nothing here reads it: the host computes no pass of the tenants
+whose change has freed it, and the re-pointing worker is done with the regions that showed it, or leaves them until their tenant
+serves again, and passes wait for that.
 
-Pages that a tenant's layers have lent stay in this process: their tenant asks for them by number when they come home.
+Layers whose pages others have are lent, as between the tenants of one process: they stream through their tenant's ring until they
+are home again. A page that was called and does not come (live blocks fill it, its holder hangs) costs no more than that.
+
+Blocks move only within a step, whose report tells the engines. So what comes or is called between steps moves none: layers come
+home when no block is in their way, and pages in which live blocks lie are given at the next step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
+from remap.errors import OutOfBlocks
+from remap.memory.activate import certify
 from remap.memory.apply import Changes
+from remap.memory.entries import Entries, Entry
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.state import TenantState
@@ -29,22 +42,37 @@ IDLE_S = 1.0
 AGAIN_S, AGAIN_TIMES = 0.02, 20
 """After a want that was not met whole the broker is not asked again for so long, nor for so many times as long as its answer
 took: what others give comes by itself, and a broker that hangs takes a twentieth of the steps' time at most."""
+CALL_S = 0.25
+"""How long an activation waits for pages that it has called, and after how long those that have not come are called again."""
 
 
 class Membership(Protocol):
     """`remap.broker.member.Membership`, as this uses it."""
 
     pages: int
+    borrowed: set[int]
 
     def want(self, pages: int, *, patient: bool = False) -> list[int]: ...
     def cancel(self) -> list[int]: ...
-    def give(self, pages: Sequence[int]) -> None: ...
+    def give(self, pages: Sequence[int], *, lent: bool = False) -> None: ...
+    def call(self, pages: Sequence[int], *, gently: bool = False) -> list[int]: ...
+    def await_call(self, calls: Sequence[int], seconds: float) -> None: ...
+    def disown(self, pages: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Only:
+    """A receiver of these pages and no others."""
+
+    number: int  # below 0, and another one each time: `Lending` keeps answers by it
+    index_of: Container[int]
 
 
 class Outside:
-    """One session's. number, index_of: as a receiver of unused KV (`Lending.free_idle`): any page will do."""
+    """One session's. number, index_of, blocks_per_page: as a receiver of pages: any will do, and its blocks are pages."""
 
     number = -1
+    blocks_per_page = 1.0
 
     def __init__(
         self,
@@ -62,7 +90,12 @@ class Outside:
         self._membership = membership
         self._clock = clock
         self._again_s = 0.0
+        self._only = self.number
+        self._lent: set[int] = set()  # pages that were given as lent, and may still be
+        self._called: set[int] = set()  # that others have called, and that were not given yet
+        self._gently: set[int] = set()  # numbers of tenants whose layers come home though they serve no pass
         self.index_of: Container[int] = range(membership.pages)
+        self.borrowed: Container[int] = membership.borrowed
 
     def bring(self, receiver: TenantState, blocks: int) -> bool:
         """Ask for pages for so many blocks of the receiver. Returns whether any that it can use have come."""
@@ -77,7 +110,7 @@ class Outside:
         places = receiver.index_of
         useful = [page for page in got if page in places]
         if len(useful) < len(got):
-            self._membership.give([page for page in got if page not in places])
+            self._give([page for page in got if page not in places])
         self.take_in(useful)
         return bool(useful)
 
@@ -93,36 +126,194 @@ class Outside:
             self._changes.pass_on(pages, out=False)
         except BaseException:
             here = set(self._changes.arena.free_pages())
-            self._membership.give([page for page in pages if page not in here])
+            self._give([page for page in pages if page not in here])
             raise
+        self._lent.difference_update(pages)
+        self._look()
 
     def hand_back(self, pages: Sequence[int]) -> None:
         """The arena is closed, and had these."""
         self._membership.give([*pages, *self._membership.cancel()])
 
-    def give_up(self, pages: int) -> None:
-        """Others want so many."""
-        spare = self._spare()
+    def forget_gone(self) -> None:
+        """A tenant has gone: nobody will call what only its layers lent."""
+        pages = sorted(self._lent.difference(*(tenant.pages.lent for tenant in self._tenants.values())))
+        if pages:
+            self._membership.disown(pages)
+            self._lent.difference_update(pages)
+
+    # -- others want some ------------------------------------------------------------------------------------------
+
+    def give_up(self, pages: int, *, layers: bool = False) -> None:
+        """Others want so many. layers: of tenants that serve no pass, too."""
+        spare = self._spare(layers)
         for giver in self._tenants.values():
             short = pages - len(spare)
             if short <= 0:
                 break
             if giver.config.lends and not giver.busy:
                 self._lending.free_idle(giver, self, short, self._surplus(giver))
-                spare = self._spare()
-        going = spare[:pages]
-        if going:
+                spare = self._spare(layers)
+        if layers and len(spare) < pages:
+            for giver, take in self._offers.layers(self, pages - len(spare), self._sleeps):
+                before = giver.pages
+                self._offers.give_layers(self, giver, take)
+                if giver.pages is not before:
+                    certify(giver)
+            spare = self._spare(layers)
+        self._hand_out(spare[:pages])
+
+    def _hand_out(self, going: Sequence[int]) -> None:
+        if not going:
+            return
+        try:
             self._changes.pass_on(going, out=True)
-            self._membership.give(going)
+        finally:  # an interrupt may come behind it
+            here = set(self._changes.arena.free_pages())
+            self._give([page for page in going if page not in here])
+            self._look()
+
+    def _give(self, pages: Collection[int]) -> None:
+        lent = frozenset[int]().union(*(tenant.pages.lent for tenant in self._tenants.values())).intersection(pages)
+        self._membership.give([page for page in pages if page not in lent])
+        self._lent |= lent
+        self._membership.give(sorted(lent), lent=True)
 
     def _surplus(self, giver: TenantState) -> int:
         """Unused blocks that it will not miss. A server without requests runs no step that would say so: after `IDLE_S` without
         a pass it is as one that is inactive."""
         unused = self._offers.unused_kv
-        idle = self._clock() - giver.last_pass_s > IDLE_S
-        return unused.unused(giver) if idle else unused.surplus(giver)
+        return unused.unused(giver) if self._idle(giver) else unused.surplus(giver)
 
-    def _spare(self) -> list[int]:
-        """Free pages that nobody here has lent, the last ones first: the first ones are where KV grows next."""
-        lent = frozenset[int]().union(*(tenant.pages.lent for tenant in self._tenants.values()))
-        return [page for page in reversed(self._changes.arena.free_pages()) if page not in lent]
+    def _idle(self, tenant: TenantState) -> bool:
+        return self._clock() - tenant.last_pass_s > IDLE_S
+
+    def _sleeps(self, giver: TenantState) -> bool:
+        """Whether it serves no pass now: it is inactive, or idle. An idle one may begin its next pass at any time, which then
+        streams: its passes have to have waited for every layer (`TenantState.require_seen`)."""
+        return not giver.active or (giver.unseen is None and not giver.slicing and self._idle(giver))
+
+    def _spare(self, layers: bool) -> list[int]:
+        """Free pages, the last ones first: the first ones are where KV grows next. Those that a tenant here has lent only with
+        `layers`, and if it serves no pass."""
+        lent: set[int] = set()
+        for tenant in self._tenants.values():
+            if not (layers and not tenant.busy and self._sleeps(tenant)):
+                lent |= tenant.pages.lent
+        free = [page for page in reversed(self._changes.arena.free_pages()) if page not in lent]
+        own = frozenset[int]().union(*(tenant.pages.lent for tenant in self._tenants.values()))
+        return sorted(free, key=own.__contains__)
+
+    # -- a tenant's layers come home -------------------------------------------------------------------------------
+
+    def activating(self, tenant: TenantState) -> list[int]:
+        """As `fetch`, also if they were called just now."""
+        tenant.called_s = 0.0
+        return self.fetch(tenant)
+
+    def fetch_if_paid(self, tenant: TenantState) -> None:
+        """It pays that some of its layers come home: if it serves no pass, only if others can spare their pages."""
+        self.fetch(tenant, gently=self._sleeps(tenant))
+
+    def fetch(self, tenant: TenantState, *, gently: bool = False) -> list[int]:
+        """Call the pages of its layers that others have. Returns what `await_home` takes. Waits for nothing."""
+        self._look()
+        (self._gently.add if gently else self._gently.discard)(tenant.number)
+        return self._call(tenant, gently)
+
+    def await_home(self, calls: Sequence[int]) -> None:
+        """Without the session's lock: until those who have the pages have answered, `CALL_S` at most."""
+        if calls:
+            self._membership.await_call(calls, CALL_S)
+
+    def serves(self, tenant: TenantState) -> bool:
+        """Some of its layers are not home, and it begins a pass. Returns whether `come_home` could bring some home. Without the
+        session's lock."""
+        self._call(tenant, gently=False)
+        return tenant.arrived
+
+    def _call(self, tenant: TenantState, gently: bool) -> list[int]:
+        gone, now = tenant.gone, time.monotonic()
+        if not gone or now < tenant.called_s:
+            return []
+        tenant.called_s = now + CALL_S
+        return self._membership.call(sorted(gone), gently=gently)
+
+    def come_home(self) -> None:
+        """Layers whose pages are all here again come home, if their tenant serves, or called them gently, and no block is in
+        the way."""
+        for tenant in self._tenants.values():
+            if not tenant.abroad or not (tenant.active or tenant.number in self._gently):
+                continue
+            if tenant.busy:
+                tenant.arrived = True  # the next step or pass goes on
+                continue
+            tenant.arrived = False
+            self._bring_home(tenant)
+        self._look()
+
+    def _bring_home(self, tenant: TenantState) -> None:
+        pages, buffers = tenant.pages, tenant.buffers
+        if tenant.slicing or not pages.lent:
+            return
+        free = set(self._changes.arena.free_pages())
+        ring = set(pages.ring_layers)
+        stays = [
+            layer
+            for layer in pages.streamed
+            if layer not in ring and not (tenant.lends(layer) and pages.lent.intersection(pages.homes[layer]) <= free)
+        ]
+        for remapped in range(len(stays) + len(ring) - buffers if stays else 0, tenant.remapped):
+            if remapped and not tenant.possible(tenant.streaming_at(remapped, buffers, "inward")):
+                continue
+            with suppress(OutOfBlocks):
+                if not self._lending.losses(tenant, remapped, buffers, "inward"):
+                    self._lending.bring_home(tenant, remapped, buffers, "inward")
+                    certify(tenant)
+                    return
+
+    def _look(self) -> None:
+        """What others have of each tenant's layers."""
+        for tenant in self._tenants.values():
+            gone = self._lending.gone(tenant)
+            tenant.gone = gone
+            tenant.abroad = bool(gone) or (tenant.abroad and bool(tenant.pages.lent))
+
+    # -- others call theirs ----------------------------------------------------------------------------------------
+
+    def give_named(self, pages: Sequence[int], *, gently: bool) -> None:
+        """Others have lent these, and their layers are to come home. gently: only what nobody here needs."""
+        if gently:
+            here, self._only = set(pages), self._only - 1
+            for giver in self._tenants.values():
+                if not giver.busy:
+                    self._lending.free_idle(giver, _Only(self._only, here), len(here), self._surplus(giver))
+            self._hand_out([page for page in self._changes.arena.free_pages() if page in here])
+            return
+        self._called.update(pages)
+        self.return_called(None)
+
+    def return_called(self, report: Entries | None) -> None:
+        """Give what others have called. report: of a step, in which live blocks may move; None: none may."""
+        called = self._called.difference(*(tenant.pages.lent for tenant in self._tenants.values()))
+        for holder in self._tenants.values():
+            held = [] if holder.busy or not called else self._lending.held(holder, called)
+            if held:
+                moved = self._lending.vacate(holder, held, moving=report is not None)
+                if moved and report is not None:
+                    why = f"{len(moved)} blocks moved: layers of another process came home"
+                    report.setdefault(holder.name, Entry(reason=why))
+        self._hand_out([page for page in self._changes.arena.free_pages() if page in called])
+        self._called = set().union(*(self._lending.held(holder, called) for holder in self._tenants.values()))
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, serving: Collection[str], report: Entries) -> None:
+        """A step begins, with a demand of these tenants. Pages that are called go, and layers come home."""
+        if self._called:
+            self.return_called(report)
+        for name in serving:
+            tenant = self._tenants[name]
+            if tenant.abroad:
+                self.fetch(tenant)
+                self.come_home()

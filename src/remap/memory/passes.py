@@ -38,6 +38,9 @@ class Passes:
         self._stalls = stalls
         self._clock = clock
         self.closed = False
+        # Of a tenant whose layers other processes have: asks for them; whether some have come (`Outside.serves`).
+        self.serves: Callable[[TenantState], bool] | None = None
+        self.come_home: Callable[[], None] | None = None
 
     def check_open(self, broken_too: bool = False) -> None:
         """Raises InvalidState if the session is closed, and ArenaBroken (field quarantined_pages) unless
@@ -66,6 +69,9 @@ class Passes:
         """Begin a pass that reads these streamed blocks; `mark` is the turn's `open_pass` while it is open. Raises as
         `Tenant.forward` says."""
         self._lock.refuse_fork()
+        if tenant.abroad and tenant.turn.open_pass is None and self.serves is not None and self.serves(tenant):
+            assert self.come_home is not None
+            tenant.turn.exclusively(self.come_home)
         if not self._try_begin(tenant, stream, mark, streamed):
             self._lock.run(self._begin_behind_changes, tenant, stream, mark, streamed)
         nvtx.push("remap.pass")

@@ -107,6 +107,12 @@ class TenantState:
     leaving: bool = False  # detaching it has failed: only another try is allowed
     detached: bool = False
 
+    # -- layers whose pages other processes have (outside.py)
+    gone: frozenset[int] = frozenset()  # pages.lent that others have
+    abroad: bool = False  # some were gone, and are not home yet
+    arrived: bool = False  # some have come back while a pass was open
+    called_s: float = 0.0  # until then they need not be called again
+
     # -- bytes that are not where they should be
     # Of layers in pages.unfilled, which bytes have come: (offset, end), ascending, with gaps between.
     come: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -346,7 +352,8 @@ class TenantState:
 
         "nested": a prefix of the nested order, which grows without reloading. "uniform": evenly spaced. "suffix": the
         last ones. "onward": all layers that stream now, and more of the nested order. "inward": fewer of the layers
-        that stream now: those lent to other tenants come home first, those of the ring last. "best": by search.
+        that stream now: those lent to other tenants come home first, those of the ring last, and behind these what other
+        processes have. "best": by search.
         """
         if remapped == 0:
             return ()
@@ -364,9 +371,16 @@ class TenantState:
             # backwards.
             suffix = self.streams_suffix
             lent = {layer for layer in present if self.lends(layer)}
+            gone = self.gone
+            stuck = {layer for layer in lent if not gone.isdisjoint(self.pages.homes[layer])} if gone else ()
             keep = sorted(
                 present,
-                key=lambda layer: (layer not in ring, layer in lent, -layer if suffix else rank.get(layer, len(rank))),
+                key=lambda layer: (
+                    layer not in ring,
+                    layer in lent,
+                    layer not in stuck,
+                    -layer if suffix else rank.get(layer, len(rank)),
+                ),
             )
             return tuple(sorted(keep[: remapped + buffers]))
         if selection == "onward":

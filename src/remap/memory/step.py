@@ -60,6 +60,8 @@ class Steps:
                 tenant.demand = demand.get(name)
         entries: Entries = {}
         applied = self._changes.applied
+        if self._outside is not None:
+            self._outside.step(demand, entries)
         try:
             for name in demand if len(demand) < 2 else sorted(demand, key=self._precedence):
                 tenant, wanted = self._tenants[name], demand[name]
@@ -114,6 +116,17 @@ class Steps:
                         self._remap_more(tenant, decision)
                 elif decision.action == "shrink" and (lacking := self._lacking(tenant, wanted, decision)):
                     entry.reason += f"; not done, since {lacking} blocks of the demand would be lacking then"
+                elif (
+                    decision.action == "shrink"
+                    and tenant.gone
+                    and self._elsewhere(
+                        tenant,
+                        decision.remapped,
+                        decision.buffers,
+                        self._homewards(tenant, decision.remapped, decision.buffers),
+                    )
+                ):
+                    entry.reason += "; not done, since other processes have these layers' pages"
                 elif decision.action == "shrink":
                     result = self._lending.bring_home(
                         tenant,
@@ -194,6 +207,12 @@ class Steps:
         view = self._view(lender)
         fewer = lender.controller.fewer(view)
         kind = self._homewards(lender, fewer, view.buffers)
+        decision: Decision | None
+        if lender.gone and self._outside is not None and self._elsewhere(lender, fewer, view.buffers, kind):
+            decision = lender.controller.may_return(view, holds=True)
+            if decision is not None:
+                self._outside.fetch_if_paid(lender)
+            return
         lost = {self._tenants[name]: blocks for name, blocks in self._claim(lender, fewer, view.buffers, kind).items()}
         if any(holder.busy for holder in lost):
             return
@@ -217,6 +236,10 @@ class Steps:
         entry.reason = ended_early(decision.reason, result.problem)
         for holder in lost:
             holder.controller.has_lost(self._view(holder), holder.demand.blocks if holder.demand else 0)
+
+    def _elsewhere(self, lender: TenantState, fewer: int, buffers: int, kind: str) -> bool:
+        """Whether other processes have pages of the layers that would come home."""
+        return not lender.gone.isdisjoint(lender.pages.to_reclaim(lender.streaming_at(fewer, buffers, kind)))
 
     def _claim(self, lender: TenantState, fewer: int, buffers: int, kind: str) -> dict[str, int]:
         """Tenant -> blocks that it would lose if the lender kept `fewer` layers away. Computed once per epoch and set

@@ -1,0 +1,53 @@
+"""Who speaks to a broker otherwise than it should: `python broker_garbage.py SOCKET SEED PACKETS`. Prints how many it sent."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+
+from remap.broker.messages import MOST_BYTES, VERSION, Disown, Done, Give, Home, Join, Want, encode
+
+PAGES = 96
+
+
+def packet(rng: random.Random) -> bytes:
+    """A message, whose numbers may be wrong, of which a byte may be another one, or the end lacking; or anything."""
+    if rng.random() < 0.2:
+        return rng.randbytes(rng.randrange(1, 100))
+    page, serial = rng.randrange(-1, PAGES + 2), rng.randrange(100)
+    runs = ((page, rng.randrange(1, 4)),) * rng.choice((1, 1, 1, 2))
+    messages = [
+        Want(serial, page),
+        Give(runs, lent=rng.random() < 0.5),
+        Home(serial, runs),
+        Disown(runs),
+        Done(serial),
+        Join(1),
+    ]
+    found = bytearray(encode(rng.choice(messages)))
+    if rng.random() < 0.3:
+        found[rng.randrange(len(found))] = rng.randrange(256)
+    return bytes(found[: rng.randrange(1, len(found) + 1)] if rng.random() < 0.1 else found)
+
+
+def main(path: str, seed: str, count: str) -> None:
+    rng, sent = random.Random(int(seed)), 0
+    while sent < int(count):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(path)
+            connection.settimeout(60)
+            if rng.random() < 0.9:
+                connection.send(encode(Join(VERSION)))
+                connection.recv(MOST_BYTES)
+            try:
+                for _ in range(rng.randrange(1, 30)):
+                    connection.send(packet(rng))
+                    sent += 1
+            except (BrokenPipeError, ConnectionResetError):  # it has been told why, and closed
+                continue
+    sys.stdout.write(f"{sent}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
