@@ -178,9 +178,9 @@ def _lines(level: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for each, level in zip(loggers, levels):
+        for each, before in zip(loggers, levels):
             each.removeHandler(handler)
-            each.setLevel(level)
+            each.setLevel(before)
 
 
 def _keep_ray_to_itself() -> None:
