@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +29,8 @@ __all__ = ["UNIX", "Asked", "membership"]
 UNIX = "unix:"
 STEP_S = 0.2
 """How long the broker's answer waits for an engine's step. What a later step gives is free then."""
+STALE_S = 1.0
+"""What was asked so long before the engine's step is not done in it."""
 
 _logger = logging.getLogger("remap.broker")
 
@@ -67,9 +70,8 @@ class Asked:
     def __init__(self, session: Session, membership: Membership) -> None:
         self._session = weakref.ref(session)
         self._membership = membership
-        self._put_off: list[
-            Callable[[Core], None]
-        ] = []  # for the engine's next step; read and written with the session's lock held
+        # For the engine's next step: what was asked last of each kind, and when. Read and written with the session's lock held.
+        self._put_off: dict[str, tuple[float, Callable[[Core], None]]] = {}
         self._attended = threading.Event()
 
     def granted(self, pages: Sequence[int]) -> None:
@@ -85,44 +87,53 @@ class Asked:
 
     def returned(self, pages: Sequence[int]) -> None:
         self.granted(pages)
-        self._run(_come_home)
+        self._run("home", _come_home, _come_home)
 
     def recalled(self, pages: int, layers: bool) -> None:
-        self._run(partial(_give_up, pages, layers))
+        # An engine that takes a step serves: it lends no layers in it.
+        self._run("pages", partial(_give_up, pages, layers), partial(_give_up, pages, False))
 
     def named(self, pages: Sequence[int], gently: bool) -> None:
-        self._run(partial(_give_named, pages, gently))
+        call = partial(_give_named, pages, gently)
+        self._run("named", call, call)
 
     def attend(self, core: Core) -> None:
         """What was put off, in a step of the engine's, or when it stops serving. Errors are logged, as those of other
-        recalls: the step goes on."""
-        calls, self._put_off = self._put_off, []
-        if not calls:
+        recalls: the step goes on. What is older than `STALE_S` nobody waits for; who still wants it asks again."""
+        if not self._put_off:
             return
+        put_off, self._put_off = self._put_off, {}
+        recent = time.monotonic() - STALE_S
         try:
-            for call in calls:
-                call(core)
-        except Error as error:
-            _logger.warning("what the broker asked for was not done: %s", error)
+            for when, call in put_off.values():
+                if when >= recent:
+                    _attempt(call, core)
         finally:
             self._attended.set()
 
-    def _run(self, call: Callable[[Core], None]) -> None:
+    def _run(self, kind: str, now: Callable[[Core], None], later: Callable[[Core], None]) -> None:
         """Now, or, if that is an engine's to do, in its next step, for which this waits for a while."""
         session = self._session()
-        if session is None or session.exclusively(partial(self._now_or_later, call)):
+        if session is None or session.exclusively(partial(self._now_or_later, kind, now, later)):
             return
         del session
         self._attended.wait(STEP_S)
 
-    def _now_or_later(self, call: Callable[[Core], None], core: Core) -> bool:
+    def _now_or_later(self, kind: str, now: Callable[[Core], None], later: Callable[[Core], None], core: Core) -> bool:
         """Whether it is done; else a step will do it."""
         if any(tenant.active and tenant.kv.pool.external for tenant in core.tenants.values()):
-            self._put_off.append(call)
+            self._put_off[kind] = (time.monotonic(), later)
             self._attended.clear()
             return False
-        call(core)
+        now(core)
         return True
+
+
+def _attempt(call: Callable[[Core], None], core: Core) -> None:
+    try:
+        call(core)
+    except Error as error:
+        _logger.warning("what the broker asked for was not done: %s", error)
 
 
 def _take_in(pages: Sequence[int], core: Core) -> None:

@@ -62,6 +62,13 @@ class SessionLock:
                 "start workers with the 'spawn' method, or open a session in the child"
             )
 
+    def free(self) -> bool:
+        """Whether this thread could have it at once. Another may be faster: no promise, but no long wait either."""
+        if not self.held.acquire(blocking=False):
+            return False
+        self.held.release()
+        return True
+
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """call(...) while no other thread is in a call that changes something; at once inside such a call of the same
         thread (a listener's)."""

@@ -16,7 +16,7 @@ must pass the report's `moved` to the other engine before its next pass. The re-
 belong to the core and never call Python.
 
 Interrupts: a call that an exception ends, KeyboardInterrupt included, has happened or has not. The next report tells of
-the blocks that had moved by then. A call that makes several changes may have stopped between two of them.
+the blocks that had moved by then. A step, which makes several changes, may have stopped between two of them.
 
 On a GPU, step() does not wait for the device: its moves are ordered behind the tenant's compute stream (streams.py;
 apply.py names the exceptions). attach, detach and close wait for this session's streams and the tenant's.
@@ -338,6 +338,7 @@ class Session:
         self._departed.append(tenant)
         self._arena.remove_tenant(tenant.number)  # from here it has gone
         self._release_departed()
+        tenant.gone, tenant.abroad = frozenset(), False
         if self._outside is not None:
             self._outside.forget_gone()
 
@@ -404,8 +405,8 @@ class Session:
         come by then streams, whatever `partial` is, and comes home when it comes.
 
         Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of
-        a tenant concerned, and the backend's error; nothing changes then. If the changes before a backend error cannot
-        be taken back, the report says so instead.
+        a tenant concerned, and the backend's error; nothing changes then. If what was done before a backend error cannot be taken
+        back, some layers may be home, and nobody is active who was not.
         """
         require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):

@@ -289,6 +289,20 @@ def test_who_keeps_pages_gets_none_that_is_lent_and_a_lender_that_has_ended_lend
     assert not world.wants
 
 
+def test_a_call_that_comes_too_late_is_ignored() -> None:
+    """The tenant was detached while its pass called its layers: the broker took that for a broken protocol, and closed."""
+    ledger = Ledger(4)
+    for member in (1, 2):
+        ledger.joined(member)
+    ledger.wanted(1, 1, 4, keeps=True)
+    ledger.gave(1, ((0, 2),), lent=True)
+    ledger.wanted(2, 1, 2)
+    ledger.disowned(1, ((0, 2),))
+    assert ledger.called(1, 1, ((0, 2),)) == [(1, Returned(1, ()))]
+    assert ledger.disowned(1, ((0, 2),)) == []
+    assert ledger.held == {1: 2, 2: 2} and ledger.lent == {}
+
+
 def explore(world: World, depth: int, seen: set[object]) -> None:
     """All orders of all events, to a depth: `World` checks each state."""
     key = repr(

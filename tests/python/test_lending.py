@@ -158,3 +158,26 @@ def test_a_tenant_that_lent_and_then_streams_slices_brings_them_home_together() 
         assert not a.lent_pages
         assert session.activate("a").activated
         remap.advanced.check(session)
+
+
+def test_a_listener_that_always_raises_ends_no_change_and_no_session() -> None:
+    """Its error took the plans back, of which it was told, and raised again: each later call began with that, `close` as well."""
+    with Shared(SIZES) as world:
+        a, b = world.engines["a"], world.engines["b"]
+        world.session.deactivate("b")
+        world.lend("b", 4, to="a")
+        told = []
+
+        def listen(added: object, withdrawn: object) -> None:
+            told.append((added, withdrawn))
+            raise RuntimeError("listener")
+
+        with pytest.raises(RuntimeError):
+            a.kv.subscribe(listen)
+        told.clear()
+        with pytest.raises(RuntimeError, match="listener"):
+            world.session.activate("b")
+        assert b.tenant.active and b.tenant.lent_pages == 0 and told, "the change that it was told of"
+        assert not world.session._changes._journal and not world.session._changes._takers
+        remap.advanced.check(world.session)
+        assert world.session.snapshot().tenants["b"].lent_pages == 0

@@ -148,17 +148,16 @@ class Ledger:
         return self._release(member, pages) + self._go_on()
 
     def called(self, member: int, serial: int, runs: Sequence[Run], *, gently: bool = False) -> Sent:
-        """These, which it has lent, are to come home. It hears at once which do. Those that it has again are ignored."""
+        """These, which it has lent, are to come home. It hears at once which do. Those that it has not lent any more are ignored:
+        when it sent this it may not have known that."""
         self._require(member, here=True)
         pages = self._pages(member, runs)
         if serial <= self._call_serials[member]:
             raise InvalidState(
                 f"member {member} calls pages as number {serial}, expected above {self._call_serials[member]}; nothing changed"
             )
-        if any(self._lender.get(page, self._owner[page]) != member for page in pages):
-            raise InvalidState(f"member {member} calls pages that it has not lent; nothing changed")
         self._call_serials[member] = serial
-        away = [page for page in pages if page in self._lender]
+        away = [page for page in pages if self._lender.get(page) == member]
         free = [page for page in away if page in self._away]
         for page in free:
             self._own(page, member)
@@ -190,13 +189,11 @@ class Ledger:
         return [*self._returned(member, free), *sent, *([] if waits or free else [(member, Returned(serial, ()))])]
 
     def disowned(self, member: int, runs: Sequence[Run]) -> Sent:
-        """It will not ask for these, which it has lent. Those that it has again are ignored."""
+        """It will not ask for these, which it has lent. Those that it has not lent any more are ignored."""
         self._require(member)
-        pages = self._pages(member, runs)
-        if any(self._lender.get(page, self._owner[page]) != member for page in pages):
-            raise InvalidState(f"member {member} disowns pages that it has not lent; nothing changed")
-        for page in pages:
-            self._not_lent(page)
+        for page in self._pages(member, runs):
+            if self._lender.get(page) == member:
+                self._not_lent(page)
         return self._go_on()
 
     def done(self, member: int, recall: int) -> Sent:

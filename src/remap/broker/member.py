@@ -203,8 +203,8 @@ class Membership:
 
     def _send_now(self, message: ToBroker) -> bool:
         try:
-            self._connection.send(encode(message))
-        except OSError as error:
+            self._connection.send(encode(message), socket.MSG_DONTWAIT)
+        except OSError as error:  # a broker that reads nothing for so long counts as one that has gone
             self._broken(f"the broker at {self.path} has gone: {error}")
             return False
         return True
@@ -255,6 +255,8 @@ class Membership:
                     asked.recalled(message.pages, message.layers)
             except Error as error:
                 _logger.warning("what the broker asked for was not done: %s", error)
+            except Exception:  # a listener's: without this thread nothing would come in, or go out, any more
+                _logger.exception("what the broker asked for was not done")
             if isinstance(message, Recall):
                 self._send(Done(message.recall))
             elif isinstance(message, Returned) and not message.more:

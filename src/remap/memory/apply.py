@@ -26,12 +26,13 @@ they come home before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from remap import _core
-from remap.errors import ArenaBroken, Error, OutOfBlocks
+from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool, SavedPool
 from remap.memory.books import Books
 from remap.memory.moves import compose_moves
@@ -42,6 +43,8 @@ from remap.memory.streams import Streams
 from remap.nvtx import annotated
 
 __all__ = ["Changes"]
+
+_logger = logging.getLogger("remap.memory")
 
 
 @dataclass
@@ -85,6 +88,7 @@ class Changes:
         self.applied = 0  # plans whose effects stand: undoing.py subtracts those that it takes back
         # What can be taken back, in the order of happening: changes with a plan, of which those that are decided stand.
         self._journal: list[_Saved] = []
+        self._raised: Exception | None = None  # by a listener while the journal was open: the first one
         self._takers: list[Taker] = []  # who will take back since when, unless it ends well; the outermost first
 
     @property
@@ -146,7 +150,11 @@ class Changes:
         """The change of this tenant has happened."""
         if saved.moves:
             before = {} if saved.moved is None else saved.moved
-            self.moved[saved.tenant.name] = compose_moves(before, dict(saved.moves))
+            moved = compose_moves(before, dict(saved.moves))
+            if moved:
+                self.moved[saved.tenant.name] = moved
+            else:  # all are back where they were
+                self.moved.pop(saved.tenant.name, None)
         saved.decided = True
         self._unreported.append(saved.tenant.kv.pool)
         del self._open[saved.tenant.number]
@@ -158,6 +166,10 @@ class Changes:
         for pool in tuple(self._unreported):
             try:
                 pool.tell()
+            except Exception as error:
+                if not self._takers:
+                    raise
+                self._raised = self._raised or error  # no reason to take back what it was told of: `close_journal`
             finally:
                 # Else it is being told already, further up: this is a listener's call.
                 if not pool.has_news and pool in self._unreported:
@@ -418,19 +430,27 @@ class Changes:
         """From now on plans can be taken back, until `close_journal`."""
         self._takers.append(taker)
 
-    def close_journal(self, taker: Taker) -> None:
-        """What was done since `open_journal` stays, or has been taken back."""
+    def close_journal(self, taker: Taker) -> Exception | None:
+        """What was done since `open_journal` stays, or has been taken back. Returns, to the last one, the first error of a
+        listener: it comes behind the change, which it does not end."""
         del self._takers[self._takers.index(taker) :]
+        if self._takers:
+            return None
+        self._journal.clear()
+        raised, self._raised = self._raised, None
+        return raised
 
     def take_back(self) -> None:
         """Let all take back that have opened the journal and were interrupted before they could. Raises ArenaBroken."""
         while self._takers:
             try:
                 self._takers[-1].take_back()
-            except ArenaBroken:
+            except Exception:  # a broken arena, or what nobody foresaw: what stands by now stays, and calls go on
                 self._takers.clear()
                 raise
-            self._takers.pop()
+            error = self.close_journal(self._takers[-1])
+            if error is not None:  # the call raises already what it was taken back for
+                _logger.error("a listener raised while a change was taken back", exc_info=error)
 
     def stands_since(self, start: int) -> bool:
         """Whether a plan stands that was decided since this place in the journal."""

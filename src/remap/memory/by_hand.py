@@ -67,7 +67,7 @@ def remap_by_hand(
     draining = drain and tenant.draining_target == (amount, buffers, selection)
     applied = changes.applied
     try:
-        with AllOrNothing(changes, (tenant,)):
+        with AllOrNothing(changes, lending.tenants.values()):
             if draining:  # the same call again: the engine may have returned the withdrawn blocks by now
                 moved = continue_draining(changes, tenant)
                 result = Returned({tenant.name: moved} if moved else {})
@@ -91,7 +91,7 @@ def remap_by_hand(
 
 def give_back_by_hand(changes: Changes, lending: Lending, tenant: TenantState) -> Entries:
     """`advanced.give_back`, checked already. Returns the entries of its report."""
-    with AllOrNothing(changes, (tenant,)):
+    with AllOrNothing(changes, lending.tenants.values()):
         moved = lending.give_back(tenant)
     reason = f"borrowed pages given back by hand; {len(moved)} blocks moved"
     return {tenant.name: Entry(stall=tenant.predicted_stall_s, reason=reason)}
@@ -111,7 +111,7 @@ def lend_by_hand(
     entry = merge(report, tenant.name, {})
     applied = changes.applied
     try:
-        with AllOrNothing(changes, (tenant,)):
+        with AllOrNothing(changes, lending.tenants.values()):
             pages = lending.lend(tenant, layers, buffers, tenant.growing_by)
             entry.reason = f"{pages} pages of {layers} layers lent by hand"
             tenant.write(by_hand=bool(tenant.streamed))

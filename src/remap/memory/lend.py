@@ -54,7 +54,7 @@ class Lending:
     """One session's. Called with the session's lock held, outside of the passes of the tenants concerned."""
 
     def __init__(self, tenants: Mapping[str, TenantState], changes: Changes) -> None:
-        self._tenants = tenants  # the session's own, as it is now
+        self.tenants = self._tenants = tenants  # the session's own, as it is now
         self._changes = changes
         self._held: tuple[int, dict[int, dict[str, list[int]]]] = (-1, {})  # epoch; donor -> holder -> pages
         # For one epoch, so that no entry outlives its tenants: (donor, receiver) -> key, unused pages in the order in

@@ -21,6 +21,7 @@ home when no block is in their way, and pages in which live blocks lie are given
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +45,9 @@ AGAIN_S, AGAIN_TIMES = 0.02, 20
 took: what others give comes by itself, and a broker that hangs takes a twentieth of the steps' time at most."""
 CALL_S = 0.25
 """How long an activation waits for pages that it has called, and after how long those that have not come are called again."""
+
+CALLED_S = 1.0
+"""For how long a page that others have called is theirs as soon as no live block lies in it."""
 
 
 class Membership(Protocol):
@@ -92,7 +96,7 @@ class Outside:
         self._again_s = 0.0
         self._only = self.number
         self._lent: set[int] = set()  # pages that were given as lent, and may still be
-        self._called: set[int] = set()  # that others have called, and that were not given yet
+        self._called: dict[int, float] = {}  # page that others have called, and that was not given yet -> when
         self._gently: set[int] = set()  # numbers of tenants whose layers come home though they serve no pass
         self.index_of: Container[int] = range(membership.pages)
         self.borrowed: Container[int] = membership.borrowed
@@ -290,12 +294,15 @@ class Outside:
                     self._lending.free_idle(giver, _Only(self._only, here), len(here), self._surplus(giver))
             self._hand_out([page for page in self._changes.arena.free_pages() if page in here])
             return
-        self._called.update(pages)
+        self._called.update(dict.fromkeys(pages, time.monotonic()))
         self.return_called(None)
 
     def return_called(self, report: Entries | None) -> None:
         """Give what others have called. report: of a step, in which live blocks may move; None: none may."""
-        called = self._called.difference(*(tenant.pages.lent for tenant in self._tenants.values()))
+        # Who still wants them has called them again since; the others have gone, or sleep.
+        recent = time.monotonic() - CALLED_S
+        lent = frozenset[int]().union(*(tenant.pages.lent for tenant in self._tenants.values()))
+        called = {page for page, when in self._called.items() if when >= recent and page not in lent}
         for holder in self._tenants.values():
             held = [] if holder.busy or not called else self._lending.held(holder, called)
             if held:
@@ -304,7 +311,8 @@ class Outside:
                     why = f"{len(moved)} blocks moved: layers of another process came home"
                     report.setdefault(holder.name, Entry(reason=why))
         self._hand_out([page for page in self._changes.arena.free_pages() if page in called])
-        self._called = set().union(*(self._lending.held(holder, called) for holder in self._tenants.values()))
+        here = itertools.chain(*(self._lending.held(holder, called) for holder in self._tenants.values()))
+        self._called = {page: self._called[page] for page in here}
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ The thread of the tenant's engine runs this, under the turn's lock where a chang
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from remap.memory.stall_watch import StallWatch
 from remap.memory.state import TenantState
 
 __all__ = ["Passes"]
+
+_logger = logging.getLogger("remap.broker")
 
 
 class Passes:
@@ -69,12 +72,25 @@ class Passes:
         """Begin a pass that reads these streamed blocks; `mark` is the turn's `open_pass` while it is open. Raises as
         `Tenant.forward` says."""
         self._lock.refuse_fork()
-        if tenant.abroad and tenant.turn.open_pass is None and self.serves is not None and self.serves(tenant):
-            assert self.come_home is not None
-            tenant.turn.exclusively(self.come_home)
+        if tenant.abroad and self.serves is not None:
+            self._ask_for_layers(tenant, self.serves)
         if not self._try_begin(tenant, stream, mark, streamed):
             self._lock.run(self._begin_behind_changes, tenant, stream, mark, streamed)
         nvtx.push("remap.pass")
+
+    def _ask_for_layers(self, tenant: TenantState, serves: Callable[[TenantState], bool]) -> None:
+        """Other processes have some of its layers: ask for them, and bring home what has come. Waits for nothing: while another
+        thread's call is under way, or if that fails, the layers stream in this pass too."""
+        if tenant.turn.open_pass is not None or tenant.leaving or tenant.detached or self.closed or not tenant.active:
+            return  # `_try_begin` says why
+        if serves(tenant) and self._lock.free():
+            assert self.come_home is not None
+            try:
+                tenant.turn.exclusively(self.come_home)
+            except ArenaBroken:
+                raise
+            except Error as error:
+                _logger.warning("tenant %r: layers that have come back stream on: %s", tenant.name, error)
 
     def _begin_behind_changes(self, tenant: TenantState, stream: Any, mark: object, streamed: Sequence[int]) -> None:
         """Begin a pass after the change that was in progress, and finish first what the last change has left."""

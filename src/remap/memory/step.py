@@ -60,9 +60,9 @@ class Steps:
                 tenant.demand = demand.get(name)
         entries: Entries = {}
         applied = self._changes.applied
-        if self._outside is not None:
-            self._outside.step(demand, entries)
         try:
+            if self._outside is not None:
+                self._outside.step(demand, entries)
             for name in demand if len(demand) < 2 else sorted(demand, key=self._precedence):
                 tenant, wanted = self._tenants[name], demand[name]
                 decision = self._decide(tenant, wanted)

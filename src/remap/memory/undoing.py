@@ -10,14 +10,16 @@ of `free`) is
 Inside, the journal of `Changes` has each plan that was decided, with what its tenant's pages were before. On any exception,
 KeyboardInterrupt included, the plans are taken back, newest first, by the one way back that every plan has (`plan_back`), and
 the exception goes on; nothing has changed. An interrupt of that leaves the rest to the end of the call, and one of that to the
-next call's beginning (`Changes.take_back`). Taking back needs the backend too. If that fails, what still stands stays in the
-journal, for an outer `with` to try once more, and `changes.applied` is larger than before: then the call must not raise as if
-nothing had changed, but report what it did.
+next call's beginning (`Changes.take_back`). What a listener raises takes nothing back: it is raised behind the change.
+
+Taking back needs the backend too. If that fails, what still stands stays in the journal, for an outer `with` to try once more,
+and `changes.applied` is larger than before: then the call must not raise as if nothing had changed, but report what it did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import TracebackType
 
 from remap.errors import ArenaBroken, Error
@@ -49,7 +51,10 @@ class AllOrNothing:
     ) -> None:
         if error is not None and not isinstance(error, ArenaBroken):
             self.take_back()
-        self._changes.close_journal(self)  # not if an interrupt came before: `Changes.take_back` ends it, with the call
+        # Not if an interrupt came before: `Changes.take_back` ends it, with the call.
+        raised = self._changes.close_journal(self)
+        if raised is not None and error is None:
+            raise raised
 
     def take_back(self) -> None:
         """Take back what was done since the `with` began. Can be called again, if it was interrupted. Raises ArenaBroken."""
@@ -62,11 +67,14 @@ class AllOrNothing:
                 changes.take_back_last()
         except ArenaBroken:
             raise
-        except Error:
-            return  # `applied` tells the caller; the first error says why
+        except Error:  # `applied` tells the caller; the first error says why
+            for tenant, before in self._before:
+                tenant.write(active=before.active)
+            return
         changes.applied = self._applied
         for tenant, before in self._before:
             tenant.write(
+                pages=replace(tenant.pages, computed=before.pages.computed),
                 active=before.active,
                 predicted_stall_s=before.predicted_stall_s,
                 since=before.since,
