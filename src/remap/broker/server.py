@@ -99,7 +99,9 @@ class Broker:
         self._selector.register(self._listener, selectors.EVENT_READ, self._admit)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="remap-broker", daemon=True)
+        # Waited for instead of the thread: until Python 3.12 a join that an interrupt ends counts the thread as ended.
+        self._ended_serving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="remap-broker", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -108,6 +110,7 @@ class Broker:
             return
         self._closing = True
         self._waker.send(b"x")
+        self._ended_serving.wait()
         self._thread.join()
         for member in self._members:
             if member.connection is not None:
@@ -129,7 +132,7 @@ class Broker:
 
     def wait(self) -> None:
         """Until it is closed by another thread, or a signal's handler raises. Raises InvalidState if it has ended by itself."""
-        self._thread.join()
+        self._ended_serving.wait()
         if not self._closing:
             raise InvalidState(
                 f"the broker at {self.path} has ended by an error, which it has printed; its members serve on with what they "
@@ -137,6 +140,12 @@ class Broker:
             )
 
     # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._ended_serving.set()
 
     def _serve(self) -> None:
         while not self._closing:
