@@ -182,14 +182,16 @@ class Membership:
     def close(self) -> None:
         """Leave. Pages that were not given stay the process's until it ends."""
         self.problem = self.problem or "the session has left it"
+        self._work.put(None)
+        # The working thread first: what has come is given back while that is possible.
+        for thread in self._threads[1:]:
+            _await(thread)
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             _logger.debug("the broker at %s had closed the connection", self.path)
-        self._work.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+            _await(thread)
         self._connection.close()
         if self.file >= 0:
             os.close(self.file)
@@ -263,6 +265,11 @@ class Membership:
                 with self._calling:
                     self._open_calls.discard(message.serial)
                     self._calling.notify_all()
+
+
+def _await(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def _close(files: Sequence[int]) -> None:
