@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from fixtures import emulated
 from hypothesis import settings
+
+__all__ = ["emulated"]
 
 # No test depends on how long something takes: an example may be slow on a busy machine.
 settings.register_profile("remap", deadline=None)

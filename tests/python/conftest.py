@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures import emulated
 from hypothesis import settings
+
+__all__ = ["emulated"]
 
 # No test depends on how long something takes: an example may be slow on a busy machine.
 settings.register_profile("remap", deadline=None)
@@ -39,21 +41,6 @@ def backend(backend_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
         assert driver.violations() == []
         assert set(driver.live()) == {"contexts"}  # the backend's own
         driver.reset()
-
-
-@pytest.fixture
-def emulated() -> Iterator[Any]:
-    """The emulated driver with pages of 64 KiB. The test must break none of its rules and leave nothing in it."""
-    from emulated import Emulated, find
-
-    driver = Emulated(find())
-    driver.configure(granularity=64 << 10, memory=1 << 30)
-    yield driver
-    driver.disarm()
-    gc.collect()  # sessions that a failed call left in a cycle
-    assert driver.violations() == []
-    assert driver.live() == {}, "the test left something behind"
-    driver.reset()
 
 
 @pytest.fixture(autouse=True)

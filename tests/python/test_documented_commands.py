@@ -234,12 +234,12 @@ def _measured(path: Path) -> None:
     path.write_text(json.dumps(measured(machine("GH200-96GB"))), encoding="utf-8")
 
 
-def _machines(path: Path) -> None:
-    path.write_text(json.dumps({"machines": {"my-machine": {"like": "GH200-96GB"}}}), encoding="utf-8")
-
-
-def _models(path: Path) -> None:
-    path.write_text(json.dumps({"models": {"half": {"like": "Llama-3-8b", "layers": 16}}}), encoding="utf-8")
+def _tables(path: Path) -> None:
+    given = {
+        "machines": {"my-machine": {"like": "GH200-96GB"}},
+        "models": {"half": {"like": "Llama-3-8b", "layers": 16}},
+    }
+    path.write_text(json.dumps(given), encoding="utf-8")
 
 
 def _lacking(module: str) -> Callable[[Path], None]:
@@ -262,8 +262,7 @@ FILES: Mapping[str, Callable[[Path], None]] = {
     "MODEL": save_model,
     "requests.jsonl": write_requests,
     "measured.json": _measured,
-    "mine.json": _machines,
-    "models.json": _models,
+    "mine.json": _tables,
     "headline.json": _lacking("headline"),
     "gap.json": _lacking("gap"),
     "trades.json": _lacking("trades"),
@@ -597,7 +596,8 @@ def test_a_cluster_is_served_with_all_options(folder: Path) -> None:
         assert "of MODEL answer" in said, (said, process.poll())
         url = said.rpartition(" ")[2].strip()
         body = json.dumps({"prompt": [7, 8, 9], "max_tokens": 4, "temperature": 0}).encode()
-        with urlopen(Request(f"{url}/v1/completions", body), timeout=LIMIT_S) as answer:
+        asked = Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urlopen(asked, timeout=LIMIT_S) as answer:
             assert len(json.loads(answer.read())["choices"][0]["token_ids"]) == 4
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=LIMIT_S)
