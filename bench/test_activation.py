@@ -100,7 +100,7 @@ def test_first_pass_after_activation(benchmark, load, away, live):
     compute_s = COMPUTE_S[load]
     with _world(lent_blocks if live == "half live" else 8, compute_s) as world:
         session, holder = world.session, world.tenants["holder"]
-        zeroing, moving = Clock(session._lending, "_reclaim"), Clock(session._changes, "_evacuate")
+        zeroing, moving = Clock(session._changes, "reclaim"), Clock(session._changes, "_evacuate")
         kv = holder.kv
         spent: dict[str, list[float]] = {"first": [], "call": [], "delay": [], "plain": [], "zero": [], "move": []}
         reports = []
