@@ -803,9 +803,9 @@ MUTANTS: tuple[Mutant, ...] = (
     # -- lending: pages between tenants, all or nothing -----------------------------------------------------------------------
     Mutant(
         name="lending-holder-is-not-given-back",
-        file="src/remap/memory/apply.py",
-        text="            self.move_blocks(tenant, [(new, old) for old, new in saved.moves])\n",
-        replacement="            pass\n",
+        file="src/remap/memory/undoing.py",
+        text="            while changes.stands_since(self._start):\n",
+        replacement="            while False:\n",
         breaks="When bringing layers home fails, a holder does not get back the pages that it had given up (a lost undo).",
         tests=("test_fault_sweep.py::test_every_call_fails[activate-aliased-once]",),
     ),
