@@ -102,7 +102,7 @@ class Rank:
 
         blocks: demand. free: blocks of the engine that are free. anyway: no request can run before there are so many
         blocks, so remap as many layers as they take, at any cost. patient: without them a request is preempted, so wait for
-        what other processes give (a quarter of a second at most, and for a twentieth of the time where that brings nothing).
+        what other processes give (a quarter of a second at most, and for a twentieth of the time where that is not enough).
 
         Logs a change that fails; the engine then goes on with the blocks that it has. Raises ArenaBroken only.
         """
@@ -204,12 +204,11 @@ class Rank:
         begun = time.monotonic()
         if begun < self._patient_again_s:
             return blocks
-        first = self.tenant.kv.usable_blocks
-        enough = first + blocks
+        enough = self.tenant.kv.usable_blocks + blocks
         while (short := enough - self.tenant.kv.usable_blocks) > 0 and time.monotonic() < begun + _PATIENT_S:
             time.sleep(_AGAIN_S)  # what is granted comes in by another thread
             self.session.step({self.tenant.name: Demand(short, 0)})
-        if self.tenant.kv.usable_blocks == first:
+        if short > 0:
             self._patient_again_s = time.monotonic() + 20 * _PATIENT_S
         return max(0, short)
 

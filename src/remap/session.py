@@ -24,7 +24,6 @@ apply.py names the exceptions). attach, detach and close wait for this session's
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -412,7 +411,7 @@ class Session:
         if not isinstance(partial, bool) and not is_amount(partial):
             raise invalid("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
         if self._outside is not None and not self._lock.is_held():
-            calls = self.exclusively(functools.partial(_fetch, name), claims=False)
+            calls = self.exclusively(lambda core: _fetch(name, core), claims=False)
             self._outside.await_home(calls)  # others may begin passes meanwhile
         return self._activate(name, alone, partial)
 

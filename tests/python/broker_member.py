@@ -10,14 +10,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from arena_worlds import make_spec, read_block, write_block
 
 import remap
 
+if TYPE_CHECKING:
+    from remap.broker.server import Broker
+
 LAYERS, LAYER_PAGES, PAGE = 4, 2, 1 << 16
 VALUES = {"one": 1, "two": 2, "three": 3}
+
+
+def opened(broker: Broker) -> remap.Session:
+    return remap.Session(device=f"unix:{broker.path}")
+
+
+def attached(session: remap.Session, name: str) -> remap.Tenant:
+    masters = [np.full(LAYER_PAGES * PAGE, layer, dtype=np.uint8) for layer in range(LAYERS)]
+    knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0)
+    return session.attach_bytes(masters, name=name, kv=make_spec(LAYERS, min_blocks=8, max_blocks=4000), config=knobs)
 
 
 class Process:

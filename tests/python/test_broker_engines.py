@@ -10,12 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 
-from arena_worlds import make_spec
+from broker_member import LAYER_PAGES, LAYERS, PAGE, attached, opened
 
 import remap
 from remap.adapters.arenas import SharedSession, join
@@ -24,7 +23,6 @@ from remap.broker.server import Broker
 from remap.errors import InvalidArgument, InvalidState
 from remap.ranks import Rank, ids
 
-LAYERS, LAYER_PAGES, PAGE = 4, 2, 1 << 16
 PAGES = 96
 OWN = LAYERS * LAYER_PAGES + 2
 ON = {"REMAP_ENABLE": "1"}
@@ -36,16 +34,6 @@ def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broker]:
     monkeypatch.setattr("remap.broker.server.RECALL_S", 60.0)
     with Broker(tmp_path / "s", PAGES * PAGE, PAGE) as made:
         yield made
-
-
-def opened(broker: Broker) -> remap.Session:
-    return remap.Session(device=f"unix:{broker.path}")
-
-
-def attached(session: remap.Session, name: str) -> remap.Tenant:
-    masters = [np.full(LAYER_PAGES * PAGE, layer, dtype=np.uint8) for layer in range(LAYERS)]
-    knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0)
-    return session.attach_bytes(masters, name=name, kv=make_spec(LAYERS, min_blocks=8, max_blocks=4000), config=knobs)
 
 
 def read(broker: Broker, **more: str) -> Settings:

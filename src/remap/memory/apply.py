@@ -447,6 +447,8 @@ class Changes:
                 self._takers[-1].take_back()
             except Exception:  # a broken arena, or what nobody foresaw: what stands by now stays, and calls go on
                 self._takers.clear()
+                self._journal.clear()
+                self._raised = None
                 raise
             error = self.close_journal(self._takers[-1])
             if error is not None:  # the call raises already what it was taken back for

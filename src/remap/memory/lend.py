@@ -54,7 +54,7 @@ class Lending:
     """One session's. Called with the session's lock held, outside of the passes of the tenants concerned."""
 
     def __init__(self, tenants: Mapping[str, TenantState], changes: Changes) -> None:
-        self.tenants = self._tenants = tenants  # the session's own, as it is now
+        self.tenants = tenants  # the session's own, as it is now
         self._changes = changes
         self._held: tuple[int, dict[int, dict[str, list[int]]]] = (-1, {})  # epoch; donor -> holder -> pages
         # For one epoch, so that no entry outlives its tenants: (donor, receiver) -> key, unused pages in the order in
@@ -74,7 +74,7 @@ class Lending:
             lent = donor.pages.lent
             if lent:
                 away = sorted(lent)
-                names = {tenant.number: name for name, tenant in self._tenants.items()}
+                names = {tenant.number: name for name, tenant in self.tenants.items()}
                 for page, number in zip(away, self._changes.arena.tenants_of(away)):
                     if number in names:
                         known.setdefault(names[number], []).append(page)
@@ -107,7 +107,7 @@ class Lending:
         found = {}
         for name, held in {**self.holders(donor, lent), donor.name: own}.items():
             if held:
-                tenant = self._tenants[name]
+                tenant = self.tenants[name]
                 found[name] = tenant.kv.usable_blocks - tenant.kv.pool.usable_with(tenant.slots_of(held))
         return found
 
@@ -234,7 +234,7 @@ class Lending:
 
     def borrowed(self, holder: TenantState) -> dict[TenantState, list[int]]:
         """Whose lent pages the holder has as KV, and which."""
-        held = {each: self.holders(each).get(holder.name, []) for each in self._tenants.values() if each.pages.lent}
+        held = {each: self.holders(each).get(holder.name, []) for each in self.tenants.values() if each.pages.lent}
         return {each: pages for each, pages in held.items() if pages}
 
     def give_back(self, holder: TenantState) -> dict[int, int]:
@@ -292,7 +292,7 @@ class Lending:
         pages = donor.pages
         lent = pages.to_reclaim(target)
         for name in self.holders(donor, lent) if lent else ():
-            self._tenants[name].require_idle()
+            self.tenants[name].require_idle()
         gone = donor.gone and lent.intersection(self.gone(donor))
         if gone:
             raise OutOfBlocks(
@@ -306,7 +306,7 @@ class Lending:
         result = Returned()
         applied = changes.applied
         try:
-            with AllOrNothing(changes, self._tenants.values()):
+            with AllOrNothing(changes, self.tenants.values()):
                 if pages.lent or donor.reclaimed:
                     there = replace(pages, lent=pages.lent - lent)
                     require_places(donor, plan_streaming(there, target).gained)
@@ -344,7 +344,7 @@ class Lending:
         room_in_all = 0
         extra: dict[TenantState, Sequence[int]] = {}
         gone = set(lent)
-        held = {self._tenants[name]: pages for name, pages in self.holders(donor, lent).items()}
+        held = {self.tenants[name]: pages for name, pages in self.holders(donor, lent).items()}
         for tenant in (*held, donor):
             if tenant.kv.pool.external:
                 continue
@@ -402,14 +402,14 @@ class Lending:
             changes.apply_and_settle(tenant, plan)
         slots = {}
         for name, pages in held.items():
-            tenant = self._tenants[name]
+            tenant = self.tenants[name]
             slots[name] = list(tenant.slots_of(sorted(pages, key=tenant.index_of.__getitem__)))
             if tenant.kv.pool.external:  # now, while no change is open: the engine hears of it at once
                 changes.drain_from_engine(tenant, slots[name])
         # Empty the pages of all holders before the first gives any up: if one holder cannot, nothing has changed.
-        moves = {name: changes.evacuate(self._tenants[name], slots[name]) or [] for name in held}
+        moves = {name: changes.evacuate(self.tenants[name], slots[name]) or [] for name in held}
         for name, pages in held.items():
-            tenant = self._tenants[name]
+            tenant = self.tenants[name]
             self._free(tenant, pages)
             if moves[name]:
                 result.moved[name] = dict(moves[name])

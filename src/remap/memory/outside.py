@@ -97,6 +97,7 @@ class Outside:
         self._only = self.number
         self._lent: set[int] = set()  # pages that were given as lent, and may still be
         self._called: dict[int, float] = {}  # page that others have called, and that was not given yet -> when
+        self._looked = -1  # the epoch of the last look
         self._gently: set[int] = set()  # numbers of tenants whose layers come home though they serve no pass
         self.index_of: Container[int] = range(membership.pages)
         self.borrowed: Container[int] = membership.borrowed
@@ -253,7 +254,10 @@ class Outside:
                 tenant.arrived = True  # the next step or pass goes on
                 continue
             tenant.arrived = False
-            self._bring_home(tenant)
+            epoch = self._changes.epoch
+            if epoch < 0 or tenant.tried_home != epoch:  # each step comes by, and owners alone decide
+                self._bring_home(tenant)
+                tenant.tried_home = self._changes.epoch
         self._look()
 
     def _bring_home(self, tenant: TenantState) -> None:
@@ -277,11 +281,16 @@ class Outside:
                     return
 
     def _look(self) -> None:
-        """What others have of each tenant's layers."""
+        """What others have of each tenant's layers. It stays the same while owners do."""
+        epoch = self._changes.epoch
+        if epoch >= 0 and epoch == self._looked:
+            return
+        self._looked = -1  # an interrupt must not leave a part of it
         for tenant in self._tenants.values():
             gone = self._lending.gone(tenant)
             tenant.gone = gone
             tenant.abroad = bool(gone) or (tenant.abroad and bool(tenant.pages.lent))
+        self._looked = epoch
 
     # -- others call theirs ----------------------------------------------------------------------------------------
 

@@ -111,6 +111,7 @@ class TenantState:
     gone: frozenset[int] = frozenset()  # pages.lent that others have
     abroad: bool = False  # some were gone, and are not home yet
     arrived: bool = False  # some have come back while a pass was open
+    tried_home: int = -1  # the epoch in which no more of them could come home
     called_s: float = 0.0  # until then they need not be called again
 
     # -- bytes that are not where they should be
@@ -139,7 +140,9 @@ class TenantState:
     known_times: tuple[LayerTimes, LayerTimes] | None = None  # (alone, beside others): shared_link.SharedLink
     known_turns: tuple[LayerTimes, float, LayerTimes] | None = None  # (as measured, share, beside switches): SharedLink
     known_piece: tuple[tuple[int, ...], float, float] | None = None  # (tails, rate, seconds): longest_piece
-    known_claim: tuple[tuple[object, ...], dict[str, int]] | None = None  # step.py: the blocks that coming home costs
+    known_claim: tuple[tuple[object, ...], dict[str, int] | None] | None = (
+        None  # step.py: the blocks that coming home costs
+    )
 
     def __post_init__(self) -> None:
         self.layers = len(self.layer_bytes)

@@ -114,30 +114,8 @@ class Steps:
                     self._take(tenant, decision)
                     if decision.remapped > tenant.amount:
                         self._remap_more(tenant, decision)
-                elif decision.action == "shrink" and (lacking := self._lacking(tenant, wanted, decision)):
-                    entry.reason += f"; not done, since {lacking} blocks of the demand would be lacking then"
-                elif (
-                    decision.action == "shrink"
-                    and tenant.gone
-                    and self._elsewhere(
-                        tenant,
-                        decision.remapped,
-                        decision.buffers,
-                        self._homewards(tenant, decision.remapped, decision.buffers),
-                    )
-                ):
-                    entry.reason += "; not done, since other processes have these layers' pages"
                 elif decision.action == "shrink":
-                    result = self._lending.bring_home(
-                        tenant,
-                        decision.remapped,
-                        decision.buffers,
-                        self._homewards(tenant, decision.remapped, decision.buffers),
-                        predicted_stall_s=decision.predicted_stall_s,
-                        drain=True,
-                    )
-                    merge(report, tenant.name, result.moved)
-                    entry.reason = ended_early(decision.reason, result.problem)
+                    self._shrink(tenant, wanted, decision, report)
                 elif tenant.draining:
                     continue_draining(changes, tenant)
         finally:
@@ -146,11 +124,31 @@ class Steps:
             free = (wanted.free or 0) + added if pool.external else pool.free_blocks
             entry.unmet = max(0, wanted.blocks - free)
 
-    def _lacking(self, tenant: TenantState, wanted: Demand, decision: Decision) -> int:
-        """Blocks of the demand that would be lacking after a shrink. The controller counts with the mean layer; a
-        larger layer, or blocks that become usable in groups, may cost more."""
+    def _shrink(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries) -> None:
+        """Bring layers home, unless the demand or another process needs their pages: the tenant's entry says so then."""
+        entry = report[tenant.name]
         kind = self._homewards(tenant, decision.remapped, decision.buffers)
-        lost = self._claim(tenant, decision.remapped, decision.buffers, kind).get(tenant.name, 0)
+        claim = self._claim(tenant, decision.remapped, decision.buffers, kind)
+        if claim is None:
+            entry.reason += "; not done, since other processes have these layers' pages"
+        elif lacking := self._lacking(tenant, wanted, claim.get(tenant.name, 0)):
+            entry.reason += f"; not done, since {lacking} blocks of the demand would be lacking then"
+        else:
+            result = self._lending.bring_home(
+                tenant,
+                decision.remapped,
+                decision.buffers,
+                kind,
+                predicted_stall_s=decision.predicted_stall_s,
+                drain=True,
+            )
+            merge(report, tenant.name, result.moved)
+            entry.reason = ended_early(decision.reason, result.problem)
+
+    @staticmethod
+    def _lacking(tenant: TenantState, wanted: Demand, lost: int) -> int:
+        """Blocks of the demand that would be lacking after a shrink that loses so many. The controller counts with the mean
+        layer; a larger layer, or blocks that become usable in groups, may cost more."""
         free = (wanted.free or 0) if tenant.kv.pool.external else tenant.kv.free_blocks
         return max(0, wanted.blocks - (free - lost))
 
@@ -207,13 +205,14 @@ class Steps:
         view = self._view(lender)
         fewer = lender.controller.fewer(view)
         kind = self._homewards(lender, fewer, view.buffers)
+        claim = self._claim(lender, fewer, view.buffers, kind)
         decision: Decision | None
-        if lender.gone and self._outside is not None and self._elsewhere(lender, fewer, view.buffers, kind):
+        if claim is None:
             decision = lender.controller.may_return(view, holds=True)
-            if decision is not None:
+            if decision is not None and self._outside is not None:
                 self._outside.fetch_if_paid(lender)
             return
-        lost = {self._tenants[name]: blocks for name, blocks in self._claim(lender, fewer, view.buffers, kind).items()}
+        lost = {self._tenants[name]: blocks for name, blocks in claim.items()}
         if any(holder.busy for holder in lost):
             return
         holds = all(blocks <= self._offers.unused_kv.surplus(holder) for holder, blocks in lost.items())
@@ -237,18 +236,17 @@ class Steps:
         for holder in lost:
             holder.controller.has_lost(self._view(holder), holder.demand.blocks if holder.demand else 0)
 
-    def _elsewhere(self, lender: TenantState, fewer: int, buffers: int, kind: str) -> bool:
-        """Whether other processes have pages of the layers that would come home."""
-        return not lender.gone.isdisjoint(lender.pages.to_reclaim(lender.streaming_at(fewer, buffers, kind)))
-
-    def _claim(self, lender: TenantState, fewer: int, buffers: int, kind: str) -> dict[str, int]:
-        """Tenant -> blocks that it would lose if the lender kept `fewer` layers away. Computed once per epoch and set
-        of pinned layers, since every step asks while anything is lent."""
+    def _claim(self, lender: TenantState, fewer: int, buffers: int, kind: str) -> dict[str, int] | None:
+        """Tenant -> blocks that it would lose if the lender kept `fewer` layers away; None if other processes have pages of those
+        that would come home. Computed once per epoch and set of pinned layers, since every step asks while anything is lent."""
         epoch = self._changes.epoch
         key = (epoch, lender.order, fewer, buffers, kind)
         known = lender.known_claim
         if known is None or known[0] != key or epoch < 0:
-            known = lender.known_claim = (key, self._lending.losses(lender, fewer, buffers, kind))
+            gone = lender.gone
+            elsewhere = gone and gone.intersection(lender.pages.to_reclaim(lender.streaming_at(fewer, buffers, kind)))
+            found = None if elsewhere else self._lending.losses(lender, fewer, buffers, kind)
+            known = lender.known_claim = (key, found)
         return known[1]
 
     def _view(self, tenant: TenantState) -> TenantView:
