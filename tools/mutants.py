@@ -844,7 +844,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-holder-inside-a-pass",
         file="src/remap/memory/lend.py",
-        text="            self._tenants[name].require_idle()",
+        text="            self.tenants[name].require_idle()",
         replacement="            pass",
         breaks="Pages are taken from a holder whose pass may be reading them.",
         tests=("test_lending.py::test_a_holder_inside_a_pass_keeps_its_pages",),
