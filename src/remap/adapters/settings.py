@@ -61,7 +61,7 @@ def enabled(environment: Mapping[str, str]) -> bool:
 class Settings:
     """One engine's settings: sizes in bytes, slowdown as a share, reserve_blocks in KV blocks. See the list above.
 
-    capacity: None where it is the broker's, until `arenas.joined` has asked."""
+    capacity: None where it is the broker's, until `arenas.join` has asked."""
 
     capacity: int | None
     slowdown: float = 0.02

@@ -91,9 +91,8 @@ class Adapter:
         weights = size.pages(page_bytes)
         pages = min(max(0, capacity // page_bytes - weights), geometry.region_pages)
         first = min(geometry.blocks_for_pages(pages), most + 1)  # use all pages: a free page gains nothing
-        if (
-            settings.joins
-        ):  # but of a broker's only those for one request of the greatest length: SGLang refuses longer ones
+        if settings.joins:
+            # Of a broker's pages only those for one request of the greatest length: SGLang refuses longer ones.
             first = min(first, -(-versions.longest(runner) // shape["block_tokens"]) + 1)
         if first < 2:
             raise InvalidState(
@@ -112,9 +111,8 @@ class Adapter:
                 platform=remap.advanced.Platform(copy_chunk_bytes=settings.copy_chunk_bytes),
             )
             undo.callback(self.session.close)
-        if (
-            most < blocks
-        ):  # the ceiling may lie inside of a layer, which needs a place as a whole: `HeldIds` has the limit
+        if most < blocks:
+            # The ceiling may lie inside of a layer, which needs a place as a whole: `HeldIds` has the limit.
             pages = size.reach(page_bytes, *map(geometry.pages_for_blocks, (first, most + 1)))
             groups = min(-(-pages // geometry.ranges) * geometry.ranges, geometry.giving_pages)
             shape["max_blocks"] = min(geometry.blocks_for_pages(groups) + 1, shape["max_blocks"])
