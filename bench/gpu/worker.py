@@ -43,13 +43,13 @@ def main(arguments: list[str]) -> int:
     with open(given.report, "a", encoding="utf-8", buffering=1) as report:
         context = Context(quick=given.quick, emulated=given.emulated)
         for name in given.names:
-            if not _run(known[name], context, given.until, report):
+            if not _run(known[name], context, given.until, report, last=name == given.names[-1]):
                 return FAILED
     return 0
 
 
-def _run(measure: Measure, context: Context, until: float, report: IO[str]) -> bool:
-    """Whether the process may go on with the next measure."""
+def _run(measure: Measure, context: Context, until: float, report: IO[str], *, last: bool = False) -> bool:
+    """Whether the process may go on with the next measure. last: nothing comes behind this one, which has all that is left."""
 
     def say(kind: str, **more: Any) -> None:
         report.write(json.dumps({"kind": kind, "measure": measure.name, **more}) + "\n")
@@ -63,7 +63,12 @@ def _run(measure: Measure, context: Context, until: float, report: IO[str]) -> b
     if reason is not None:
         say("skip", reason=reason)
         return True
-    takes = min(measure.seconds(quick=context.quick, emulated=context.emulated), max(least, until - now))
+    left = max(least, until - now)
+    takes = (
+        left
+        if last and until < float("inf")
+        else min(measure.seconds(quick=context.quick, emulated=context.emulated), left)
+    )
     context.until = now + takes
     say("begin", at=now, seconds=takes)
     figures, rest = 0, ""

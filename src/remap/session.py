@@ -113,9 +113,9 @@ class Session:
     spare. The field limited_by of LimitExceeded says which limit it was: "host_budget", "REMAP_HOST_BUDGET", "cgroup"
     or "machine".
     host_kv: host memory for KV of paused and preempted requests, of all tenants whose `KVSpec.host_blocks` is None together:
-    bytes or "8GiB", shared evenly; 0: none. "auto": at most half of what the machine and its control group can spare when an
-    engine asks (`kv.open_host`), and no tenant more than the session could hold of its blocks. An engine that never asks
-    takes none.
+    bytes or "8GiB", shared evenly, with engines that are made later too as long as nobody has used a block of it; 0: none.
+    "auto": at most half of what the machine and its control group can spare when an engine asks (`kv.open_host`), and no
+    tenant more than the session could hold of its blocks. An engine that never asks takes none.
 
     Raises InvalidArgument for a bad size, device, mode or option; OutOfMemory or LimitExceeded if the pages cannot be
     allocated (on the CPU also, with fields requested, limit and limited_by, for more than the machine or its control

@@ -60,6 +60,11 @@ def test_nobody_who_does_not_ask_takes_any() -> None:
         assert held(session) == 20 * BLOCK and kv.host.total == 0
 
 
+def kv_places(kvs: list[Any]) -> set[tuple[int, int]]:
+    """(first, end) of each host store."""
+    return {(kv.host.address, kv.host.address + kv.host.nbytes) for kv in kvs}
+
+
 @pytest.mark.parametrize("asks", ["open_host", "on_reclaim", "copy_out"])
 def test_whoever_asks_has_as_many_blocks_as_its_kv_can_ever_have(asks: str) -> None:
     with session_of(most=20) as session:
@@ -125,13 +130,46 @@ def test_a_number_is_shared_evenly_and_given_back(spare: Any, caplog: pytest.Log
         tenants = {name: session._tenants[name].kv for name in "abc"}
         assert [tenants[name].open_host() for name in "abc"] == [10, 10, 10]
         late = attach(session, "late").kv
-        assert late.open_host() == 0
-        assert "'late' gets no host memory" in caplog.text
+        assert late.open_host() == 5 == tenants["a"].host.total
         session.detach("b")
         assert held(session) == 20 * BLOCK
         assert attach(session, "next", most=1000).kv.open_host() == 10
         number = attach(session, "number", host_blocks=7).kv  # beside them
         assert number.host.total == number.open_host() == 7
+
+
+def test_engines_that_are_made_one_after_another_have_equal_parts(caplog: pytest.LogCaptureFixture) -> None:
+    """Each asks when the next model is not there yet: the first one's part is all there is, until another asks."""
+    with session_of("", host_kv=60 * BLOCK) as session:
+        stores = []
+        for name, parts in (("a", [60]), ("b", [30, 30]), ("c", [20, 20, 20])):
+            stores.append(attach(session, name, most=1000).kv)
+            assert stores[-1].open_host() == parts[-1]
+            assert [kv.host.total for kv in stores] == parts and held(session) == 60 * BLOCK
+            assert len(kv_places(stores)) == len(stores)
+        # What lies in a part stays there, and whoever comes then gets nothing of it.
+        tenant = session._tenants["b"]
+        (block,) = tenant.kv.allocate(1)
+        write_block(tenant, block, 77)
+        hosts = tenant.kv.copy_out([block])
+        late = attach(session, "late", most=1000).kv
+        assert late.open_host() == 0 and "'late' gets no host memory" in caplog.text
+        assert [kv.host.total for kv in stores] == [20, 20, 20]
+        tenant.kv.join(tenant.kv.copy_in(hosts, tenant.kv.allocate(1)))
+        session.detach("b")
+        assert attach(session, "next", most=1000).kv.open_host() == 20
+
+
+def test_a_part_without_room_for_a_block_is_nobodys() -> None:
+    with session_of("", host_kv=2 * BLOCK) as session:
+        kvs = [attach(session, name, most=1000).kv for name in "abc"]
+        assert [kv.open_host() for kv in kvs] == [0, 1, 1]
+    with session_of("", host_kv=2 * BLOCK) as session:
+        kvs = []
+        for name in "abc":
+            kvs.append(attach(session, name, most=1000).kv)
+            kvs[-1].open_host()
+        assert [kv.host.total for kv in kvs] == [1, 1, 0]
 
 
 def test_none_when_none_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,20 +216,23 @@ def test_what_is_refused_later(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     st.lists(st.tuples(st.sampled_from("abcd"), st.booleans(), st.integers(2, 40)), max_size=12),
 )
 def test_all_together_never_have_more_than_the_number(blocks: int, steps: list[tuple[str, bool, int]]) -> None:
-    """Whoever comes, asks and goes: each has min(what its KV can have, an equal part of what is left)."""
-    had: dict[str, int | None] = {}
+    """Whoever comes, asks and goes: all stores lie apart, and who asks has at least half of an equal part, or all that it can
+    use, since nobody has used a block yet."""
+    had: dict[str, bool] = {}
     with remap.Session(CAPACITY, page_bytes=PAGE, host_kv=blocks * BLOCK) as session:
         for name, asks, most in steps:
             if name not in had:
                 attach(session, name, most)
-                had[name] = None
-            elif asks and had[name] is None:
+                had[name] = False
+            elif asks and not had[name]:
+                had[name] = True
                 kv = session._tenants[name].kv
-                left = blocks - sum(one or 0 for one in had.values())
-                part = left // sum(one is None for one in had.values())
-                had[name] = kv.open_host()
-                assert had[name] == min(part, kv.spec.max_blocks)
+                assert kv.open_host() >= min(kv.spec.max_blocks, blocks // len(had) // 2)
             elif not asks:
                 session.detach(name)
                 del had[name]
-            assert held(session) == sum(one or 0 for one in had.values()) * BLOCK <= blocks * BLOCK
+            kvs = [session._tenants[each].kv for each, asked in had.items() if asked]
+            assert sum(kv.host.total for kv in kvs) * BLOCK <= held(session) <= blocks * BLOCK
+            places = sorted(kv_places([kv for kv in kvs if kv.host.total]))
+            assert all(end <= begin for (_, end), (begin, _) in zip(places, places[1:]))
+            assert len(places) == sum(kv.host.total > 0 for kv in kvs)

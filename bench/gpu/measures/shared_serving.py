@@ -71,8 +71,10 @@ SIDES: Mapping[str, Side] = {
     "swap": Side("", swaps=True, weights=False),  # the simulator's is of another scheduler
     "kv-pool": Side("session", swaps=False, weights=False, simulated="kv-pool"),
 }
-"""In the order of the runs of a seed, and of what convinces most: the default, the strongest alternative that moves no weights,
-what engines do as they are; then whole models put to sleep and woken, and the parts of the alternative."""
+"""In the order of what convinces most: the default, the strongest alternative that moves no weights, what engines do as they are,
+whole models put to sleep and woken; then the parts of the alternative."""
+FIRST_SIDES = tuple(SIDES)[:4]
+"""These are run with every seed before any other side is."""
 OWN = 0.25  # of a tenant's KV: so much stays its own where unused KV is everybody's, as in the simulator
 CV = 5.0  # of the gaps between requests: of the trace's 13, what still puts several bursts into a span of seconds
 HOST_KV_BYTES = (
@@ -146,6 +148,12 @@ def _tiny(case: Combination) -> Combination:
     )  # fmt: skip
     return replace(case, models=models, rate=20.0, longer=0.3, span_s=0.5, running=8, quantum_s=0.1, page_bytes=2 * MIB,
                    dtype="float32", limit=4.0, seeds=2)  # fmt: skip
+
+
+def _small(case: Combination) -> Combination:
+    """A tenth of the layers and of their KV's half, for two seconds of many requests: whether all of it runs on this GPU, under
+    pressure too, before the whole is tried."""
+    return replace(case.scaled(0.1).with_kv(0.5), rate=40.0, span_s=2.0, limit=1.25, seeds=1)
 
 
 def fitting(case: Combination, device_bytes: int, host_bytes: int) -> tuple[Combination, float, float]:
@@ -229,8 +237,10 @@ class Arena:
             remap.Session(self.capacity, device="cuda:0", page_bytes=page, host_kv=self.host_kv)
         )
         stack.callback(self._let_go)
+        stack.callback(self._forget_models)
         self.engines: dict[str, LLMEngine] = {}
         self._declared: list[tuple[int, int]] = []
+        self._models: list[Any] = []
         for shape in case.models:
             block_bytes = shape.block_bytes(BLOCK_TOKENS, case.itemsize)
             spec = remap.KVSpec(
@@ -244,15 +254,25 @@ class Arena:
             )
             model = deepened(first.pop(shape.name), shape.layers)
             tenant = self.session.attach(model, name=shape.name, kv=spec, hooks=False)
+            self._models.append(model)
             self.empty_cache()  # the tensors that the model came with
             self.engines[shape.name] = LLMEngine(
                 model, tenant, session=self.session, max_num_seqs=case.running, max_batch_tokens=512, runner="gpu",
                 max_model_len=2 * longest(shape, case.itemsize),
             )  # fmt: skip
+        without = [name for name, engine in self.engines.items() if not engine.tenant.kv.host.total]
+        if without:
+            raise Wrong(f"{without} have no host memory for KV: they would recompute where it says that they swap")
         layers = {shape.name: shape.layers for shape in case.models}
         self.whole = WholeModels(self.session, layers, self._follow)
         self._deal()
         self.start = {name: engine.tenant.kv.usable_blocks for name, engine in self.engines.items()}
+
+    def _forget_models(self) -> None:
+        """The session's end gives models memory of their own again, for which there is no room: nobody wants them any more."""
+        for model in self._models:
+            for each in (*model.parameters(), *model.buffers()):
+                each.data = self._torch.empty(0, dtype=each.dtype, device=each.device)
 
     def _follow(self, moved: Mapping[str, Mapping[int, int]]) -> None:
         for name, pairs in moved.items():
@@ -302,8 +322,13 @@ class Arena:
         self._deal()
         remap.advanced.check(self.session)
         for name, tenant in self.session.snapshot().tenants.items():
-            if tenant.remapped or tenant.lent_pages or tenant.usable_blocks != self.start[name]:
-                raise Wrong(f"{name} has {tenant.usable_blocks} blocks after all came home, {self.start[name]} before")
+            # The number of pages is what it was; a block less may lie whole in them.
+            lacking = self.start[name] - tenant.usable_blocks
+            if tenant.remapped or tenant.lent_pages or abs(lacking) > 0.02 * self.start[name]:
+                raise Wrong(
+                    f"{name} has {tenant.usable_blocks} blocks after all came home, {self.start[name]} before; "
+                    f"{tenant.remapped:g} of its layers are remapped, {tenant.lent_pages} of its pages are lent"
+                )
 
     def _hold(self) -> None:
         """No layer leaves from now on: all are declared as registered."""
@@ -329,16 +354,15 @@ class Arena:
         return found
 
     def _deal(self) -> None:
-        """Each tenant has as many pages of KV cache as its share: the others' unused ones become free, then its own."""
+        """Each tenant has as many pages of KV cache as its share, and each time the same places: all that can be given becomes
+        free, then each takes its own, the first places first. Which places they are decides how many whole blocks they hold."""
 
         def deal(core: Any) -> None:
             tenants = [core.tenant(name) for name in self.engines]
             for giver in tenants:
                 for taker in tenants:
-                    while taker is not giver and (over := _kv_pages(giver) - self.kv_pages[giver.name]) > 0:
-                        blocks = (over - 1) * self.case.page_bytes // taker.kv.spec.block_bytes
-                        if not core.lending.give_idle(giver, blocks, taker, giver.kv.usable_blocks):
-                            break
+                    if taker is not giver:
+                        core.lending.free_idle(giver, taker, _kv_pages(giver), giver.kv.usable_blocks)
             for taker in tenants:
                 lacking = self.kv_pages[taker.name] - _kv_pages(taker)
                 if lacking > 0:
@@ -542,6 +566,8 @@ def compared(ctx: Context, case: Combination, turns: Sequence[float]) -> Iterato
     on_gpu = missing("torch-cuda", emulated=ctx.emulated) is None
     layers, kv, drawn_on = 1.0, 1.0, "cuda"
     if on_gpu:
+        if ctx.quick:
+            case = _small(case)
         case, layers, kv = fitting(case, ctx.free_bytes, ctx.host_budget)
     else:
         case, drawn_on = _tiny(case), "cpu"
@@ -567,15 +593,26 @@ def compared(ctx: Context, case: Combination, turns: Sequence[float]) -> Iterato
         simulated = _simulation(ctx, case, arena) if on_gpu else None
         for number, quantum_s in enumerate(turns):
             timed = case.turning(quantum_s)
-            runs = _seeds(ctx, arena, timed, share=1.0 / (len(turns) - number), simulated=simulated)
+            runs: list[Run] = []
+            failed: Exception | None = None
+            try:
+                for run in _runs(ctx, arena, timed, 1.0 / (len(turns) - number), PREDICTING_S if simulated else 0.0):
+                    runs.append(run)
+            except Exception as error:  # noqa: BLE001 - raised again below, behind the figures of what was served before
+                failed = error
+            if simulated is not None:
+                runs = _with_predictions(runs, timed, simulated)
             counts = {run.seed: sum(len(each.ttft_s) for each in run.result.metrics.values()) for run in runs}
             detail = {**more, "quantum_s": quantum_s, "span_s": timed.span_s, "answered": counts}
-            yield from _figures(f"{name}, turns of {quantum_s:g} s", runs, detail)
+            if runs:
+                yield from _figures(f"{name}, turns of {quantum_s:g} s", runs, detail)
+            if failed is not None:
+                raise failed
         arena.restore()
 
 
-Simulated = Callable[[str, Mapping[str, Sequence["Request"]], float], Mapping[str, float]]
-"""(side, requests, seconds of a turn) -> the simulator's figures."""
+Simulated = Callable[[str, Mapping[str, Sequence["Request"]], float, float], Mapping[str, float]]
+"""(side, requests, seconds of a turn, seconds after which a run is cut off) -> the simulator's figures."""
 
 
 def _simulation(ctx: Context, case: Combination, arena: Arena) -> Simulated | None:
@@ -602,7 +639,9 @@ def _simulation(ctx: Context, case: Combination, arena: Arena) -> Simulated | No
         return None
     scheduling = {"max_num_seqs": case.running, "max_batch_tokens": 512}
 
-    def figures(side: str, requests: Mapping[str, Sequence[Request]], quantum_s: float) -> Mapping[str, float]:
+    def figures(
+        side: str, requests: Mapping[str, Sequence[Request]], quantum_s: float, limit_s: float
+    ) -> Mapping[str, float]:
         policy = SIDES[side].simulated
         if not policy:
             return {}
@@ -614,7 +653,14 @@ def _simulation(ctx: Context, case: Combination, arena: Arena) -> Simulated | No
         setup = Setup(
             on, given, "temporal", "chunked", quantum_s, BLOCK_TOKENS, page_bytes=case.page_bytes, scheduling=scheduling
         )
-        return simulate(setup, sorted(items, key=lambda each: each.time_s), policy).headline()
+        result = simulate(setup, sorted(items, key=lambda each: each.time_s), policy)
+        # Simulated requests are served to their end. Who has no token when a run is cut off counts as late as it is then.
+        late = [
+            min(first_s, limit_s - each.arrival_s)
+            for tenant in result.tenants
+            for first_s, each in zip(tenant.ttft_s, requests[tenant.tenant], strict=True)
+        ]
+        return {**result.headline(), "ttft_p99_s": percentile(late, 0.99)}
 
     return figures
 
@@ -623,38 +669,60 @@ KNOWN = {"H200": "H200", "H100 PCIe": "H100-PCIe", "H100": "H100-SXM", "GH200": 
 """By a part of the driver's name of a device: the simulator's, the first that fits."""
 
 
-def _seeds(
-    ctx: Context, arena: Arena, case: Combination, share: float, simulated: Simulated | None = None
-) -> list[Run]:
-    """One run of each side with each seed."""
-    runs: list[Run] = []
-    seed, end = -1, time.monotonic() + share * max(0.0, ctx.until - time.monotonic())
-    for index in ctx.rounds(case.seeds, least=1, share=share):
+def _runs(ctx: Context, arena: Arena, case: Combination, share: float, kept_s: float) -> Iterator[Run]:
+    """A run of each side with each seed, those of FIRST_SIDES before the others, while this share of the time, less `kept_s`,
+    lasts for one more; FEWEST in any case. Odd seeds the other way round: whoever comes later finds a warmer machine."""
+    requests: list[tuple[dict[str, list[Request]], int]] = []
+    for _ in range(case.seeds):
+        requests.append(make_requests(case, requests[-1][1] if requests else -1))
+    groups = (FIRST_SIDES, tuple(kind for kind in SIDES if kind not in FIRST_SIDES))
+    order = [
+        (kind, index)
+        for group in groups
+        for index in range(case.seeds)
+        for kind in (group if index % 2 == 0 else group[::-1])
+    ]
+    begun = time.monotonic()
+    end = begun + share * max(0.0, ctx.until - begun) - kept_s
+    longest_s = case.span_s
+    for number, (kind, index) in enumerate(order):
+        now = time.monotonic()
+        if number >= FEWEST and now + longest_s > end:
+            return
+        mine, seed = requests[index]
+        yield serve(kind, arena, mine, case.limit * case.span_s, case.quantum_s, seed)
+        longest_s = max(longest_s, time.monotonic() - now)
+
+
+def _with_predictions(runs: Sequence[Run], case: Combination, simulated: Simulated) -> list[Run]:
+    """The runs with the simulator's figures of the same requests."""
+    by_seed: dict[int, dict[str, list[Request]]] = {}
+    seed = -1
+    for _ in range(case.seeds):
         requests, seed = make_requests(case, seed)
-        # Odd seeds the other way round: whoever comes later finds a warmer machine. The first seed has the order of what
-        # convinces most, since the time may not suffice for all.
-        for kind in SIDES if index % 2 == 0 else [*SIDES][::-1]:
-            if index == 0 and len(runs) >= FEWEST and time.monotonic() + case.span_s > end:
-                break
-            run = serve(kind, arena, requests, case.limit * case.span_s, case.quantum_s, seed)
-            runs.append(run if simulated is None else replace(run, predicted=simulated(kind, requests, case.quantum_s)))
-    return runs
+        by_seed[seed] = requests
+    return [
+        replace(run, predicted=simulated(run.kind, by_seed[run.seed], case.quantum_s, case.limit * case.span_s))
+        for run in runs
+    ]
 
 
 FEWEST = 3
-"""Sides that are run in any case."""
+"""Runs in any case."""
+PREDICTING_S = 25.0
+"""The simulator's runs take so long at most, behind all others."""
 
 
 def _turns(ctx: Context, turns: tuple[float, ...]) -> tuple[float, ...]:
-    """On the emulated driver a tenth of it: its models are tiny."""
-    return tuple(each / 10 for each in turns[:1]) if ctx.emulated else turns
+    """The first, a tenth of it, on the emulated driver, where models are tiny, and in a quick run."""
+    return tuple(each / 10 for each in turns[:1]) if ctx.emulated or ctx.quick else turns
 
 
 @measure(
     "sharing 8B, 13B and 14B at 8/s",
     needs=("torch", "transformers"),
     full_s=460,
-    quick_s=None,
+    quick_s=60,
     emulated_s=20,
     least_s=LEAST_S,
 )

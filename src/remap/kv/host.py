@@ -46,14 +46,31 @@ class HostBlocks:
 
     total blocks begin at `address`. books: a byte for each host block, 1 for one in use. A value: a change makes another one, and
     one store puts it in the old one's place. A caller that changes several books together keeps the old value, and stores it
-    again if the rest fails.
+    again if the rest fails. untouched: no block was ever in use.
     """
 
     def __init__(self, geometry: KVGeometry, total: int, address: int = 0) -> None:
         self.geometry = geometry
-        self.total = total
-        self.address = address
-        self.books = bytes(self.total)
+        self.untouched = True
+        self._place = address, total
+        self.books = bytes(total)
+
+    @property
+    def address(self) -> int:
+        """Of the first block."""
+        return self._place[0]
+
+    @property
+    def total(self) -> int:
+        """Blocks, in use and free."""
+        return self._place[1]
+
+    def place(self, address: int, total: int) -> None:
+        """So many blocks from `address` on, in place of those before. Pre: `untouched`."""
+        # Longer books first, shorter ones last: whatever an interrupt leaves, all blocks have an entry, and none is in use.
+        self.books = bytes(max(total, self.total))
+        self._place = address, total
+        self.books = bytes(total)
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +115,7 @@ class HostBlocks:
                 free=free,
                 usable=self.total,
             )
+        self.untouched = False
         find, ids, block = self.books.find, list[int](), -1
         for _ in range(count):
             block = find(_FREE, block + 1)

@@ -278,7 +278,7 @@ class Arrivals:
             chunk_bytes=self._copy_chunk_bytes,
         )
         copies = KVCopies(self._changes.streams, compute, (lambda: prefetcher.copy_stream) if window else None)
-        host.kv_bytes = None if kv.host_blocks is None else 0
+        host.asks_kv = kv.host_blocks is None
         stored = HostBlocks(
             geometry, kv.host_blocks or 0, host.reserve(kv.host_blocks * kv.block_bytes) if kv.host_blocks else 0
         )
@@ -327,7 +327,7 @@ class Arrivals:
                 self._memory,
                 turn,
                 stored,
-                partial(self._hosts.store_kv, host, name, geometry) if kv.host_blocks is None else None,
+                partial(self._hosts.store_kv, host, name, geometry, turn.lock) if kv.host_blocks is None else None,
             ),
             live_prefetcher=prefetcher,
             compute=compute,

@@ -7,8 +7,9 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from remap.errors import Error, LimitExceeded, OutOfMemory
 from remap.kv.host import HostBlocks
@@ -39,7 +40,7 @@ class HostMemory:
         self._beside = beside
         self._allocated: list[tuple[int, int]] = []
         self._registered: list[tuple[int, int]] = []
-        self.kv_bytes: int | None = 0  # that `HostMemories.store_kv` gave; None: it may be asked for them yet
+        self.asks_kv = False  # whether `HostMemories.store_kv` may be asked for this tenant yet
 
     @property
     def allocated_bytes(self) -> int:
@@ -116,6 +117,48 @@ def require_kv(device: Device, capacity: int, kv_bytes: int | None) -> None:
         require_memory(beside + kv_bytes, what="host memory for KV, with the arena,")
 
 
+@dataclass(frozen=True)
+class _Sharer:
+    """A tenant's store in a piece. most: blocks that it has use for. lock: held while its books change."""
+
+    host: HostMemory
+    store: HostBlocks
+    most: int
+    lock: AbstractContextManager[Any]
+
+
+@dataclass
+class _Piece:
+    """Memory in which the KV of tenants that share it lies, in equal parts, side by side."""
+
+    memory: HostMemory
+    address: int
+    nbytes: int
+    sharers: tuple[_Sharer, ...] = ()
+
+    def part(self, more: int) -> int:
+        """Bytes of a part, with so many more sharers; 0 if one of the present ones cannot make room, or would keep no block."""
+        if not all(each.store.untouched for each in self.sharers):
+            return 0
+        part = self.nbytes // (len(self.sharers) + more) // mmap.PAGESIZE * mmap.PAGESIZE
+        return part if all(part >= each.store.geometry.spec.block_bytes for each in self.sharers) else 0
+
+    def share(self, newcomer: _Sharer) -> bool:
+        """Make room for one more. False, and nothing changed for the newcomer, if a tenant has begun to use its part meanwhile.
+
+        In order of address: parts become smaller and move down, so no two ever overlap, wherever this ends.
+        """
+        part = self.part(1)
+        for index, sharer in enumerate((*self.sharers, newcomer)):
+            with sharer.lock:  # its engine may be about to copy out, on its own thread
+                if not sharer.store.untouched:
+                    return False
+                blocks = min(sharer.most, part // sharer.store.geometry.spec.block_bytes)
+                sharer.store.place(self.address + index * part, blocks)
+        self.sharers = (*self.sharers, newcomer)
+        return True
+
+
 class HostMemories:
     """A session's host memory: its tenants', and memory that the backend has not taken back yet."""
 
@@ -131,6 +174,7 @@ class HostMemories:
         self._capacity = arena.counts()["total"] * arena.page_bytes
         self._arena_bytes = self._capacity if device.name.kind == "cpu" else 0
         self._held: list[HostMemory] = []
+        self._pieces: list[_Piece] = []
         self._kv_bytes = kv_bytes
         self._budget = budget
 
@@ -138,31 +182,41 @@ class HostMemories:
         """Bytes of the machine's memory that the session has, the arena on the CPU included."""
         return self._arena_bytes + sum(host.allocated_bytes for host in self._held)
 
-    def store_kv(self, host: HostMemory, name: str, geometry: KVGeometry) -> HostBlocks:
+    def store_kv(
+        self, host: HostMemory, name: str, geometry: KVGeometry, lock: AbstractContextManager[Any]
+    ) -> HostBlocks:
         """Memory for the KV blocks of tenant `name`, whose `host` has none yet: an equal part of what there is for those that
-        have none, and never more than the arena could hold of its blocks. Sized by itself, all together take at most half of
-        what can be spared now: the rest is for master copies to come, and for everybody else. None to spare: no blocks, and a
-        line of log. Raises what `reserve` raises if a number was named. With the session's lock held."""
-        asking = sum(each.kv_bytes is None for each in self._held)
+        have none, and never more than the arena could hold of its blocks. Of a number, those that asked before give up what
+        makes the parts equal, as long as none of their blocks was ever in use: engines are made one after another. Sized by
+        itself, all together take at most half of what can be spared now: the rest is for master copies to come, and for
+        everybody else. None to spare: no blocks, and a line of log. Raises what `reserve` raises if a number was named. lock:
+        held while the store's books change. With the session's lock held."""
+        asking = sum(each.asks_kv for each in self._held)
         each_bytes = geometry.spec.block_bytes
         if self._kv_bytes is not None:
-            room, why = self._kv_bytes - sum(each.kv_bytes or 0 for each in self._held), "host_kv"
+            room, why = self._kv_bytes - sum(piece.nbytes for piece in self._pieces), "host_kv"
         else:
             spare, why = self._spare()
             room = spare // 2
         most = min(geometry.spec.max_blocks, self._capacity // each_bytes, MOST_BLOCKS)
-        blocks = max(0, min(most, room // max(1, asking) // each_bytes))
-        address = 0
+        store = HostBlocks(geometry, max(0, min(most, room // max(1, asking) // each_bytes)))
+        sharer = _Sharer(host, store, most, lock)
+        # A number is of all tenants together; by itself, each has taken its part of what there was then.
+        others = self._pieces if self._kv_bytes is not None else []
+        widest = max(others, key=lambda piece: piece.part(1), default=None)
         try:
-            address = host.reserve(blocks * each_bytes) if blocks else 0
+            if widest is not None and min(most, widest.part(1) // each_bytes) > store.total and widest.share(sharer):
+                pass
+            elif store.total:
+                self._take_piece(sharer)
         except (OutOfMemory, LimitExceeded) as error:
             if self._kv_bytes is not None:
                 raise
-            blocks, why = 0, str(error)
+            store, why = HostBlocks(geometry, 0), str(error)
         # An interrupt above leaves memory that nobody uses, until the tenant goes.
-        host.kv_bytes = blocks * each_bytes
-        if blocks or self._kv_bytes == 0:
-            _logger.info("KV of %r: %d host blocks, %s", name, blocks, show_size(host.kv_bytes))
+        host.asks_kv = False
+        if store.total or self._kv_bytes == 0:
+            _logger.info("KV of %r: %d host blocks, %s", name, store.total, show_size(store.nbytes))
         else:
             _logger.warning(
                 "KV of %r gets no host memory: %s to give, a block takes %s (%s); whoever is preempted is recomputed",
@@ -171,7 +225,20 @@ class HostMemories:
                 show_size(each_bytes),
                 why,
             )
-        return HostBlocks(geometry, blocks, address)
+        return store
+
+    def _take_piece(self, sharer: _Sharer) -> None:
+        """Memory for as many blocks as the store has, which it alone has for now."""
+        memory = HostMemory(self._backend, self._device, self.nbytes)
+        self._held.append(memory)
+        try:
+            piece = _Piece(memory, memory.reserve(sharer.store.nbytes), sharer.store.nbytes)
+        except BaseException:  # on any exception, an interrupt included: undo, then re-raise
+            self._give_back(memory)
+            raise
+        self._pieces.append(piece)
+        sharer.store.place(piece.address, sharer.store.total)
+        piece.sharers = (sharer,)
 
     def _spare(self) -> tuple[int, str]:
         """Bytes of host memory that may be taken now, and what bounds them."""
@@ -205,12 +272,20 @@ class HostMemories:
         be called again."""
         if host is None:
             return
+        for piece in tuple(self._pieces):
+            piece.sharers = tuple(each for each in piece.sharers if each.host is not host)
+            if not piece.sharers:
+                self._pieces.remove(piece)
+                self._give_back(piece.memory)
+        self._give_back(host)
+
+    def _give_back(self, memory: HostMemory) -> None:
         try:
-            host.release()
+            memory.release()
         except Error:
             return
-        if host in self._held:
-            self._held.remove(host)
+        if memory in self._held:
+            self._held.remove(memory)
 
     def close(self) -> None:
         """Give everything back. Raises the backend's error; it can be called again."""
