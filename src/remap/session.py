@@ -24,6 +24,7 @@ apply.py names the exceptions). attach, detach and close wait for this session's
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +42,7 @@ from remap.arguments import (
     require_options,
 )
 from remap.config import Config, Knobs, invalid, is_amount
-from remap.errors import Error, InvalidArgument
+from remap.errors import Error, InvalidArgument, OutOfMemory
 from remap.joined import Asked, membership
 from remap.kv.spec import KVSpec
 from remap.locking import Moved, SessionLock, exclusive
@@ -515,9 +516,10 @@ class Session:
     def close(self, *, device: Any = None) -> None:
         """Give everything back. Models return to ordinary memory and stay usable; do not use KV tensors afterwards.
 
-        Waits for the last passes. device and OutOfMemory: as for `detach`. Idempotent; it can be called again after an
-        error. Allowed when the arena is broken, and with ranges still declared as registered: whoever registered them must have
-        deregistered them by then.
+        Waits for the last passes. device and OutOfMemory: as for `detach`; but without `device`, a model that does not fit
+        beside the session's own memory goes to the CPU, with a RuntimeWarning, if the machine has room for it: the device's
+        memory is free afterwards. Idempotent; it can be called again after an error. Allowed when the arena is broken, and with
+        ranges still declared as registered: whoever registered them must have deregistered them by then.
         """
         if not self.closed:
             self._close(device)
@@ -527,7 +529,7 @@ class Session:
     def _close(self, device: Any) -> None:
         for tenant in self._tenants.values():
             self._changes.abandon(tenant)
-            tenant.source.detach(sorted(tenant.absent), device)
+            self._move_out(tenant, device)
             tenant.retire()
         self._executor.stop()
         self._departed.extend(self._tenants.values())
@@ -540,6 +542,22 @@ class Session:
         if self._outside is not None:
             self._outside.hand_back([page for page, owner in enumerate(owners) if owner != _core.Owner.outside])
         self._passes.closed = True
+
+    def _move_out(self, tenant: TenantState, device: Any) -> None:
+        """The model goes to `device`; without one, to where it is, or to the CPU if it does not fit there twice."""
+        try:
+            tenant.source.detach(sorted(tenant.absent), device)
+        except OutOfMemory as error:
+            where = self._device.torch_device
+            if device is not None or where == "cpu" or error.requested > devices.host_room()[0]:
+                raise
+            tenant.source.detach(sorted(tenant.absent), "cpu")
+            warnings.warn(
+                f"the model of {tenant.name!r}, {show_size(error.requested)}, does not fit onto {where} twice, and is on the CPU "
+                f"now; model.to({where!r}) moves it back once the session is closed",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def __enter__(self) -> Session:
         return self

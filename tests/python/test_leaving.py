@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ pytest.importorskip("transformers")
 
 from models import Rig, ids_for, logits_of, make  # noqa: E402
 
+from remap import session as session_module  # noqa: E402
 from remap.model import bind as modules  # noqa: E402
 
 
@@ -64,6 +66,31 @@ def test_no_room_for_the_model(monkeypatch, alpha, leave):
         if leave == "detach":
             assert rig.session.snapshot().pages.free == rig.session.snapshot().pages.total
             assert set(rig.session.snapshot().tenants) == set()
+
+
+@pytest.mark.parametrize("room", [1 << 40, 1000])
+def test_a_session_on_a_full_gpu_closes_with_its_models_on_the_cpu(monkeypatch, room):
+    """Weights of more than half of a GPU have no room there a second time; whoever leaves a `with` has asked for nothing."""
+    model = make("llama")
+    ids = ids_for(2, 6)
+    expected = logits_of(model, ids)
+    with Rig(model) as rig:
+        rig.remap(3)
+        rig.hooks.remove()
+        full = FullOnce(monkeypatch)
+        monkeypatch.setattr(rig.session, "_device", SimpleNamespace(torch_device="cuda:7"))
+        monkeypatch.setattr(session_module.devices, "host_room", lambda: (room, "machine"))
+        if room < 10_000:
+            with pytest.raises(remap.OutOfMemory, match="device='cpu'"):
+                rig.session.close()
+            full.devices.clear()
+            full.devices.append(None)
+            rig.session.close(device="cpu")
+        else:
+            with pytest.warns(RuntimeWarning, match=r"'m', .* does not fit onto cuda:7 twice.*model.to\('cuda:7'\)"):
+                rig.session.close()
+        assert full.devices == [None, "cpu"] and rig.session.closed
+        assert torch.equal(logits_of(model, ids), expected)
 
 
 def test_a_tenant_that_has_left_holds_nothing(monkeypatch):
