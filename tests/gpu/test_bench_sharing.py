@@ -144,7 +144,7 @@ def test_the_simulators_figures_stand_beside_the_measured() -> None:
     assert (said.value, said.n, said.detail["most"]) == (pytest.approx(4000.0), 3, pytest.approx(6000.0))
     assert found["C, remap, first token, P99, measured / simulated"].value == pytest.approx(0.5)
     assert found["C, remap, between tokens, P99, measured / simulated"].value == pytest.approx(0.5)
-    assert not any(name.startswith("C, whole models") and "simulated" in name for name in found)
+    assert not any(name.startswith("C, swap,") and "simulated" in name for name in found)
 
 
 def test_the_simulator_is_given_the_arena_and_the_requests() -> None:

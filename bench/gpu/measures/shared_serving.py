@@ -37,12 +37,12 @@ from bench.gpu.models import (
 )
 from bench.gpu.registry import Wrong, measure, missing
 from bench.gpu.results import Figure, count, figure
-from bench.gpu.whole_models import WholeModels
 
 import remap
 from remap.memory.plan import plan_free_pages
 from remap.memory.view import free_pages_of
 from remap.sim.results import percentile
+from remap.sim.whole_models import WholeModels
 
 if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request
@@ -67,7 +67,7 @@ SIDES: Mapping[str, Side] = {
     OURS: Side("session", swaps=True, weights=True, simulated="remap"),
     "kv-pool+swap": Side("session", swaps=True, weights=False, simulated="kv-pool+swap"),
     "recompute": Side("", swaps=False, weights=False, simulated="recompute"),
-    "whole models": Side("whole", swaps=False, weights=True),
+    "whole models": Side("whole", swaps=False, weights=True, simulated="sleep"),
     "swap": Side("", swaps=True, weights=False),  # the simulator's is of another scheduler
     "kv-pool": Side("session", swaps=False, weights=False, simulated="kv-pool"),
 }

@@ -12,6 +12,8 @@
                   requests goes to host memory, and weights are lent and streamed
     remap:weights weights alone: every reservation is its tenant's own, nothing is swapped (what Oneiros has)
     remap:A       any of its ablations (below), or settings of Knobs: "remap:selection=slices+buffers=2"
+    sleep         recompute; one model is awake at a time, whole, with all memory that the others do not need while they sleep;
+                  weights come and go over the link when turns change (vLLM's sleep mode, level 1). For turns only
     ideal         recompute with six times the memory: what memory is worth. Nobody can choose it; the others are
                   compared with it (`remap.sim.ideal`)
 
@@ -35,6 +37,7 @@ __all__ = [
     "IDEAL_MEMORY",
     "OURS",
     "POLICIES",
+    "SLEEP",
     "UNBOUNDED",
     "UNUSED_KV",
     "UNUSED_KV_AND_SWAP",
@@ -46,6 +49,9 @@ __all__ = [
 
 UNUSED_KV, UNUSED_KV_AND_SWAP = "kv-pool", "kv-pool+swap"
 """Names: KV shared between models, weights where they are; and the same with KV in host memory."""
+
+SLEEP = "sleep"
+"""Name: whole models put to sleep and woken."""
 
 OURS, WEIGHTS_ONLY = "remap", "remap:weights"
 """Names: the default, all donors; and weights alone, every reservation its tenant's own."""
@@ -59,7 +65,7 @@ IDEAL_MEMORY = 6
 
 @dataclass(frozen=True)
 class Policy:
-    """How memory is managed. kind: "recompute", "swap", "pie", "static" or "remap".
+    """How memory is managed. kind: "recompute", "swap", "pie", "static", "sleep" or "remap".
 
     controller: settings of Knobs that are not its defaults. static: layers, or a share of them below 1; of Pie the
     expansion, 0 if it is adaptive. pooled: the
@@ -116,6 +122,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             _policy(
                 OURS, "the production controller: KV and weights of all tenants", "remap", pooled=_POOLED, swap=True
             ),
+            _policy(SLEEP, "whole models sleep and wake, one at a time; recompute", "sleep", pooled=_POOLED),
             _policy("ideal", "recompute with six times the memory", "recompute", memory=IDEAL_MEMORY),
             _policy(
                 "whole",

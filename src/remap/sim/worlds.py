@@ -3,6 +3,7 @@
 recompute, swap and static   tenants of a session on the sim backend whose memory nobody changes while they serve
 ideal                        recompute, with more memory
 remap                        the same session, asked before every pass: `session.step`
+sleep                        the same session by `WholeModels`, which moves all of a model at once, when turns change
 pie                          pools that count, and a clock (Pie has no counterpart in the library)
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from remap.engine.scheduler import Schedule, Scheduler
@@ -25,6 +27,7 @@ from remap.sim.roofline import Roofline
 from remap.sim.running import Concurrent, Serving, Turns
 from remap.sim.scheduling import make_scheduling
 from remap.sim.setup import Setup, TenantSetup
+from remap.sim.whole_models import WholeModels
 
 __all__ = ["World", "fitting", "make_world"]
 
@@ -66,6 +69,13 @@ def fitting(setup: Setup, policy: Policy) -> None:
             hbm_bytes_per_s=on.hbm_bytes_per_s,
             link_bytes_per_s=link,
         )
+    if policy.kind == "sleep" and setup.sharing != "temporal":
+        raise InvalidArgument(
+            f"the policy {policy.name!r} is of models that take turns, not of sharing {setup.sharing!r}; nothing was run; leave it "
+            "out, or let them take turns",
+            policy=policy.name,
+            sharing=setup.sharing,
+        )
     if policy.kind == "swap" and setup.scheduler != "prefill-first":
         raise InvalidArgument(
             f"the policy {policy.name!r} is of the prefill-first scheduler (vLLM V0), not of {setup.scheduler!r}; nothing was "
@@ -101,8 +111,11 @@ def _session_world(setup: Setup, policy: Policy) -> World:
     platform = remap.advanced.Platform(backend=backend)
     session = remap.Session(capacity, page_bytes=setup.page_bytes, config=policy.config, platform=platform)
     try:
-        managed = session if policy.kind == "remap" else None
         engines: dict[str, SimEngine] = {}
+        managed: Any = session if policy.kind == "remap" else None
+        if policy.kind == "sleep":
+            layers = {tenant.name: tenant.model.layers for tenant in setup.tenants}
+            managed = WholeModels(session, layers, partial(_follow, engines))
         for tenant, (spec, _) in zip(setup.tenants, specs):
             attached = session.attach_bytes(
                 masters([tenant.model.layer_bytes] * tenant.model.layers),
@@ -123,12 +136,17 @@ def _session_world(setup: Setup, policy: Policy) -> World:
     return World(backend, engines, runner, session, session.close)
 
 
+def _follow(engines: Mapping[str, SimEngine], moved: Mapping[str, Mapping[int, int]]) -> None:
+    for name, pairs in moved.items():
+        engines[name].follow(pairs)
+
+
 def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, int]:
     """(the KV cache, blocks of the whole reservation). The region has room for whatever the arena has."""
     model, reserved = tenant.model, setup.kv_blocks(tenant)
     block_bytes = setup.block_tokens * model.kv_bytes_per_token
     most = reserved
-    if policy.kind in ("remap", "static"):
+    if policy.kind in ("remap", "sleep", "static"):
         most = max(reserved, sum(_memory(setup, one) for one in setup.tenants) // block_bytes)
     spec = KVSpec(
         layers=model.layers,
@@ -136,7 +154,7 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
         head_dim=model.head_dim,
         block_tokens=setup.block_tokens,
         dtype={1: "int8", 2: "bfloat16", 4: "float32"}[model.dtype_bytes],
-        min_blocks=max(1, int(policy.pooled * reserved)) if policy.kind == "remap" else reserved,
+        min_blocks=max(1, int(policy.pooled * reserved)) if policy.kind in ("remap", "sleep") else reserved,
         max_blocks=most,
         host_blocks=_HOST_BLOCKS if policy.swaps else 0,
     )

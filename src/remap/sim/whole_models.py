@@ -45,7 +45,7 @@ class WholeModels:
 
     def step(self, demand: Mapping[str, Any]) -> Any:
         """Nothing changes within a turn."""
-        return SimpleNamespace(moved={})
+        return SimpleNamespace(moved={}, changed=False)
 
     def snapshot(self) -> remap.Snapshot:
         """The session's."""
