@@ -106,6 +106,21 @@ def test_with_memory_to_spare_all_policies_are_one(sharing: str) -> None:
     assert 0 < ours.stall_fraction < 2e-4 and ours.virtual_s == pytest.approx(found[0].virtual_s, rel=2e-4)
 
 
+def test_whole_models_sleep_and_wake() -> None:
+    """As sleep mode: a turn begins when all of a model is there and all of the others is away, so it waits for a whole load; and
+    whoever is awake has what the others do not need."""
+    found, ours, free = (simulate(two(), MUCH, name) for name in ("sleep", "remap", "whole"))
+    assert same(simulate(two(), MUCH, "sleep")) == same(found)
+    assert [tenant.finished for tenant in found.tenants] == [tenant.requests for tenant in found.tenants]
+    for name in ("a", "b"):  # all but the last layer leave, and never a part of them
+        assert {sample.alpha for sample in found.timeline if sample.tenant == name} == {0.0, 7.0}
+    assert found.kv_blocks_peak > ours.kv_blocks_peak
+    assert found.virtual_s > ours.virtual_s > 0 and max(found.ttft_s) > max(free.ttft_s)
+    with pytest.raises(InvalidArgument, match="take turns") as caught:
+        simulate(two("spatial"), MUCH, "sleep")
+    assert (caught.value.fields["policy"], caught.value.fields["sharing"]) == ("sleep", "spatial")
+
+
 def test_a_request_longer_than_the_context_is_cut_and_one_longer_than_the_memory_refused() -> None:
     items = [Item("a", 0.0, 5000, 10), Item("a", 0.0, 1000, 500), Item("b", 0.0, 10, 1)]
     (a, b) = simulate(two(), items, "recompute").tenants
