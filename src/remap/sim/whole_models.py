@@ -39,7 +39,7 @@ class WholeModels:
             if other != name:
                 self._follow(remap.advanced.lend(self._session, other, layers - 1, 1, to=name).moved)
         remap.advanced.settle(self._session)
-        self._session._tenants[name].prefetcher.drain()  # the copies of its layers
+        self._session.exclusively(lambda core: core.tenant(name).prefetcher.drain())  # the copies of its layers
         self.swaps += 1
         return replace(report, moved={})
 

@@ -71,8 +71,8 @@ def fitting(setup: Setup, policy: Policy) -> None:
         )
     if policy.kind == "sleep" and setup.sharing != "temporal":
         raise InvalidArgument(
-            f"the policy {policy.name!r} is of models that take turns, not of sharing {setup.sharing!r}; nothing was run; leave it "
-            "out, or let them take turns",
+            f"the policy {policy.name!r} is of models that take turns, not of sharing {setup.sharing!r}; nothing was run; leave "
+            "it out, or let them take turns",
             policy=policy.name,
             sharing=setup.sharing,
         )
