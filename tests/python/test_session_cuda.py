@@ -691,6 +691,29 @@ def test_host_memory_for_kv_is_what_the_budget_leaves(opened: Any) -> None:
             assert caught.value.limited_by == "host_budget" and kv.host.total == 0
 
 
+def test_master_copies_come_before_host_memory_for_kv_that_nobody_has_used(opened: Any) -> None:
+    """Models are attached and engines made in turn: the first engine's KV must not take what the last model's copies need."""
+    layers = make_layers([2] * 4, 1)  # about 8 pages of master copies
+
+    def parts(session: Any, names: str) -> list[int]:
+        return [session._tenants[name].kv.host.nbytes // PAGE for name in names]
+
+    with opened(host_budget=32 * PAGE) as session:
+        for name, expected in (("a", [12]), ("b", [6, 6]), ("c", [1, 1, 1])):  # of 24, of 16 and of 8 pages
+            kv = session.attach_bytes(layers, name=name, kv=make_spec(4, max_blocks=1000)).kv
+            kv.open_host()
+            assert parts(session, "abc"[: len(expected)]) == expected
+            assert session._backend.usage()["host_bytes"] <= 32 * PAGE
+    with opened(host_budget=32 * PAGE) as session:
+        kvs = [session.attach_bytes(layers, name=name, kv=make_spec(4, max_blocks=1000)).kv for name in "ab"]
+        kvs[0].open_host()
+        before = parts(session, "a")
+        kvs[0].copy_out(kvs[0].allocate(1))
+        with pytest.raises(remap.LimitExceeded):  # what lies there stays
+            session.attach_bytes(make_layers([2] * 8, 1), name="c", kv=make_spec(8))
+        assert parts(session, "a") == before and session._tenants["a"].kv.host.free_blocks > 0
+
+
 def test_shared_memory_that_is_there_takes_nothing_more(opened: Any) -> None:
     """Masters in shared memory, anonymous or of a memfd, are locked in place as private ones are."""
     memories = [mmap.mmap(-1, 2 * PAGE), mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]

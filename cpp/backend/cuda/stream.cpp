@@ -11,8 +11,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// synchronize() with a deadline looks again and again, first soon (a short copy's end is near), then rarely (a wait for a
-// layer takes a millisecond or more, and the core has better things to do).
+// synchronize() with a deadline looks again and again: first without a pause, since a short copy's end is near and the shortest
+// sleep takes 60 us (on an H100: 69 us for a copy of 64 KiB where looking alone takes 8); then rarely, as a wait for a layer takes a
+// millisecond or more, and the core has better things to do.
+constexpr std::chrono::microseconds kLooking{30};
 constexpr std::chrono::microseconds kFirstSleep{5};
 constexpr std::chrono::microseconds kLongestSleep{100};
 // Waits longer than this have no deadline: now + timeout must not overflow.
@@ -322,7 +324,13 @@ bool Streams::synchronize(EventHandle event, std::chrono::nanoseconds timeout) c
     check(driver_, "synchronize", "cuEventSynchronize", driver_.cuEventSynchronize(waited));
     return true;
   }
-  const auto deadline = Clock::now() + timeout;
+  const auto begun = Clock::now();
+  const auto deadline = begun + timeout;
+  const auto looked = begun + std::min<std::chrono::nanoseconds>(timeout, kLooking);
+  while (Clock::now() < looked) {
+    if (complete(event, "synchronize")) return true;
+    std::this_thread::yield();
+  }
   std::chrono::nanoseconds sleep = kFirstSleep;
   for (;;) {
     const auto left = deadline - Clock::now();

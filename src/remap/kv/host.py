@@ -115,7 +115,7 @@ class HostBlocks:
                 free=free,
                 usable=self.total,
             )
-        self.untouched = False
+        self.untouched = self.untouched and not count
         find, ids, block = self.books.find, list[int](), -1
         for _ in range(count):
             block = find(_FREE, block + 1)

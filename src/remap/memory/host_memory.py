@@ -7,7 +7,7 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +33,19 @@ _logger = logging.getLogger("remap.host_kv")
 class HostMemory:
     """Memory allocated by the backend, or the caller's own registered with it. `release` gives everything back."""
 
-    def __init__(self, backend: _core.Backend, device: Device, beside: Callable[[], int] = lambda: 0) -> None:
-        """beside: bytes of the machine's memory that the session has by now."""
+    def __init__(
+        self,
+        backend: _core.Backend,
+        device: Device,
+        beside: Callable[[], int] = lambda: 0,
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """beside: bytes of the machine's memory that the session has by now. make_room(): gives back what nobody uses; whether
+        there was any."""
         self._backend = backend
         self._device = device
         self._beside = beside
+        self._make_room = make_room
         self._allocated: list[tuple[int, int]] = []
         self._registered: list[tuple[int, int]] = []
         self.asks_kv = False  # whether `HostMemories.store_kv` may be asked for this tenant yet
@@ -65,6 +73,14 @@ class HostMemory:
         when it is touched, and would end the process instead.
         """
         size = max(nbytes, 1)
+        try:
+            return self._reserve(size)
+        except (OutOfMemory, LimitExceeded):
+            if not self._make_room():
+                raise
+        return self._reserve(size)
+
+    def _reserve(self, size: int) -> int:
         if self._device.simulator is None:
             require_memory(self._beside() + size, what="host memory, with all that the session has of it,")
         self._allocated.append((self._backend.allocate_host(size), size))
@@ -80,16 +96,24 @@ class HostMemory:
             return address
         separate = all(address >= at + size or at >= address + nbytes for at, size in self._registered)
         if nbytes and writable and separate and address % mmap.PAGESIZE == 0:
-            self._registered.append((address, nbytes))  # first: `release` copes if it did not happen
             try:
-                self._backend.register_host(address, nbytes)
-            except Error:
-                self._registered.remove((address, nbytes))
-                raise
-            return address
+                return self._register(address, nbytes)
+            except (OutOfMemory, LimitExceeded):
+                if not self._make_room():
+                    raise
+            return self._register(address, nbytes)
         copy = self.reserve(nbytes)
         ctypes.memmove(copy, address, nbytes)
         return copy
+
+    def _register(self, address: int, nbytes: int) -> int:
+        self._registered.append((address, nbytes))  # first: `release` copes if it did not happen
+        try:
+            self._backend.register_host(address, nbytes)
+        except Error:
+            self._registered.remove((address, nbytes))
+            raise
+        return address
 
     def release(self) -> None:
         """Give everything back. Pre: no copy from it is in flight. Raises the first error, and keeps what failed."""
@@ -143,19 +167,31 @@ class _Piece:
         part = self.nbytes // (len(self.sharers) + more) // mmap.PAGESIZE * mmap.PAGESIZE
         return part if all(part >= each.store.geometry.spec.block_bytes for each in self.sharers) else 0
 
+    def empty(self) -> bool:
+        """Take it from all sharers. False, and nothing has changed, if one of them has used a block of it."""
+        with ExitStack() as held:
+            for sharer in self.sharers:
+                held.enter_context(sharer.lock)  # as in `share`
+            if not all(sharer.store.untouched for sharer in self.sharers):
+                return False
+            for sharer in self.sharers:
+                sharer.store.place(0, 0)
+        return True
+
     def share(self, newcomer: _Sharer) -> bool:
         """Make room for one more. False, and nothing changed for the newcomer, if a tenant has begun to use its part meanwhile.
 
         In order of address: parts become smaller and move down, so no two ever overlap, wherever this ends.
         """
         part = self.part(1)
-        for index, sharer in enumerate((*self.sharers, newcomer)):
+        self.sharers = (*self.sharers, newcomer)  # before any block lies there: a piece without sharers is given back
+        for index, sharer in enumerate(self.sharers):
             with sharer.lock:  # its engine may be about to copy out, on its own thread
                 if not sharer.store.untouched:
+                    self.sharers = self.sharers[:-1]
                     return False
                 blocks = min(sharer.most, part // sharer.store.geometry.spec.block_bytes)
                 sharer.store.place(self.address + index * part, blocks)
-        self.sharers = (*self.sharers, newcomer)
         return True
 
 
@@ -175,6 +211,7 @@ class HostMemories:
         self._arena_bytes = self._capacity if device.name.kind == "cpu" else 0
         self._held: list[HostMemory] = []
         self._pieces: list[_Piece] = []
+        self._lost: list[_Sharer] = []  # whose parts went to master copies
         self._kv_bytes = kv_bytes
         self._budget = budget
 
@@ -186,33 +223,22 @@ class HostMemories:
         self, host: HostMemory, name: str, geometry: KVGeometry, lock: AbstractContextManager[Any]
     ) -> HostBlocks:
         """Memory for the KV blocks of tenant `name`, whose `host` has none yet: an equal part of what there is for those that
-        have none, and never more than the arena could hold of its blocks. Of a number, those that asked before give up what
-        makes the parts equal, as long as none of their blocks was ever in use: engines are made one after another. Sized by
-        itself, all together take at most half of what can be spared now: the rest is for master copies to come, and for
-        everybody else. None to spare: no blocks, and a line of log. Raises what `reserve` raises if a number was named. lock:
-        held while the store's books change. With the session's lock held."""
+        have none, and never more than the arena could hold of its blocks. Those that asked before give up what makes the parts
+        equal, as long as none of their blocks was ever in use: engines are made one after another. Sized by itself, all together
+        take at most half of what can be spared, and give that back for master copies that have no room (`_make_room`). None to
+        spare: no blocks, and a line of log. Raises what `reserve` raises if a number was named. lock: held while the store's
+        books change. With the session's lock held."""
         asking = sum(each.asks_kv for each in self._held)
         each_bytes = geometry.spec.block_bytes
-        if self._kv_bytes is not None:
-            room, why = self._kv_bytes - sum(piece.nbytes for piece in self._pieces), "host_kv"
-        else:
-            spare, why = self._spare()
-            room = spare // 2
-        most = min(geometry.spec.max_blocks, self._capacity // each_bytes, MOST_BLOCKS)
-        store = HostBlocks(geometry, max(0, min(most, room // max(1, asking) // each_bytes)))
-        sharer = _Sharer(host, store, most, lock)
-        # A number is of all tenants together; by itself, each has taken its part of what there was then.
-        others = self._pieces if self._kv_bytes is not None else []
-        widest = max(others, key=lambda piece: piece.part(1), default=None)
+        room, why = self._kv_room()
+        store = HostBlocks(geometry, 0)
+        sharer = _Sharer(host, store, min(geometry.spec.max_blocks, self._capacity // each_bytes, MOST_BLOCKS), lock)
         try:
-            if widest is not None and min(most, widest.part(1) // each_bytes) > store.total and widest.share(sharer):
-                pass
-            elif store.total:
-                self._take_piece(sharer)
+            self._give_part(sharer, room // max(1, asking))
         except (OutOfMemory, LimitExceeded) as error:
             if self._kv_bytes is not None:
                 raise
-            store, why = HostBlocks(geometry, 0), str(error)
+            why = str(error)
         # An interrupt above leaves memory that nobody uses, until the tenant goes.
         host.asks_kv = False
         if store.total or self._kv_bytes == 0:
@@ -227,18 +253,58 @@ class HostMemories:
             )
         return store
 
-    def _take_piece(self, sharer: _Sharer) -> None:
-        """Memory for as many blocks as the store has, which it alone has for now."""
+    def _kv_room(self) -> tuple[int, str]:
+        """Bytes that KV may still take, and what bounds them."""
+        taken = sum(piece.nbytes for piece in self._pieces)
+        if self._kv_bytes is not None:
+            return self._kv_bytes - taken, "host_kv"
+        spare, why = self._spare()
+        return (spare + taken) // 2 - taken, why
+
+    def _make_room(self) -> bool:
+        """Give back what KV was given by itself and has not used: master copies go first. Whoever loses it has a part of what is
+        left when the tenant is attached. Whether there was any."""
+        if self._kv_bytes is not None:  # the caller's own word
+            return False
+        found = [piece for piece in self._pieces if piece.empty()]
+        for piece in found:
+            self._lost += piece.sharers
+            self._pieces.remove(piece)
+            self._give_back(piece.memory)
+        return bool(found)
+
+    def _share_again(self) -> None:
+        """Whoever has lost host memory for KV gets an equal part of what can be spared now."""
+        lost, self._lost = [each for each in self._lost if each.host in self._held], []
+        try:
+            for sharer in lost:  # the first one has all of it, until the others have their parts
+                self._give_part(sharer, self._kv_room()[0])
+        except (OutOfMemory, LimitExceeded) as error:
+            _logger.warning("host memory for KV went to master copies, and there is no more: %s", error)
+
+    def _give_part(self, sharer: _Sharer, room: int) -> None:
+        """Memory of its own, `room` bytes at most, or a part of what others have and do not use yet: whichever is more."""
+        each_bytes = sharer.store.geometry.spec.block_bytes
+        blocks = max(0, min(sharer.most, room // each_bytes))
+        widest = max(self._pieces, key=lambda piece: piece.part(1), default=None)
+        if widest is not None and min(sharer.most, widest.part(1) // each_bytes) > blocks and widest.share(sharer):
+            return
+        if blocks:
+            self._take_piece(sharer, blocks)
+
+    def _take_piece(self, sharer: _Sharer, blocks: int) -> None:
+        """Memory for so many blocks, which it alone has for now."""
+        nbytes = blocks * sharer.store.geometry.spec.block_bytes
         memory = HostMemory(self._backend, self._device, self.nbytes)
         self._held.append(memory)
         try:
-            piece = _Piece(memory, memory.reserve(sharer.store.nbytes), sharer.store.nbytes)
+            piece = _Piece(memory, memory.reserve(nbytes), nbytes, (sharer,))
         except BaseException:  # on any exception, an interrupt included: undo, then re-raise
             self._give_back(memory)
             raise
-        self._pieces.append(piece)
-        sharer.store.place(piece.address, sharer.store.total)
-        piece.sharers = (sharer,)
+        self._pieces.append(piece)  # before any block lies there: a piece without sharers is given back
+        with sharer.lock:
+            sharer.store.place(piece.address, blocks)
 
     def _spare(self) -> tuple[int, str]:
         """Bytes of host memory that may be taken now, and what bounds them."""
@@ -257,7 +323,7 @@ class HostMemories:
     def taken(self, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory]:
         """Memory for a tenant to be. If the block raises, gives it back, unless a tenant has `kept` it by then: an
         interrupt can come when the tenant is attached already."""
-        host = HostMemory(self._backend, self._device, self.nbytes)
+        host = HostMemory(self._backend, self._device, self.nbytes, self._make_room)
         self._held.append(host)
         try:
             yield host
@@ -266,6 +332,8 @@ class HostMemories:
             if not kept(host):
                 self.give_back(host)
             raise
+        finally:
+            self._share_again()
 
     def give_back(self, host: HostMemory | None) -> None:
         """Give back the memory of a tenant that is gone. If the backend does not take it now, `close` tries again. Can
