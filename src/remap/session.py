@@ -549,12 +549,12 @@ class Session:
         try:
             tenant.source.detach(sorted(tenant.absent), device)
         except OutOfMemory as error:
-            where = self._device.torch_device
-            if device is not None or where == "cpu" or error.requested > devices.host_room()[0]:
+            where, needed = self._device.torch_device, cast(int, error.fields["requested"])
+            if device is not None or where == "cpu" or needed > devices.host_room()[0]:
                 raise
             tenant.source.detach(sorted(tenant.absent), "cpu")
             warnings.warn(
-                f"the model of {tenant.name!r}, {show_size(error.requested)}, does not fit onto {where} twice, and is on the CPU "
+                f"the model of {tenant.name!r}, {show_size(needed)}, does not fit onto {where} twice, and is on the CPU "
                 f"now; model.to({where!r}) moves it back once the session is closed",
                 RuntimeWarning,
                 stacklevel=5,
