@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from remap.sim.policies import OURS, SLEEP, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
+from remap.sim.policies import OURS, SLEEP_AND_SWAP, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
 from . import ROOT, seeds
 from .cells import Cell, Group, empty, run_missing
@@ -37,7 +37,7 @@ WHOLE = "whole"
 """`BASELINE` where whoever has the turn has all memory, and switching costs nothing."""
 WEIGHTS_AND_SWAP = f"{WEIGHTS_ONLY}+swap"
 POLICIES = (
-    *(BASELINE, "swap", "pie", SLEEP, UNUSED_KV, UNUSED_KV_AND_SWAP),
+    *(BASELINE, "swap", "pie", SLEEP_AND_SWAP, UNUSED_KV, UNUSED_KV_AND_SWAP),
     *(WEIGHTS_ONLY, WEIGHTS_AND_SWAP, OURS, WHOLE, IDEAL),
 )
 SETTINGS = Settings(requests=1500, seeds=5)

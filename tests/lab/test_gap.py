@@ -77,7 +77,7 @@ def test_what_is_run() -> None:
     """Every cell is a setup that all policies run on, and five seeds of 1,500 requests."""
     assert (gap.SETTINGS.requests, gap.SETTINGS.seeds) == (1500, 5)
     alternatives, ours = (
-        ("recompute", "swap", "pie", "sleep", "kv-pool", "kv-pool+swap"),
+        ("recompute", "swap", "pie", "sleep+swap", "kv-pool", "kv-pool+swap"),
         ("remap:weights", "remap:weights+swap", "remap"),
     )
     assert (*alternatives, *ours, "whole", "ideal") == gap.POLICIES

@@ -13,7 +13,8 @@
     remap:weights weights alone: every reservation is its tenant's own, nothing is swapped (what Oneiros has)
     remap:A       any of its ablations (below), or settings of Knobs: "remap:selection=slices+buffers=2"
     sleep         recompute; one model is awake at a time, whole, with all memory that the others do not need while they sleep;
-                  weights come and go over the link when turns change (vLLM's sleep mode, level 1). For turns only
+                  weights come and go over the link when turns change (vLLM's sleep mode, level 1). For turns only. "sleep+swap":
+                  and KV of paused and preempted requests goes to host memory
     ideal         recompute with six times the memory: what memory is worth. Nobody can choose it; the others are
                   compared with it (`remap.sim.ideal`)
 
@@ -38,6 +39,7 @@ __all__ = [
     "OURS",
     "POLICIES",
     "SLEEP",
+    "SLEEP_AND_SWAP",
     "UNBOUNDED",
     "UNUSED_KV",
     "UNUSED_KV_AND_SWAP",
@@ -50,8 +52,8 @@ __all__ = [
 UNUSED_KV, UNUSED_KV_AND_SWAP = "kv-pool", "kv-pool+swap"
 """Names: KV shared between models, weights where they are; and the same with KV in host memory."""
 
-SLEEP = "sleep"
-"""Name: whole models put to sleep and woken."""
+SLEEP, SLEEP_AND_SWAP = "sleep", "sleep+swap"
+"""Names: whole models put to sleep and woken; and KV of paused and preempted requests in host memory, which sleep mode loses."""
 
 OURS, WEIGHTS_ONLY = "remap", "remap:weights"
 """Names: the default, all donors; and weights alone, every reservation its tenant's own."""
@@ -123,6 +125,13 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 OURS, "the production controller: KV and weights of all tenants", "remap", pooled=_POOLED, swap=True
             ),
             _policy(SLEEP, "whole models sleep and wake, one at a time; recompute", "sleep", pooled=_POOLED),
+            _policy(
+                SLEEP_AND_SWAP,
+                "the same, and KV of paused and preempted requests goes to host memory",
+                "sleep",
+                pooled=_POOLED,
+                swap=True,
+            ),
             _policy("ideal", "recompute with six times the memory", "recompute", memory=IDEAL_MEMORY),
             _policy(
                 "whole",

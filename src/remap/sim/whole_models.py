@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import remap
+from remap.errors import InvalidState
 
 __all__ = ["WholeModels"]
 
@@ -30,7 +31,10 @@ class WholeModels:
 
     def activate(self, name: str, *, alone: bool, partial: bool | float) -> Any:
         """All of `name` in, all of the others out, and every byte there when this returns. Where live blocks of others lie in the
-        way, the report says so and nothing but who is active has changed, as with `Session.activate`."""
+        way, the report says so and nothing but who is active has changed, as with `Session.activate`. Raises InvalidState
+        (field tenant) unless `alone`."""
+        if not alone:  # a turn that is to come; what is awake has the memory until its own is over
+            raise InvalidState(f"{name!r} wakes when its turn begins; nothing changed", tenant=name)
         report = self._session.activate(name, alone=True, partial=False)
         if not report.activated:
             return report
@@ -42,6 +46,9 @@ class WholeModels:
         self._session.exclusively(lambda core: core.tenant(name).prefetcher.drain())  # the copies of its layers
         self.swaps += 1
         return replace(report, moved={})
+
+    def deactivate(self, name: str) -> None:
+        """Nobody was woken ahead of a turn."""
 
     def step(self, demand: Mapping[str, Any]) -> Any:
         """Nothing changes within a turn."""
