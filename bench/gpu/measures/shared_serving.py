@@ -66,13 +66,14 @@ OURS = "remap"
 SIDES: Mapping[str, Side] = {
     OURS: Side("session", swaps=True, weights=True, simulated="remap"),
     "kv-pool+swap": Side("session", swaps=True, weights=False, simulated="kv-pool+swap"),
+    "whole models+swap": Side("whole", swaps=True, weights=True, simulated="sleep+swap"),
     "recompute": Side("", swaps=False, weights=False, simulated="recompute"),
     "whole models": Side("whole", swaps=False, weights=True, simulated="sleep"),
     "swap": Side("", swaps=True, weights=False),  # the simulator's is of another scheduler
     "kv-pool": Side("session", swaps=False, weights=False, simulated="kv-pool"),
 }
-"""In the order of what convinces most: the default, the strongest alternative that moves no weights, what engines do as they are,
-whole models put to sleep and woken; then the parts of the alternative."""
+"""In the order of what convinces most: the default, the strongest alternative that moves no weights, the strongest that does (whole
+models put to sleep and woken), what engines do as they are; then these without host memory for KV, and the parts."""
 FIRST_SIDES = tuple(SIDES)[:4]
 """These are run with every seed before any other side is."""
 OWN = 0.25  # of a tenant's KV: so much stays its own where unused KV is everybody's, as in the simulator
