@@ -514,7 +514,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="src/remap/cluster/openai.py",
         text="if value is not None and value != nothing:",
         replacement="if value is not None and value != nothing and nothing:",
-        breaks="Who asks for logprobs or penalties gets an answer without them, and no word about it.",
+        breaks="Who asks for a suffix gets an answer without it, and no word about it.",
         tests=("test_cluster_openai.py::test_what_there_is_not_is_refused_by_name",),
     ),
     Mutant(

@@ -13,6 +13,7 @@ pytest.importorskip("msgspec")
 from remap.cluster.head import Head, Limits
 from remap.cluster.messages import Tokens
 from remap.cluster.pool import GroupPool
+from remap.cluster.wire import Handed
 from remap.engine import Request, SamplingParams
 from remap.engine.attention import decode_first
 from remap.engine.engine import STUCK_STEPS
@@ -29,6 +30,10 @@ class Tenant:
 
 def token_after(tokens):
     return (sum(tokens) * 7 + len(tokens)) % 100
+
+
+def handed(request, attempt, tokens=()):
+    return Handed(request.id, attempt, 0, list(request.prompt), request.sampling, list(tokens), 0, [])
 
 
 def tokens_of(chunks):
@@ -115,7 +120,7 @@ class Line:
         """It runs on."""
         known = expected(request)[:done]
         self.tokens[request.id] = list(known)
-        self.head.adopt(request, 1, known, len(request.prompt) + done - 1, blocks)
+        self.head.adopt(handed(request, 1, known), len(request.prompt) + done - 1, blocks)
 
 
 PROMPTS = st.one_of(st.integers(1, 20), st.integers(60, 130))
@@ -353,9 +358,9 @@ def test_a_request_of_another_head_runs_on_or_waits():
     request = Request("r", tuple(range(1, 10)), SamplingParams(max_tokens=6))
     line.resume(request, 2, line.arrive(request, 2))
     again = Request("again", tuple(range(1, 10)), SamplingParams(max_tokens=6))
-    line.head.adopt(again, 2, expected(again)[:3], 0, [])
+    line.head.adopt(handed(again, 2, expected(again)[:3]), 0, [])
     with pytest.raises(InvalidState):  # another attempt of what is here
-        line.head.adopt(request, 3, [], 0, [])
+        line.head.adopt(handed(request, 3), 0, [])
     assert dict(line.head.requests) == {"r": 1, "again": 2}
     assert line.head.load().tokens == 12 and line.head.load().waiting == (12,)
     line.tokens["again"] = list(expected(again)[:3])

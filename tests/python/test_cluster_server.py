@@ -136,7 +136,7 @@ def test_a_chat_is_answered_by_an_assistant(tmp_path: Path) -> None:
 def test_what_is_wrong_gets_its_status_in_openais_form(tmp_path: Path) -> None:
     async def body(client: httpx.AsyncClient, *_: Any) -> None:
         for asked, status, code in (
-            ({"prompt": "x", "logprobs": 2}, 400, "InvalidArgument"),
+            ({"prompt": "x", "suffix": "y"}, 400, "InvalidArgument"),
             ({"prompt": "x", "max_tokens": 1000}, 400, "InvalidArgument"),  # the instance refuses it
             ({"prompt": "x", "max_tokens": 1000, "stream": True}, 400, "InvalidArgument"),
             ({"prompt": "x", "model": "other"}, 404, "UnknownModel"),
