@@ -127,7 +127,7 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wa
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MOST_CHOICES:
         raise refused("n", f"must be 1 to {MOST_CHOICES}, got {n}")
-    tries, logprobs = _tries(body, n), _logprobs(body)
+    tries, logprobs = _tries(body, n), _logprobs(body)  # which a choice among tries needs as well
     still(wanted)
     chat, echoes, echo_only = isinstance(body, Chat), [""], False
     if isinstance(body, Chat):
@@ -308,7 +308,7 @@ def _sampling(body: Completion | Chat, prompt: int, served: Served, logprobs: in
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         logit_bias=_biases(body),
         logprobs=logprobs,
-        prompt_logprobs=echo and body.logprobs not in (None, False),
+        prompt_logprobs=echo and _logprobs(body) is not None,
     )
 
 
