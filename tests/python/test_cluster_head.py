@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("msgspec")
 
+from msgspec.structs import replace
+
 from remap.cluster.head import Head, Limits
 from remap.cluster.messages import Tokens
 from remap.cluster.pool import GroupPool
 from remap.cluster.wire import Handed
-from remap.engine import Request, SamplingParams
+from remap.engine import Request, SamplingParams, TokenLogprobs
 from remap.engine.attention import decode_first
 from remap.engine.engine import STUCK_STEPS
 from remap.errors import InvalidArgument, InvalidState
@@ -125,6 +127,20 @@ class Line:
 
 PROMPTS = st.one_of(st.integers(1, 20), st.integers(60, 130))
 REQUESTS = st.lists(st.tuples(PROMPTS, st.integers(1, 12)), min_size=1, max_size=9)
+
+
+def test_a_request_that_comes_brings_what_was_noted_of_its_prompt():
+    line = Line(1, 40)
+    asked = SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=True)
+    noted = {place: TokenLogprobs(place, -1.0 * place, ()) for place in range(1, 7)}
+    line.head.adopt(replace(handed(Request("r", tuple(range(7)), asked), 2), noted={1: noted[1], 2: noted[2]}), 0, [])
+    launch = line.head.launch()
+    (chunk,) = launch.schedule.chunks
+    chunk.sequence.noted.update({place: one for place, one in noted.items() if place > 2})
+    chunk.sequence.noted[7] = TokenLogprobs(5, -0.5, ())
+    (found,) = line.head.land(launch.lane, [chunk], [5])
+    assert (found.tokens, found.noted, found.finish_reason) == ((5,), (TokenLogprobs(5, -0.5, ()),), "length")
+    assert found.prompt == tuple(noted.values())
 
 
 @settings(max_examples=150)

@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from near_tokens import logits_after, near_tokens  # noqa: E402
+from near_tokens import near_tokens  # noqa: E402
 from test_engine_runner import make_model, make_tenant, prompts  # noqa: E402
 
 from reference import sampling_reference as reference  # noqa: E402
@@ -35,7 +35,6 @@ BIASES = st.dictionaries(st.integers(0, VOCABULARY - 1), st.sampled_from([-100.0
 @given(
     LOGITS, TEXTS.filter(bool), TEXTS, PENALTY, PENALTY, st.sampled_from([0.5, 1.0, 2.0]), BIASES, st.integers(0, 12)
 )
-@settings(max_examples=300)
 def test_penalties_and_logprobs_are_the_references(
     logits, prompt, answer, presence, frequency, repetition, bias, count
 ):
@@ -117,14 +116,15 @@ def test_offline_batches_have_no_logprobs_of_prompts():
 
 
 ASKED = [
-    SamplingParams(10, logprobs=2, prompt_logprobs=True),
-    SamplingParams(10, logprobs=0, frequency_penalty=1.5, presence_penalty=0.5),
-    SamplingParams(10, temperature=0.9, seed=3, logprobs=3, repetition_penalty=1.5, logit_bias=((7, 4.0), (9, -100.0))),
-    SamplingParams(10, temperature=0.9, seed=4, min_p=0.02, presence_penalty=-1.0),
-    SamplingParams(10),
+    SamplingParams(20, logprobs=2, prompt_logprobs=True),
+    SamplingParams(20, logprobs=0, frequency_penalty=1.5, presence_penalty=0.5),
+    SamplingParams(20, temperature=0.9, seed=3, logprobs=3, repetition_penalty=1.5, logit_bias=((7, 4.0), (9, -100.0))),
+    SamplingParams(20, temperature=0.9, seed=4, min_p=0.02, presence_penalty=-1.0),
+    SamplingParams(20),
 ]
 
 
+@torch.no_grad()
 def check_noted(model, request, output):
     """Logprobs of transformers' own logits, behind the same tokens."""
     known, first = [*request.prompt, *output.tokens], len(request.prompt)
@@ -132,13 +132,13 @@ def check_noted(model, request, output):
     places = range(1 if asked.prompt_logprobs else first, len(known)) if asked.logprobs is not None else ()
     noted = [*output.prompt_logprobs, *output.logprobs]
     assert [one.token for one in noted] == [known[place] for place in places]
+    logits = model(torch.tensor([known]), use_cache=False).logits[0].double().log_softmax(-1)
     for place, one in zip(places, noted, strict=True):
-        values, _ = reference.logprobs(logits_after(model, known[:place]).tolist(), 0)
-        assert one.logprob == pytest.approx(values[one.token], abs=1e-4)
-        assert [value for _, value in one.top] == pytest.approx(
-            sorted(values, reverse=True)[: asked.logprobs], abs=1e-4
-        )
-        assert all(value == pytest.approx(values[token], abs=1e-4) for token, value in one.top)
+        values = logits[place - 1]
+        assert one.logprob == pytest.approx(float(values[one.token]), abs=1e-4)
+        top, likely = [value for _, value in one.top], values.topk(asked.logprobs).values.tolist()
+        assert top == pytest.approx(likely, abs=1e-4)
+        assert top == pytest.approx([float(values[token]) for token, _ in one.top], abs=1e-4)
 
 
 @pytest.mark.parametrize("runner", ["cpu", "gpu"])
@@ -146,12 +146,12 @@ def test_engines_note_logprobs_and_count_what_was_said_whoever_is_preempted(runn
     """Prompts are cut, and requests lose their KV and are computed again."""
     model = make_model("qwen2")
     requests = [
-        Request(f"r{n}", text, ASKED[n % len(ASKED)]) for n, text in enumerate(prompts(7, seed=5, low=30, high=60))
+        Request(f"r{n}", text, ASKED[n % len(ASKED)]) for n, text in enumerate(prompts(7, seed=5, low=20, high=40))
     ]
     roomy = LLMEngine(model, make_tenant(model, blocks=200), runner=runner).run(requests)
     tight = LLMEngine(
         model,
-        make_tenant(model, blocks=20),
+        make_tenant(model, blocks=24),
         max_num_seqs=3,
         max_batch_tokens=32,
         runner=runner,
@@ -164,7 +164,7 @@ def test_engines_note_logprobs_and_count_what_was_said_whoever_is_preempted(runn
         for request in requests:
             check_noted(model, request, result.outputs[request.id])
     said = Counter(roomy.outputs["r1"].tokens).most_common(1)[0][1]
-    free = replace(requests[1], id="free", sampling=SamplingParams(10))
+    free = replace(requests[1], id="free", sampling=SamplingParams(20))
     plain = LLMEngine(model, make_tenant(model), runner=runner).run([free]).outputs["free"]
     assert said < Counter(plain.tokens).most_common(1)[0][1]  # or this test shows nothing
 
