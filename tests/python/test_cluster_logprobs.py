@@ -94,6 +94,8 @@ def test_logprobs_are_the_same_after_a_merger_and_the_loss_of_an_instance() -> N
         lost = {id for name in ("i0", "i2") for id in cluster.instances[name].recover(cluster.epoch)}
         for name in ("i0", "i2"):
             cluster.groups[name] = (Part(name, 0, LAYERS),)
+        # What was made before is taken before the requests start again.
+        cluster.until(lambda: all(cluster.settled(name, cluster.epoch) for name in cluster.instances))
         for number, one in enumerate(request for request in requests if request.id in lost):
             cluster.instances[("i0", "i2")[number % 2]].submit(one, 2, cluster.delivered(one.id))
         found = cluster.answers(requests)
