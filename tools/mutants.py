@@ -514,8 +514,16 @@ MUTANTS: tuple[Mutant, ...] = (
         file="src/remap/cluster/openai.py",
         text="if value is not None and value != nothing:",
         replacement="if value is not None and value != nothing and nothing:",
-        breaks="Who asks for logprobs or penalties gets an answer without them, and no word about it.",
+        breaks="Who asks for a suffix gets an answer without it, and no word about it.",
         tests=("test_cluster_openai.py::test_what_there_is_not_is_refused_by_name",),
+    ),
+    Mutant(
+        name="cluster-penalties-see-no-tokens",
+        file="src/remap/cluster/stage.py",
+        text="if sampling.changes_logits or chunk.scores_prompt else",
+        replacement="if chunk.scores_prompt else",
+        breaks="Penalties count nothing where another stage than the first chooses tokens.",
+        tests=("test_cluster_logprobs.py::test_where_layers_are_cut_changes_no_bit_of_tokens_and_logprobs",),
     ),
     Mutant(
         name="cluster-pages-of-layers-have-no-place",

@@ -16,7 +16,7 @@ from near_tokens import near_tokens
 import remap
 from remap.cluster.instance import ClusterInstance
 from remap.cluster.messages import GroupPlan, Part
-from remap.engine import LLMEngine, Request, SamplingParams
+from remap.engine import LLMEngine, Request, SamplingParams, TokenLogprobs
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
 from remap.policy.cluster.restore import Copy
@@ -84,6 +84,8 @@ class Cluster:
         self.epoch = 0
         self.tokens: dict[str, dict[int, int]] = {}
         self.ends: dict[str, str] = {}
+        self.noted: dict[str, dict[int, TokenLogprobs]] = {}
+        self.prompts: dict[str, tuple[TokenLogprobs, ...]] = {}
         self.reports: dict[str, Any] = {}
 
     def __enter__(self) -> Cluster:
@@ -191,6 +193,9 @@ class Cluster:
                 for place, token in enumerate(output.tokens, output.first):
                     assert place not in got, f"{output.id} has two tokens at {place}"
                     got[place] = token
+                self.noted.setdefault(output.id, {}).update(enumerate(output.noted, output.first))
+                if output.first == 0 and output.tokens:
+                    self.prompts[output.id] = output.prompt
                 if output.finish_reason is not None:
                     self.ends[output.id] = output.finish_reason
 

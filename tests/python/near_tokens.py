@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from remap.engine.runner import scores
+from remap.engine.sampling import changed_logits, scores
 
 # How far apart the `scores` of two tokens may be where runs disagree, in tests' models of a few narrow layers.
 MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -36,7 +36,10 @@ class Near(tuple):
         for place, (mine, theirs) in enumerate(zip(self, other, strict=False)):
             if mine != theirs:
                 known = [*self.request.prompt, *self[:place]]
-                found = scores(logits_after(self.model, known), self.request.sampling, len(known))
+                asked, logits = self.request.sampling, logits_after(self.model, known)
+                if asked.changes_logits:
+                    logits = changed_logits(logits, asked, known, len(self.request.prompt))
+                found = scores(logits, asked, len(known))
                 return abs(float(found[mine] - found[theirs])) <= MARGIN[self.model.dtype]
         return len(self) == len(other)
 

@@ -70,3 +70,23 @@ def test_a_special_token_between_two_words_keeps_the_space() -> None:
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
     assert AnswerText(None).add([1, 2], True) == ""
+
+
+@given(
+    text=st.text("abé€ ", min_size=1, max_size=16),
+    sizes=st.lists(st.integers(1, 6), max_size=16),
+    stops=st.lists(st.text("abé ", min_size=1, max_size=3), max_size=3),
+)
+def test_how_many_tokens_an_answer_has_does_not_depend_on_how_they_come(
+    text: str, sizes: list[int], stops: list[str]
+) -> None:
+    def taken(sizes: list[int]) -> tuple[str, int]:
+        answer, found, count, tokens = AnswerText(TOKENIZER, stops), "", 0, TOKENIZER.encode(text)
+        while tokens and not answer.stopped:
+            size = sizes.pop() if sizes else 1
+            part, tokens = tokens[:size], tokens[size:]
+            new, used = answer.take(part, not tokens)
+            found, count = found + new, count + used
+        return found, count
+
+    assert taken(sizes) == taken([])

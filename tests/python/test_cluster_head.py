@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("msgspec")
 
+from msgspec.structs import replace
+
 from remap.cluster.head import Head, Limits
 from remap.cluster.messages import Tokens
 from remap.cluster.pool import GroupPool
-from remap.engine import Request, SamplingParams
+from remap.cluster.wire import Handed
+from remap.engine import Request, SamplingParams, TokenLogprobs
 from remap.engine.attention import decode_first
 from remap.engine.engine import STUCK_STEPS
 from remap.errors import InvalidArgument, InvalidState
@@ -29,6 +32,10 @@ class Tenant:
 
 def token_after(tokens):
     return (sum(tokens) * 7 + len(tokens)) % 100
+
+
+def handed(request, attempt, tokens=()):
+    return Handed(request.id, attempt, 0, list(request.prompt), request.sampling, list(tokens), 0, [])
 
 
 def tokens_of(chunks):
@@ -115,11 +122,25 @@ class Line:
         """It runs on."""
         known = expected(request)[:done]
         self.tokens[request.id] = list(known)
-        self.head.adopt(request, 1, known, len(request.prompt) + done - 1, blocks)
+        self.head.adopt(handed(request, 1, known), len(request.prompt) + done - 1, blocks)
 
 
 PROMPTS = st.one_of(st.integers(1, 20), st.integers(60, 130))
 REQUESTS = st.lists(st.tuples(PROMPTS, st.integers(1, 12)), min_size=1, max_size=9)
+
+
+def test_a_request_that_comes_brings_what_was_noted_of_its_prompt():
+    line = Line(1, 40)
+    asked = SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=True)
+    noted = {place: TokenLogprobs(place, -1.0 * place, ()) for place in range(1, 7)}
+    line.head.adopt(replace(handed(Request("r", tuple(range(7)), asked), 2), noted={1: noted[1], 2: noted[2]}), 0, [])
+    launch = line.head.launch()
+    (chunk,) = launch.schedule.chunks
+    chunk.sequence.noted.update({place: one for place, one in noted.items() if place > 2})
+    chunk.sequence.noted[7] = TokenLogprobs(5, -0.5, ())
+    (found,) = line.head.land(launch.lane, [chunk], [5])
+    assert (found.tokens, found.noted, found.finish_reason) == ((5,), (TokenLogprobs(5, -0.5, ()),), "length")
+    assert found.prompt == tuple(noted.values())
 
 
 @settings(max_examples=150)
@@ -353,9 +374,9 @@ def test_a_request_of_another_head_runs_on_or_waits():
     request = Request("r", tuple(range(1, 10)), SamplingParams(max_tokens=6))
     line.resume(request, 2, line.arrive(request, 2))
     again = Request("again", tuple(range(1, 10)), SamplingParams(max_tokens=6))
-    line.head.adopt(again, 2, expected(again)[:3], 0, [])
+    line.head.adopt(handed(again, 2, expected(again)[:3]), 0, [])
     with pytest.raises(InvalidState):  # another attempt of what is here
-        line.head.adopt(request, 3, [], 0, [])
+        line.head.adopt(handed(request, 3), 0, [])
     assert dict(line.head.requests) == {"r": 1, "again": 2}
     assert line.head.load().tokens == 12 and line.head.load().waiting == (12,)
     line.tokens["again"] = list(expected(again)[:3])

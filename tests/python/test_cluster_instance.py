@@ -88,9 +88,9 @@ def resumed(monkeypatch):
     found = []
     plain = Head.adopt
 
-    def adopt(self, request, attempt, tokens, computed, blocks):
-        found.append((request.id, bool(blocks)))
-        plain(self, request, attempt, tokens, computed, blocks)
+    def adopt(self, handed, computed, blocks):
+        found.append((handed.id, bool(blocks)))
+        plain(self, handed, computed, blocks)
 
     monkeypatch.setattr(Head, "adopt", adopt)
     return found

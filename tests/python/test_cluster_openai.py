@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from cluster_folder import byte_tokenizer
 
-from remap.cluster.asked import Asked
+from remap.cluster.asked import Asked, Piece
 from remap.cluster.control import NoCopy
 from remap.cluster.http_errors import UnknownModel, error_of, status_of
 from remap.cluster.openai import Chat, Completion, parse
@@ -72,12 +72,24 @@ def test_stops_and_streams() -> None:
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
-        ({"best_of": 2}, "best_of"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": ["a"] * 65, "best_of": 2}, "prompt"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
         ({"suffix": "x"}, "suffix"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
-        ({"frequency_penalty": -1.0}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": 1}}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": ""}, "stop"),
         ({"prompt": []}, "prompt"),
@@ -93,16 +105,62 @@ def test_what_there_is_not_is_refused_by_name(body: dict[str, Any], named: str) 
     assert caught.value.param == named and named in str(caught.value)
 
 
-@pytest.mark.parametrize("body", [{"logprobs": True}, {"top_logprobs": 2}, {"tools": [{}]}, {"tool_choice": "auto"}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"top_logprobs": 2},
+        {"top_logprobs": 21, "logprobs": True},
+        {"tools": [{}]},
+        {"tool_choice": "auto"},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+    ],
+)
 def test_what_a_chat_has_not_is_refused_by_name(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         chat(**body)
-    assert [caught.value.param] == list(body)
+    assert caught.value.param == next(iter(body)) and next(iter(body)) in str(caught.value)
+
+
+def test_penalties_biases_and_logprobs_are_the_engines() -> None:
+    body = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.25}
+    bias = {"5": -100, "7": 0, "200": 2}  # which asks for nothing
+    found = completion(**body, logit_bias=bias, logprobs=3, seed=1).request.sampling
+    assert {name: getattr(found, name) for name in body} == body
+    assert (found.logit_bias, found.logprobs, found.prompt_logprobs) == (((5, -100), (200, 2)), 3, False)
+    asked = chat(**body, logit_bias=bias, logprobs=True, top_logprobs=2)
+    assert asked.logprobs and asked.request.sampling.logprobs == 2
+    assert chat(logprobs=True).request.sampling.logprobs == 0
+    echoed = completion(echo=True, logprobs=0).request.sampling
+    assert (echoed.logprobs, echoed.prompt_logprobs) == (0, True)
+
+
+def test_an_echo_may_be_the_whole_answer() -> None:
+    asked = completion(echo=True, max_tokens=0, logprobs=1)
+    assert asked.echo_only and asked.request.sampling.max_tokens == 1
+    assert not completion(echo=True).echo_only
+
+
+def test_the_best_of_several_are_asked_for_with_their_logprobs() -> None:
+    asked = completion(prompt=["a", "b"], n=2, best_of=3)
+    assert (asked.n, asked.tries, len(asked.requests), asked.logprobs) == (2, 3, 6, False)
+    assert {one.sampling.logprobs for one in asked.requests} == {0}
+    tried = [
+        Piece(number, str(number), [0] * size, "length", None, logprob)
+        for number, (size, logprob) in enumerate([(1, -3.0), (4, -4.0), (2, -1.0), (1, -2.0), (1, -2.0), (1, -2.5)])
+    ]
+    found = asked.answer(tried)
+    assert [(one["index"], one["text"]) for one in found["choices"]] == [(0, "2"), (1, "1"), (2, "3"), (3, "4")]
+    assert found["usage"] == {"prompt_tokens": 2, "completion_tokens": 10, "total_tokens": 12}
+    assert completion(n=2, best_of=2).request.sampling.logprobs is None
 
 
 def test_what_asks_for_nothing_is_taken() -> None:
-    completion(n=1, best_of=1, echo=False, logprobs=None, suffix="", presence_penalty=0, frequency_penalty=0, user="me")
+    body = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {"5": 0}}
+    found = completion(n=1, best_of=1, echo=False, logprobs=None, suffix="", user="me", temperature=0, **body)
+    assert found.request.sampling.plain and not found.logprobs
     chat(logprobs=False, tools=[], tool_choice="none", response_format={"type": "text"}, logit_bias={})
+    assert not chat(logprobs=None, top_logprobs=0).logprobs and not completion(logprobs=False).logprobs
 
 
 @pytest.mark.parametrize(
@@ -235,9 +293,7 @@ def test_fields_that_ask_for_nothing_are_ignored(body: dict[str, Any]) -> None:
     assert completion(**body).request.prompt == HELLO
 
 
-@pytest.mark.parametrize(
-    "body", [{"nonsense": 1}, {"repetition_penalty": 1.1}, {"repetition_penalty": 0}, {"skip_special_tokens": False}]
-)
+@pytest.mark.parametrize("body", [{"nonsense": 1}, {"prompt_logprobs": 1}, {"skip_special_tokens": False}])
 def test_fields_that_ask_for_something_are_refused_by_name(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         completion(**body)

@@ -34,9 +34,15 @@ def test_openais_client_gets_what_it_asks_for(tmp_path: Path) -> None:
         assert found.choices[2].text == "b" + SERVED.tokenizer.decode(tokens)
         assert (found.choices[2].finish_reason, found.usage.completion_tokens) == ("length", 20)
 
+        # The double has no logits: that the fields are taken, and the answers are the client's types, is all to see here.
+        asked: Any = {"frequency_penalty": 0.5, "presence_penalty": 0.5, "logit_bias": {"5": 1}}
         whole = await client.chat.completions.create(
-            model="tiny", messages=messages, max_completion_tokens=5, user="me"
+            model="tiny", messages=messages, max_completion_tokens=5, user="me", logprobs=True, top_logprobs=2, **asked
         )
+        assert whole.choices[0].logprobs.content == []
+        scored = await client.completions.create(model="tiny", prompt="a", logprobs=1, best_of=2, **asked)
+        assert scored.choices[0].logprobs.tokens == []
+
         assert whole.choices[0].message.content == SERVED.tokenizer.decode(expected(whole.id, 5))
 
         more: Any = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 20}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ pytest.importorskip("msgspec")
 from remap.cluster.exchange import Exchange, Run
 from remap.cluster.slots import Departure, Whole
 from remap.cluster.wire import Forget, Handed, Handover, Message, Move, Over
-from remap.engine.request import Request
+from remap.engine.request import SamplingParams
 from remap.errors import InvalidState
 from remap.policy.activations import Line
 from remap.policy.cluster.lookahead import ChunkCost
@@ -39,14 +38,14 @@ class Head:
     def unused(self, blocks: list[int]) -> None:
         self.free += blocks
 
-    def adopt(self, request: Request, attempt: int, tokens: Iterable[int], computed: int, blocks: list[int]) -> None:
+    def adopt(self, handed: Handed, computed: int, blocks: list[int]) -> None:
         assert computed == (8 if blocks else 0)
-        self.adopted.append((request.id, blocks))
+        self.adopted.append((handed.id, blocks))
 
 
 def handed(number: int, attempt: int = 1) -> Handed:
     """Of two blocks, to rank 0."""
-    return Handed(f"r{number}", attempt, 0, [1] * 8, 9, 0.0, 0, 1.0, 0, [], [], 8, [2 * number, 2 * number + 1])
+    return Handed(f"r{number}", attempt, 0, [1] * 8, SamplingParams(9), [], 8, [2 * number, 2 * number + 1])
 
 
 def exchange_of(

@@ -36,7 +36,7 @@ from remap.cluster.front import Front
 from remap.cluster.ledger import Delivery
 from remap.cluster.limits import Limits
 from remap.cluster.prompts import Served
-from remap.engine.request import Request
+from remap.engine.request import Request, TokenLogprobs
 from remap.errors import Error, InvalidState
 
 SERVED = Served("tiny", byte_tokenizer(), 100)
@@ -136,7 +136,7 @@ def test_a_chat_is_answered_by_an_assistant(tmp_path: Path) -> None:
 def test_what_is_wrong_gets_its_status_in_openais_form(tmp_path: Path) -> None:
     async def body(client: httpx.AsyncClient, *_: Any) -> None:
         for asked, status, code in (
-            ({"prompt": "x", "logprobs": 2}, 400, "InvalidArgument"),
+            ({"prompt": "x", "suffix": "y"}, 400, "InvalidArgument"),
             ({"prompt": "x", "max_tokens": 1000}, 400, "InvalidArgument"),  # the instance refuses it
             ({"prompt": "x", "max_tokens": 1000, "stream": True}, 400, "InvalidArgument"),
             ({"prompt": "x", "model": "other"}, 404, "UnknownModel"),
@@ -286,6 +286,46 @@ def test_a_stop_ends_the_answer_before_it_and_cancels_the_rest(stream: bool) -> 
         choices = [each["choices"][0] for each in objects]
         assert "".join(each["text"] for each in choices) == "one"
         assert choices[-1]["finish_reason"] == "stop" and front.closed
+
+    scripted(front, body)
+
+
+def noted(text: str) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(token, -1.0, ()) for token in SERVED.tokenizer.encode(text))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_comes_together_with_a_stop_is_no_part_of_the_answer(stream: bool) -> None:
+    text = "one END two"
+    front = Scripted(Delivery(0, tuple(SERVED.tokenizer.encode(text)), "length", noted(text)))
+
+    async def body(client: httpx.AsyncClient) -> None:
+        asked = {"prompt": "x", "stop": " END", "logprobs": 0, "stream": stream}
+        answer = await client.post("/v1/completions", json=asked)
+        (choice,) = (events(answer.text)[0] if stream else answer.json())["choices"]
+        assert choice["text"] == "one" and choice["token_ids"] == SERVED.tokenizer.encode("one END")
+        assert choice["logprobs"]["tokens"] == list("one END") and choice["finish_reason"] == "stop"
+
+    scripted(front, body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_has_the_prompts_logprobs_and_no_token(stream: bool) -> None:
+    front = Scripted(Delivery(0, (64,), "length", noted("a"), noted("bc")))
+
+    async def body(client: httpx.AsyncClient) -> None:
+        asked = {"prompt": "abc", "echo": True, "max_tokens": 0, "logprobs": 1, "stream": stream}
+        answer = await client.post("/v1/completions", json=asked)
+        found = events(answer.text)[0] if stream else answer.json()
+        (choice,) = found["choices"]
+        assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("abc", [], "length")
+        assert choice["logprobs"] == {
+            "tokens": ["a", "b", "c"],
+            "token_logprobs": [None, -1.0, -1.0],
+            "top_logprobs": [None, {"b": -1.0}, {"c": -1.0}],
+            "text_offset": [0, 1, 2],
+        }
+        assert stream or found["usage"]["completion_tokens"] == 0
 
     scripted(front, body)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import ExitStack
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 import pytest
 from hypothesis import given
@@ -26,7 +27,7 @@ from remap.engine.attention import decode_first  # noqa: E402
 from remap.engine.chunk import Chunk  # noqa: E402
 from remap.engine.layer_run import LayerRun  # noqa: E402
 from remap.engine.models import decoder_of  # noqa: E402
-from remap.engine.request import Request, SamplingParams, Sequence  # noqa: E402
+from remap.engine.request import Request, SamplingParams, Sequence, TokenLogprobs  # noqa: E402
 from remap.engine.scheduler import Scheduler  # noqa: E402
 from remap.errors import InvalidArgument, OutOfBlocks  # noqa: E402
 
@@ -59,7 +60,9 @@ def passed(stages, chunks):
     for stage in stages[1:]:
         if stage.kv.first < stage.kv.end:
             result = stage.compute(rows, result)
-    return [chunk for chunk in ordered if chunk.samples], result
+    for row, noted in result.noted.items():
+        ordered[row].sequence.noted.update(noted)
+    return [chunk for chunk in ordered if chunk.samples], result.tokens
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-odd", "opt-odd", "gpt2"])
@@ -184,18 +187,23 @@ def test_a_row_carries_what_the_choice_of_a_token_needs():
     sequence.blocks = [4, 2]
     row = row_of(Chunk(sequence, 1, 2))
     sampling = sequence.request.sampling
-    assert (row.temperature, row.top_k, row.top_p, row.seed) == (sampling.temperature, 20, 1.0, 2)
     sequence.blocks.append(9)  # what is sent is how it was
-    assert row == Row(1, 2, sequence.prompt_tokens, sequence.length, [4, 2], 0.8, 20, 1.0, 2)
+    assert row == Row(1, 2, sequence.prompt_tokens, sequence.length, [4, 2], replace(sampling, max_tokens=1), b"")
+    assert row_of(Chunk(Sequence.of(requests_for(1)[0], 0), 0, 2)).sampling is None  # it is greedy
 
 
 def test_what_goes_to_others_has_every_sampling_parameter():
-    sampling = SamplingParams(9, 0.5, 7, 0.9, 3, frozenset({1}), 0.25)
+    bias = ((5, -1.0), (6, 0.5))
+    sampling = SamplingParams(9, 0.5, 7, 0.9, 3, frozenset({1}), 0.25, 1.5, -0.5, 1.25, bias, 2, True)
     assert all(
         getattr(sampling, each.name) != each.default for each in fields(SamplingParams) if each.default != MISSING
     )
     sequence = Sequence.of(Request("r", (1, 2), sampling), 0)
     row = decode(encode(Microbatch(0, [row_of(Chunk(sequence, 0, 2))]))).rows[0]
-    assert (row.temperature, row.top_k, row.top_p, row.seed, row.min_p) == (0.5, 7, 0.9, 3, 0.25)
+    # What ends an answer is the head's business.
+    assert row.sampling == replace(sampling, max_tokens=1, stop_token_ids=frozenset())
+    assert array("i", row.tokens).tolist() == [1, 2]
+    sequence.noted = {1: TokenLogprobs(2, -0.5, ((7, -0.25),))}
     (handed,) = decode(encode(Handover([Handed.of(sequence, 1, 0, 16)]))).requests
-    assert handed.request == sequence.request
+    assert handed.request == sequence.request and handed.noted == sequence.noted
+    assert isinstance(handed.noted[1], TokenLogprobs)

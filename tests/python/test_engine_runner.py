@@ -26,7 +26,7 @@ from remap.engine import LLMEngine, ModelRunner, Request, SamplingParams  # noqa
 from remap.engine.attention import AttentionBatch, decode_first  # noqa: E402
 from remap.engine.chunk import Chunk  # noqa: E402
 from remap.engine.request import Sequence  # noqa: E402
-from remap.engine.runner import sample, scores  # noqa: E402
+from remap.engine.sampling import sample, scores  # noqa: E402
 from remap.errors import InvalidArgument, OutOfBlocks  # noqa: E402
 
 LAYERS, VOCAB = 3, 97

@@ -435,10 +435,7 @@ def test_a_line_is_read_with_all_of_its_fields():
             ({"temperature": value}, "must be a finite number")
             for value in (float("nan"), float("inf"), 10**400, "1", None)
         ),
-        *(
-            ({name: value}, "expected temperature >= 0")
-            for name, value in (("temperature", -1), ("top_k", -1), ("top_p", 0))
-        ),
+        *(({name: value}, f"{name} must be") for name, value in (("temperature", -1), ("top_k", -1), ("top_p", 0))),
         *(({"max_tokens": 0}, "max_tokens must be at least 1"), ({"stop_token_ids": 5}, "a list of token ids")),
         *(({"messages": []}, "unknown field 'messages'"), ({"x" * 500: 1}, "unknown field 'xxx")),
     ],

@@ -43,6 +43,18 @@ class AnswerText:
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return text
 
+    def take(self, tokens: Sequence[int], last: bool) -> tuple[str, int]:
+        """As `add`, and how many of these tokens the answer has: none behind the one that completes a stop, however many came
+        together with it."""
+        if not self._stops or len(tokens) < 2:
+            return self.add(tokens, last), len(tokens)
+        text = ""
+        for count, token in enumerate(tokens, 1):
+            text += self.add([token], last and count == len(tokens))
+            if self.stopped:
+                return text, count
+        return text, len(tokens)
+
     def _decoded(self, last: bool) -> str:
         # A token's text depends on those before it (a space at its front, bytes of one character), so the last tokens that were
         # read are decoded again, and what is behind their text is new.

@@ -6,26 +6,32 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from remap.errors import Error, OutOfBlocks
 
 from .answer_text import AnswerText
+from .asked import Piece
 from .http_errors import TooLate, error_of
+from .logprobs import LogprobText, joined
 
 if TYPE_CHECKING:
     from remap.engine.request import Request as EngineRequest
 
     from .asked import Asked
     from .front import Front
+    from .ledger import Delivery
     from .metrics import Metrics
     from .prompts import Served
 
 __all__ = ["Deadline", "Piece", "events", "pieces", "whole"]
 
 ValueT = TypeVar("ValueT")
+
+PROMPT_PART = 64
+"""Tokens of a prompt whose logprobs are written at once."""
 
 
 class Deadline:
@@ -50,15 +56,6 @@ class Deadline:
         )
 
 
-class Piece(NamedTuple):
-    """A part of a choice. reason: None unless it is the last."""
-
-    choice: int
-    text: str
-    tokens: list[int]
-    reason: str | None
-
-
 def pieces(
     front: Front[EngineRequest], served: Served, metrics: Metrics, asked: Asked, deadline: Deadline
 ) -> AsyncGenerator[Piece, None]:
@@ -68,25 +65,28 @@ def pieces(
 
 async def whole(asked: Asked, found: AsyncGenerator[Piece, None]) -> dict[str, Any]:
     """All of it as one object."""
-    choices: list[tuple[list[str], list[int], list[str]]] = [([], [], []) for _ in asked.requests]
+    tried: list[list[Piece]] = [[] for _ in asked.requests]
     async for piece in found:
-        texts, tokens, reasons = choices[piece.choice]
-        texts.append(piece.text)
-        tokens += piece.tokens
-        if piece.reason is not None:
-            reasons.append(piece.reason)
-    return asked.answer([("".join(texts), tokens, reasons[-1]) for texts, tokens, reasons in choices])
+        tried[piece.choice].append(piece)
+    return asked.answer([_one(pieces) for pieces in tried])
+
+
+def _one(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of a choice."""
+    text, tokens = "".join(each.text for each in pieces), [token for each in pieces for token in each.tokens]
+    logprobs = joined([each.logprobs for each in pieces if each.logprobs is not None])
+    return Piece(pieces[0].choice, text, tokens, pieces[-1].reason, logprobs, sum(each.logprob for each in pieces))
 
 
 async def events(asked: Asked, first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
     """All of it as server-sent events; an error is one of them, for the status was sent long ago."""
     begun = {first.choice}
-    yield _event(asked.chunk(*first, True))
+    yield _event(asked.chunk(first, True))
     tokens = len(first.tokens)
     try:
         async for piece in rest:
             tokens += len(piece.tokens)
-            yield _event(asked.chunk(*piece, piece.choice not in begun))
+            yield _event(asked.chunk(piece, piece.choice not in begun))
             begun.add(piece.choice)
     except Error as error:
         yield _event(error_of(error))
@@ -105,6 +105,7 @@ async def _choice(
 ) -> AsyncGenerator[Piece, None]:
     request = asked.requests[number]
     text, echo = AnswerText(served.tokenizer, asked.stops), asked.echo(number)
+    written = LogprobText(served.vocabulary, asked.chat) if asked.logprobs else None
     begin = first = last = time.monotonic()
     tokens, outcome = 0, "cancelled"
 
@@ -127,10 +128,20 @@ async def _choice(
                         "group; it is ended; ask for less, or serve with more memory",
                         requested=len(request.prompt) + tokens,
                     )
-                part, echo = echo + text.add(delivery.tokens, reason is not None), ""
+                logprobs = [] if written is None else [part async for part in _prompt(written, request, delivery)]
+                if asked.echo_only and delivery.tokens:
+                    outcome = "length"
+                    yield Piece(number, echo, [], outcome, joined(logprobs))
+                    return
+                part, count = text.take(delivery.tokens, reason is not None)
+                part, echo = echo + part, ""
                 reason = "stop" if text.stopped else reason
                 outcome = reason or outcome
-                yield Piece(number, part, list(delivery.tokens), reason)
+                noted = delivery.noted[:count]
+                if written is not None:
+                    logprobs.append(written.of(noted))
+                likely = sum(one.logprob for one in noted)
+                yield Piece(number, part, list(delivery.tokens[:count]), reason, joined(logprobs), likely)
                 if reason is not None:
                     return
     except Error as error:
@@ -139,6 +150,17 @@ async def _choice(
     finally:
         timer.cancel()
         metrics.ended(outcome, len(request.prompt), tokens, last - first, time.monotonic() - begin)
+
+
+async def _prompt(
+    written: LogprobText, request: EngineRequest, delivery: Delivery
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The prompt's logprobs, where an answer begins with them. Others have their turn between two parts."""
+    if request.sampling.prompt_logprobs and delivery.first == 0 and delivery.tokens:
+        yield written.of_first(request.prompt[0])
+        for begin in range(0, len(delivery.prompt), PROMPT_PART):
+            await asyncio.sleep(0)
+            yield written.of(delivery.prompt[begin : begin + PROMPT_PART])
 
 
 async def _merged(sources: Sequence[AsyncGenerator[ValueT, None]]) -> AsyncGenerator[ValueT, None]:

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from remap.engine.request import Request
 
-__all__ = ["Asked"]
+__all__ = ["Asked", "Piece"]
+
+
+class Piece(NamedTuple):
+    """A part of a choice. reason: None unless it is the last. logprobs: as OpenAI writes them; None if nobody asked. logprob: of
+    its tokens together, 0 unless they were noted."""
+
+    choice: int
+    text: str
+    tokens: list[int]
+    reason: str | None
+    logprobs: dict[str, Any] | None = None
+    logprob: float = 0.0
 
 
 @dataclass(frozen=True)
 class Asked:
-    """id: of the answer. requests: of the engine, one for each choice, those of one prompt together. n: choices of each prompt.
-    echoes: the text that each prompt's choices begin with."""
+    """id: of the answer. requests: of the engine, one for each try, those of one prompt together. n: choices of each prompt, the
+    likeliest of its `tries`. echoes: the text that each prompt's choices begin with. logprobs: whether the answer has any.
+    echo_only: it has no tokens, and ends with the echo."""
 
     id: str
     requests: tuple[Request, ...]
     n: int
+    tries: int
     echoes: tuple[str, ...]
     stops: tuple[str, ...]
     stream: bool
@@ -28,30 +42,36 @@ class Asked:
     chat: bool
     model: str
     created: int
+    logprobs: bool = False
+    echo_only: bool = False
 
     @property
     def request(self) -> Request:
         """That of the first choice."""
         return self.requests[0]
 
-    def echo(self, choice: int) -> str:
-        """The text that this choice begins with."""
-        return self.echoes[choice // self.n]
+    def echo(self, number: int) -> str:
+        """The text that this try begins with."""
+        return self.echoes[number // self.tries]
 
-    def answer(self, choices: Iterable[tuple[str, list[int], str]]) -> dict[str, Any]:
-        """The whole answer: text, tokens and reason of each choice."""
-        made, count = [], 0
-        for number, (text, tokens, reason) in enumerate(choices):
-            key, value = ("message", {"role": "assistant", "content": text}) if self.chat else ("text", text)
-            made.append(self._choice(number, key, value, tokens, reason))
-            count += len(tokens)
-        return self._object(made, False) | {"usage": self.usage_of(count)}
+    def answer(self, tried: Sequence[Piece]) -> dict[str, Any]:
+        """The whole answer, of all tries, each as one piece."""
+        made: list[dict[str, Any]] = []
+        for first in range(0, len(tried), self.tries):
+            found = tried[first : first + self.tries]
+            if self.tries > self.n:  # the likeliest for each token; of equal ones the first
+                found = sorted(found, key=lambda piece: -piece.logprob / max(1, len(piece.tokens)))
+            for piece in found[: self.n]:
+                message = {"role": "assistant", "content": piece.text}
+                key, value = ("message", message) if self.chat else ("text", piece.text)
+                made.append(self._choice(len(made), key, value, piece))
+        return self._object(made, False) | {"usage": self.usage_of(sum(len(piece.tokens) for piece in tried))}
 
-    def chunk(self, choice: int, text: str, tokens: list[int], reason: str | None, first: bool) -> dict[str, Any]:
-        """A part of a streamed answer. first: of this choice."""
-        delta = ({"role": "assistant"} if first else {}) | {"content": text}
-        key, value = ("delta", delta) if self.chat else ("text", text)
-        return self._object([self._choice(choice, key, value, tokens, reason)], True)
+    def chunk(self, piece: Piece, first: bool) -> dict[str, Any]:
+        """A part of a streamed answer. first: of its choice."""
+        delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
+        key, value = ("delta", delta) if self.chat else ("text", piece.text)
+        return self._object([self._choice(piece.choice, key, value, piece)], True)
 
     def last(self, tokens: int) -> dict[str, Any]:
         """The chunk behind all others, with the usage."""
@@ -59,11 +79,12 @@ class Asked:
 
     def usage_of(self, tokens: int) -> dict[str, int]:
         """How many tokens there were; each prompt counts once, however many choices it has."""
-        prompt = sum(len(one.prompt) for one in self.requests[:: self.n])
+        prompt = sum(len(one.prompt) for one in self.requests[:: self.tries])
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
-    def _choice(self, number: int, key: str, value: Any, tokens: list[int], reason: str | None) -> dict[str, Any]:
-        return {"index": number, key: value, "finish_reason": reason, "logprobs": None, "token_ids": tokens}
+    def _choice(self, number: int, key: str, value: Any, piece: Piece) -> dict[str, Any]:
+        found = {"index": number, key: value, "finish_reason": piece.reason, "logprobs": piece.logprobs}
+        return found | {"token_ids": piece.tokens}
 
     def _object(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"

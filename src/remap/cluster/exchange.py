@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
 
     from remap.cluster.stage_kv import StageKV
-    from remap.engine.request import Request
     from remap.policy.cluster.lookahead import ChunkCost
     from remap.policy.cluster.pipeline import Network
 
@@ -66,7 +65,7 @@ class Taker(Protocol):
         """Blocks of `room` that are not needed any more."""
         ...
 
-    def adopt(self, request: Request, attempt: int, tokens: Iterable[int], computed: int, blocks: list[int]) -> None:
+    def adopt(self, handed: Handed, computed: int, blocks: list[int]) -> None:
         """The request runs on: these blocks hold the KV of `computed` of its tokens. Without any it is computed again."""
         ...
 
@@ -353,7 +352,7 @@ class Exchange:
         handed, _ = self._coming.pop(id)
         if handed.computed:
             self._tell(Forget(id))
-        taker.adopt(handed.request, handed.attempt, handed.tokens, 0, [])
+        taker.adopt(handed, 0, [])
 
     def _done(self, id: str) -> None:
         handed, blocks, left = self._transit[id]
@@ -366,7 +365,7 @@ class Exchange:
             self._cancelled.discard(id)
             self._taker.unused(blocks)
         else:
-            self._taker.adopt(handed.request, handed.attempt, handed.tokens, handed.computed, blocks)
+            self._taker.adopt(handed, handed.computed, blocks)
         self.pump()
 
     def _tell(self, message: Message) -> None:

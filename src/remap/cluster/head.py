@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from collections.abc import Sequence as Listed
 
+    from remap.cluster.wire import Handed
     from remap.engine.chunk import Chunk
     from remap.engine.request import Request
     from remap.policy.cluster.lookahead import ChunkCost
@@ -171,23 +172,25 @@ class Head:
         self._lanes[0].add_request(sequence)
         self._attempts[request.id] = attempt
 
-    def adopt(self, request: Request, attempt: int, tokens: Iterable[int], computed: int, blocks: list[int]) -> None:
+    def adopt(self, handed: Handed, computed: int, blocks: list[int]) -> None:
         """A request of another head runs on: these blocks hold the KV of `computed` of its tokens. Without any it waits. Raises
         InvalidState (field request), with nothing changed, if an attempt of it is here."""
-        if request.id in self._attempts:
+        id = handed.id
+        if id in self._attempts:
             raise InvalidState(
-                f"attempt {attempt} of request {request.id!r} comes to where {self._attempts[request.id]} is; recover",
-                request=request.id,
+                f"attempt {handed.attempt} of request {id!r} comes to where {self._attempts[id]} is; recover",
+                request=id,
             )
-        sequence = Sequence.of(request, next(self._orders), time.perf_counter())
-        sequence.tokens += tokens
-        self._attempts[request.id] = attempt
+        sequence = Sequence.of(handed.request, next(self._orders), time.perf_counter())
+        sequence.tokens += handed.tokens
+        sequence.noted = dict(handed.noted)
+        self._attempts[id] = handed.attempt
         if not computed:
             self._lanes[0].again(sequence)
             return
         sequence.computed = sequence.high_water = computed
         sequence.blocks = blocks
-        self._live[request.id] = sequence
+        self._live[id] = sequence
         self._schedulers.adopt(sequence)
 
     def cancel(self, id: str) -> list[Tokens]:
@@ -329,12 +332,16 @@ class Head:
     def land(self, number: int, samplers: Listed[Chunk], chosen: Listed[int]) -> list[Tokens]:
         """This lane's pass is over and chose these tokens, one for each of `samplers`."""
         lane, schedule = self._lanes[number], self._schedulers.landed(number)
-        places = {chunk.sequence.id: chunk.sequence.length - chunk.sequence.prompt_tokens for chunk in samplers}
+        sequences = {chunk.sequence.id: (chunk.sequence, chunk.sequence.length) for chunk in samplers}
         step = lane.land(schedule, samplers, chosen, 0.0)
         reasons = {output.id: output.finish_reason for output in step.finished}
         found = []
         for id, token in step.tokens:
-            found.append(Tokens(id, self._attempts[id], places[id], (token,), reasons.get(id)))
+            sequence, at = sequences[id]
+            place = at - sequence.prompt_tokens
+            noted, prompt = sequence.noted_of(at, at + 1), () if place else sequence.noted_of(1, at)
+            found.append(Tokens(id, self._attempts[id], place, (token,), reasons.get(id), noted, prompt))
+            sequence.noted.clear()  # its caller has got them
             if id in reasons:
                 del self._attempts[id]
         for chunk in samplers:

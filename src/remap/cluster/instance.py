@@ -460,8 +460,8 @@ class ClusterInstance:
         match message:
             case Microbatch() if payload is not None and now.part.first < now.part.end:
                 self._emit(passes.compute(now, message, payload))
-            case Chosen(lane, tokens) if now.head is not None:
-                self._emit(passes.land(now, lane, tokens))
+            case Chosen(lane, choice) if now.head is not None:
+                self._emit(passes.land(now, lane, choice))
             case Room() if now.head is not None:
                 room.hear(now, message)
                 if now.exchange is not None:

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from remap.errors import InvalidArgument
 
-from .messages import Tokens
+if TYPE_CHECKING:
+    from remap.engine.request import TokenLogprobs
+
+    from .messages import Tokens
 
 __all__ = ["Delivery", "Ledger", "Submission"]
 
@@ -37,23 +40,25 @@ class Submission(Generic[RequestT]):
 @dataclass(frozen=True)
 class Delivery:
     """Tokens of a request that are new to its caller; `first` is the place of the first. finish_reason: None unless these
-    are the last."""
+    are the last. noted and prompt: as of `Tokens`."""
 
     first: int
     tokens: tuple[int, ...]
     finish_reason: str | None
+    noted: tuple[TokenLogprobs, ...] = ()
+    prompt: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass
 class _Entry(Generic[RequestT]):
-    """early: tokens by their place, behind a gap. ends: place behind the last token, and the reason, once known. faults: how
-    often it was lost with an instance."""
+    """early: messages by the place of each of their tokens, behind a gap. ends: place behind the last token, and the reason, once
+    known. faults: how often it was lost with an instance."""
 
     request: RequestT
     attempt: int = 0
     instance: str | None = None
     tokens: list[int] = field(default_factory=list)
-    early: dict[int, int] = field(default_factory=dict)
+    early: dict[int, Tokens] = field(default_factory=dict)
     ends: tuple[int, str] | None = None
     faults: int = 0
 
@@ -118,20 +123,23 @@ class Ledger(Generic[RequestT]):
         entry = self._entries.get(tokens.id)
         if entry is None or tokens.attempt != entry.attempt:
             return None
-        for place, token in enumerate(tokens.tokens, tokens.first):
-            if place >= len(entry.tokens):
-                entry.early[place] = token
+        for place in range(max(tokens.first, len(entry.tokens)), tokens.first + len(tokens.tokens)):
+            entry.early[place] = tokens
         if tokens.finish_reason is not None:
             entry.ends = tokens.first + len(tokens.tokens), tokens.finish_reason
+        noted: list[TokenLogprobs] = []
         first = len(entry.tokens)
-        while len(entry.tokens) in entry.early:
-            entry.tokens.append(entry.early.pop(len(entry.tokens)))
+        while (place := len(entry.tokens)) in entry.early:
+            came = entry.early.pop(place)
+            entry.tokens.append(came.tokens[place - came.first])
+            noted += came.noted[place - came.first : place - came.first + 1]
+        prompt = tokens.prompt if first == 0 else ()  # they come with the first token, which waits for no other
         reason = entry.ends[1] if entry.ends is not None and len(entry.tokens) >= entry.ends[0] else None
         if reason is not None:
             del self._entries[tokens.id]
         elif first == len(entry.tokens):
             return None
-        return Delivery(first, tuple(entry.tokens[first:]), reason)
+        return Delivery(first, tuple(entry.tokens[first:]), reason, tuple(noted), prompt)
 
     def forget(self, id: str) -> str | None:
         """The request is cancelled or answered with an error; where it was, if anywhere. Unknown ids are ignored."""

@@ -24,6 +24,7 @@ from remap.policy.cluster.placement import Load
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from remap.engine.request import TokenLogprobs
     from remap.errors import Error
     from remap.policy.cluster.placement import Model, Offer
     from remap.policy.cluster.restore import Copy
@@ -131,13 +132,16 @@ class GroupPlan:
 @dataclass(frozen=True)
 class Tokens:
     """Tokens that a request got. attempt: the one that computed them; first: the place of the first of them among all tokens that
-    the request generates. finish_reason: None unless the request has ended."""
+    the request generates. finish_reason: None unless the request has ended. noted: the tokens' logprobs, one for each, or none;
+    prompt: those of the prompt's tokens but the first, with the first token; if they were asked for."""
 
     id: str
     attempt: int
     first: int
     tokens: tuple[int, ...]
     finish_reason: str | None = None
+    noted: tuple[TokenLogprobs, ...] = ()
+    prompt: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Bodies of OpenAI's completions and chat into requests of the engine.
 
 What the engine does not have is refused by name, unless its value asks for nothing; so is a field that nobody here knows, unless
-its value is one that usually asks for nothing. `top_k`, `min_p`, `stop_token_ids` (besides those that the model ends with),
-`ignore_eos` (not those) and `token_ids` in each choice are vLLM's additions.
+its value is one that usually asks for nothing. `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` (besides those that the
+model ends with), `ignore_eos` (not those) and `token_ids` in each choice are vLLM's additions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
-from remap.engine.request import Request, SamplingParams
+from remap.engine.request import MOST_LOGPROBS, Request, SamplingParams
 from remap.errors import InvalidArgument
 
 from .asked import Asked
@@ -31,13 +31,15 @@ MOST_STOPS = 4
 """As many as OpenAI takes."""
 
 MOST_CHOICES = 128
-"""Of one body: n choices of each of its prompts. OpenAI takes as many of one prompt."""
+"""Of one body: n choices, or best_of tries, of each of its prompts. OpenAI takes as many of one prompt."""
+
+MOST_BIASES = 1024
+"""Tokens of logit_bias: each pass has them all."""
 
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """What says who asks, or what OpenAI is to do with it beside the answer: ignored whatever it is."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -61,8 +63,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What both have. The fields below `n` are OpenAI's that ask for what there is not; `nothing` has the values with which they
-    do not."""
+    """What both have. `nothing`: OpenAI's fields that ask for what there is not, and the values with which they do not."""
 
     model: str | None = None
     stream: bool | None = None
@@ -79,9 +80,10 @@ class _Body(msgspec.Struct, kw_only=True):
     n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
-    nothing: ClassVar[dict[str, Any]] = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
+    nothing: ClassVar[dict[str, Any]] = {}
 
     @property
     def stops(self) -> list[str]:
@@ -94,10 +96,10 @@ class Completion(_Body, kw_only=True):
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
     best_of: int | None = None
-    logprobs: int | None = None
+    logprobs: int | bool | None = None
     suffix: str | None = None
 
-    nothing: ClassVar[dict[str, Any]] = _Body.nothing | {"logprobs": None, "suffix": ""}
+    nothing: ClassVar[dict[str, Any]] = {"suffix": ""}
 
 
 class Chat(_Body, kw_only=True):
@@ -111,13 +113,7 @@ class Chat(_Body, kw_only=True):
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
 
-    nothing: ClassVar[dict[str, Any]] = _Body.nothing | {
-        "logprobs": False,
-        "top_logprobs": 0,
-        "tools": [],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-    }
+    nothing: ClassVar[dict[str, Any]] = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
 
 
 def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wanted = always) -> Asked:
@@ -131,24 +127,40 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wa
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MOST_CHOICES:
         raise refused("n", f"must be 1 to {MOST_CHOICES}, got {n}")
+    tries, logprobs = _tries(body, n), _logprobs(body)  # which a choice among tries needs as well
     still(wanted)
-    chat, echoes = isinstance(body, Chat), [""]
+    chat, echoes, echo_only = isinstance(body, Chat), [""], False
     if isinstance(body, Chat):
         prompts = [encoded("messages", messages_text(body.messages, served), served, special=False)]
     else:
-        prompts, echoes = _prompts(body, n, served, wanted)
+        prompts, echoes = _prompts(body, tries, served, wanted)
+        echo_only = bool(body.echo) and body.max_tokens == 0
     id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[Request] = []
     for prompt in prompts:
-        sampling = _sampling(body, len(prompt), served)
-        for choice in range(n):
+        sampling = _sampling(body, len(prompt), served, 0 if logprobs is None and tries > n else logprobs)
+        for choice in range(tries):
             # A draw that nobody named a seed for is to differ each time, and be the same when the request is started again.
             seed = secrets.randbits(31) if body.seed is None else _seed(body.seed + choice)
-            name = id if len(prompts) * n == 1 else f"{id}-{len(requests)}"
+            name = id if len(prompts) * tries == 1 else f"{id}-{len(requests)}"
             requests.append(Request(name, prompt, replace(sampling, seed=seed)))
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     stops, now = tuple(body.stops), int(time.time())
-    return Asked(id, tuple(requests), n, tuple(echoes), stops, bool(body.stream), usage, chat, served.name, now)
+    return Asked(
+        id,
+        tuple(requests),
+        n,
+        tries,
+        tuple(echoes),
+        stops,
+        bool(body.stream),
+        usage,
+        chat,
+        served.name,
+        now,
+        logprobs is not None,
+        echo_only,
+    )
 
 
 def decoded(text: bytes, kind: type[BodyT]) -> BodyT:
@@ -207,12 +219,48 @@ def _require_supported(body: Completion | Chat, text: bytes, served: Served) -> 
         nothing = value in NOTHING[name] if name in NOTHING else not value
         if value is not None and not nothing:
             raise refused(name, f"is not supported: it must be left out, got {value!r}")
-    if isinstance(body, Completion) and body.best_of not in (None, 1 if body.n is None else body.n):
-        raise refused("best_of", f"is not supported: it must be left out, or be n, got {body.best_of}")
     if len(body.stops) > MOST_STOPS or not all(body.stops):
         raise refused("stop", f"must be at most {MOST_STOPS} texts, none of them empty, got {body.stop!r}")
     if body.stops and served.tokenizer is None:
         raise refused("stop", "needs a tokenizer, and the model has none: give stop_token_ids")
+
+
+def _tries(body: Completion | Chat, n: int) -> int:
+    """Answers to each prompt, of which the likeliest n are the choices."""
+    if isinstance(body, Chat) or body.best_of is None:
+        return n
+    if not n <= body.best_of <= MOST_CHOICES:
+        raise refused("best_of", f"must be n to {MOST_CHOICES}, got {body.best_of} with n {n}")
+    if body.stream and body.best_of > n:
+        raise refused("best_of", f"must be left out, or be n, with stream, got {body.best_of} with n {n}")
+    return body.best_of
+
+
+def _logprobs(body: Completion | Chat) -> int | None:
+    """How many alternatives to each token; None: no logprobs are asked for."""
+    name, count = "logprobs", body.logprobs
+    if isinstance(body, Chat):
+        if not body.logprobs:
+            if body.top_logprobs:
+                raise refused("top_logprobs", f"must be left out without logprobs, got {body.top_logprobs}")
+            return None
+        name, count = "top_logprobs", body.top_logprobs or 0
+    if count is None or count is False:
+        return None
+    if count is True or not 0 <= count <= MOST_LOGPROBS:
+        raise refused(name, f"must be 0 to {MOST_LOGPROBS}, got {count}")
+    return count
+
+
+def _biases(body: Completion | Chat) -> tuple[tuple[int, float], ...]:
+    """Those that are not 0."""
+    given = body.logit_bias or {}
+    if len(given) > MOST_BIASES:
+        raise refused("logit_bias", f"must have at most {MOST_BIASES} tokens, got {len(given)}")
+    for token in given:
+        if not (token.isascii() and token.isdecimal() and len(token) < 19):
+            raise refused("logit_bias", f"must have token ids as its keys, got {token!r}")
+    return tuple((int(token), bias) for token, bias in given.items() if bias)
 
 
 def _prompts(body: Completion, n: int, served: Served, wanted: Wanted) -> tuple[list[tuple[int, ...]], list[str]]:
@@ -222,7 +270,8 @@ def _prompts(body: Completion, n: int, served: Served, wanted: Wanted) -> tuple[
     each = given if several else [given]
     if len(each) * n > MOST_CHOICES:
         raise refused(
-            "prompt", f"and n must ask for at most {MOST_CHOICES} choices, got {len(each)} prompts of {n} each"
+            "prompt",
+            f"and n, or best_of, must ask for at most {MOST_CHOICES} choices, got {len(each)} prompts of {n} each",
         )
     prompts, echoes = [], []
     for one in each:
@@ -237,12 +286,15 @@ def _prompts(body: Completion, n: int, served: Served, wanted: Wanted) -> tuple[
     return prompts, echoes
 
 
-def _sampling(body: Completion | Chat, prompt: int, served: Served) -> SamplingParams:
+def _sampling(body: Completion | Chat, prompt: int, served: Served, logprobs: int | None) -> SamplingParams:
     """Of a prompt of so many tokens, but for the seed."""
+    echo = not isinstance(body, Chat) and bool(body.echo)
     most = body.max_tokens
     if isinstance(body, Chat):
         most = body.max_completion_tokens if body.max_completion_tokens is not None else most
         most = max(1, served.positions - prompt) if most is None else most
+    elif most == 0 and echo:
+        most = 1  # an engine has no passes without a token; this one is nobody's (`Asked.echo_only`)
     return SamplingParams(
         max_tokens=COMPLETION_TOKENS if most is None else most,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -251,6 +303,12 @@ def _sampling(body: Completion | Chat, prompt: int, served: Served) -> SamplingP
         min_p=0.0 if body.min_p is None else body.min_p,
         stop_token_ids=(frozenset() if body.ignore_eos else served.stop_token_ids)
         | frozenset(body.stop_token_ids or ()),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_biases(body),
+        logprobs=logprobs,
+        prompt_logprobs=echo and _logprobs(body) is not None,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from remap.cluster.stage import row_of
+from remap.cluster.stage import Choice, row_of
 from remap.cluster.transport import bytes_of, tensor_of
 from remap.cluster.wire import Chosen, Microbatch, encode
 from remap.engine.attention import decode_first
@@ -46,11 +46,13 @@ def compute(member: Member, message: Microbatch, payload: torch.Tensor) -> list[
     return _computed(member, message.lane, message.rows, tensor_of(payload, message.shape, message.dtype), None)
 
 
-def land(member: Member, lane: int, tokens: list[int]) -> list[Tokens]:
-    """These were chosen for the lane's microbatch."""
+def land(member: Member, lane: int, choice: Choice) -> list[Tokens]:
+    """This was chosen for the lane's microbatch."""
     assert member.head is not None  # tokens come to heads only
-    samplers = [chunk for chunk in member.launched.pop(lane) if chunk.samples]
-    return member.head.land(lane, samplers, tokens)
+    chunks = member.launched.pop(lane)
+    for row, noted in choice.noted.items():
+        chunks[row].sequence.noted.update(noted)
+    return member.head.land(lane, [chunk for chunk in chunks if chunk.samples], choice.tokens)
 
 
 def _computed(

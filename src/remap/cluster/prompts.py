@@ -13,6 +13,7 @@ from typing import Any
 from remap.errors import InvalidArgument
 
 from .limits import longest_token
+from .vocabulary import Vocabulary
 
 __all__ = ["Served", "Wanted", "always", "encoded", "ids_of", "refused", "still"]
 
@@ -35,6 +36,11 @@ class Served:
     def most_bytes(self) -> int:
         """A prompt of more bytes of text has more tokens than there are positions."""
         return self.positions * longest_token(self.tokenizer)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What its tokens stand for; for one thread."""
+        return Vocabulary(self.tokenizer)
 
 
 def always() -> bool:

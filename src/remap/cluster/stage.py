@@ -2,21 +2,23 @@
 
 A microbatch is one pass of the reference engine, cut between layers: the first stage embeds, the last one that has layers
 chooses tokens, as `engine.runner` does. Each stage works out the same batch from the same rows (order, padding, masks), so
-tokens are bit-identical to those of one instance. Logical blocks become the stage's own slots here.
+tokens are bit-identical to those of one instance. Logical blocks become the stage's own slots here. A row has all that the choice
+of its token depends on, so that no stage remembers anything of a request but its KV.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from array import array
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 
 from remap.engine.chunk import Chunk
 from remap.engine.layer_run import FlatBatch, LayerRun
-from remap.engine.request import SamplingParams
-from remap.engine.runner import sample
+from remap.engine.request import SamplingParams, TokenLogprobs
+from remap.engine.sampling import sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,42 +27,52 @@ if TYPE_CHECKING:
     from remap.cluster.stage_kv import StageKV
     from remap.engine.models import Decoder
 
-__all__ = ["Row", "Stage", "row_of"]
+__all__ = ["Choice", "Row", "Stage", "row_of"]
+
+PLAIN = SamplingParams()
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
     """One chunk of a microbatch: tokens [start, start + count) of a sequence that has `prompt` tokens of prompt and `length` in
-    all, in these logical blocks; and how its next token is chosen."""
+    all, in these logical blocks; and how its next token is chosen. sampling: None if it is plain. tokens: all that are known,
+    int32, if the choice, or the logprobs that are noted, depend on them."""
 
     start: int
     count: int
     prompt: int
     length: int
     blocks: list[int]
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    min_p: float = 0.0
+    sampling: SamplingParams | None = None
+    tokens: bytes = b""
+
+
+class Choice(NamedTuple):
+    """What a microbatch yields: the tokens of the rows that yield one, in their order; and by row the logprobs noted there, by
+    the place of their token in its sequence."""
+
+    tokens: list[int]
+    noted: dict[int, dict[int, TokenLogprobs]]
 
 
 def row_of(chunk: Chunk) -> Row:
     """A scheduled chunk as the stages get it."""
     sequence, sampling = chunk.sequence, chunk.sequence.sampling
-    blocks = sequence.blocks[:]
-    row = (chunk.start, chunk.count, sequence.prompt_tokens, sequence.length, blocks)
-    return Row(*row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, sampling.min_p)
+    asked = None if sampling.plain else replace(sampling, max_tokens=1, stop_token_ids=frozenset())  # which may be many
+    tokens = array("i", sequence.tokens).tobytes() if sampling.changes_logits or chunk.scores_prompt else b""
+    row = (chunk.start, chunk.count, sequence.prompt_tokens, sequence.length, sequence.blocks[:])
+    return Row(*row, asked, tokens)
 
 
 @dataclass(eq=False)
 class _Part:
-    """What a pass asks of a sequence; blocks are first slots here. tokens: on the first stage only."""
+    """What a pass asks of a sequence; blocks are first slots here. tokens: on the first stage, or those of the row."""
 
     blocks: list[int]
     prompt_tokens: int
     length: int
     sampling: SamplingParams
     tokens: list[int]
+    noted: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
 class Stage:
@@ -82,9 +94,8 @@ class Stage:
 
     def compute(
         self, rows: Sequence[Row], hidden: torch.Tensor | None = None, known: Iterable[Sequence[int]] | None = None
-    ) -> torch.Tensor | list[int]:
-        """One microbatch. Returns hidden states for the next stage; or, of the stage that samples, the tokens of the rows that
-        yield one, in their order.
+    ) -> torch.Tensor | Choice:
+        """One microbatch. Returns hidden states for the next stage; or, of the stage that samples, what was chosen.
 
         rows: in the order of `decode_first`. hidden: from the stage before. known: of the first stage, each sequence's tokens.
         What the model or the tenant raises passes through: the microbatch can be computed again then.
@@ -93,12 +104,16 @@ class Stage:
         texts = list(known) if known is not None else [[]] * len(rows)
         chunks = []
         for row, text in zip(rows, texts, strict=True):
-            sampling = SamplingParams(1, row.temperature, row.top_k, row.top_p, row.seed, min_p=row.min_p)
-            part: Any = _Part(table(row.blocks), row.prompt, row.length, sampling, list(text))
+            tokens = array("i", row.tokens).tolist() if row.tokens else list(text)
+            part: Any = _Part(table(row.blocks), row.prompt, row.length, row.sampling or PLAIN, tokens)
             chunks.append(Chunk(part, row.start, row.count))
         batch = FlatBatch(chunks, self._block_tokens, self._dtype)
         if self._run is None:  # only a head without layers computes: it embeds
             with torch.inference_mode():
                 return self.decoder.embed(batch.ids(), batch.positions)[0]
         result = self._run.compute(batch, hidden)
-        return sample(batch.samplers, result) if self.samples else result
+        if not self.samples:
+            return result
+        chosen = sample(batch.samplers, result)
+        noted = {number: chunk.sequence.noted for number, chunk in enumerate(chunks) if chunk.sequence.noted}
+        return Choice(chosen, noted)

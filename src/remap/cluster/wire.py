@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from remap.cluster.stage import Row
-from remap.engine.request import Request, SamplingParams, Sequence
+from remap.cluster.stage import Choice, Row
+from remap.engine.request import Request, SamplingParams, Sequence, TokenLogprobs
 from remap.errors import InvalidArgument
 
 __all__ = [
@@ -44,6 +44,7 @@ def require_sendable(request: Request) -> None:
     sampling = request.sampling
     numbers = {"max_tokens": [sampling.max_tokens], "top_k": [sampling.top_k], "seed": [sampling.seed]}
     numbers["stop_token_ids"] = list(sampling.stop_token_ids)
+    numbers["logit_bias"] = [token for token, _ in sampling.logit_bias]
     for field, values in numbers.items():
         for value in values:
             if not -_MOST <= value < _MOST:
@@ -64,10 +65,10 @@ class Microbatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Chosen(msgspec.Struct, frozen=True, tag=True):
-    """Ring, to the head: the tokens of this lane's microbatch."""
+    """Ring, to the head: the tokens of this lane's microbatch, and what was noted in it."""
 
     lane: int
-    tokens: list[int]
+    choice: Choice
 
 
 class Room(msgspec.Struct, frozen=True, tag=True):
@@ -96,42 +97,32 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 class Handed(msgspec.Struct, frozen=True):
     """A request that another head goes on with. to: the rank in the mesh of that head. blocks: logical ones of the old group,
-    of the first `computed` of its tokens, prompt and `tokens` together."""
+    of the first `computed` of its tokens, prompt and `tokens` together. noted: logprobs that its callers have not got yet."""
 
     id: str
     attempt: int
     to: int
     prompt: list[int]
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    stops: list[int]
+    sampling: SamplingParams
     tokens: list[int]
     computed: int
     blocks: list[int]
-    min_p: float = 0.0
+    noted: dict[int, TokenLogprobs] = {}
 
     @classmethod
     def of(cls, sequence: Sequence, attempt: int, to: int, block_tokens: int) -> Handed:
         """A sequence between two passes."""
-        request, sampling = sequence.request, sequence.sampling
+        request = sequence.request
         return cls(
             request.id,
             attempt,
             to,
             list(request.prompt),
-            sampling.max_tokens,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.seed,
-            sorted(sampling.stop_token_ids),
+            request.sampling,
             sequence.tokens[sequence.prompt_tokens :],
             sequence.computed,
             sequence.blocks[: -(-sequence.computed // block_tokens)],
-            sampling.min_p,
+            dict(sequence.noted),
         )
 
     @property
@@ -142,10 +133,7 @@ class Handed(msgspec.Struct, frozen=True):
     @property
     def request(self) -> Request:
         """As it was submitted."""
-        sampling = SamplingParams(
-            self.max_tokens, self.temperature, self.top_k, self.top_p, self.seed, frozenset(self.stops), self.min_p
-        )
-        return Request(self.id, tuple(self.prompt), sampling)
+        return Request(self.id, tuple(self.prompt), self.sampling)
 
 
 class Handover(msgspec.Struct, frozen=True, tag=True):

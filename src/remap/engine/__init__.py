@@ -12,7 +12,8 @@ one token for every sequence whose last known token was in the pass.
 | attention.py | attention over blocks that may lie anywhere in the KV region |
 | models.py | a forward for Llama, Qwen2 and Qwen3, for OPT and for GPT-2, from the modules' own weights; KV from activations |
 | layer_run.py | consecutive layers of a flat token batch, on the CPU |
-| runner.py | one pass on the CPU: flat token batch -> logits; sampling |
+| runner.py | one pass on the CPU: flat token batch -> logits |
+| sampling.py | logits -> the next token: penalties, cuts, a draw; logprobs |
 | sharing.py | several engines on one arena, in turns or in rounds; shared_metrics.py: what that cost |
 | offline.py | serves a file of requests; offline_file.py: the files of requests and answers; pure |
 | throughput.py | offline batches, KV in host memory; throughput_runner.py: their passes; throughput_times.py: what these cost |
@@ -40,7 +41,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from remap.engine.metrics import Metrics, Sample
-from remap.engine.request import Output, Request, SamplingParams
+from remap.engine.request import Output, Request, SamplingParams, TokenLogprobs
 from remap.engine.scheduler import Scheduler
 from remap.engine.shared_metrics import SharedResult
 
@@ -68,6 +69,7 @@ __all__ = [
     "SharedResult",
     "StepOutput",
     "ThroughputEngine",
+    "TokenLogprobs",
     "generate_offline",
 ]
 

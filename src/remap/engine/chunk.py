@@ -30,6 +30,13 @@ class Chunk:
         return self.end == self.sequence.length
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether logprobs of the prompt's tokens behind some of these were asked for, and nobody has them yet."""
+        sequence = self.sequence
+        unanswered = sequence.length == sequence.prompt_tokens and self.start < sequence.prompt_tokens - 1
+        return sequence.sampling.prompt_logprobs and unanswered
+
+    @property
     def decodes(self) -> bool:
         """One token beyond the prompt. The last token of a prompt is prefill even if it is alone, wherever the prompt was
         cut."""

@@ -259,8 +259,8 @@ class Engine(ABC):
                 sequence.computed -= 1
 
     def _require_servable(self, request: Request, vocabulary: int, positions: int) -> None:
-        """Raises InvalidArgument if the id is in use, a token is none of the model's, or it needs more positions than there
-        are."""
+        """Raises InvalidArgument if the id is in use, a token is none of the model's (of `logit_bias` too), or it needs more
+        positions than there are."""
         if request.id in self._live or request.id in self._ended:
             raise InvalidArgument(
                 f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
@@ -271,6 +271,15 @@ class Engine(ABC):
             raise InvalidArgument(
                 f"request {request.id!r}: the prompt has token {strange}, the model's are 0 to {vocabulary - 1}; "
                 "nothing was queued",
+                token=strange,
+                vocabulary=vocabulary,
+            )
+        strange = next((token for token, _ in request.sampling.logit_bias if not 0 <= token < vocabulary), None)
+        if strange is not None:
+            raise InvalidArgument(
+                f"request {request.id!r}: logit_bias has token {strange}, the model's are 0 to {vocabulary - 1}; "
+                "nothing was queued",
+                param="logit_bias",
                 token=strange,
                 vocabulary=vocabulary,
             )

@@ -27,7 +27,8 @@ from remap.engine.graphs import EagerGraphs, TorchCudaGraphs
 from remap.engine.inputs import TokenInputs
 from remap.engine.models import Decoder, decoder_of, static_rotary
 from remap.engine.paged import choose_attention, triton_missing
-from remap.engine.runner import check_fits, sample
+from remap.engine.runner import check_fits
+from remap.engine.sampling import note_prompt, sample
 from remap.engine.streaming import streamed
 from remap.errors import InvalidArgument
 
@@ -193,8 +194,10 @@ class GpuRunner:
         rows = self._table.rows_of([chunk.sequence for chunk in chunks])
         inputs.fill_decodes(decodes, rows[:count], count)
         inputs.fill_prefills(prompts, count)
-        ends, last = [], count - 1
+        ends, scored, last = [], [], count - 1
         for chunk in prompts:
+            if chunk.scores_prompt:
+                scored.append((chunk, last + 1))
             last += chunk.count
             ends.append(last)
         picked = [row for row, chunk in enumerate(decodes) if chunk.samples]
@@ -211,10 +214,12 @@ class GpuRunner:
                 self.tenant.wait(layer)
                 hidden = self.decoder.layer(layer, hidden, rotary, partial(self._attend, layer, total, count))
                 self.tenant.done(layer)
-            hidden = hidden.index_select(0, inputs.picked[: len(picked)])
+            states, hidden = hidden, hidden.index_select(0, inputs.picked[: len(picked)])
             if samplers:
                 self._fetch(self.decoder.head(hidden).argmax(-1), len(samplers))
         self.stats["eager"] += 1
+        for chunk, row in scored:
+            note_prompt(chunk, states[row : row + chunk.count], self.decoder.head)
         tokens = self._tokens(len(samplers)) if samplers else []
         return self._chosen(samplers, tokens, hidden, list(range(len(samplers))))
 
@@ -267,9 +272,9 @@ class GpuRunner:
     def _chosen(
         self, chunks: list[Chunk], tokens: list[int], hidden: torch.Tensor, rows: list[int]
     ) -> tuple[list[Chunk], list[int]]:
-        """The greedy tokens, with those of requests that are drawn in their place: their logits are computed again, from
-        the rows of `hidden` that the head was given, and fetched."""
-        drawn = [index for index, chunk in enumerate(chunks) if chunk.sequence.request.sampling.temperature > 0]
+        """The greedy tokens, with those of requests that ask for more (`SamplingParams.plain`) in their place: their logits are
+        computed again, from the rows of `hidden` that the head was given, and fetched."""
+        drawn = [index for index, chunk in enumerate(chunks) if not chunk.sequence.request.sampling.plain]
         if drawn:
             logits = self.decoder.head(hidden[[rows[index] for index in drawn]]).float().cpu()
             for index, token in zip(drawn, sample([chunks[index] for index in drawn], logits), strict=True):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from remap.engine.attention import AttentionBatch, PagedAttention, decode_first
 from remap.engine.models import min_rows
+from remap.engine.sampling import note_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +41,11 @@ class FlatBatch:
         self.tokens = self.attention.tokens
         self.samplers: list[Chunk] = []
         self.rows: list[int] = []  # of the samplers' last tokens
+        self.scored: list[tuple[Chunk, int]] = []  # whose prompt's logprobs are noted, and the row of their first token
         row = -1
         for chunk in self.chunks:
+            if chunk.scores_prompt:
+                self.scored.append((chunk, row + 1))
             row += chunk.count
             if chunk.samples:
                 self.samplers.append(chunk)
@@ -96,7 +100,7 @@ class LayerRun:
         self, batch: FlatBatch, hidden: torch.Tensor | None = None, streamed: Sequence[int] = ()
     ) -> torch.Tensor:
         """One pass. Writes the chunks' KV. Returns hidden states, padded rows included; or, of a run that samples, the logits
-        of the samplers, (samplers, vocabulary).
+        of the samplers, (samplers, vocabulary), with logprobs of prompts noted where they were asked for.
 
         hidden: what the run before this one returned; None: this one begins with the embedding. streamed: see
         `Tenant.forward`. If anything raises, the pass is abandoned and can be run again.
@@ -112,14 +116,19 @@ class LayerRun:
                 attend = partial(self.attention, layer - self.first, batch.attention)
                 hidden = decoder.layer(layer, hidden, rotary, attend)
                 tenant.done(layer)
-            logits = hidden.new_empty(0, 0)
             if self._head is not None:
                 tenant.wait(self._head)
-                if batch.samplers:
-                    logits = decoder.head(hidden[batch.rows])
+                logits = self._logits(batch, hidden)
                 tenant.done(self._head)
         if not self.samples:
             return hidden
-        if batch.samplers and self._head is None:
-            logits = decoder.head(hidden[batch.rows])
-        return logits[: len(batch.samplers)]
+        if self._head is None:
+            logits = self._logits(batch, hidden)
+        return logits
+
+    def _logits(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
+        for chunk, row in batch.scored:
+            note_prompt(chunk, hidden[row : row + chunk.count], self.decoder.head)
+        if not batch.samplers:
+            return hidden.new_empty(0, 0)
+        return self.decoder.head(hidden[batch.rows])[: len(batch.samplers)]

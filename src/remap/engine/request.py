@@ -6,10 +6,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from remap.errors import InvalidArgument
 
-__all__ = ["Output", "Request", "SamplingParams", "Sequence", "State"]
+__all__ = ["MOST_LOGPROBS", "Output", "Request", "SamplingParams", "Sequence", "State", "TokenLogprobs"]
+
+MOST_LOGPROBS = 20
+"""Alternatives of a token whose logprobs a request may ask for."""
+
+
+class TokenLogprobs(NamedTuple):
+    """The natural logarithm of a token's probability, and (token, logprob) of the likeliest tokens in its place, the likeliest
+    first and of equal ones the smallest id: so many as were asked for. By the model's logits alone, before penalties, bias and
+    temperature; at least -9999."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -20,6 +34,15 @@ class SamplingParams:
     likely (0: all), to those at least `min_p` times as likely as the likeliest, and to the smallest set whose probability
     reaches `top_p`; whoever ties with the last one kept is kept. The random numbers depend on (seed, position, token) only:
     neither the batch nor a preemption changes them.
+
+    Both look at logits that are changed before, in this order: `logit_bias` is added ((token, bias) pairs, each token once);
+    logits of tokens that the prompt or the answer has are divided by `repetition_penalty` if they are above 0, else multiplied
+    by it; `frequency_penalty` times how often the answer has a token is subtracted, and `presence_penalty` once if it has it.
+
+    logprobs: note each token's `TokenLogprobs` with so many alternatives (None: note nothing). prompt_logprobs: also those of
+    the prompt's tokens but the first.
+
+    Raises InvalidArgument (field param: its name, and a field of that name) for a value outside of what it says.
     """
 
     max_tokens: int = 16
@@ -29,20 +52,44 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise InvalidArgument(f"max_tokens must be at least 1, got {self.max_tokens}", max_tokens=self.max_tokens)
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise InvalidArgument(
-                f"expected temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1, "
-                f"got {self.temperature}, {self.top_k}, {self.top_p}, {self.min_p}",
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-            )
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+        biases = [bias for _, bias in self.logit_bias]
+        for name, fits, expected in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100"),
+            ("logit_bias", all(-100 <= bias <= 100 for bias in biases), "of -100 to 100 for each token"),
+            ("logit_bias", len(dict(self.logit_bias)) == len(biases), "of each token once"),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MOST_LOGPROBS, f"0 to {MOST_LOGPROBS}"),
+            ("prompt_logprobs", self.logprobs is not None or not self.prompt_logprobs, "false without logprobs"),
+        ):
+            if not fits:
+                value = getattr(self, name)
+                raise InvalidArgument(f"{name} must be {expected}, got {value}", **{"param": name, name: value})
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen: by the bias or a penalty."""
+        penalties = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return penalties or bool(self.logit_bias)
+
+    @property
+    def plain(self) -> bool:
+        """The next token is that of the largest logit, and nothing else is asked: no logits are needed beyond that."""
+        return self.temperature == 0 and self.logprobs is None and not self.changes_logits
 
 
 @dataclass(frozen=True)
@@ -69,12 +116,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request: the tokens generated (stop token included) and why it ended: "stop", "length" or "abort"."""
+    """A finished request: the tokens generated (stop token included) and why it ended: "stop", "length" or "abort".
+
+    logprobs: of each token generated, and prompt_logprobs: of each token of the prompt but the first, if they were asked for.
+    """
 
     id: str
     tokens: tuple[int, ...]
     finish_reason: str
     preemptions: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class State(Enum):
@@ -94,7 +146,8 @@ class Sequence:
     ticket, and blocks into which the last of them are being copied back. `high_water` = the most
     tokens whose KV ever existed, so computing token i < high_water is recomputing. `blocks` is extended in place; whoever
     changes an entry, or takes any away, replaces the list (a block table knows by that what to write again). `relocated`: the
-    last move of blocks that the tables follow (`Scheduler.relocate`).
+    last move of blocks that the tables follow (`Scheduler.relocate`). `noted`: logprobs that were asked for, by the place of
+    their token in `tokens`; a pass that is run again notes the same again.
     Times are on the engine's clock: when it arrived, and when its first and its last token came (None before the first).
 
     Scheduler, loop and metrics ask for lengths, not for values: `id`, `length`, `prompt_tokens`, `append` and `output`
@@ -113,6 +166,7 @@ class Sequence:
     streamed: int = 0
     homing: tuple[int, list[int]] | None = None
     relocated: int = 0
+    noted: dict[int, TokenLogprobs] = field(default_factory=dict)
     preemptions: int = 0
     first_s: float | None = None
     last_s: float | None = None
@@ -160,4 +214,13 @@ class Sequence:
         return "length" if self.generated >= self.request.sampling.max_tokens else None
 
     def output(self, reason: str) -> Output:
-        return Output(self.request.id, tuple(self.tokens[len(self.request.prompt) :]), reason, self.preemptions)
+        prompt, tokens = self.prompt_tokens, tuple(self.tokens[self.prompt_tokens :])
+        return Output(
+            self.id, tokens, reason, self.preemptions, self.noted_of(prompt, self.length), self.noted_of(1, prompt)
+        )
+
+    def noted_of(self, first: int, end: int) -> tuple[TokenLogprobs, ...]:
+        """Logprobs of the tokens first <= i < end: of none unless they were asked for."""
+        if self.sampling.logprobs is None or (first < self.prompt_tokens and not self.sampling.prompt_logprobs):
+            return ()
+        return tuple(self.noted[place] for place in range(first, end) if place in self.noted)

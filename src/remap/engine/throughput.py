@@ -291,7 +291,13 @@ class ThroughputEngine(Engine):
 
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
         """Queue a request. Raises InvalidArgument (nothing was queued) if its id is in use, or it could never run: longer than
-        the model, or with more KV than the host blocks or, of activations, the scratch blocks hold."""
+        the model, or with more KV than the host blocks or, of activations, the scratch blocks hold; or if it asks for logprobs of
+        its prompt, which this engine does not have."""
+        if request.sampling.prompt_logprobs:
+            raise InvalidArgument(
+                f"request {request.id!r}: prompt_logprobs is not supported by offline batches; nothing was queued; use LLMEngine",
+                param="prompt_logprobs",
+            )
         self._require_servable(request, self.runner.decoder.vocabulary, self.runner.decoder.max_tokens)
         plan, spec, tokens = self.scheduler, self.tenant.kv.spec, request.max_kv_tokens
         for what, needed, limit in (

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from remap.engine.attention import AttentionBatch, PagedAttention, decode_first
 from remap.engine.models import decoder_of, kv_from_activations, min_rows
 from remap.engine.pairs import PAIR
-from remap.engine.runner import check_fits, sample
+from remap.engine.runner import check_fits
+from remap.engine.sampling import sample
 from remap.errors import InvalidArgument
 from remap.policy.minibatches import Limits, Mix, fewest
 
