@@ -72,8 +72,8 @@ SIDES: Mapping[str, Side] = {
     "swap": Side("", swaps=True, weights=False),  # the simulator's is of another scheduler
     "kv-pool": Side("session", swaps=False, weights=False, simulated="kv-pool"),
 }
-"""In the order of what convinces most: the default, the strongest alternative that moves no weights, the strongest that does (whole
-models put to sleep and woken), what engines do as they are; then these without host memory for KV, and the parts."""
+"""In the order of what convinces most: the default, the strongest alternative that moves no weights, the strongest that does
+(whole models put to sleep and woken), what engines do as they are; then the parts of these."""
 FIRST_SIDES = tuple(SIDES)[:4]
 """These are run with every seed before any other side is."""
 OWN = 0.25  # of a tenant's KV: so much stays its own where unused KV is everybody's, as in the simulator
