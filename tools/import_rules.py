@@ -41,7 +41,7 @@ CORE_IMPORTERS = (
 SIMULATOR = (
     *("advice", "engine", "passes", "running", "scheduling", "sequences", "serving", "setup", "timeline", "worlds"),
 )
-LAZY = ("adapters", "broker", "cli", "cluster", "engine", *(f"sim.{name}" for name in SIMULATOR))
+LAZY = ("adapters", "broker", "cli", "cluster", "engine", "metrics", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (
     *("transformers", "typer", "rich", "jinja2", "gguf", "safetensors", "accelerate", "vllm", "sglang"),
@@ -74,7 +74,7 @@ CLI = tuple(
     f"cli.{name}"
     for name in (
         *("main", "errors", "options", "pages", "check", "machine", "smollm2"),
-        *("doctor", "doctor_cuda", "doctor_link", "doctor_vllm", "top"),
+        *("doctor", "doctor_cuda", "doctor_link", "doctor_vllm"),
     )
 )
 FLOORS: dict[str, tuple[str, ...]] = {
@@ -85,7 +85,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "memory": (*BASE, "policy", "kv", "model", "_core"),
     "tenant": (*BASE, "policy", "kv", "model", "memory", "arguments"),
     "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "joined"),
-    "broker": (*BASE, "memory"),
+    "metrics": BASE,
+    "broker": (*BASE, "memory", "metrics"),
     "joined": (*BASE, "memory", "broker"),
     # Engines bring the adapters into their processes: nothing of the reference engine, the simulator or the cluster comes along.
     "adapters": (*BASE, *CORE),

@@ -659,6 +659,9 @@ class Deaf:
     def named(self, pages: Any, gently: bool) -> None:
         return None
 
+    def snapshot(self) -> Any:
+        raise InvalidState("it says nothing")
+
 
 def test_a_want_is_met_from_what_is_free_and_an_answer_to_no_recall_changes_nothing(broker: Broker) -> None:
     member, other = join(str(broker.path)), join(str(broker.path))
