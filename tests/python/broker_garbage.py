@@ -25,7 +25,7 @@ def packet(rng: random.Random) -> bytes:
         Done(serial),
         Join(1),
         Look(rng.choice((VERSION, serial))),
-        Report(serial, page, 0, 0, 0, 0, 0.0, 0.0, 0, (), ()),
+        Report(serial, page, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, (), ()),
     ]
     found = bytearray(encode(rng.choice(messages)))
     if rng.random() < 0.3:

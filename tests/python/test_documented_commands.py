@@ -93,7 +93,7 @@ TRIED = {
         "needs a Ray that somebody started",
     ),
     "remap serve": Tried(
-        ("--socket out/s --capacity 8MiB --page-bytes 64KiB --device cpu",),
+        ("--socket out/s --capacity 8MiB --page-bytes 64KiB --device cpu --metrics 0",),
         parsed="it serves until it is interrupted: test_broker.py runs it",
     ),
     "remap top": Tried(

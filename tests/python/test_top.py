@@ -168,7 +168,7 @@ def test_the_largest_report_is_a_message_and_a_larger_one_is_none(broker: Broker
     assert {each.name for each in msgspec.structs.fields(TenantReport)} > {"shortages_met", "shortages_unmet"}
 
 
-EMPTY = Report(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, (), ())
+EMPTY = Report(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, (), ())
 
 
 @pytest.mark.parametrize(

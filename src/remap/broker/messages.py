@@ -164,7 +164,7 @@ class TenantReport(msgspec.Struct, frozen=True):
 
 
 class DecisionReport(msgspec.Struct, frozen=True):
-    """Of `remap.DecisionRecord`."""
+    """Of `remap.report.DecisionRecord`."""
 
     epoch: Count
     tenant: Name
@@ -173,8 +173,8 @@ class DecisionReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, tag=True, frozen=True):
-    """How a member is, which was told to say so. free, params, kv, ring, quarantine: of its pages. waited, allowed:
-    `remap.StallShare.seen` and `.allowed`. attached: tenants, of which the first are listed. decisions: the last ones, oldest
+    """How a member is, which was told to say so. free, params, kv, ring, quarantine: of its pages. waited, predicted,
+    allowed: shares, of `remap.report.StallShare`. attached: tenants, of which the first are listed. decisions: the last ones, oldest
     first."""
 
     epoch: Count
@@ -184,6 +184,7 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     ring: Count
     quarantine: Count
     waited: Amount
+    predicted: Amount
     allowed: Amount
     attached: Count
     tenants: Annotated[tuple[TenantReport, ...], msgspec.Meta(max_length=MOST_TENANTS)]

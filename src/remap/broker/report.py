@@ -30,6 +30,7 @@ def report_of(snapshot: Snapshot) -> Report:
         ring=pages.ring,
         quarantine=pages.quarantine,
         waited=_amount(snapshot.stall.seen),
+        predicted=_amount(snapshot.stall.predicted),
         allowed=_amount(snapshot.stall.allowed),
         attached=len(snapshot.tenants),
         tenants=tuple(map(_tenant, list(snapshot.tenants.values())[:MOST_TENANTS])),
