@@ -64,8 +64,9 @@ class Family:
         return made
 
 
-class Reading(Protocol):
-    """What `SESSION` reads: of a snapshot, or of a member's report. Pages by owner, and shares of waiting."""
+@dataclass(frozen=True)
+class Reading:
+    """Of a snapshot, or of a member's report, what `SESSION` and `TENANT` read. Pages by owner, and shares of waiting."""
 
     epoch: int
     page_bytes: int
@@ -164,20 +165,11 @@ TENANT = (
 TENANT_LABELS = ("tenant",)
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    epoch: int
-    page_bytes: int
-    owners: Mapping[str, int]
-    waits: Mapping[str, float]
-    tenants: Sequence[Any]
-
-
 def read_snapshot(snapshot: Snapshot) -> Reading:
     """A snapshot as `families` takes it."""
     pages, stall = snapshot.pages, snapshot.stall
     names = ("free", "params", "kv", "ring", "outside", "quarantine")
-    return _Snapshot(
+    return Reading(
         snapshot.epoch,
         snapshot.page_bytes,
         {name: getattr(pages, name) for name in names},

@@ -174,8 +174,8 @@ class DecisionReport(msgspec.Struct, frozen=True):
 
 class Report(msgspec.Struct, tag=True, frozen=True):
     """How a member is, which was told to say so. free, params, kv, ring, quarantine: of its pages. waited, predicted,
-    allowed: shares, of `remap.report.StallShare`. attached: tenants, of which the first are listed. decisions: the last ones, oldest
-    first."""
+    allowed: shares, of `remap.report.StallShare`. attached: tenants, of which the first are listed. decisions: the last ones,
+    oldest first."""
 
     epoch: Count
     free: Count

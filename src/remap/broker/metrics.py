@@ -5,9 +5,7 @@ Each scrape looks at the broker through its socket, as `remap top` does: the bro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import Metric
@@ -16,7 +14,7 @@ from prometheus_client.registry import Collector
 from remap.broker.messages import Shown
 from remap.broker.observer import Observer, Seen
 from remap.errors import Error, InvalidArgument
-from remap.metrics import families, gauge
+from remap.metrics import Reading, families, gauge
 
 __all__ = ["BROKER", "LABELS", "MEMBER", "UP", "BrokerCollector", "serve_metrics"]
 
@@ -46,18 +44,8 @@ MEMBER = (
 """Of a member. What its report says has the names of `remap.metrics`."""
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """A member's report, as `remap.metrics.families` takes it. outside: pages that others have, or nobody."""
-
-    epoch: int
-    page_bytes: int
-    owners: Mapping[str, int]
-    waits: Mapping[str, float]
-    tenants: Sequence[Any]
-
-
-def _readings(seen: Seen) -> Iterator[tuple[tuple[str, ...], _Reading]]:
+def _readings(seen: Seen) -> Iterator[tuple[tuple[str, ...], Reading]]:
+    """Of members that have reported. outside: pages that others have, or nobody."""
     for shown in seen.members:
         report = shown.report
         if report is None:
@@ -66,7 +54,7 @@ def _readings(seen: Seen) -> Iterator[tuple[tuple[str, ...], _Reading]]:
         owners["outside"] = max(0, seen.state.pages - sum(owners.values()))
         waits = {"seen": report.waited, "predicted": report.predicted, "allowed": report.allowed}
         tenants = {each.name: each for each in report.tenants}  # long names, cut, may be the same; two series never are
-        yield _labels(shown), _Reading(report.epoch, seen.state.page_bytes, owners, waits, tuple(tenants.values()))
+        yield _labels(shown), Reading(report.epoch, seen.state.page_bytes, owners, waits, tuple(tenants.values()))
 
 
 def _labels(shown: Shown) -> tuple[str, ...]:
@@ -95,7 +83,7 @@ class BrokerCollector(Collector):
             yield each.filled((), [] if seen is None else [((), seen)])
         for each in MEMBER:
             yield each.filled(LABELS, [] if seen is None else [(_labels(shown), shown) for shown in seen.members])
-        yield from families([] if seen is None else _readings(seen), LABELS)
+        yield from families(() if seen is None else _readings(seen), LABELS)
 
 
 def serve_metrics(path: str, host: str, port: int) -> tuple[str, Callable[[], None]]:
