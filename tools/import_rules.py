@@ -65,6 +65,7 @@ CORE = (
         "schedule",
         "entry",
         "joined",
+        "shown",
         "ranks",
     ),
     "_core",
@@ -84,10 +85,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "model": (*BASE, "kv.spec", "_core"),
     "memory": (*BASE, "policy", "kv", "model", "_core"),
     "tenant": (*BASE, "policy", "kv", "model", "memory", "arguments"),
-    "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "joined"),
+    "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "joined", "shown"),
     "metrics": BASE,
     "broker": (*BASE, "memory", "metrics"),
     "joined": (*BASE, "memory", "broker"),
+    "shown": (*BASE, "broker"),
     # Engines bring the adapters into their processes: nothing of the reference engine, the simulator or the cluster comes along.
     "adapters": (*BASE, *CORE),
     # The command line loads what stands on these by a table of names (remap.cli.main.COMMANDS).

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import stat
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from remap.broker.messages import (
 from remap.broker.observer import Observer
 from remap.broker.report import report_of
 from remap.broker.server import Broker
+from remap.broker.window import MOST_CONNECTIONS, Window
 from remap.errors import InvalidArgument, InvalidState
 from remap.report import DecisionRecord
 
@@ -228,3 +232,84 @@ def test_a_step_that_meets_what_lacks_is_told_from_one_that_does_not() -> None:
             own = session.snapshot().tenants["m"]
             seen.append((own.shortages_met, own.shortages_unmet))
         assert seen == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 2)]
+
+
+# -- a session without a broker --------------------------------------------------------------------------------------------
+
+
+def test_a_session_without_a_broker_shows_itself_until_it_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    session = remap.Session(48 * PAGE, page_bytes=PAGE)
+    tenant = session.attach_bytes(make_layers([2] * 6), name="m", kv=make_spec(6, max_blocks=160))
+    session.step({"m": tenant.kv.free_blocks + 4})
+    with remap.advanced.show(session, str(path)), Observer(str(path)) as observer:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        before = session.snapshot()
+        (shown,) = observer.look().members
+        assert (shown.report, shown.held, shown.pid) == (report_of(before), 48, os.getpid())
+        assert session.snapshot() == before
+        found = json.loads(run("top", "--json", "--socket", str(path)).output)
+        assert found["members"][0]["report"]["tenants"][0]["shortages_met"] == 1
+        with pytest.raises(InvalidState, match="already"):
+            remap.advanced.show(session, str(path))
+        with pytest.raises(InvalidState, match="shares no pages"):
+            remap.Session(device=f"unix:{path}")
+        with Observer(str(path)) as other:
+            other._connection.send(encode(Look(VERSION - 1)))
+            with pytest.raises(InvalidState, match=f"version {VERSION}"):
+                other._hear()
+        assert observer.look().members[0].report is not None  # it serves on
+    assert not path.exists()
+    remap.advanced.show(session, str(path))  # until the session is gone
+    with Observer(str(path)) as observer:
+        observer.look()
+        session.close()
+        until(lambda: "closed" in _refusal(observer), "it says that the session is closed")
+        del session, tenant
+        until(lambda: not path.exists(), "it has gone")
+
+
+def _refusal(observer: Observer) -> str:
+    try:
+        observer.look()
+    except InvalidState as error:
+        return str(error)
+    return ""
+
+
+def test_a_window_closes_whose_thread_has_seen_that_first(tmp_path: Path) -> None:
+    with remap.Session(48 * PAGE, page_bytes=PAGE) as session:
+        window = Window(session, tmp_path / "w")
+        window._closing = True  # as `close` says it first
+        window._waker.send(b"x")
+        window._thread.join(60)
+        window._closing = False
+        window.close()
+        window.close()
+        assert not window.path.exists()
+        assert window._listener.fileno() == window._woken.fileno() == window._waker.fileno() == -1
+
+
+def test_many_look_and_one_that_reads_nothing_is_let_go(tmp_path: Path) -> None:
+    path = str(tmp_path / "w")
+    with remap.Session(48 * PAGE, page_bytes=PAGE) as session, remap.advanced.show(session, path):
+        with Observer(path) as deaf, pytest.raises(OSError):
+            deaf._connection.settimeout(60)
+            while True:
+                deaf._connection.send(encode(Look(VERSION)))
+        with ExitStack() as stack:
+            all_of_them = [stack.enter_context(Observer(path)) for _ in range(MOST_CONNECTIONS)]
+            assert len({len(each.look().members) for each in all_of_them}) == 1
+            with Observer(path) as more, pytest.raises(InvalidState, match="look at the session already"):
+                more.look()
+
+
+def test_the_environment_shows_each_session_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("REMAP_TOP", str(tmp_path / "{pid}"))
+    with remap.Session(48 * PAGE, page_bytes=PAGE) as session, Observer(str(tmp_path / str(os.getpid()))) as observer:
+        assert observer.look().members[0].report == report_of(session.snapshot())
+        with remap.Session(48 * PAGE, page_bytes=PAGE) as second:  # it serves all the same
+            assert second.snapshot().pages.total == 48
+        assert "is not shown" in caplog.text and "already" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -40,7 +41,8 @@ class Observer:
     def look(self) -> Seen:
         """How all are now. Raises InvalidState (field why) if the broker refuses or has gone."""
         try:
-            self._connection.send(encode(Look(VERSION)))
+            with suppress(BrokenPipeError):  # refused already: why is still to be read
+                self._connection.send(encode(Look(VERSION)))
             state = self._hear()
             if not isinstance(state, State):
                 raise InvalidState(f"what answers at {self.path} is no broker of this release", why="no state")
@@ -55,7 +57,10 @@ class Observer:
         return message
 
     def _hear(self) -> ToMember:
-        packet = self._connection.recv(MOST_BYTES)
+        try:
+            packet = self._connection.recv(MOST_BYTES)
+        except ConnectionResetError:  # the other side closed it before it read: why it did so comes behind this
+            packet = self._connection.recv(MOST_BYTES)
         if not packet:
             raise InvalidState(f"the broker at {self.path} has gone", why="its connection has ended")
         message = decode_to_member(packet)

@@ -14,8 +14,6 @@ import logging
 import os
 import selectors
 import socket
-import stat
-import struct
 import threading
 import time
 from collections import Counter, deque
@@ -25,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from remap.broker.ledger import Ledger, Sent
+from remap.broker.listening import listen, peer, refuse
 from remap.broker.messages import (
     MOST_BYTES,
     MOST_NAME,
@@ -107,7 +106,7 @@ class Broker:
         with ExitStack() as undo:
             self._file = _make_file(pages * page_bytes)
             undo.callback(os.close, self._file)
-            self._listener = _listen(self.path)
+            self._listener = listen(self.path)
             undo.pop_all()
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -180,13 +179,13 @@ class Broker:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, uid = peer(connection)
         try:
             if uid != os.getuid():
                 raise InvalidState(f"the broker serves user {os.getuid()}, not {uid}")
             process = os.pidfd_open(pid)
         except (OSError, Error) as error:
-            _refuse(connection, str(error) if isinstance(error, Error) else f"process {pid} cannot be watched: {error}")
+            refuse(connection, str(error) if isinstance(error, Error) else f"process {pid} cannot be watched: {error}")
             return
         connection.setblocking(False)
         member = _Member(connection, process, pid)
@@ -391,34 +390,6 @@ def _require_version(message: Join | Look) -> None:
         )
 
 
-def _listen(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        if path.exists():
-            if not stat.S_ISSOCK(path.stat().st_mode):
-                raise InvalidArgument(f"{path} is no socket; nothing was changed; give another path", path=str(path))
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-                if probe.connect_ex(str(path)) == 0:
-                    raise InvalidState(
-                        f"a broker serves at {path} already; nothing was changed; join that one", path=str(path)
-                    )
-            path.unlink()  # of one that was killed
-        before = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
-        listener.listen(64)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise InvalidArgument(f"nothing can listen at {path}: {error}; nothing was made", path=str(path)) from error
-    except Error:
-        listener.close()
-        raise
-    return listener
-
-
 def _make_file(nbytes: int) -> int:
     file = os.memfd_create("remap-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -430,11 +401,3 @@ def _make_file(nbytes: int) -> int:
             f"a file of {nbytes} bytes cannot be made: {error}; nothing was made", requested=nbytes
         ) from error
     return file
-
-
-def _refuse(connection: socket.socket, why: str) -> None:
-    with connection:
-        try:
-            connection.send(encode(Refused(why)))
-        except OSError:
-            return
