@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import logging
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -79,8 +81,13 @@ def test_a_session_has_the_figures_of_its_snapshot_until_it_is_closed() -> None:
             registry.register(collector(session))
         assert session.snapshot() == snapshot
     assert scraped(registry) == {}
-    del session, tenant
-    assert scraped(registry) == {}
+    dropped = remap.Session(4 * PAGE, page_bytes=PAGE)
+    other, gone = CollectorRegistry(), weakref.ref(dropped)
+    other.register(collector(dropped))
+    assert scraped(other)
+    del dropped
+    gc.collect()
+    assert gone() is None and scraped(other) == {}
     with pytest.raises(InvalidArgument, match="session must be"):
         collector(3)  # type: ignore[arg-type]
 

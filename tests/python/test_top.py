@@ -7,10 +7,12 @@ import os
 import signal
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,11 +35,18 @@ from remap.broker.messages import (
     MOST_REASON,
     MOST_TENANTS,
     VERSION,
+    Grant,
     Join,
     Look,
     Report,
+    Shown,
+    State,
+    Tell,
     TenantReport,
+    Want,
+    Welcome,
     decode_to_broker,
+    decode_to_member,
     encode,
 )
 from remap.broker.observer import Observer
@@ -85,6 +94,23 @@ def test_top_shows_what_the_members_have_and_why(broker: Broker) -> None:
         text = run("top", "--once", "--socket", str(broker.path)).output
         assert str(unmet) in text and "[red]two?[2J" in text and "\x1b[2J" not in text
         assert second["report"]["tenants"][0]["name"] == "[red]two\x1b[2J"
+
+
+def test_top_goes_on_until_it_is_interrupted(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(broker) as session:
+        tenant, looks = attached(session, "one"), []
+
+        def sleep(seconds: float) -> None:
+            looks.append(seconds)
+            if len(looks) > 2:
+                raise KeyboardInterrupt
+            time.sleep(2 * server.FRESH_S)  # what is shown next is of another moment
+            tenant.kv.allocate(1)
+
+        monkeypatch.setattr("remap.cli.top.time", SimpleNamespace(sleep=sleep))
+        shown = run("top", "--socket", str(broker.path))
+        assert shown.exit_code == 0 and len(looks) == 3
+        assert "weights lent" in shown.output and "models" in shown.output
 
 
 def test_looking_changes_nothing_and_nothing_is_told_unless_somebody_looks(
@@ -206,6 +232,21 @@ def test_who_looks_twice_at_once_or_joins_meanwhile_is_told_why(broker: Broker) 
             assert member.report is None and member.connected
 
 
+def test_who_leaves_with_pages_is_not_waited_for(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LOOK_S", 1e6)
+    with raw(broker) as looker:
+        with raw(broker) as silent:
+            silent.send(encode(Join(VERSION)))
+            silent.send(encode(Want(1, 1)))
+            told = [decode_to_member(silent.recv(MOST_BYTES)) for _ in range(2)]
+            looker.send(encode(Look(VERSION)))
+            told.append(decode_to_member(silent.recv(MOST_BYTES)))
+            assert [type(each) for each in told] == [Welcome, Grant, Tell]
+        state, shown = (decode_to_member(looker.recv(MOST_BYTES)) for _ in range(2))
+        assert isinstance(state, State) and state.members == 1
+        assert isinstance(shown, Shown) and (shown.held, shown.connected) == (1, False)
+
+
 def test_no_broker_is_said_and_two_places_are_refused(tmp_path: Path) -> None:
     found = run("top", "--once", "--socket", str(tmp_path / "none"))
     assert found.exit_code == 2 and "no broker answers" in " ".join(found.output.split())
@@ -232,6 +273,12 @@ def test_a_step_that_meets_what_lacks_is_told_from_one_that_does_not() -> None:
             own = session.snapshot().tenants["m"]
             seen.append((own.shortages_met, own.shortages_unmet))
         assert seen == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 2)]
+    config = remap.Config(reserve_blocks=20)
+    with remap.Session(48 * PAGE, page_bytes=PAGE, config=config) as session:
+        session.attach_bytes(make_layers([2] * 6), name="m", kv=make_spec(6, max_blocks=160))
+        assert session.step({"m": 1}).added_blocks["m"] > 0  # ahead of need
+        own = session.snapshot().tenants["m"]
+        assert (own.shortages_met, own.shortages_unmet) == (0, 0)
 
 
 # -- a session without a broker --------------------------------------------------------------------------------------------

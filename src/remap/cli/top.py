@@ -31,7 +31,7 @@ View = Callable[[], tuple[dict[str, Any], list[Table]]]
 
 
 def top(
-    socket: Annotated[Path | None, typer.Option(help="Of `remap serve`.")] = None,
+    socket: Annotated[Path | None, typer.Option(help="Of `remap serve`, or of a session that shows itself.")] = None,
     url: Annotated[str | None, typer.Option(help=f"Of `remap cluster serve`; {URL} by default.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     as_json: Json = False,
