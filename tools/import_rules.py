@@ -41,7 +41,7 @@ CORE_IMPORTERS = (
 SIMULATOR = (
     *("advice", "engine", "passes", "running", "scheduling", "sequences", "serving", "setup", "timeline", "worlds"),
 )
-LAZY = ("adapters", "broker", "cli", "cluster", "engine", *(f"sim.{name}" for name in SIMULATOR))
+LAZY = ("adapters", "broker", "cli", "cluster", "engine", "metrics", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (
     *("transformers", "typer", "rich", "jinja2", "gguf", "safetensors", "accelerate", "vllm", "sglang"),
@@ -65,6 +65,7 @@ CORE = (
         "schedule",
         "entry",
         "joined",
+        "shown",
         "ranks",
     ),
     "_core",
@@ -74,7 +75,7 @@ CLI = tuple(
     f"cli.{name}"
     for name in (
         *("main", "errors", "options", "pages", "check", "machine", "smollm2"),
-        *("doctor", "doctor_cuda", "doctor_link", "doctor_vllm", "top"),
+        *("doctor", "doctor_cuda", "doctor_link", "doctor_vllm"),
     )
 )
 FLOORS: dict[str, tuple[str, ...]] = {
@@ -84,9 +85,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "model": (*BASE, "kv.spec", "_core"),
     "memory": (*BASE, "policy", "kv", "model", "_core"),
     "tenant": (*BASE, "policy", "kv", "model", "memory", "arguments"),
-    "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "joined"),
-    "broker": (*BASE, "memory"),
+    "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "joined", "shown"),
+    "metrics": BASE,
+    "broker": (*BASE, "memory", "metrics"),
     "joined": (*BASE, "memory", "broker"),
+    "shown": (*BASE, "broker"),
     # Engines bring the adapters into their processes: nothing of the reference engine, the simulator or the cluster comes along.
     "adapters": (*BASE, *CORE),
     # The command line loads what stands on these by a table of names (remap.cli.main.COMMANDS).

@@ -24,6 +24,8 @@ ELSEWHERE = {
     "REMAP_HOST_BUDGET": "most bytes of page-locked host memory of sessions that name none, on cuda",
     "REMAP_LIBCUDA": "the driver's library, instead of libcuda.so.1",
     "REMAP_CACHE": "folder for the demo's dequantised model; by default `remap` in XDG_CACHE_HOME or ~/.cache",
+    "REMAP_TOP": "path of a socket at which the process's session shows itself to `remap top --socket PATH`; `{pid}` in it is "
+    "the process",
     "REMAP_NVTX": "1: ranges for Nsight around steps and passes; needs the package nvtx",
 }
 # The library sets it for its own processes.

@@ -13,6 +13,7 @@ exception ends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from remap.arguments import require, require_bytes, require_call, require_layer, require_layers, require_range
@@ -33,6 +34,7 @@ from remap.memory.rewrite import rewrite as rewrite_layers
 from remap.policy.donors.supply import Quote
 from remap.report import StepReport
 from remap.session import Session
+from remap.shown import show as show_at
 
 __all__ = [
     "Knobs",
@@ -51,6 +53,7 @@ __all__ = [
     "remap",
     "rewrite",
     "settle",
+    "show",
     "unsettled",
     "withdraw_registered",
 ]
@@ -305,6 +308,19 @@ def layer_address(session: Session, name: str, layer: int) -> int:
         return addresses[layer]
 
     return int(session.exclusively(call, always=True, claims=False))
+
+
+def show(session: Session, path: str) -> AbstractContextManager[object]:
+    """Show the session at a Unix-domain socket, to `remap top --socket PATH` of the same user, until the context ends or the
+    session is gone. Needs the extra `broker`.
+
+    A look makes one `snapshot()`, in a thread of its own; nothing happens without one. The environment variable REMAP_TOP does
+    the same for every session of a process, `{pid}` in its path being the process. Raises InvalidArgument (field path) if
+    nothing can listen there, InvalidState if somebody does.
+    """
+    require("session", session, Session, "a remap.Session")
+    require("path", path, str, "the path of a socket")
+    return show_at(session, path)
 
 
 # -- ranges that others have registered ---------------------------------------------------------------------------------

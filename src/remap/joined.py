@@ -23,6 +23,7 @@ from remap.memory.core import Core
 
 if TYPE_CHECKING:
     from remap.broker.member import Membership
+    from remap.report import Snapshot
 
 __all__ = ["UNIX", "Asked", "membership"]
 
@@ -40,6 +41,7 @@ class Session(Protocol):
 
     @property
     def closed(self) -> bool: ...
+    def snapshot(self) -> Snapshot: ...
     def exclusively(self, call: Callable[[Core], Any], *, claims: bool = ...) -> Any: ...
 
 
@@ -96,6 +98,12 @@ class Asked:
     def named(self, pages: Sequence[int], gently: bool) -> None:
         call = partial(_give_named, pages, gently)
         self._run("named", call, call)
+
+    def snapshot(self) -> Snapshot:
+        session = self._session()
+        if session is None:
+            raise InvalidState("the session is gone; nothing changed")
+        return session.snapshot()
 
     def attend(self, core: Core) -> None:
         """What was put off, in a step of the engine's, or when it stops serving. Errors are logged, as those of other

@@ -61,6 +61,8 @@ class TenantSnapshot:
     streamed_blocks: int  # KVSpec.streamed_blocks that show host blocks now
     kv_streamed_bytes: int  # KV copied in for passes that read such blocks
     reserve_blocks: int  # the low watermark L, as of the last step
+    shortages_met: int  # steps that met a demand beyond the free blocks: each spared the engine a preemption, or a wait
+    shortages_unmet: int  # and those that did not meet it whole
     loading: tuple[int, ...]  # layers that a pass would have to look for: streamed, loading, or being re-pointed
     passes: int
     copies: int

@@ -71,6 +71,7 @@ from remap.notebook import table
 from remap.nvtx import annotated
 from remap.policy.views import Demand
 from remap.report import Snapshot, StepReport
+from remap.shown import show_if_asked
 from remap.sizes import parse_size, show_size, shown
 from remap.tenant import Tenant
 
@@ -219,6 +220,7 @@ class Session:
         if joined is not None:
             self._asked = Asked(self, joined)
             joined.serve(self._asked)
+        show_if_asked(self)
 
     @property
     def closed(self) -> bool:

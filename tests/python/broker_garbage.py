@@ -6,7 +6,7 @@ import random
 import socket
 import sys
 
-from remap.broker.messages import MOST_BYTES, VERSION, Disown, Done, Give, Home, Join, Want, encode
+from remap.broker.messages import MOST_BYTES, VERSION, Disown, Done, Give, Home, Join, Look, Report, Want, encode
 
 PAGES = 96
 
@@ -24,6 +24,8 @@ def packet(rng: random.Random) -> bytes:
         Disown(runs),
         Done(serial),
         Join(1),
+        Look(rng.choice((VERSION, serial))),
+        Report(serial, page, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, (), ()),
     ]
     found = bytearray(encode(rng.choice(messages)))
     if rng.random() < 0.3:

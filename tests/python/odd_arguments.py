@@ -8,6 +8,8 @@ written.
 from __future__ import annotations
 
 import inspect
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -130,6 +132,9 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "advanced.differing": (lambda w: advanced.differing, {"session": lambda w: w.session, "name": "m"}),
     "advanced.settle": (lambda w: advanced.settle, {"session": lambda w: w.session, "name": "m"}),
     "advanced.layer_address": (lambda w: advanced.layer_address, {"session": lambda w: w.session, "name": "m", "layer": 0}),
+    "advanced.show": (lambda w: showing, {
+        "session": lambda w: w.session, "path": lambda w: f"{tempfile.gettempdir()}/remap-shown-{os.getpid()}",
+    }),
     "advanced.declare_registered": (lambda w: advanced.declare_registered, {
         "session": lambda w: w.session, "address": lambda w: layer_address(w), "nbytes": 4096,
     }),
@@ -187,6 +192,11 @@ def closing(made: Callable[..., remap.Session]) -> Callable[..., None]:
         made(**given).close()
 
     return call
+
+
+def showing(session: remap.Session, path: str) -> None:
+    with advanced.show(session, path):
+        return
 
 
 def entering(world: World) -> Callable[..., None]:

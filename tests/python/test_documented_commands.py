@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,12 @@ TRIED = {
         "needs a Ray that somebody started",
     ),
     "remap serve": Tried(
-        ("--socket out/s --capacity 8MiB --page-bytes 64KiB --device cpu",),
+        ("--socket out/s --capacity 8MiB --page-bytes 64KiB --device cpu --metrics 0",),
         parsed="it serves until it is interrupted: test_broker.py runs it",
     ),
-    "remap top": Tried(("--once --url URL", "--json --url URL"), small="--once --url URL"),
+    "remap top": Tried(
+        ("--once --url URL", "--json --url URL", "--once --socket SOCKET"), small="--once --socket SOCKET"
+    ),
     "remap plan": Tried(
         (
             "--machine my-machine --model MODEL --memory 40% --context 64 --batch 4 --donors Llama-3-8b --max-num-seqs 16 "
@@ -279,6 +281,16 @@ def serving() -> AbstractContextManager[str]:
     return answering(json.dumps(PAGE_OF_GROUPS).encode())
 
 
+@contextmanager
+def sharing(folder: Path) -> Iterator[str]:
+    """A broker: its socket."""
+    pytest.importorskip("msgspec", reason="messages between processes need msgspec")
+    from remap.broker.server import Broker
+
+    with Broker(folder / "socket", 1 << 20, 1 << 16) as broker:
+        yield str(broker.path)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, empty; what a command sets in the environment ends with the test."""
@@ -327,8 +339,11 @@ def run(app: Any, words: tuple[str, ...], folder: Path, ends: tuple[int, ...]) -
     for word in words:
         if word in FILES and not (folder / word).exists():
             FILES[word](folder / word)
-    with serving() if "URL" in words else nullcontext("") as url:
-        found = CliRunner().invoke(app, [word.replace("URL", url) for word in words])
+    with (
+        serving() if "URL" in words else nullcontext("") as url,
+        sharing(folder) if "SOCKET" in words else nullcontext("") as path,
+    ):
+        found = CliRunner().invoke(app, [word.replace("URL", url).replace("SOCKET", path) for word in words])
     if found.exception is not None and not isinstance(found.exception, SystemExit):
         raise found.exception
     assert found.exit_code in ends, f"{shlex.join(words)}\n{found.output}"

@@ -11,6 +11,7 @@ reader gives it; so it may hold the session's lock meanwhile.
     recalled         others want pages: the session decides which can be spared
     named            others want these, which they have lent
     granted          pages that came later than the call that wanted them
+    snapshot         somebody looks (`remap top`): how the session is. Nothing is sent of it unless somebody does
 
 When the broker has gone the session serves on with what it has: `want` gets nothing, and `problem` says why.
 """
@@ -40,6 +41,7 @@ from remap.broker.messages import (
     Recall,
     Refused,
     Returned,
+    Tell,
     ToBroker,
     ToMember,
     Want,
@@ -49,7 +51,9 @@ from remap.broker.messages import (
     pages_of,
     runs_of,
 )
+from remap.broker.report import report_of
 from remap.errors import Error, InvalidArgument, InvalidState
+from remap.report import Snapshot
 
 __all__ = ["Asked", "Membership", "join"]
 
@@ -68,6 +72,7 @@ class Asked(Protocol):
     def returned(self, pages: Sequence[int]) -> None: ...
     def recalled(self, pages: int, layers: bool) -> None: ...
     def named(self, pages: Sequence[int], gently: bool) -> None: ...
+    def snapshot(self) -> Snapshot: ...
 
 
 class Membership:
@@ -80,7 +85,7 @@ class Membership:
         self._connection = connection
         self._sending = threading.Lock()
         self._answers: queue.SimpleQueue[Grant | None] = queue.SimpleQueue()
-        self._work: queue.SimpleQueue[Grant | Returned | Recall | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Grant | Returned | Recall | Tell | None] = queue.SimpleQueue()
         self.borrowed: set[int] = set()
         self._serial = 0
         self._calls = 0  # as are `_open_calls`: with _calling held
@@ -232,7 +237,7 @@ class Membership:
                 self._answers.put(None)
                 self._work.put(None)
                 return
-            if isinstance(message, Recall | Returned):
+            if isinstance(message, Recall | Returned | Tell):
                 self._work.put(message)
             elif isinstance(message, Grant):
                 if message.lent:
@@ -251,6 +256,8 @@ class Membership:
                 elif isinstance(message, Grant):
                     if message.runs:
                         asked.granted(pages_of(message.runs))
+                elif isinstance(message, Tell):
+                    self._send(report_of(asked.snapshot()))
                 elif message.runs:
                     asked.named(pages_of(message.runs), message.gently)
                 else:

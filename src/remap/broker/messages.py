@@ -1,7 +1,8 @@
 """What goes over the socket: one message a packet (SOCK_SEQPACKET keeps their borders and their order), msgpack by msgspec.
 
-    to the broker    Join, Want, Give, Done; of the pages of a member's own layers: Home, Disown
-    to a member      Welcome (with the pages' file), Grant, Recall, Refused; of those pages: Returned
+    to the broker    Join, Want, Give, Done; of the pages of a member's own layers: Home, Disown; of how it is: Report
+    to a member      Welcome (with the pages' file), Grant, Recall, Tell, Refused; of those pages: Returned
+    of who looks     Look, which State answers, and a Shown a member behind it
 
 Page numbers go as runs, (first, how many): pages that are granted together usually stand together.
 
@@ -11,7 +12,7 @@ A page is *lent* while it is of a layer of a member that has given it and may as
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from remap.errors import InvalidState
 from remap.extras import install
@@ -23,17 +24,29 @@ except ImportError as error:
 
 __all__ = [
     "MOST_BYTES",
+    "MOST_DECISIONS",
+    "MOST_NAME",
+    "MOST_REASON",
     "MOST_RUNS",
+    "MOST_TENANTS",
     "VERSION",
+    "DecisionReport",
     "Disown",
     "Done",
     "Give",
     "Grant",
     "Home",
     "Join",
+    "Look",
+    "OwnedPages",
     "Recall",
     "Refused",
+    "Report",
     "Returned",
+    "Shown",
+    "State",
+    "Tell",
+    "TenantReport",
     "ToBroker",
     "ToMember",
     "Want",
@@ -45,13 +58,23 @@ __all__ = [
     "runs_of",
 ]
 
-VERSION = 2
+VERSION = 3
 MOST_BYTES = 1 << 16
 """Of a message."""
 MOST_RUNS = 4096
 """In a message: who has more sends another one."""
+MOST_NAME = 64
+"""Characters of a name."""
+MOST_REASON = 300
+"""Characters of a reason."""
+MOST_TENANTS, MOST_DECISIONS = 32, 8
+"""In a report: the largest has little more than half of `MOST_BYTES`."""
 
 Run = tuple[int, int]
+Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
+Reason = Annotated[str, msgspec.Meta(max_length=MOST_REASON)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
@@ -99,6 +122,81 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     recall: int
 
 
+class OwnedPages(msgspec.Struct, frozen=True):
+    """Pages by owner, of `remap.PageTotals`."""
+
+    params: Count
+    kv: Count
+    ring: Count
+
+
+class TenantReport(msgspec.Struct, frozen=True):
+    """Of `remap.TenantSnapshot`, what numbers say. streamed: how many layers."""
+
+    name: Name
+    active: bool
+    layers: Count
+    remapped: Amount
+    streamed: Count
+    pages: OwnedPages
+    lent_pages: Count
+    borrowed_pages: Count
+    usable_blocks: Count
+    free_blocks: Count
+    live_blocks: Count
+    withdrawn_blocks: Count
+    reserve_blocks: Count
+    host_blocks: Count
+    streamed_blocks: Count
+    shortages_met: Count
+    shortages_unmet: Count
+    passes: Count
+    copies: Count
+    copied_bytes: Count
+    copy_s: Amount
+    kv_out_bytes: Count
+    kv_in_bytes: Count
+    kv_streamed_bytes: Count
+    misses: Count
+    stall_s: Amount
+    predicted_stall_s: Amount
+    seen_stall_s: Amount
+
+
+class DecisionReport(msgspec.Struct, frozen=True):
+    """Of `remap.report.DecisionRecord`."""
+
+    epoch: Count
+    tenant: Name
+    reason: Reason
+    unmet_blocks: Count
+
+
+class Report(msgspec.Struct, tag=True, frozen=True):
+    """How a member is, which was told to say so. free, params, kv, ring, quarantine: of its pages. waited, predicted,
+    allowed: shares, of `remap.report.StallShare`. attached: tenants, of which the first are listed. decisions: the last ones,
+    oldest first."""
+
+    epoch: Count
+    free: Count
+    params: Count
+    kv: Count
+    ring: Count
+    quarantine: Count
+    waited: Amount
+    predicted: Amount
+    allowed: Amount
+    attached: Count
+    tenants: Annotated[tuple[TenantReport, ...], msgspec.Meta(max_length=MOST_TENANTS)]
+    decisions: Annotated[tuple[DecisionReport, ...], msgspec.Meta(max_length=MOST_DECISIONS)]
+
+
+class Look(msgspec.Struct, tag=True, frozen=True):
+    """Who sends this is no member. It is told how all are, each time."""
+
+    version: int
+
+
 class Welcome(msgspec.Struct, tag=True, frozen=True):
     """The pages' file goes with it. No page is the member's yet."""
 
@@ -136,14 +234,44 @@ class Returned(msgspec.Struct, tag=True, frozen=True):
     more: bool = False
 
 
+class Tell(msgspec.Struct, tag=True, frozen=True):
+    """Somebody looks: send a `Report`, one."""
+
+
+class State(msgspec.Struct, tag=True, frozen=True):
+    """Of the broker, to who looks. lent: pages of layers that their lenders may call. waiting: wants that are not met.
+    members: so many `Shown` follow."""
+
+    page_bytes: int
+    pages: int
+    free: int
+    lent: int
+    waiting: int
+    members: int
+
+
+class Shown(msgspec.Struct, tag=True, frozen=True):
+    """A member, to who looks. held: pages that are its own. lent: of its layers, and not its own now. connected: False for one
+    whose pages are waited for. report: its last one, `age_s` old; None before it has sent any."""
+
+    member: int
+    name: str
+    pid: int
+    held: int
+    lent: int
+    connected: bool
+    age_s: float = 0.0
+    report: Report | None = None
+
+
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """The broker closes the connection, and why."""
 
     why: str
 
 
-ToBroker = Join | Want | Give | Home | Disown | Done
-ToMember = Welcome | Grant | Returned | Recall | Refused
+ToBroker = Join | Want | Give | Home | Disown | Done | Report | Look
+ToMember = Welcome | Grant | Returned | Recall | Tell | State | Shown | Refused
 Message = TypeVar("Message", ToBroker, ToMember)
 
 _ENCODER = msgspec.msgpack.Encoder()

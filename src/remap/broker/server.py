@@ -14,26 +14,31 @@ import logging
 import os
 import selectors
 import socket
-import stat
-import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from remap.broker.ledger import Ledger, Sent
+from remap.broker.listening import listen, peer, refuse
 from remap.broker.messages import (
     MOST_BYTES,
+    MOST_NAME,
     VERSION,
     Disown,
     Done,
     Give,
     Home,
     Join,
+    Look,
     Refused,
+    Report,
+    Shown,
+    State,
+    Tell,
     ToBroker,
     ToMember,
     Want,
@@ -50,13 +55,18 @@ _logger = logging.getLogger("remap.broker")
 
 RECALL_S = 0.25
 """How long a member is waited for that was asked to give. What it gives later is free then."""
+LOOK_S = 0.25
+"""How long who looks waits for the members' reports. Of a member that says nothing for so long, the last one is shown."""
+FRESH_S = 0.1
+"""A report that is not older is shown again: however many look, a member makes no more of them."""
 MOST_UNSENT = 256
 """Packets that are kept for a member which reads none."""
 
 
 @dataclass(eq=False)
 class _Member:
-    """connection: None once it has closed, while its process still lives. number: of the ledger; 0: it has not joined."""
+    """connection: None once it has closed, while its process still lives. number: of the ledger; 0: it has not joined. told: it
+    was told to report, and has not yet. report: the last one, of the moment `reported_s`."""
 
     connection: socket.socket | None
     process: int  # a pidfd
@@ -64,6 +74,9 @@ class _Member:
     number: int = 0
     name: str = ""
     unsent: deque[bytes] = field(default_factory=deque)
+    told: bool = False
+    report: Report | None = None
+    reported_s: float = float("-inf")
 
 
 class Broker:
@@ -89,10 +102,11 @@ class Broker:
         self._members: list[_Member] = []
         self._next = 1
         self._deadlines: dict[int, float] = {}  # recall -> when it is late, the first one first
+        self._lookers: dict[_Member, float] = {}  # who waits to see how all are -> until when, the first one first
         with ExitStack() as undo:
             self._file = _make_file(pages * page_bytes)
             undo.callback(os.close, self._file)
-            self._listener = _listen(self.path)
+            self._listener = listen(self.path)
             undo.pop_all()
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -149,27 +163,29 @@ class Broker:
 
     def _serve(self) -> None:
         while not self._closing:
-            first = next(iter(self._deadlines.values()), None)
-            left = None if first is None else max(0.0, first - time.monotonic())
+            firsts = [next(iter(each.values())) for each in (self._deadlines, self._lookers) if each]
+            left = max(0.0, min(firsts) - time.monotonic()) if firsts else None
             for key, mask in self._selector.select(left):
                 if key.data is not None:
                     key.data(mask)
             now = time.monotonic()
             for recall in [recall for recall, late in self._deadlines.items() if now >= late]:
                 self._carry(self.ledger.late(recall))
+            for looker in [looker for looker, late in self._lookers.items() if now >= late]:
+                self._show(looker)
 
     def _admit(self, mask: int) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, uid = peer(connection)
         try:
             if uid != os.getuid():
                 raise InvalidState(f"the broker serves user {os.getuid()}, not {uid}")
             process = os.pidfd_open(pid)
         except (OSError, Error) as error:
-            _refuse(connection, str(error) if isinstance(error, Error) else f"process {pid} cannot be watched: {error}")
+            refuse(connection, str(error) if isinstance(error, Error) else f"process {pid} cannot be watched: {error}")
             return
         connection.setblocking(False)
         member = _Member(connection, process, pid)
@@ -202,8 +218,12 @@ class Broker:
         ledger = self.ledger
         if isinstance(message, Join):
             return self._join(member, message)
+        if isinstance(message, Look):
+            return self._look(member, message)
         if not member.number:
             raise InvalidState("the first message must be Join")
+        if isinstance(message, Report):
+            return self._reported(member, message)
         if isinstance(message, Want):
             return ledger.wanted(member.number, message.serial, message.pages, keeps=message.keeps)
         if isinstance(message, Give):
@@ -216,15 +236,14 @@ class Broker:
         return ledger.done(member.number, message.recall)
 
     def _join(self, member: _Member, message: Join) -> Sent:
-        if message.version != VERSION:
-            raise InvalidState(
-                f"the broker speaks version {VERSION}, the member {message.version}; install one release in both"
-            )
+        _require_version(message)
         if member.number:
             raise InvalidState("the member has joined already")
+        if member in self._lookers:
+            raise InvalidState("who looks cannot join meanwhile")
         assert member.connection is not None
         sent = self.ledger.joined(self._next)
-        member.number, member.name = self._next, message.name[:64]
+        member.number, member.name = self._next, message.name[:MOST_NAME]
         self._next += 1
         try:
             socket.send_fds(member.connection, [encode(Welcome(self.page_bytes, self.ledger.pages))], [self._file])
@@ -232,6 +251,60 @@ class Broker:
             raise InvalidState(f"its welcome could not be sent: {error}") from error
         _logger.info("member %d (%s, process %d) has joined", member.number, member.name, member.pid)
         return sent
+
+    # -- who looks -----------------------------------------------------------------------------------------------------
+
+    def _look(self, looker: _Member, message: Look) -> Sent:
+        """Members that have not reported just now are told to; nobody waits for them here."""
+        _require_version(message)
+        if looker.number:
+            raise InvalidState("a member does not look; open another connection for that")
+        if looker in self._lookers:
+            raise InvalidState("it looks again before it is answered")
+        now = time.monotonic()
+        self._lookers[looker] = now + LOOK_S
+        for member in list(self._members):
+            here = member.number and member.connection is not None
+            if here and not member.told and now - member.reported_s > FRESH_S:
+                member.told = True
+                self._send(member, Tell())
+        self._show_all()
+        return []
+
+    def _reported(self, member: _Member, report: Report) -> Sent:
+        if not member.told:
+            raise InvalidState("the member reports, and was not told to")
+        member.told, member.report, member.reported_s = False, report, time.monotonic()
+        self._show_all()
+        return []
+
+    def _show_all(self) -> None:
+        """To all who look, if no report is to come. A send may end one's connection, and that calls this again."""
+        if self._lookers and not any(member.told for member in self._members):
+            for looker in list(self._lookers):
+                self._show(looker)
+
+    def _show(self, looker: _Member) -> None:
+        if self._lookers.pop(looker, None) is None:
+            return
+        ledger, now = self.ledger, time.monotonic()
+        held, lent = ledger.held, Counter(ledger.lent.values())
+        members = [member for member in self._members if member.number]
+        state = State(self.page_bytes, ledger.pages, ledger.free, lent.total(), ledger.waiting, len(members))
+        self._send(looker, state)
+        for each in members:
+            age = 0.0 if each.report is None else now - each.reported_s
+            shown = (
+                each.number,
+                each.name,
+                each.pid,
+                held[each.number],
+                lent[each.number],
+                each.connection is not None,
+            )
+            self._send(looker, Shown(*shown, age, each.report))
+
+    # -- who goes ------------------------------------------------------------------------------------------------------
 
     def _hung_up(self, member: _Member) -> None:
         """It wants nothing any more and gives nothing; what it has stays its own until its process has ended."""
@@ -262,11 +335,16 @@ class Broker:
         member.connection.close()
         member.connection = None
         member.unsent.clear()
+        member.told = False  # it will say nothing more
+        self._lookers.pop(member, None)
+        self._show_all()
 
     def _forget(self, member: _Member) -> None:
         self._members.remove(member)
         self._selector.unregister(member.process)
         os.close(member.process)
+
+    # -- sending -------------------------------------------------------------------------------------------------------
 
     def _carry(self, sent: Sent) -> None:
         """Send what the ledger says."""
@@ -305,32 +383,11 @@ class Broker:
             self._selector.modify(connection, wanted, key.data)
 
 
-def _listen(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        if path.exists():
-            if not stat.S_ISSOCK(path.stat().st_mode):
-                raise InvalidArgument(f"{path} is no socket; nothing was changed; give another path", path=str(path))
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-                if probe.connect_ex(str(path)) == 0:
-                    raise InvalidState(
-                        f"a broker serves at {path} already; nothing was changed; join that one", path=str(path)
-                    )
-            path.unlink()  # of one that was killed
-        before = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
-        listener.listen(64)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise InvalidArgument(f"nothing can listen at {path}: {error}; nothing was made", path=str(path)) from error
-    except Error:
-        listener.close()
-        raise
-    return listener
+def _require_version(message: Join | Look) -> None:
+    if message.version != VERSION:
+        raise InvalidState(
+            f"the broker speaks version {VERSION}, the other side {message.version}; install one release in both"
+        )
 
 
 def _make_file(nbytes: int) -> int:
@@ -344,11 +401,3 @@ def _make_file(nbytes: int) -> int:
             f"a file of {nbytes} bytes cannot be made: {error}; nothing was made", requested=nbytes
         ) from error
     return file
-
-
-def _refuse(connection: socket.socket, why: str) -> None:
-    with connection:
-        try:
-            connection.send(encode(Refused(why)))
-        except OSError:
-            return

@@ -1,16 +1,19 @@
-"""`remap top`: what the groups of a running cluster do, as its server's /cluster says."""
+"""`remap top`: what the members of a broker do, or the groups of a running cluster, as its server's /cluster says."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.client import HTTPException
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
@@ -23,31 +26,62 @@ __all__ = ["top"]
 
 EVERY_S = 0.5
 ANSWER_S = 5.0
+URL = "http://127.0.0.1:8000"
+View = Callable[[], tuple[dict[str, Any], list[Table]]]
 
 
 def top(
-    url: Annotated[str, typer.Option(help="Of `remap cluster serve`.")] = "http://127.0.0.1:8000",
+    socket: Annotated[Path | None, typer.Option(help="Of `remap serve`, or of a session that shows itself.")] = None,
+    url: Annotated[str | None, typer.Option(help=f"Of `remap cluster serve`; {URL} by default.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the groups of a cluster, their layers, requests and KV cache, until it is interrupted; as JSON once."""
+    """Show who has the memory of a broker (--socket), with layers away, KV, waits and decisions; or the groups of a cluster,
+    their layers, requests and KV cache. Until it is interrupted; as JSON once."""
     console = Console()
     with exit_on_error():
+        if socket is not None and url is not None:
+            raise InvalidArgument("give --socket or --url, not both", socket=str(socket), url=url)
+        with _cluster(url or URL) if socket is None else _broker(socket) as view:
+            document, tables = view()
+            if as_json:  # one object has an end
+                print_json(document)
+                return
+            if once:
+                for table in tables:
+                    print_whole(console, table)
+                return
+            try:
+                with Live(Group(*tables), console=console, auto_refresh=False) as live:
+                    while True:
+                        time.sleep(EVERY_S)
+                        live.update(Group(*view()[1]), refresh=True)
+            except KeyboardInterrupt:
+                return
+
+
+@contextmanager
+def _broker(socket: Path) -> Iterator[View]:
+    from remap.broker.observer import Observer
+
+    from .top_broker import document, tables
+
+    with Observer(str(socket)) as observer:
+
+        def view() -> tuple[dict[str, Any], list[Table]]:
+            seen = observer.look()
+            return document(seen), tables(seen)
+
+        yield view
+
+
+@contextmanager
+def _cluster(url: str) -> Iterator[View]:
+    def view() -> tuple[dict[str, Any], list[Table]]:
         state = _state(url)
-        if as_json:  # one object has an end
-            print_json(state)
-            return
-        table = _table(state)
-        if once:
-            print_whole(console, table)
-            return
-        try:
-            with Live(table, console=console, auto_refresh=False) as live:
-                while True:
-                    time.sleep(EVERY_S)
-                    live.update(_table(_state(url)), refresh=True)
-        except KeyboardInterrupt:
-            return
+        return state, [_table(state)]
+
+    yield view
 
 
 def _state(url: str) -> dict[str, Any]:

@@ -11,13 +11,14 @@ __all__ = ["Entries", "Entry", "ended_early", "merge"]
 
 @dataclass
 class Entry:
-    """added: blocks that became usable. unmet: blocks of the demand that are lacking. stall: certified seconds per pass, of
-    what streams. An entry is in its report as soon as something has changed for the tenant."""
+    """added: blocks that became usable. unmet: blocks of the demand that are lacking; short: that were, before. stall: certified
+    seconds per pass, of what streams. An entry is in its report as soon as something has changed for the tenant."""
 
     added: int = 0
     unmet: int = 0
     stall: float = 0.0
     reason: str = ""
+    short: int = 0
 
 
 Entries = dict[str, Entry]

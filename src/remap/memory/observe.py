@@ -23,10 +23,11 @@ _logger = logging.getLogger("remap.decisions")
 
 
 class Log:
-    """The last decisions, newest last, for a person who asks why.
+    """The last decisions, newest last, for a person who asks why, and how many found blocks lacking.
 
-    The logger `remap.decisions` says at level INFO when layers leave or come home, and that a tenant's demand is not met: that at
-    most every `AGAIN_S` seconds of the session's clock a tenant.
+    The logger `remap.decisions` says each decision at level DEBUG; at INFO when layers leave or come home; at WARNING that a
+    tenant's demand is not met, at most every `AGAIN_S` seconds of the session's clock a tenant. Each record of it has the
+    `DecisionRecord` as its attribute `decision`.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -36,21 +37,33 @@ class Log:
     def add(self, epoch: int, tenants: Mapping[str, TenantState], entries: Mapping[str, Entry]) -> None:
         """Add one record per tenant of a report."""
         for name, entry in entries.items():
-            self._records.append(DecisionRecord(epoch, name, entry.reason, entry.stall, entry.unmet))
-            if _logger.isEnabledFor(logging.INFO):
-                self._say(tenants[name], entry)
+            record = DecisionRecord(epoch, name, entry.reason, entry.stall, entry.unmet)
+            self._records.append(record)
+            tenant = tenants[name]
+            if entry.short:
+                tenant.shortages_met += not entry.unmet
+                tenant.shortages_unmet += entry.unmet > 0
+            if _logger.isEnabledFor(logging.WARNING):
+                self._say(tenant, entry, record)
 
-    def _say(self, tenant: TenantState, entry: Entry) -> None:
+    def _say(self, tenant: TenantState, entry: Entry, record: DecisionRecord) -> None:
+        said = {"decision": record}
         now, before, away = self._clock(), tenant.logged_alpha, tenant.alpha
+        _logger.debug(
+            "%s: epoch %d: %d blocks were lacking, %d more are usable, %d lack now, certified stall %.3g s a pass: %s",
+            *(tenant.name, record.epoch, entry.short, entry.added, entry.unmet, entry.stall, entry.reason),
+            extra=said,
+        )
         if away != before:
             tenant.logged_alpha = away
             _logger.info(
                 "%s: %g of %d layers are away, %g before; %d blocks usable, %d more: %s",
                 *(tenant.name, away, tenant.layers, before, tenant.kv.usable_blocks, entry.added, entry.reason),
+                extra=said,
             )
-        elif entry.unmet and now >= tenant.logged_short_s + AGAIN_S:
+        if entry.unmet and now >= tenant.logged_short_s + AGAIN_S:
             tenant.logged_short_s = now
-            _logger.info("%s: %d blocks short: %s", tenant.name, entry.unmet, entry.reason)
+            _logger.warning("%s: %d blocks short: %s", tenant.name, entry.unmet, entry.reason, extra=said)
 
     def records(self) -> tuple[DecisionRecord, ...]:
         """The records, as a frozen copy."""
@@ -119,6 +132,8 @@ def _tenant(
         streamed_blocks=tenant.kv.streamed.used_blocks,
         kv_streamed_bytes=stats.block_bytes,
         reserve_blocks=tenant.controller.headroom,
+        shortages_met=tenant.shortages_met,
+        shortages_unmet=tenant.shortages_unmet,
         loading=tuple(layer for layer in range(tenant.layers) if not tenant.prefetcher.ready(layer)),
         passes=passes,
         copies=stats.copies,

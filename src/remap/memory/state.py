@@ -99,6 +99,8 @@ class TenantState:
     told_alpha: float = 0.0  # alpha in the last report
     logged_alpha: float = 0.0  # alpha in the last line of log (observe.py)
     logged_short_s: float = -math.inf  # when the log said last that demand was not met
+    shortages_met: int = 0  # decisions that met a demand beyond the free blocks (observe.py)
+    shortages_unmet: int = 0  # and that did not
     last_use: int = 0  # the session's count of activations at the last one
     last_pass_s: float = 0.0  # when the last pass ended; the pass's
 

@@ -85,7 +85,7 @@ class Steps:
                 pool = self._tenants[name].kv.pool
                 short = wanted.blocks - ((wanted.free or 0) if pool.external else pool.free_blocks)
                 if name not in entries and short > 0:
-                    entries[name] = Entry(unmet=short, reason=f"the step ended before its turn: {error}")
+                    entries[name] = Entry(short=short, unmet=short, reason=f"the step ended before its turn: {error}")
         return entries
 
     def _decide(self, tenant: TenantState, wanted: Demand) -> Decision:
@@ -106,7 +106,8 @@ class Steps:
         """
         changes, pool = self._changes, tenant.kv.pool
         before = tenant.kv.usable_blocks
-        entry = report[tenant.name] = Entry(stall=decision.predicted_stall_s, reason=decision.reason)
+        short = max(0, wanted.blocks - ((wanted.free or 0) if pool.external else pool.free_blocks))
+        entry = report[tenant.name] = Entry(short=short, stall=decision.predicted_stall_s, reason=decision.reason)
         try:
             with AllOrNothing(changes, (tenant,), partly=True):  # the report says what was done before a plan failed
                 if decision.action == "grow":

@@ -1,0 +1,80 @@
+"""Who looks at a broker without joining it: how much memory there is, who has it, and how each member says that it is."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+from remap.broker.messages import MOST_BYTES, VERSION, Look, Refused, Shown, State, ToMember, decode_to_member, encode
+from remap.errors import InvalidArgument, InvalidState
+
+__all__ = ["Observer", "Seen"]
+
+ANSWER_S = 5.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """state: of the broker. members: all that have pages or are connected, in the order in which they joined."""
+
+    state: State
+    members: tuple[Shown, ...]
+
+
+class Observer:
+    """A connection to the broker at `path`, until `close`. Raises InvalidArgument (field path) if none is there."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._connection.settimeout(ANSWER_S)
+            self._connection.connect(path)
+        except OSError as error:
+            self._connection.close()
+            raise InvalidArgument(
+                f"socket: no broker answers at {path}: {error}; give the socket of a running `remap serve`", path=path
+            ) from error
+
+    def look(self) -> Seen:
+        """How all are now. Raises InvalidState (field why) if the broker refuses or has gone."""
+        try:
+            with suppress(BrokenPipeError):  # refused already: why is still to be read
+                self._connection.send(encode(Look(VERSION)))
+            state = self._hear()
+            if not isinstance(state, State):
+                raise InvalidState(f"what answers at {self.path} is no broker of this release", why="no state")
+            return Seen(state, tuple(self._shown() for _ in range(state.members)))
+        except OSError as error:
+            raise InvalidState(f"the broker at {self.path} does not answer: {error}", why=str(error)) from error
+
+    def _shown(self) -> Shown:
+        message = self._hear()
+        if not isinstance(message, Shown):
+            raise InvalidState(f"what answers at {self.path} is no broker of this release", why="no member")
+        return message
+
+    def _hear(self) -> ToMember:
+        try:
+            packet = self._connection.recv(MOST_BYTES)
+        except ConnectionResetError:  # the other side closed it before it read: why it did so comes behind this
+            packet = self._connection.recv(MOST_BYTES)
+        if not packet:
+            raise InvalidState(f"the broker at {self.path} has gone", why="its connection has ended")
+        message = decode_to_member(packet)
+        if isinstance(message, Refused):
+            raise InvalidState(f"the broker at {self.path} refuses this process: {message.why}", why=message.why)
+        return message
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
