@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -738,3 +739,29 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         served.terminate()
         assert served.wait(60) == 0
     assert not path.exists()
+
+
+def test_who_is_refused_before_it_has_said_a_word_hears_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed when it sends: that is no broker that is not there."""
+    path, refused = tmp_path / "s", threading.Event()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.send(encode(Refused("it is full")))
+            refused.set()
+
+        def late(message: Any) -> bytes:
+            assert refused.wait(60)
+            return encode(message)
+
+        monkeypatch.setattr("remap.broker.member.encode", late)
+        answering = threading.Thread(target=refuse)
+        answering.start()
+        with pytest.raises(InvalidState, match="it is full") as caught:
+            remap.Session(device=f"unix:{path}")
+        answering.join()
+    assert caught.value.fields["why"] == "it is full"

@@ -26,7 +26,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Protocol
 
 from remap.broker.messages import (
@@ -296,8 +296,12 @@ def join(path: str, name: str = "") -> Membership:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(JOIN_S), 0))
             connection.connect(path)
             connection.settimeout(JOIN_S)
-            connection.send(encode(Join(VERSION, name or f"process {os.getpid()}")))
-            packet, received, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+            with suppress(BrokenPipeError):  # refused already: why is still to be read
+                connection.send(encode(Join(VERSION, name or f"process {os.getpid()}")))
+            try:
+                packet, received, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+            except ConnectionResetError:  # closed before what was sent was read: why comes behind this
+                packet, received, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
         except OSError as error:
             raise InvalidArgument(
                 f"no broker can be joined at {path}: {error}; nothing was opened; start one with `remap serve --socket {path} "
