@@ -23,6 +23,7 @@ from shared_tenants import HEAD_DIM, TOKENS, SharedTenants, spend
 
 import remap
 from remap import _core
+from remap.inside import inside
 from remap.memory.restream import take_free_pages
 from remap.memory.view import free_pages_of
 from remap.sim.results import percentile
@@ -101,7 +102,7 @@ def test_first_pass_after_activation(benchmark, load, away, live):
     with _world(lent_blocks if live == "half live" else 8, compute_s) as world:
         session, holder = world.session, world.tenants["holder"]
         zeroing, moving = Clock(session._changes, "reclaim"), Clock(session._changes, "_evacuate")
-        kv = holder.kv
+        kv = inside(holder).kv
         spent: dict[str, list[float]] = {"first": [], "call": [], "delay": [], "plain": [], "zero": [], "move": []}
         reports = []
 
@@ -204,9 +205,9 @@ def test_zeroing_of_pages_that_change_tenant(benchmark):
         session.deactivate("donor")
 
         def take() -> None:
-            pages = free_pages_of(session._changes, holder._state)
+            pages = free_pages_of(session._changes, inside(holder)._state)
             assert len(pages) * PAGE == nbytes
-            take_free_pages(session._changes, holder._state, pages, 10**6)
+            take_free_pages(session._changes, inside(holder)._state, pages, 10**6)
 
         def others() -> None:
             begun = time.perf_counter()
@@ -224,7 +225,7 @@ def test_zeroing_of_pages_that_change_tenant(benchmark):
 
         def own() -> None:
             # Its own blocks of the first pages stay: as many pages as before become free.
-            state = holder._state
+            state = inside(holder)._state
             assert (
                 session._lending.give_idle(state, (away * PAGES - 1) * PAGE // BLOCK_BYTES, state, 10**6)
                 == away * PAGES

@@ -17,6 +17,7 @@ import pytest
 from measure import Abandoned, RawTenant, median, record
 
 import remap
+from remap.inside import inside
 
 ROUNDS = 60
 # Layers, pages of a layer, bytes of a page. The last two move as many bytes, in a few pages or in many: the cost of growth
@@ -36,7 +37,7 @@ class Growth:
 
     def __init__(self, raw: RawTenant, start: int, count: int, compute_s: float) -> None:
         self.raw, self.session, self.tenant = raw, raw.session, raw.tenant
-        self.demand = {"raw": remap.Demand(blocks=int(count * self.tenant._state.blocks_per_layer))}
+        self.demand = {"raw": remap.Demand(blocks=int(count * inside(self.tenant)._state.blocks_per_layer))}
         self.start, self.count = start, count
         self.told: list[float] = []
         self.calls_at_callback: list[int] = []
@@ -110,7 +111,7 @@ def test_growth(benchmark, size, kind, count):
         def setup() -> None:
             growth.reset()
             if kind == "cold":
-                raw.tenant.calibrate_link(5e9 * (1 + len(samples) * 1e-6))
+                inside(raw.tenant).calibrate_link(5e9 * (1 + len(samples) * 1e-6))
 
         benchmark.pedantic(lambda: samples.append(growth.grow()), setup=setup, rounds=ROUNDS)
         raw.verify()

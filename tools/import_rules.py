@@ -51,7 +51,7 @@ OPTIONAL_PACKAGES = (
 
 # What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, engine,
 # cluster, sim, cli) may import any of it; nothing here may import them.
-BASE = ("errors", "config", "sizes", "locking", "notebook", "nvtx", "report", "extras")
+BASE = ("errors", "config", "sizes", "locking", "moved", "notebook", "nvtx", "report", "extras")
 CORE = (
     *(
         "policy",
@@ -59,6 +59,7 @@ CORE = (
         "model",
         "memory",
         "tenant",
+        "inside",
         "session",
         "arguments",
         "advanced",
@@ -85,6 +86,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "model": (*BASE, "kv.spec", "_core"),
     "memory": (*BASE, "policy", "kv", "model", "_core"),
     "tenant": (*BASE, "policy", "kv", "model", "memory", "arguments"),
+    "inside": ("tenant",),
     "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "joined", "shown"),
     "metrics": BASE,
     "broker": (*BASE, "memory", "metrics"),

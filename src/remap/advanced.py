@@ -19,6 +19,7 @@ from typing import TypeVar
 from remap.arguments import require, require_bytes, require_call, require_layer, require_layers, require_range
 from remap.config import Knobs
 from remap.errors import InvalidArgument
+from remap.inside import inside
 from remap.memory.by_hand import check_by_hand, give_back_by_hand, lend_by_hand, remap_by_hand
 from remap.memory.core import Core
 from remap.memory.device import Platform
@@ -35,8 +36,10 @@ from remap.policy.donors.supply import Quote
 from remap.report import StepReport
 from remap.session import Session
 from remap.shown import show as show_at
+from remap.tenant import Inside
 
 __all__ = [
+    "Inside",
     "Knobs",
     "Platform",
     "check",
@@ -45,6 +48,7 @@ __all__ = [
     "fill_layer",
     "filled",
     "give_back",
+    "inside",
     "layer_address",
     "lend",
     "offers",
@@ -135,7 +139,7 @@ def offers(session: Session, name: str) -> list[Quote]:
     Its own layers (donor: its name): as far as its certificate allows; each pass then waits for stall_s, and copies for reload_s,
     of which `share` is lost to the computation. By the times measured until now; before the first pass, one layer.
     Other tenants: while they are inactive, what they lent and still would. Of active ones only what they lent: what they would
-    give comes and goes with their passes. Free pages, and those that nobody asks back (donor: ""), cost nothing.
+    give comes and goes with their passes. Free pages, and those that no donor asks back (donor: ""), cost nothing.
 
     Raises InvalidArgument for an unknown tenant, and InvalidState inside a pass.
     """

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState
+from remap.inside import inside
 from remap.policy.controller import Demand
 from remap.session import Session
 from remap.tenant import Tenant
@@ -95,7 +96,7 @@ class Rank:
 
     def report(self, unmet: int = 0, reason: str = "") -> Report:
         """The present state."""
-        return Report(runs(self.tenant.kv.pool.open_ids()), self._target, unmet, reason)
+        return Report(runs(inside(self.tenant).kv.pool.open_ids()), self._target, unmet, reason)
 
     def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> Report | None:
         """Rank 0 decides (`Session.step`). Returns None on other ranks, and if nothing has changed.
@@ -132,7 +133,7 @@ class Rank:
         before = self._target
         try:
             self._go(target)
-            missing = len(ids(opened).difference(self.tenant.kv.pool.open_ids()))
+            missing = len(ids(opened).difference(inside(self.tenant).kv.pool.open_ids()))
             if missing:
                 self._go(before)
                 return f"rank {self.rank}: {missing} blocks that rank 0 has open at {target[0]} layers are not here"
@@ -224,7 +225,7 @@ class Rank:
 
     @property
     def _target(self) -> tuple[int, int]:
-        return int(self.tenant.remapped), self.tenant.buffers  # ranks stream whole layers
+        return int(self.tenant.remapped), inside(self.tenant).buffers  # ranks stream whole layers
 
     def _go(self, target: tuple[int, int]) -> None:
         advanced.remap(self.session, self.tenant.name, target[0], max(1, target[1]), "nested", drain=self.rank == 0)

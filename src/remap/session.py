@@ -73,7 +73,7 @@ from remap.policy.views import Demand
 from remap.report import Snapshot, StepReport
 from remap.shown import show_if_asked
 from remap.sizes import parse_size, show_size, shown
-from remap.tenant import Tenant
+from remap.tenant import Inside, Tenant
 
 __all__ = ["Session"]
 
@@ -115,9 +115,9 @@ class Session:
     spare. The field limited_by of LimitExceeded says which limit it was: "host_budget", "REMAP_HOST_BUDGET", "cgroup"
     or "machine".
     host_kv: host memory for KV of paused and preempted requests, of all tenants whose `KVSpec.host_blocks` is None together:
-    bytes or "8GiB", shared evenly, with engines that are made later too as long as nobody has used a block of it; 0: none.
-    "auto": at most half of what the machine and its control group can spare when an engine asks (`kv.open_host`), and no
-    tenant more than the session could hold of its blocks; what nobody has used of it makes room for master copies of models
+    bytes or "8GiB", shared evenly, with engines that are made later too as long as no engine has used a block of it; 0: none.
+    "auto": at most half of what the machine and its control group can spare when an engine asks (`kv.host.open`), and no
+    tenant more than the session could hold of its blocks; what no engine has used of it makes room for master copies of models
     that are attached later. An engine that never asks takes none.
 
     Raises InvalidArgument for a bad size, device, mode or option; OutOfMemory or LimitExceeded if the pages cannot be
@@ -487,7 +487,7 @@ class Session:
     @exclusive
     def tenants(self) -> Mapping[str, Tenant]:
         """The attached tenants by name, in the order in which they came: as of now, read only. Empty once closed."""
-        return MappingProxyType({name: cast(Tenant, state.handle) for name, state in self._tenants.items()})
+        return MappingProxyType({name: cast(Inside, state.handle).tenant for name, state in self._tenants.items()})
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the snapshot, or what there is to say of a session that has none."""
@@ -522,7 +522,7 @@ class Session:
         Waits for the last passes. device and OutOfMemory: as for `detach`; but without `device`, a model that does not fit
         beside the session's own memory goes to the CPU, with a RuntimeWarning, if the machine has room for it: the device's
         memory is free afterwards. Idempotent; it can be called again after an error. Allowed when the arena is broken, and with
-        ranges still declared as registered: whoever registered them must have deregistered them by then.
+        ranges still declared as registered: their owners must have deregistered them by then.
         """
         if not self.closed:
             self._close(device)
@@ -635,10 +635,10 @@ class Session:
         active: bool,
         resident_layers: int | None,
     ) -> Tenant:
-        made: list[Tenant] = []
+        made: list[Inside] = []
 
-        def handle(state: TenantState) -> Tenant:
-            made.append(Tenant(state, self._passes, self))
+        def handle(state: TenantState) -> Inside:
+            made.append(Inside(state, self._passes, self))
             return made[-1]
 
         self._arrivals.admit(
@@ -653,7 +653,7 @@ class Session:
             handle,
             resident_layers,
         )
-        return made[-1]
+        return made[-1].tenant
 
     def _masters(self, host: HostMemory) -> HostMemory | None:
         """Where master copies have to be page-locked; None: they may lie anywhere."""

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from remap.config import invalid, is_amount, is_count
 from remap.errors import InvalidState
 from remap.kv.pool import listed
+from remap.kv.public import KVCache
 from remap.memory.passes import Passes
 from remap.memory.state import TenantState
+from remap.moved import moved
 from remap.notebook import table
 from remap.policy.cost import LayerTimes
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from remap import _core
     from remap.model.hooks import AttachedHooks
 
-__all__ = ["Tenant"]
+__all__ = ["Inside", "Tenant"]
 
 _PHASES = ("decode", "prefill", "mixed")
 
@@ -57,11 +59,11 @@ def _gone(name: str) -> Callable[..., NoReturn]:
 class _Pass:
     """The context manager of `Tenant.forward`. Each pass gets a new one, so it keeps no state between passes."""
 
-    __slots__ = ("_mark", "_passes", "_phase", "_state", "_stream", "_streamed", "_tenant", "_tokens")
+    __slots__ = ("_entered", "_mark", "_passes", "_phase", "_state", "_stream", "_streamed", "_tokens")
 
     def __init__(
         self,
-        tenant: Tenant,
+        entered: Any,
         passes: Passes,
         state: TenantState,
         phase: str,
@@ -69,7 +71,7 @@ class _Pass:
         stream: Any,
         streamed: Sequence[int],
     ) -> None:
-        self._tenant = tenant
+        self._entered = entered
         self._passes = passes
         self._state = state
         self._phase = phase
@@ -78,9 +80,9 @@ class _Pass:
         self._streamed = streamed
         self._mark = object()  # the turn's `open_pass` while this pass is open
 
-    def __enter__(self) -> Tenant:
+    def __enter__(self) -> Any:
         self._passes.begin(self._state, self._stream, self._mark, self._streamed)
-        return self._tenant
+        return self._entered
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._passes.end(self._state, self._phase, self._tokens, completed=kind is None)
@@ -92,15 +94,20 @@ class _Pass:
             self._passes.close(self._state)
 
 
-class Tenant:
-    """A handle to one attached model, made by `Session.attach`. Only one thread at a time, the engine's, may call
-    `forward`, `wait` and `done`; other threads may call the session meanwhile (locking.py)."""
+class Inside:
+    """One attached model as this library's own engines, adapters and tests see it: what is measured of it, which of its bytes are
+    where, its whole KV cache (`kv`), and how its passes begin to wait. `Tenant` has what other engines call. Not a part of the
+    API that stays as it is from release to release.
+
+    Only one thread at a time, the engine's, may call `forward`, `wait` and `done`; other threads may call the session meanwhile
+    (locking.py).
+    """
 
     def __init__(self, state: TenantState, passes: Passes, session: object) -> None:
-        """session: kept alive while the tenant is attached, since passes go on even if nobody else refers to it."""
+        """session: kept alive while the tenant is attached, since passes go on even if nothing else refers to it."""
         self._state = state
         self._passes = passes
-        self._session: object = session
+        self.session: object = session
         self.number = state.number
         self.name = state.name
         self.priority = state.priority
@@ -112,6 +119,7 @@ class Tenant:
         self.hooks: AttachedHooks | None = None
         self._first_wait: Any = None
         self._part_wait: Any = None
+        self.tenant = Tenant(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows. Takes no lock."""
@@ -130,41 +138,19 @@ class Tenant:
     def forward(
         self, phase: str = "decode", tokens: int = 1, stream: Any = None, streamed: Sequence[int] = ()
     ) -> _Pass:
-        """Bracket one pass. phase ("prefill", "decode" or "mixed") and tokens (in the batch) sort the time
-        measurements.
+        """`Tenant.forward`."""
+        return self.bracket(self, phase, tokens, stream, streamed)
 
-        stream: the stream that the pass computes on: an object with `__cuda_stream__()`, a torch.cuda.Stream, or a
-        handle as an integer. By default it is torch's current stream on a GPU, and the calling thread where the
-        processor itself computes. Enqueue all work on this tenant's memory on the stream of its last pass, or order it
-        behind that stream. Each pass may use another stream. A stream has to live until the tenant has another one or
-        is detached.
-
-        streamed: the blocks of `kv.stream` that the pass reads, each once. Every layer of the KV cache must then be waited
-        for, and done, one after another.
-
-        Raises InvalidArgument (fields field, value) for another phase, tokens that are no int of at least 0, or blocks that are
-        no iterable.
-
-        Entering raises InvalidState if the session is closed, the tenant detached or a pass open already, and (field
-        host_blocks) if the bytes of a block of `streamed` never arrived in host memory; InvalidArgument if the stream is
-        none of the session's device, or a block of `streamed` shows nothing; and the backend's error if the last change
-        could not be finished. Then no pass has begun, and entering again tries again. An exception inside abandons the
-        pass: the next one starts afresh.
-
-        Leaving a pass that was not abandoned raises InvalidState if its results must be discarded. The pass has ended
-        then: (fields tenant, layer, layers) it did not wait for layers that were streamed or loading, so its results
-        are not known; (tenant, written) the model, or somebody since the last pass, wrote into a streamed layer, and
-        the write is lost; (file, expected, found) a weights file that layers come from has changed; entering raises
-        this as well.
-        """
+    def bracket(self, entered: Any, phase: str, tokens: int, stream: Any, streamed: Sequence[int]) -> _Pass:
+        """`Tenant.forward`; entering gives `entered`."""
         if phase not in _PHASES or tokens.__class__ is not int or tokens < 0:
             tokens = _checked(phase, tokens)
         if streamed.__class__ is not tuple and streamed.__class__ is not list:
             streamed = listed(streamed)
-        return _Pass(self, self._passes, self._state, phase, tokens, stream, streamed)
+        return _Pass(entered, self._passes, self._state, phase, tokens, stream, streamed)
 
     def expect_whole_pass(self) -> None:
-        """Stream no layer until one pass has waited for every layer: nobody knows yet whether the new hooks work."""
+        """Stream no layer until one pass has waited for every layer: it is not known yet whether the new hooks work."""
         unseen = self._state.unseen = set(range(self.layers))
         core = self._state.prefetcher.wait
 
@@ -173,12 +159,13 @@ class Tenant:
             core(layer, stream)
             unseen.discard(layer)
 
-        self.wait = self._first_wait = wait
+        self._first_wait = wait
+        self._waits_by(wait)
 
     def whole_pass_seen(self) -> None:
         """A pass has waited for every layer: from now on `wait` is the core's own method."""
         if self.wait is self._first_wait:
-            self.wait = self._state.prefetcher.wait
+            self._waits_by(self._state.prefetcher.wait)
 
     def compute_parts(self) -> None:
         """Passes may compute a part of the layers from now on: `wait` refuses the others."""
@@ -197,19 +184,28 @@ class Tenant:
                 )
             core(layer, stream)
 
-        self.wait = self._part_wait = wait
+        self._part_wait = wait
+        self._waits_by(wait)
 
     def compute_all(self) -> None:
         """Passes compute all layers again: `wait` is the core's own method."""
         if self.wait is self._part_wait:
-            self.wait = self._state.prefetcher.wait
+            self._waits_by(self._state.prefetcher.wait)
 
     def retire(self) -> None:
         """The memory goes away. From now on wait and done raise instead of touching it, and no hook calls them."""
         if self.hooks is not None:
             self.hooks.remove()
-        self.wait = self.done = _gone(self.name)
-        self._session = None
+        self._waits_by(_gone(self.name), _gone(self.name))
+        self.session = None
+
+    def _waits_by(self, wait: Callable[..., None], done: Callable[..., None] | None = None) -> None:
+        # The handle has them as attributes of its own, since a property would cost each layer more. Its own first: who looks at
+        # `wait` here whether they were exchanged does so again behind an interrupt.
+        for each in (self.tenant, self):
+            each.wait = wait
+            if done is not None:
+                each.done = done
 
     @property
     def in_pass(self) -> bool:
@@ -358,3 +354,87 @@ class Tenant:
         if not is_amount(bytes_per_s) or bytes_per_s == 0:
             raise invalid("bytes_per_s", bytes_per_s, "a finite number above 0")
         self._state.timing.calibrate_link(bytes_per_s)
+
+
+class Tenant:
+    """A handle to one attached model, made by `Session.attach`. Only one thread at a time, the engine's, may call
+    `forward`, `wait` and `done`; other threads may call the session meanwhile.
+
+    name, priority: as attached. layers: how many it has, `extra_layers` counted. kv: its KV cache. wait(layer, stream=0) and
+    done(layer, stream=0): around each layer of a pass (`session.attach(hooks=False)`); for a resident layer one atomic load.
+    """
+
+    def __init__(self, inside: Inside) -> None:
+        self._inside = inside
+        self.name = inside.name
+        self.priority = inside.priority
+        self.layers = inside.layers
+        self.kv = KVCache(inside.kv)
+        self.wait = inside.wait
+        self.done = inside.done
+
+    def _repr_html_(self) -> str:
+        return self._inside._repr_html_()
+
+    def forward(
+        self, phase: str = "decode", tokens: int = 1, stream: Any = None, streamed: Sequence[int] = ()
+    ) -> _Pass:
+        """Bracket one pass. phase ("prefill", "decode" or "mixed") and tokens (in the batch) sort the time
+        measurements.
+
+        stream: the stream that the pass computes on: an object with `__cuda_stream__()`, a torch.cuda.Stream, or a
+        handle as an integer. By default it is torch's current stream on a GPU, and the calling thread where the
+        processor itself computes. Enqueue all work on this tenant's memory on the stream of its last pass, or order it
+        behind that stream. Each pass may use another stream. A stream has to live until the tenant has another one or
+        is detached.
+
+        streamed: the blocks of `kv.host.stream` that the pass reads, each once. Every layer of the KV cache must then be waited
+        for, and done, one after another.
+
+        Raises InvalidArgument (fields field, value) for another phase, tokens that are no int of at least 0, or blocks that are
+        no iterable.
+
+        Entering raises InvalidState if the session is closed, the tenant detached or a pass open already, and (field
+        host_blocks) if the bytes of a block of `streamed` never arrived in host memory; InvalidArgument if the stream is
+        none of the session's device, or a block of `streamed` shows nothing; and the backend's error if the last change
+        could not be finished. Then no pass has begun, and entering again tries again. An exception inside abandons the
+        pass: the next one starts afresh.
+
+        Leaving a pass that was not abandoned raises InvalidState if its results must be discarded. The pass has ended
+        then: (fields tenant, layer, layers) it did not wait for layers that were streamed or loading, so its results
+        are not known; (tenant, written) the model, or somebody since the last pass, wrote into a streamed layer, and
+        the write is lost; (file, expected, found) a weights file that layers come from has changed; entering raises
+        this as well.
+        """
+        return self._inside.bracket(self, phase, tokens, stream, streamed)
+
+    @property
+    def active(self) -> bool:
+        """Whether it may serve passes: see `Session.activate`."""
+        return self._inside.active
+
+    @property
+    def streaming(self) -> bool:
+        """Whether wait() has something to do in the next pass: some layer is streamed, loading, or being re-pointed.
+
+        While False, a pass may leave out wait and done, so one CUDA graph may hold all of its layers.
+        """
+        return self._inside.streaming
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """The layers that are loaded on each pass, ascending."""
+        return self._inside.streamed
+
+    @property
+    def remapped(self) -> float:
+        """Layers' worth of pages that are KV now, or lent (the papers' alpha): an int; in slices a fraction."""
+        return self._inside.remapped
+
+    @property
+    def written(self) -> dict[int, list[str]]:
+        """layer -> its tensors, or its weights file, that something wrote to after attach. Such layers do not stream."""
+        return self._inside.written
+
+    def __getattr__(self, name: str) -> Any:
+        return moved(self, name, "_inside", "remap.advanced.inside(tenant)")

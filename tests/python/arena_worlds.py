@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import remap
+from remap.inside import inside
 from remap.memory import device as devices
 from remap.policy.cost import LayerTimes
 
@@ -58,7 +59,7 @@ def times_of(layers: int, compute: float, transfer: float) -> LayerTimes:
 
 def set_times(tenant: Any, decode: LayerTimes, prefill: LayerTimes | None = None, copy_s: float | None = None) -> None:
     """What would be measured, so that decisions are exact."""
-    timing = tenant._state.timing
+    timing = inside(tenant)._state.timing
     timing.decode, timing.prefill = lambda: decode, lambda: prefill or decode
     timing.shared, timing.seconds_per_byte = lambda sharers: decode, lambda: 0.0  # and nobody waits for others' copies
     if copy_s is not None:
@@ -68,7 +69,7 @@ def set_times(tenant: Any, decode: LayerTimes, prefill: LayerTimes | None = None
 def forward(session: remap.Session, tenant: remap.Tenant, layers: Sequence[bytes]) -> None:
     """One pass that reads every layer that the tenant computes whole."""
     with tenant.forward():
-        for index in (layer for layer in tenant.computed if layer not in tenant.elsewhere):
+        for index in (layer for layer in inside(tenant).computed if layer not in inside(tenant).elsewhere):
             expected = layers[index]
             tenant.wait(index)
             got = ctypes.string_at(remap.advanced.layer_address(session, tenant.name, index), len(expected))
@@ -77,14 +78,14 @@ def forward(session: remap.Session, tenant: remap.Tenant, layers: Sequence[bytes
 
 
 def write_block(tenant: remap.Tenant, block: int, value: int) -> None:
-    for offset, nbytes in tenant.kv.geometry.byte_ranges_of_block(block):
-        ctypes.memset(tenant.kv.address + offset, value, nbytes)
+    for offset, nbytes in inside(tenant).kv.geometry.byte_ranges_of_block(block):
+        ctypes.memset(inside(tenant).kv.address + offset, value, nbytes)
 
 
 def read_block(tenant: remap.Tenant, block: int) -> set[int]:
     found: set[int] = set()
-    for offset, nbytes in tenant.kv.geometry.byte_ranges_of_block(block):
-        found |= set(ctypes.string_at(tenant.kv.address + offset, nbytes))
+    for offset, nbytes in inside(tenant).kv.geometry.byte_ranges_of_block(block):
+        found |= set(ctypes.string_at(inside(tenant).kv.address + offset, nbytes))
     return found
 
 
@@ -129,7 +130,7 @@ class External:
 
     def check(self) -> None:
         """It and the pool mean the same blocks, and nobody has touched those in use."""
-        pool = self.tenant.kv.pool
+        pool = inside(self.tenant).kv.pool
         assert self.free | (set(self.used) - self.leaving) == set(pool.open_ids())
         assert self.leaving == set(pool.live_ids()) - set(pool.open_ids())
         for block, value in self.used.items():

@@ -16,6 +16,7 @@ import numpy as np
 from arena_worlds import make_spec, read_block, write_block
 
 import remap
+from remap.inside import inside
 
 if TYPE_CHECKING:
     from remap.broker.server import Broker
@@ -105,7 +106,7 @@ class Member:
 
     def _own(self, block: int) -> bool:
         """Whether it lies in pages of the tenant's own layers, whose bytes it may have."""
-        state = self.tenant._state
+        state = inside(self.tenant)._state
         geometry = state.kv.geometry
         pages = {state.giving[geometry.giving_index(slot)] for slot in geometry.slots_of_block(block)}
         return not pages.isdisjoint(state.pages.kv_from_homes)
@@ -152,7 +153,7 @@ class Member:
 
     def idle(self) -> str:
         """As if its last pass were long ago."""
-        self.tenant._state.last_pass_s = -1e9
+        inside(self.tenant)._state.last_pass_s = -1e9
         return "idle"
 
     def step(self) -> str:
@@ -168,7 +169,7 @@ class Member:
 
     def gone(self) -> str:
         """Pages of its layers that others have; and layers that stream."""
-        state = self.tenant._state
+        state = inside(self.tenant)._state
         return f"{len(state.gone)} {len(state.streamed)}"
 
     def usable(self) -> str:

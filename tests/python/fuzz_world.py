@@ -50,6 +50,7 @@ from remap.errors import (
     OutOfBlocks,
     OutOfMemory,
 )
+from remap.inside import inside
 
 MODES = ("aliased", "strict")
 KINDS = ("plain", "faults", "interrupts", "modes")
@@ -197,7 +198,7 @@ class Engine(sharing_worlds.Engine):
         self.homes = {
             page
             for page, number in enumerate(arena.tenants())
-            if number == self.tenant.number and arena.owners()[page].name == "params"
+            if number == inside(self.tenant).number and arena.owners()[page].name == "params"
         }
         self.addresses = self.addresses_now()
         self.held: dict[int, int] = {}
@@ -319,7 +320,7 @@ class World:
         for name, engine in self.engines.items():
             engine.check()
             for other, its in self.engines.items():
-                lent = sum(owners[page] == "kv" and of[page] == its.tenant.number for page in engine.homes)
+                lent = sum(owners[page] == "kv" and of[page] == inside(its.tenant).number for page in engine.homes)
                 told = 0 if other == name else seen[name].lent_to.get(other, 0)
                 expect(other == name or lent == told, f"{name} has lent {lent} pages to {other}, and says {told}")
 
@@ -405,7 +406,7 @@ class World:
         for name in set(self.session._tenants) - set(self.engines):
             self.session.detach(name)
         for name, engine in list(self.engines.items()):
-            if name in self.session._tenants and engine.tenant._state.leaving:
+            if name in self.session._tenants and inside(engine.tenant)._state.leaving:
                 self.session.detach(name)
             if name not in self.session._tenants:
                 del self.engines[name]
@@ -443,7 +444,7 @@ class World:
         elif isinstance(result, OutOfMemory) and "minimum_bytes" in result.fields:
             free = self.session.snapshot().pages.free
             page = self.session._arena.page_bytes
-            lent = sum(engine.tenant.lent_pages for engine in self.engines.values())
+            lent = sum(inside(engine.tenant).lent_pages for engine in self.engines.values())
             expect(free - lent < pages_of(made, page), "attach says that it does not fit, and it does")
 
     def op_bad_attach(self, what: str, made: dict[str, Any]) -> None:
@@ -503,7 +504,7 @@ class World:
         engine = self.engines.get(name)
         if engine is None:
             return
-        most = len(engine.tenant._state.order) - buffers
+        most = len(inside(engine.tenant)._state.order) - buffers
         layers: float = round(share * max(0, most))
         if kind == "slices":
             layers = share * max(0, most)
@@ -520,8 +521,8 @@ class World:
         engine = self.engines.get(name)
         if engine is None or (to is not None and to not in self.engines):
             return
-        buffers = engine.tenant.buffers or buffers
-        layers = round(share * max(0, len(engine.tenant._state.order) - buffers))
+        buffers = inside(engine.tenant).buffers or buffers
+        layers = round(share * max(0, len(inside(engine.tenant)._state.order) - buffers))
         self.call(lambda: remap.advanced.lend(self.session, name, layers, buffers, to=to), OutOfBlocks, InvalidArgument)
 
     def op_activate(self, name: str, alone: bool, partial: bool | float) -> None:
@@ -546,7 +547,7 @@ class World:
             expect(others, f"all that {name} named was freed, and it still cannot be activated: {report.reason}")
         expect(tenant.active or not report.activated, f"{name} was activated, and is not active")
         if report.activated and not partial:
-            expect(tenant.lent_pages == 0, f"{name} is active, and its layers are lent")
+            expect(inside(tenant).lent_pages == 0, f"{name} is active, and its layers are lent")
 
     def op_deactivate(self, name: str) -> None:
         if name in self.engines:

@@ -43,6 +43,7 @@ from test_fault_sweep import CASES_OF_PLANS, HOSTED, INTERRUPTED, Case
 
 import remap
 from remap.errors import Error
+from remap.inside import inside
 
 CASES = {case.name: case for case in (*CASES_OF_PLANS, *INTERRUPTED, *HOSTED)}
 BLOCKS = ("allocate", "free", *(case.name for case in HOSTED))  # calls of the engine alone
@@ -256,7 +257,7 @@ def afterwards(case: Case, world: Faulty, after: dict[str, Any]) -> None:
         return
     remap.advanced.check(session)
     for name in {*session._tenants, *engines}:  # who was attached without being told, or is half gone, is detached
-        if name in session._tenants and (name not in engines or engines[name].tenant._state.leaving):
+        if name in session._tenants and (name not in engines or inside(engines[name].tenant)._state.leaving):
             session.detach(name)
         if name not in session._tenants:
             engines.pop(name, None)
@@ -284,7 +285,7 @@ def afterwards(case: Case, world: Faulty, after: dict[str, Any]) -> None:
     for name in engines:
         assert any(world.tell(session.activate(name)).activated for _ in range(2)), name
         world.remap(name, 0)
-        assert not engines[name].tenant.streamed and not engines[name].tenant.lent_pages
+        assert not engines[name].tenant.streamed and not inside(engines[name].tenant).lent_pages
     use(world)
     world.detach("b") if "b" in engines else None
     world.attach("later", [1, 1], 5)

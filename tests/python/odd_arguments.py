@@ -18,7 +18,9 @@ from sharing_worlds import SMALL, Shared, spec
 
 import remap
 from remap import advanced, schedule
-from remap.kv.cache import KVCache
+from remap.inside import inside
+from remap.kv.cache import TenantKV
+from remap.kv.public import HostKV, KVCache
 
 
 class Unhashable(list):  # type: ignore[type-arg]
@@ -63,6 +65,10 @@ def make_world() -> World:
 
 def ids(world: World) -> list[int]:
     return list(world.a.held)
+
+
+def ticket(world: World) -> int:
+    return world.a.tenant.kv.host.copy_in(world.hosts, ids(world)[:2])
 
 
 Given = dict[str, Any]
@@ -146,41 +152,49 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     }),
     "Tenant.wait": (lambda w: w.a.tenant.wait, {"layer": 0, "stream": 0}),
     "Tenant.done": (lambda w: w.a.tenant.done, {"layer": 0, "stream": 0}),
-    "Tenant.ready": (lambda w: w.a.tenant.ready, {"layer": 0}),
-    "Tenant.lends": (lambda w: w.a.tenant.lends, {"layer": 0}),
-    "Tenant.at_home": (lambda w: w.a.tenant.at_home, {"layer": 0}),
-    "Tenant.streamed_seconds": (lambda w: w.a.tenant.streamed_seconds, {"blocks": 1}),
-    "Tenant.calibrate_link": (lambda w: w.a.tenant.calibrate_link, {"bytes_per_s": 1e9}),
-    "KVCache.allocate": (lambda w: w.a.kv.allocate, {"count": 1}),
-    "KVCache.free": (lambda w: w.a.kv.free, {"ids": ids}),
-    "KVCache.returned": (lambda w: w.a.kv.returned, {"ids": ids}),
-    "KVCache.holds": (lambda w: w.a.kv.holds, {"ids": ids}),
-    "KVCache.holds_host": (lambda w: w.a.kv.holds_host, {"host_ids": lambda w: w.hosts}),
-    "KVCache.copy_out": (lambda w: w.a.kv.copy_out, {"ids": ids, "below": 4}),
-    "KVCache.copy_in": (lambda w: w.a.kv.copy_in, {"host_ids": lambda w: w.hosts, "ids": lambda w: ids(w)[:2]}),
-    "KVCache.kept": (lambda w: w.a.kv.kept, {"host_ids": lambda w: w.hosts}),
-    "KVCache.arrived": (lambda w: w.a.kv.arrived, {"ticket": lambda w: w.a.kv.copy_in(w.hosts, ids(w)[:2])}),
-    "KVCache.join": (lambda w: w.a.kv.join, {"ticket": lambda w: w.a.kv.copy_in(w.hosts, ids(w)[:2])}),
-    "KVCache.free_host": (lambda w: w.a.kv.free_host, {"host_ids": lambda w: w.hosts}),
-    "KVCache.stream": (lambda w: w.a.kv.stream, {"host_ids": lambda w: w.hosts}),
-    "KVCache.on_stream": (lambda w: w.a.kv.on_stream, {"streamable": lambda w: int}),
-    "KVCache.on_reclaim": (lambda w: w.a.kv.on_reclaim, {"reclaim": lambda w: print, "reclaimable": lambda w: int}),
-    "KVCache.reclaim": (lambda w: w.a.kv.reclaim, {"blocks": 1}),
-    "KVCache.subscribe": (lambda w: w.a.kv.subscribe, {"listener": lambda w: lambda *_: None, "external": False}),
+    "Inside.ready": (lambda w: inside(w.a.tenant).ready, {"layer": 0}),
+    "Inside.lends": (lambda w: inside(w.a.tenant).lends, {"layer": 0}),
+    "Inside.at_home": (lambda w: inside(w.a.tenant).at_home, {"layer": 0}),
+    "Inside.streamed_seconds": (lambda w: inside(w.a.tenant).streamed_seconds, {"blocks": 1}),
+    "Inside.calibrate_link": (lambda w: inside(w.a.tenant).calibrate_link, {"bytes_per_s": 1e9}),
+    "KVCache.allocate": (lambda w: w.a.tenant.kv.allocate, {"count": 1}),
+    "KVCache.free": (lambda w: w.a.tenant.kv.free, {"ids": ids}),
+    "KVCache.returned": (lambda w: w.a.tenant.kv.returned, {"ids": ids}),
+    "TenantKV.holds": (lambda w: inside(w.a.tenant).kv.holds, {"ids": ids}),
+    "TenantKV.holds_host": (lambda w: inside(w.a.tenant).kv.holds_host, {"host_ids": lambda w: w.hosts}),
+    "HostKV.copy_out": (lambda w: w.a.tenant.kv.host.copy_out, {"ids": ids, "below": 4}),
+    "HostKV.copy_in": (lambda w: w.a.tenant.kv.host.copy_in, {"host_ids": lambda w: w.hosts, "ids": lambda w: ids(w)[:2]}),
+    "HostKV.kept": (lambda w: w.a.tenant.kv.host.kept, {"host_ids": lambda w: w.hosts}),
+    "HostKV.arrived": (lambda w: w.a.tenant.kv.host.arrived, {"ticket": ticket}),
+    "HostKV.join": (lambda w: w.a.tenant.kv.host.join, {"ticket": ticket}),
+    "HostKV.free": (lambda w: w.a.tenant.kv.host.free, {"host_ids": lambda w: w.hosts}),
+    "HostKV.stream": (lambda w: w.a.tenant.kv.host.stream, {"host_ids": lambda w: w.hosts}),
+    "TenantKV.on_stream": (lambda w: inside(w.a.tenant).kv.on_stream, {"streamable": lambda w: int}),
+    "HostKV.on_reclaim": (lambda w: w.a.tenant.kv.host.on_reclaim, {"reclaim": lambda w: print, "reclaimable": lambda w: int}),
+    "TenantKV.reclaim": (lambda w: inside(w.a.tenant).kv.reclaim, {"blocks": 1}),
+    "advanced.inside": (lambda w: advanced.inside, {"tenant": lambda w: w.a.tenant}),
+    "KVCache.subscribe": (lambda w: w.a.tenant.kv.subscribe, {"listener": lambda w: lambda *_: None, "external": False}),
 }  # fmt: skip
 
-WITHOUT_ARGUMENTS = ("Session.snapshot", "KVCache.open_host", "advanced.unsettled", "advanced.check", "Tenant.stats")
+WITHOUT_ARGUMENTS = ("Session.snapshot", "HostKV.open", "advanced.unsettled", "advanced.check", "Inside.stats")
 INSIDE = {
     "Session": ("attach", "change", "exclusively"),  # attach: test_argument_kinds.py, with a torch model
-    "Tenant": (
-        "away", "compute_all", "compute_parts", "copy_seconds", "expect_whole_pass", "prefill_times", "refuse_lost_writes",
+    "Tenant": (),
+    "Inside": (
+        "away", "bracket", "forward",
+        "compute_all", "compute_parts", "copy_seconds", "expect_whole_pass", "prefill_times", "refuse_lost_writes",
         "retire", "times", "whole_pass_seen",
     ),
-    "KVCache": ("abandon", "move", "reading", "retire"),
+    "KVCache": (),
+    "HostKV": (),
+    "TenantKV": (
+        "abandon", "allocate", "arrived", "copy_in", "copy_out", "free", "free_host", "join", "kept", "move", "on_reclaim",
+        "open_host", "reading", "retire", "returned", "stream", "subscribe",
+    ),
     "advanced": (),
     "schedule": (),
 }  # fmt: skip
-"""What this library itself calls, or what takes nothing."""
+"""What this library itself calls, what takes nothing, and what another name here calls."""
 
 
 def layer_address(world: World) -> int:
@@ -213,7 +227,8 @@ def missing() -> list[str]:
     """Public calls that nobody tries here."""
     found = []
     for owner, members in (
-        ("Session", vars(remap.Session)), ("Tenant", vars(remap.Tenant)), ("KVCache", vars(KVCache)),
+        ("Session", vars(remap.Session)), ("Tenant", vars(remap.Tenant)), ("Inside", vars(advanced.Inside)),
+        ("KVCache", vars(KVCache)), ("HostKV", vars(HostKV)), ("TenantKV", vars(TenantKV)),
         ("advanced", {name: getattr(advanced, name) for name in advanced.__all__}),
         ("schedule", {name: getattr(schedule, name) for name in schedule.__all__}),
     ):  # fmt: skip

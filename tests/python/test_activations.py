@@ -49,7 +49,7 @@ def model_of(kind, dtype):
 def remember(runner):
     """Keep each layer's input: the result is (layers, blocks, block_tokens, activation_width), filled by the runner's passes."""
     decoder, kv = runner.decoder, runner.tenant.kv
-    shape = (LAYERS, kv.tensors[0].shape[1], kv.block_tokens, decoder.activation_width)
+    shape = (LAYERS, kv.tensors[0].shape[1], kv.spec.block_tokens, decoder.activation_width)
     kept = torch.full(shape, float("nan"), dtype=runner.dtype)
     plain = decoder.layer
 

@@ -30,6 +30,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import remap
 from reference.arena_model import ArenaModel, TenantModel
 from remap.errors import InvalidArgument, OutOfBlocks
+from remap.inside import inside
 from remap.kv.spec import KVGeometry
 
 POISON = 0xDF
@@ -89,7 +90,10 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def addresses_of(self, mode: str, name: str) -> list[int]:
         tenant, session = self.tenants[name][mode], self.sessions[mode]
-        return [*(remap.advanced.layer_address(session, name, i) for i in range(tenant.layers)), tenant.kv.address]
+        return [
+            *(remap.advanced.layer_address(session, name, i) for i in range(tenant.layers)),
+            inside(tenant).kv.address,
+        ]
 
     def free_of(self, tenant: Any) -> list[int]:
         ids = tenant.kv.allocate(tenant.kv.free_blocks)
@@ -247,7 +251,7 @@ class ArenaMachine(RuleBasedStateMachine):
         for name, by_mode in self.tenants.items():
             model = self.model.tenants[name]
             for mode, tenant in by_mode.items():
-                assert tenant.kv.pool.live_ids() == tuple(sorted(model.blocks))
+                assert inside(tenant).kv.pool.live_ids() == tuple(sorted(model.blocks))
                 for block, value in model.blocks.items():
                     assert read_block(tenant, block) == {value}, f"{mode}: block {block} of {name}"
                 assert self.addresses_of(mode, name) == self.addresses[name, mode]

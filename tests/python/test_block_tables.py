@@ -19,11 +19,10 @@ class Pool:
 
     def __init__(self, blocks: int) -> None:
         shape = {"layers": 1, "kv_heads": 1, "head_dim": 8, "block_tokens": SIZE, "dtype": "int8"}
-        spec = KVSpec(**shape, min_blocks=0, max_blocks=blocks)
-        geometry = KVGeometry(spec, spec.block_bytes)
+        self.spec = KVSpec(**shape, min_blocks=0, max_blocks=blocks)
+        geometry = KVGeometry(self.spec, self.spec.block_bytes)
         self.pool = BlockPool(geometry)
         self.pool.add_pages(range(geometry.region_pages))
-        self.block_tokens = SIZE
         self.allocate, self.free = self.pool.allocate, self.pool.free
 
 

@@ -31,6 +31,7 @@ from remap.broker.member import join
 from remap.broker.messages import VERSION, Done, Give, Home, Join, Refused, Want, decode_to_member, encode
 from remap.broker.server import Broker
 from remap.errors import InvalidArgument, InvalidState, OutOfMemory
+from remap.inside import inside
 from remap.memory.lend import Lending
 
 PAGES = 96
@@ -377,7 +378,7 @@ def test_a_step_looks_for_layers_anew_only_when_pages_have_changed_hands(
 
 def test_layers_come_home_gently_only_out_of_what_nobody_uses(broker: Broker) -> None:
     with opened(broker) as one, opened(broker) as two:
-        state, taker = donor(one)._state, attached(two, "two")
+        state, taker = inside(donor(one))._state, attached(two, "two")
         outside: Any = one._outside
 
         def fetch() -> None:
@@ -432,7 +433,7 @@ def test_a_model_that_leaves_calls_nothing_any_more(broker: Broker, start: Start
         tenant = donor(session)
         two = start("two")
         assert int(two("take", 400, 200)) > 200
-        arena, state = session._arena, tenant._state
+        arena, state = session._arena, inside(tenant)._state
         assert state.gone
         remap.advanced.check(session)
         session.activate("one")

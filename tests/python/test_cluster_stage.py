@@ -30,6 +30,7 @@ from remap.engine.models import decoder_of  # noqa: E402
 from remap.engine.request import Request, SamplingParams, Sequence, TokenLogprobs  # noqa: E402
 from remap.engine.scheduler import Scheduler  # noqa: E402
 from remap.errors import InvalidArgument, OutOfBlocks  # noqa: E402
+from remap.inside import inside  # noqa: E402
 
 CUTS = [(0, 3, 6), (0, 1, 6), (0, 2, 3, 6), (0, 0, 4, 4, 6), (0, 5, 6, 6), (0, 6, 6)]
 
@@ -47,7 +48,7 @@ def pipeline(stack, model, cuts, blocks):
             for part in (ids[5:8], ids[:3], ids[8:], ids[3:5]):
                 places.grow(part)
             capacity = min(capacity, places.capacity)
-            poison(tenant.kv)
+            poison(inside(tenant).kv)
         stages.append(Stage(decoder_of(mine), tenant, StageKV(tenant.kv, first, end), places, samples=place == last))
     return stages, GroupPool(4, capacity)
 

@@ -25,7 +25,7 @@ adapter = pytest.importorskip("remap.adapters.transformers", reason="pages have 
 
 import remap  # noqa: E402
 from remap.adapters import settings  # noqa: E402
-from remap.kv.cache import KVCache  # noqa: E402
+from remap.kv.public import HostKV, KVCache  # noqa: E402
 from remap.memory.activate import ActivationReport  # noqa: E402
 from remap.sim import policies  # noqa: E402
 
@@ -36,6 +36,7 @@ NAMED: dict[str, tuple[type, ...]] = {
     "session": (remap.Session,),
     "tenant": (remap.Tenant,),
     "kv": (KVCache, remap.KVSpec),
+    "host": (HostKV,),
     "report": (remap.StepReport,),
     "turn": (ActivationReport,),
     "attached": (adapter.Attached,),

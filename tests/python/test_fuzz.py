@@ -110,7 +110,7 @@ def test_the_fuzzer_finds_what_is_broken_and_makes_it_small() -> None:
     """Blocks move without their bytes: a walk finds it, and a shorter one says how."""
     program = """
 import fuzz_world, remap.kv.cache
-remap.kv.cache.KVCache.move = lambda self, pairs: None
+remap.kv.cache.TenantKV.move = lambda self, pairs: None
 for number in range(100):
     walk = fuzz_world.make_walk(f"planted{number}", "plain")
     found = fuzz_world.isolated(walk)

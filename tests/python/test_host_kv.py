@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import remap
 from remap import _core
 from remap.errors import InvalidArgument, LimitExceeded, OutOfBlocks, OutOfMemory
+from remap.inside import inside
 from remap.kv.spec import KVSpec
 from remap.memory import host_memory
 
@@ -29,7 +30,7 @@ def session_of(tenants: str = "m", most: int = 20, **session: Any) -> remap.Sess
 
 
 def content(tenant: Any, block: int) -> bytes:
-    return ctypes.string_at(tenant.kv.address + block * BLOCK, BLOCK)
+    return ctypes.string_at(inside(tenant).kv.address + block * BLOCK, BLOCK)
 
 
 def attach(session: remap.Session, name: str, most: int = 20, **more: Any) -> remap.Tenant:
@@ -129,13 +130,13 @@ def test_a_number_is_shared_evenly_and_given_back(spare: Any, caplog: pytest.Log
     with session_of("abc", most=1000, host_kv=30 * BLOCK) as session:
         tenants = {name: session._tenants[name].kv for name in "abc"}
         assert [tenants[name].open_host() for name in "abc"] == [10, 10, 10]
-        late = attach(session, "late").kv
-        assert late.open_host() == 5 == tenants["a"].host.total
+        late = attach(session, "late").kv.host
+        assert late.open() == 5 == tenants["a"].host.total
         session.detach("b")
         assert held(session) == 20 * BLOCK
-        assert attach(session, "next", most=1000).kv.open_host() == 10
-        number = attach(session, "number", host_blocks=7).kv  # beside them
-        assert number.host.total == number.open_host() == 7
+        assert attach(session, "next", most=1000).kv.host.open() == 10
+        number = attach(session, "number", host_blocks=7).kv.host  # beside them
+        assert number.total == number.open() == 7
 
 
 def test_engines_that_are_made_one_after_another_have_equal_parts(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,7 +144,7 @@ def test_engines_that_are_made_one_after_another_have_equal_parts(caplog: pytest
     with session_of("", host_kv=60 * BLOCK) as session:
         stores = []
         for name, parts in (("a", [60]), ("b", [30, 30]), ("c", [20, 20, 20])):
-            stores.append(attach(session, name, most=1000).kv)
+            stores.append(inside(attach(session, name, most=1000)).kv)
             assert stores[-1].open_host() == parts[-1]
             assert [kv.host.total for kv in stores] == parts and held(session) == 60 * BLOCK
             assert len(kv_places(stores)) == len(stores)
@@ -152,22 +153,22 @@ def test_engines_that_are_made_one_after_another_have_equal_parts(caplog: pytest
         (block,) = tenant.kv.allocate(1)
         write_block(tenant, block, 77)
         hosts = tenant.kv.copy_out([block])
-        late = attach(session, "late", most=1000).kv
-        assert late.open_host() == 0 and "'late' gets no host memory" in caplog.text
+        late = attach(session, "late", most=1000).kv.host
+        assert late.open() == 0 and "'late' gets no host memory" in caplog.text
         assert [kv.host.total for kv in stores] == [20, 20, 20]
         tenant.kv.join(tenant.kv.copy_in(hosts, tenant.kv.allocate(1)))
         session.detach("b")
-        assert attach(session, "next", most=1000).kv.open_host() == 20
+        assert attach(session, "next", most=1000).kv.host.open() == 20
 
 
 def test_a_part_without_room_for_a_block_is_nobodys() -> None:
     with session_of("", host_kv=2 * BLOCK) as session:
-        kvs = [attach(session, name, most=1000).kv for name in "abc"]
+        kvs = [inside(attach(session, name, most=1000)).kv for name in "abc"]
         assert [kv.open_host() for kv in kvs] == [0, 1, 1]
     with session_of("", host_kv=2 * BLOCK) as session:
         kvs = []
         for name in "abc":
-            kvs.append(attach(session, name, most=1000).kv)
+            kvs.append(inside(attach(session, name, most=1000)).kv)
             kvs[-1].open_host()
         assert [kv.host.total for kv in kvs] == [1, 1, 0]
 

@@ -15,6 +15,8 @@ from interrupts import CASES, prepared
 from sharing_worlds import Faulty
 from test_fault_sweep import Case
 
+from remap.inside import inside
+
 BUDGET = 0 if os.environ.get("REMAP_FUZZ") else int(os.environ.get("REMAP_INTERRUPTS", "4"))
 
 pytestmark = pytest.mark.skipif(
@@ -88,7 +90,7 @@ def test_a_detach_at_any_line_keeps_no_stream() -> None:
         interrupt, _, error = interrupts.interrupted(lambda world=world: case.change(world), at, "lines", files)
         assert isinstance(error, KeyboardInterrupt)
         for name in {*world.engines} & {*world.session._tenants}:
-            if world.engines[name].tenant._state.leaving:
+            if inside(world.engines[name].tenant)._state.leaving:
                 world.session.detach(name)
         world.session.step()
         tenants = len(world.session._tenants)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import remap
 from remap import _core
+from remap.inside import inside
 from remap.policy import schedule
 from remap.policy.kv_stream import most_blocks, pass_seconds
 from remap.sim.masters import masters
@@ -93,7 +94,7 @@ def test_passes_take_as_long_as_predicted(blocks: int, remapped: int, buffers: i
     )
     with remap.Session("512MiB", platform=remap.advanced.Platform(backend=made)) as session:
         tenant = session.attach_bytes(masters([SMALL] * layers), kv=spec)
-        shown = tenant.kv.stream(tenant.kv.copy_out(tenant.kv.allocate(64)))[:blocks]
+        shown = tenant.kv.host.stream(tenant.kv.host.copy_out(tenant.kv.allocate(64)))[:blocks]
         if remapped:
             remap.advanced.remap(session, "model", layers=remapped, buffers=buffers)
         stream = made.create_stream()
@@ -111,8 +112,8 @@ def test_passes_take_as_long_as_predicted(blocks: int, remapped: int, buffers: i
             [compute_s] * layers,
             [SMALL / RATE] * layers,
             tenant.streamed,
-            max(1, tenant.buffers),
-            blocks * 2 * tenant.kv.geometry.unit_bytes / RATE,
+            max(1, inside(tenant).buffers),
+            blocks * 2 * inside(tenant).kv.geometry.unit_bytes / RATE,
             layers,
             2,
         )
@@ -177,16 +178,16 @@ def test_tenants_that_stream_keep_each_others_certificates(slowdown: float, shar
     with session:
         streams = [made.create_stream() for _ in range(2)]
         passes(made, [(one, streams[0], []), (two, streams[1], [])], 6)
-        taken = int(share * one.kv.streamable_blocks)
-        first = one.kv.stream(one.kv.copy_out(one.kv.allocate(250))[:taken])
+        taken = int(share * one.kv.host.streamable_blocks)
+        first = one.kv.host.stream(one.kv.host.copy_out(one.kv.allocate(250))[:taken])
         assert first
         session.deactivate("one")
-        unhindered = two.kv.streamable_blocks
+        unhindered = two.kv.host.streamable_blocks
         session.activate("one")
         # What one copies keeps two waiting, and two may not keep one waiting for longer than one may.
-        beside = two.kv.streamable_blocks
+        beside = two.kv.host.streamable_blocks
         assert beside < unhindered and (beside > 0 or share > 0.1)
-        second = two.kv.stream(two.kv.copy_out(two.kv.allocate(250))[:beside])
+        second = two.kv.host.stream(two.kv.host.copy_out(two.kv.allocate(250))[:beside])
         allowed = (1 + slowdown) * LAYERS * COMPUTE_S
         work = [(one, streams[0], first), (two, streams[1], second)]
         passes(made, work, 2)  # these wait for the copies out
@@ -201,8 +202,8 @@ def test_layers_stream_only_as_far_as_streamed_blocks_leave_time(share: float) -
         session.detach("two")
         stream = made.create_stream()
         passes(made, [(one, stream, [])], 6)
-        taken = int(share * one.kv.streamable_blocks)
-        shown = one.kv.stream(one.kv.copy_out(one.kv.allocate(250))[:taken]) if taken else []
+        taken = int(share * one.kv.host.streamable_blocks)
+        shown = one.kv.host.stream(one.kv.host.copy_out(one.kv.allocate(250))[:taken]) if taken else []
         for _ in range(20):
             one.kv.allocate(one.kv.free_blocks)
             session.step({"one": 200})
@@ -217,14 +218,14 @@ def test_a_pass_and_a_copy_in_wait_for_the_copies_of_their_own_host_blocks_only(
     with session:
         stream = made.create_stream()
         ids = one.kv.allocate(250)
-        hosts = one.kv.copy_out(ids[:2])
-        shown = one.kv.stream(hosts[:1])
+        hosts = one.kv.host.copy_out(ids[:2])
+        shown = one.kv.host.stream(hosts[:1])
         (quiet,) = passes(made, [(one, stream, shown)], 4)
-        one.kv.copy_out(ids[2:242])
+        one.kv.host.copy_out(ids[2:242])
         begun = made.now
-        ticket = one.kv.copy_in(hosts[1:], ids[249:])
+        ticket = one.kv.host.copy_in(hosts[1:], ids[249:])
         (beside,) = passes(made, [(one, stream, shown)], 1)
         assert beside <= quiet * (1 + 1e-6)
-        assert one.kv.arrived(ticket)
+        assert one.kv.host.arrived(ticket)
         out_s = 240 * one.kv.spec.block_bytes / RATE
         assert made.now - begun < out_s  # those are still on their way

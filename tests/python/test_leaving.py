@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import remap
+from remap.inside import inside
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -109,7 +110,7 @@ def test_a_tenant_that_has_left_holds_nothing(monkeypatch):
     assert rig.tenant.streaming is False
     with pytest.raises(remap.InvalidState):
         rig.tenant.wait(0)
-    for gone in (rig.tenant.stats, lambda: rig.tenant.ready(0)):
+    for gone in (inside(rig.tenant).stats, lambda: inside(rig.tenant).ready(0)):
         with pytest.raises(remap.InvalidState, match="was detached") as caught:
             gone()
         assert caught.value.fields["tenant"] == "m"
@@ -126,7 +127,7 @@ def test_a_tenant_keeps_its_session_while_it_is_attached():
     tenant.kv.subscribe(lambda added, withdrawn: None)
     session().detach("m")
     gc.collect()
-    assert session() is None and not tenant.in_pass
+    assert session() is None and not inside(tenant).in_pass
 
 
 @pytest.mark.parametrize("error", [None, KeyError])
@@ -158,7 +159,7 @@ def test_looking_at_a_closed_session():
 def test_looking_claims_nobody(monkeypatch):
     """A pass of another thread may begin while somebody looks: only what changes something keeps it waiting."""
     with Rig(make("llama")) as rig:
-        turn, seen = rig.tenant._state.turn, []
+        turn, seen = inside(rig.tenant)._state.turn, []
         monkeypatch.setattr(remap.advanced, "check_books", lambda arena, tenants: seen.append(turn.claimed))
         remap.advanced.check(rig.session)
         rig.session.exclusively(lambda core: seen.append(turn.claimed))

@@ -8,6 +8,7 @@ from sharing_worlds import Shared, set_times, times_of
 
 import remap
 from remap import _core
+from remap.inside import inside
 
 SIZES = {"a": [2] * 6, "b": [3] * 8, "c": [1] * 5}
 
@@ -70,11 +71,11 @@ def test_what_is_still_away_is_re_pointed_when_its_tenant_wakes(wakes_in: str) -
         remap.advanced.settle(world.session)
         before = mappings(world)
         if wakes_in == "the pass":
-            b.tenant._state.write(active=True)
+            inside(b.tenant)._state.write(active=True)
         else:
             assert world.session.activate("b", partial=True).streamed
         world.check()  # serves: every layer's bytes
-        assert mappings(world) > before and not b.tenant._state.asleep
+        assert mappings(world) > before and not inside(b.tenant)._state.asleep
 
 
 def test_a_tenant_that_leaves_in_its_sleep_leaves_nothing_behind() -> None:
@@ -152,10 +153,10 @@ def test_a_tenant_that_lent_and_then_streams_slices_brings_them_home_together() 
         session.attach_bytes([b"b" * 4096] * 3, name="b", kv=kv["b"])
         remap.advanced.lend(session, "a", 1, 1)
         remap.advanced.remap(session, "a", 1.09, 1, "slices")
-        assert a.lent_pages
+        assert inside(a).lent_pages
         for _ in range(40):
             session.step({"b": 0})
-        assert not a.lent_pages
+        assert not inside(a).lent_pages
         assert session.activate("a").activated
         remap.advanced.check(session)
 
@@ -177,7 +178,7 @@ def test_a_listener_that_always_raises_ends_no_change_and_no_session() -> None:
         told.clear()
         with pytest.raises(RuntimeError, match="listener"):
             world.session.activate("b")
-        assert b.tenant.active and b.tenant.lent_pages == 0 and told, "the change that it was told of"
+        assert b.tenant.active and inside(b.tenant).lent_pages == 0 and told, "the change that it was told of"
         assert not world.session._changes._journal and not world.session._changes._takers
         remap.advanced.check(world.session)
         assert world.session.snapshot().tenants["b"].lent_pages == 0

@@ -8,6 +8,7 @@ from sharing_worlds import EAGER, Shared, seen, set_times, times_of
 import remap
 from remap.config import Knobs
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
+from remap.inside import inside
 
 SIZES = {"a": [2] * 8}
 
@@ -25,7 +26,7 @@ def test_a_step_takes_what_was_offered_and_no_more(copy_s: float) -> None:
         usable = a.kv.usable_blocks
         report = session.step({"a": 10_000})
         alpha, buffers = offer.step  # type: ignore[misc]
-        assert (a.tenant.remapped, a.tenant.buffers if alpha else buffers) == (alpha, buffers)
+        assert (a.tenant.remapped, inside(a.tenant).buffers if alpha else buffers) == (alpha, buffers)
         # Two parts of blocks, in pages that stand together now, may be one.
         assert 0 <= a.kv.usable_blocks - usable - offer.blocks <= alpha
         assert offer.stall_s == pytest.approx(report.predicted_stall_s["a"])
@@ -70,7 +71,7 @@ def test_what_an_idle_tenant_lends_is_offered_before_it_is_taken_and_afterwards(
         assert {each.donor: each.reload_s for each in offers}["b"] == pytest.approx(b.tenant.remapped * 1e-3)
         assert remap.advanced.offers(session, "a") == offers
         # Of a tenant that serves, only what it lent: it copies that in each pass.
-        b.tenant._state.write(active=True)
+        inside(b.tenant)._state.write(active=True)
         assert {each.donor: (each.kind, each.share) for each in remap.advanced.offers(session, "a")}["b"] == (
             "active",
             0.25,
@@ -83,7 +84,7 @@ def test_borrowed_pages_are_given_back_with_their_blocks_moved_or_not_at_all() -
         with a.tenant.forward(), pytest.raises(InvalidState):
             remap.advanced.give_back(session, "a")
         world.step(a=10_000)
-        lent, usable = len(b.tenant._state.pages.lent), a.kv.usable_blocks
+        lent, usable = len(inside(b.tenant)._state.pages.lent), a.kv.usable_blocks
         a.fill()
         before = seen(session)
         with pytest.raises(OutOfBlocks) as full:
@@ -95,7 +96,7 @@ def test_borrowed_pages_are_given_back_with_their_blocks_moved_or_not_at_all() -
         world.check()
         # They are free, and still lent: b's layers come home to them when it serves.
         assert a.kv.usable_blocks == usable - lent  # of a page each
-        assert session.snapshot().pages.free == len(b.tenant._state.pages.lent) == lent
+        assert session.snapshot().pages.free == len(inside(b.tenant)._state.pages.lent) == lent
         assert remap.advanced.give_back(session, "a").moved == {}
         world.activate("b")
         assert not b.tenant.streamed

@@ -18,6 +18,7 @@ from sharing_worlds import set_times, times_of
 import remap
 from remap import _core
 from remap.errors import InvalidState
+from remap.inside import inside
 from remap.ranks import Group, Rank, Report, ids, runs
 
 pytest.importorskip("torch")
@@ -100,8 +101,12 @@ class World:
         """All ranks have the engine's blocks with their contents, and the model's bytes."""
         for rank in self.ranks:
             remap.advanced.check(rank.session)
-            assert self.opened <= set(rank.tenant.kv.pool.open_ids())
-            assert (rank.tenant.remapped, rank.tenant.buffers) == self.ranks[0].report().target == self.group.target
+            assert self.opened <= set(inside(rank.tenant).kv.pool.open_ids())
+            assert (
+                (rank.tenant.remapped, inside(rank.tenant).buffers)
+                == self.ranks[0].report().target
+                == self.group.target
+            )
             for block, value in self.used.items():
                 assert read_block(rank.tenant, block) == {value}
             forward(rank.session, rank.tenant, self.layers)

@@ -9,6 +9,7 @@ from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, spec, times_of
 
 import remap
 from remap import _core
+from remap.inside import inside
 from remap.policy import schedule
 
 # --- how much -----------------------------------------------------------------------------------------------------
@@ -237,6 +238,6 @@ def test_a_bound_is_forgotten_when_other_layers_may_stream():
         for layer in (2, 3):
             remap.advanced.declare_registered(world.session, remap.advanced.layer_address(world.session, "m", layer), 1)
         told = world.step(10**3).predicted_stall_s["m"]
-        streamed, buffers = world.tenant.streamed, world.tenant.buffers
+        streamed, buffers = world.tenant.streamed, inside(world.tenant).buffers
         stall = schedule.stall(times.compute_s, times.transfer_s, streamed, buffers) if streamed else 0.0
         assert told == pytest.approx(stall) and stall <= 0.05 * N + 1e-9

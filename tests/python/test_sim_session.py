@@ -18,6 +18,7 @@ from sim_world import kv_spec
 import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, OutOfMemory
+from remap.inside import inside
 from remap.policy.hardware import machine
 from remap.sim.masters import masters
 
@@ -73,7 +74,7 @@ def test_growing_and_shrinking_by_steps() -> None:
     session, tenant = small(made)
     with session:
         # It has not been idle while it was attached: copying its weights takes longer than the reload of one layer.
-        assert tenant._state.last_pass_s == session.clock() == made.now > 0.0
+        assert inside(tenant)._state.last_pass_s == session.clock() == made.now > 0.0
         stream = made.create_stream()
         for _ in range(8):
             one_pass(made, tenant, stream, 1e-3)  # a copy takes 52 us: much hides behind 8 ms

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import remap
 from remap import _core
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
+from remap.inside import inside
 from remap.kv.spec import KVGeometry, KVSpec
 from remap.kv.streamed import StreamedBlocks
 
@@ -120,19 +121,19 @@ def test_a_spec_that_cannot_stream_is_refused(settings: dict, field: str) -> Non
 
 def part(tenant: remap.Tenant, block: int, layer: int) -> bytes:
     """Keys and values of one layer of a block, as its tensor's addresses show them now."""
-    geometry = tenant.kv.geometry
+    geometry = inside(tenant).kv.geometry
     at = [(2 * layer + kind) * geometry.range_bytes + block * geometry.unit_bytes for kind in (0, 1)]
-    return b"".join(ctypes.string_at(tenant.kv.address + offset, geometry.unit_bytes) for offset in at)
+    return b"".join(ctypes.string_at(inside(tenant).kv.address + offset, geometry.unit_bytes) for offset in at)
 
 
 def fill(tenant: remap.Tenant, block: int, tag: int) -> list[bytes]:
     """Writes other bytes into every layer of a block; returns them."""
-    geometry, found = tenant.kv.geometry, []
+    geometry, found = inside(tenant).kv.geometry, []
     for layer in range(tenant.kv.spec.layers):
         for kind in (0, 1):
             value = (tag * 31 + layer * 2 + kind) % 251 + 1
             offset = (2 * layer + kind) * geometry.range_bytes + block * geometry.unit_bytes
-            ctypes.memset(tenant.kv.address + offset, value, geometry.unit_bytes)
+            ctypes.memset(inside(tenant).kv.address + offset, value, geometry.unit_bytes)
         found.append(part(tenant, block, layer))
     return found
 
@@ -157,7 +158,7 @@ def test_each_layer_finds_its_part_of_the_host_blocks(mode: str, remapped: int) 
     """Beside layers whose weights stream too; the pool's blocks stay as they are."""
     session, tenant = session_of(mode, more=1000)
     with session:
-        kv = tenant.kv
+        kv = inside(tenant).kv
         if remapped:
             remap.advanced.remap(session, "m", layers=remapped, buffers=2)
         live = kv.allocate(6)
@@ -167,12 +168,12 @@ def test_each_layer_finds_its_part_of_the_host_blocks(mode: str, remapped: int) 
         shown = kv.stream([hosts[4], hosts[1], hosts[2], hosts[3]])
         assert min(shown) >= kv.geometry.first_streamed and kv.streamed.used_blocks == 4 and tenant.streaming
         expected = {block: written[live[index]] for block, index in zip(shown, (4, 1, 2, 3))}
-        before = tenant.stats().block_bytes
+        before = inside(tenant).stats().block_bytes
         read(tenant, shown, expected)
         read(tenant, shown[1:3], expected)
-        assert tenant.stats().block_bytes - before == 6 * kv.spec.block_bytes
+        assert inside(tenant).stats().block_bytes - before == 6 * kv.spec.block_bytes
         read(tenant, [shown[0], shown[1]], expected)  # and what lies between
-        assert tenant.stats().block_bytes - before == 10 * kv.spec.block_bytes
+        assert inside(tenant).stats().block_bytes - before == 10 * kv.spec.block_bytes
         read(tenant, [], expected)
         for block in live:
             assert [part(tenant, block, layer) for layer in range(tenant.layers)] == written[block]
@@ -188,7 +189,7 @@ def test_other_bytes_in_every_pass() -> None:
     """What a buffer has from the pass before, or from one that was given up, is never taken for the present one's."""
     session, tenant = session_of(layers=2, host=7)
     with session:
-        kv = tenant.kv
+        kv = inside(tenant).kv
         (block,) = kv.allocate(1)
         for tag in range(20):
             expected = fill(tenant, block, tag)
@@ -206,7 +207,7 @@ def test_other_bytes_in_every_pass() -> None:
 def test_a_pass_that_did_not_wait_is_refused() -> None:
     session, tenant = session_of()
     with session:
-        kv = tenant.kv
+        kv = inside(tenant).kv
         live = kv.allocate(1)
         fill(tenant, live[0], 3)
         shown = kv.stream(kv.copy_out(live))
@@ -236,7 +237,7 @@ def test_a_pass_that_did_not_wait_is_refused() -> None:
 def test_a_refused_call_changes_nothing(call, error) -> None:
     session, tenant = session_of()
     with session:
-        kv = tenant.kv
+        kv = inside(tenant).kv
         live = kv.allocate(2)
         hosts = kv.copy_out(live)
         shown = kv.stream(hosts[:1])
@@ -250,26 +251,26 @@ def test_a_refused_call_changes_nothing(call, error) -> None:
 def test_a_pass_over_blocks_that_show_nothing_does_not_begin(wrong) -> None:
     session, tenant = session_of()
     with session:
-        shown = tenant.kv.stream(tenant.kv.copy_out(tenant.kv.allocate(1)))
+        shown = tenant.kv.host.stream(tenant.kv.host.copy_out(tenant.kv.allocate(1)))
         with pytest.raises(InvalidArgument), tenant.forward(streamed=shown * 2 if wrong == "twice" else wrong):
             pytest.fail("it began")
-        assert not tenant.in_pass
+        assert not inside(tenant).in_pass
 
 
 def test_a_tenant_without_streamed_blocks_has_none() -> None:
     session, tenant = session_of(streamed=0)
     with session:
-        hosts = tenant.kv.copy_out(tenant.kv.allocate(1))
+        hosts = tenant.kv.host.copy_out(tenant.kv.allocate(1))
         with pytest.raises(InvalidArgument):
-            tenant.kv.stream(hosts)
+            tenant.kv.host.stream(hosts)
         with pytest.raises(OutOfBlocks):
-            tenant.kv.copy_out(tenant.kv.allocate(1), below=4)
+            tenant.kv.host.copy_out(tenant.kv.allocate(1), below=4)
 
 
 def test_memory_of_streamed_blocks_is_counted_and_comes_back() -> None:
     session, tenant = session_of(streamed=7)
     with session:
-        pages = 2 * 2 * tenant.kv.geometry.streamed_columns
+        pages = 2 * 2 * inside(tenant).kv.geometry.streamed_columns
         assert pages and session.snapshot().pages.ring == pages
         session.detach("m")
         assert session.snapshot().pages.free == 160
@@ -284,7 +285,9 @@ def test_nobody_elses_bytes_are_in_them() -> None:
         session.detach("m")
         second = session.attach_bytes(make_layers((1, 1)), name="n", kv=spec(2, host=20, streamed=20))
         region = ctypes.string_at(
-            second.kv.address + second.kv.geometry.first_streamed * second.kv.geometry.unit_bytes, PAGE
+            inside(second).kv.address
+            + inside(second).kv.geometry.first_streamed * inside(second).kv.geometry.unit_bytes,
+            PAGE,
         )
         assert set(region) <= {0}
 
@@ -302,7 +305,7 @@ def faulty() -> tuple:
 def test_a_copy_that_fails_ends_the_pass_and_the_next_one_is_right(nth: int) -> None:
     backend, session, tenant = faulty()
     with session:
-        kv = tenant.kv
+        kv = inside(tenant).kv
         live = kv.allocate(1)
         expected = fill(tenant, live[0], 7)
         hosts = kv.copy_out(live)
@@ -317,7 +320,7 @@ def test_a_copy_that_fails_ends_the_pass_and_the_next_one_is_right(nth: int) -> 
 def test_host_blocks_that_were_never_filled_cannot_stream() -> None:
     backend, session, tenant = faulty()
     with session:
-        kv = tenant.kv
+        kv = inside(tenant).kv
         live = kv.allocate(1)
         backend.fail_async_copy(1)
         hosts = kv.copy_out(live)

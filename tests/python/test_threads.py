@@ -271,7 +271,7 @@ def test_engines_on_threads_of_their_own(use: str, mode: str, seed: int) -> None
 def test_blocks_that_move_without_their_bytes_are_found() -> None:
     program = """
 import remap.kv.cache, test_threads
-remap.kv.cache.KVCache.move = lambda self, pairs: None
+remap.kv.cache.TenantKV.move = lambda self, pairs: None
 for seed in range(20):
     try:
         test_threads.play("aliased", seed, True)

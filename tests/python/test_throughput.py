@@ -10,6 +10,7 @@ import random
 import pytest
 
 import remap
+from remap.inside import inside
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -118,7 +119,7 @@ def test_tokens_are_those_of_ample_memory(name: str, ratio: tuple[int, int], res
         tenant = session.attach(model, kv=spec, hooks=False, resident_layers=resident)
         engine = ThroughputEngine(model, tenant, ratio=ratio, max_batch_tokens=64)
         assert serve(engine, requests) == wanted
-        stats, kv = tenant.stats(), tenant.kv
+        stats, kv = inside(tenant).stats(), inside(tenant).kv
         assert stats.block_bytes > 0 and (stats.copied_bytes > 0) is (resident is not None)
         assert kv.live_blocks == 0 and kv.host.free_blocks == 300 and kv.streamed.used_blocks == 0
         assert engine.scheduler.used_blocks == 0
@@ -142,7 +143,11 @@ def test_activations_halve_what_is_copied_in_and_out() -> None:
             tenant = session.attach(model, kv=spec, hooks=False)
             engine = ThroughputEngine(model, tenant, ratio=ratio, max_batch_tokens=512)
             serve(engine, requests)
-            found[ratio] = (engine.metrics.steps, tenant.kv.copied_out_bytes, tenant.stats().block_bytes)
+            found[ratio] = (
+                engine.metrics.steps,
+                inside(tenant).kv.copied_out_bytes,
+                inside(tenant).stats().block_bytes,
+            )
     assert found[1, 0][0] == found[0, 1][0]
     assert 2 * found[1, 0][1] == found[0, 1][1]
     # A pass copies a run of host blocks, with what lies between.
@@ -184,7 +189,9 @@ def test_a_pass_has_the_order_that_its_certificate_counts() -> None:
 
         class Watched:
             def __getattr__(self, name):
-                return getattr(tenant, name)
+                if name.startswith("_"):  # `inside` of this is this
+                    raise AttributeError(name)
+                return getattr(inside(tenant), name)
 
             def wait(self, layer):
                 tenant.wait(layer)

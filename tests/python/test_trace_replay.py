@@ -28,9 +28,9 @@ def traced_session(mode: str) -> tuple[Any, str]:
             ids = tenant.kv.allocate(min(3, tenant.kv.free_blocks))
             remap.advanced.remap(session, "m", remapped, buffers)
             forward(session, tenant, layers)
-            hosts = tenant.kv.copy_out(ids)
-            tenant.kv.copy_in(hosts, ids)
-            tenant.kv.free_host(hosts)
+            hosts = tenant.kv.host.copy_out(ids)
+            tenant.kv.host.copy_in(hosts, ids)
+            tenant.kv.host.free(hosts)
             tenant.kv.free(ids)
         remap.advanced.settle(session)
     del tenant, session

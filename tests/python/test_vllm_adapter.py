@@ -382,7 +382,6 @@ def test_a_newer_version_is_tried_at_home_and_away_before_it_serves(
 
     monkeypatch.setattr(internals, "dummy_pass", dummy_pass)
     monkeypatch.setattr(internals, "installed_version", lambda: "9.9.9")
-    monkeypatch.setattr(type(worker.remap_rank.tenant), "expect_whole_pass", lambda self: None)
 
     def entered(tenant: Any, phase: str, tokens: int) -> Any:
         from contextlib import nullcontext

@@ -39,6 +39,7 @@ from bench.gpu.registry import Wrong, measure, missing
 from bench.gpu.results import Figure, count, figure
 
 import remap
+from remap.inside import inside
 from remap.memory.plan import plan_free_pages
 from remap.memory.view import free_pages_of
 from remap.sim.results import percentile
@@ -304,7 +305,7 @@ class Arena:
         side = SIDES[kind]
         self.restore()
         for engine in self.engines.values():
-            kv, may_leave = engine.tenant.kv, side.swaps and side.decides == "session"
+            kv, may_leave = engine.tenant.kv.host, side.swaps and side.decides == "session"
             engine.scheduler.swap = side.swaps
             kv.on_reclaim(engine.release if may_leave else _keeps, engine.releasable if may_leave else _nothing)
         if not side.weights:
@@ -377,7 +378,7 @@ class Arena:
 
 
 def _kv_pages(tenant: Any) -> int:
-    return len(tenant.kv.pool.owned_slots())
+    return len(inside(tenant).kv.pool.owned_slots())
 
 
 def _keeps(blocks: int) -> None:

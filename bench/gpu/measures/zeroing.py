@@ -15,6 +15,7 @@ from bench.gpu.tenants import BLOCK_TOKENS, HEAD_DIM, KV_HEADS, device_tenant, m
 from bench.gpu.timing import Marks
 
 import remap
+from remap.inside import inside
 
 SOIL = 0x5C
 
@@ -40,7 +41,7 @@ class Guest:
 
     def ranges(self, blocks: list[int]) -> Iterator[tuple[int, int]]:
         """(address, bytes) of these blocks."""
-        kv = self.tenant.kv
+        kv = inside(self.tenant).kv
         for block in blocks:
             for offset, nbytes in kv.geometry.byte_ranges_of_block(block):
                 yield kv.address + offset, nbytes

@@ -26,6 +26,7 @@ from remap.engine.scheduler import TILE
 from remap.engine.throughput import Chosen, ThroughputEngine
 from remap.engine.throughput_layout import lay_out
 from remap.errors import InvalidArgument
+from remap.inside import inside
 from remap.model.footprint import footprint
 
 from .cases import AMPLE, GROUPED, POLICIES, Case, find
@@ -160,7 +161,7 @@ def serve(suite: str, case_name: str, policy: str) -> dict[str, Any]:
                 decodes.append((step.computed, time.perf_counter() - before))
             outputs |= {output.id: " ".join(map(str, output.tokens)) for output in step.finished}
         seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_s
-        stats, kv = engine.tenant.stats(), engine.tenant.kv
+        stats, kv = inside(engine.tenant).stats(), inside(engine.tenant).kv
         waiting_s = stats.stall_s + (slow.waited_s if slow is not None else 0.0)
         block = kv.spec.block_bytes
         full = [taken for count, taken in decodes if count == running]

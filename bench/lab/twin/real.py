@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap.cli.demo_config import DemoConfig
 from remap.cli.demo_run import serving
+from remap.inside import inside
 from remap.sim.sequences import Work
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ def run_real(kind: str, config: DemoConfig) -> dict[str, Any]:
     with serving(kind, config) as ready:
         tenant, scheduler = ready.tenant, ready.engine.scheduler
         passes = _Passes(ready.engine)
-        before = tenant.stats()
+        before = inside(tenant).stats()
         result = ready.engine.run(ready.requests)
-        after = tenant.stats()
-        layer_bytes = list(tenant.layer_bytes)
+        after = inside(tenant).stats()
+        layer_bytes = list(inside(tenant).layer_bytes)
     shape = ready.shape
     metrics = result.metrics
     return {
@@ -76,7 +77,7 @@ class _Passes:
     def __init__(self, engine: Any) -> None:
         self.rows: list[dict[str, Any]] = []
         self._clock = engine._clock
-        self._stats = engine.tenant.stats
+        self._stats = inside(engine.tenant).stats
         self._run = engine.runner.run
         engine.runner.run = self
 

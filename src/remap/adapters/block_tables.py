@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from remap.errors import InvalidArgument, InvalidState
+from remap.kv.spec import KVSpec
 
 __all__ = ["BlockTable", "Follower", "Growth", "Pool", "SharedBlocks"]
 
@@ -26,7 +27,7 @@ __all__ = ["BlockTable", "Follower", "Growth", "Pool", "SharedBlocks"]
 class Pool(Protocol):
     """The part of `tenant.kv` that this module uses."""
 
-    block_tokens: int
+    spec: KVSpec
 
     def allocate(self, count: int) -> list[int]: ...
     def free(self, ids: Iterable[int]) -> None: ...
@@ -62,7 +63,7 @@ class SharedBlocks:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.block_tokens = pool.block_tokens
+        self.block_tokens = pool.spec.block_tokens
         self._shown: Counter[int] = Counter()  # block -> rows that show it
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()

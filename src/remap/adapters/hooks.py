@@ -8,6 +8,23 @@ The model's own forward (`model=`) brackets the pass, or the caller's `with tena
 `remap.model.hooks`.
 """
 
-from remap.model.hooks import AttachedHooks, Tenant, attach_hooks, call_shape
+from __future__ import annotations
 
-__all__ = ["AttachedHooks", "Tenant", "attach_hooks", "call_shape"]
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from remap.inside import inside
+from remap.model import hooks
+from remap.model.hooks import AttachedHooks, call_shape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from remap.tenant import Tenant
+
+__all__ = ["AttachedHooks", "attach_hooks", "call_shape"]
+
+
+def attach_hooks(layers: Iterable[nn.Module], tenant: Tenant, model: nn.Module | None = None) -> AttachedHooks:
+    """`remap.model.hooks.attach_hooks`, for the tenant that `attach(..., hooks=False)` returned."""
+    return hooks.attach_hooks(layers, inside(tenant), model)

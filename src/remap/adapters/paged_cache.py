@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from remap.errors import InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
-    from remap.kv.cache import KVCache
+    from remap.kv.public import KVCache
 
     from .block_tables import BlockTable, Growth
 

@@ -39,6 +39,7 @@ from transformers.cache_utils import DynamicCache
 
 from remap.config import Config, Knobs
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
+from remap.inside import inside
 from remap.joined import UNIX
 from remap.kv.spec import KVSpec
 from remap.memory import device as devices
@@ -206,7 +207,7 @@ class Attached:
         `reset()` frees its blocks, and so does its end of life.
         """
         self._check_open()
-        return PagedCache(self._store, self.blocks.table(), self.windows, self._room, self.tenant.kv.move)
+        return PagedCache(self._store, self.blocks.table(), self.windows, self._room, inside(self.tenant).kv.move)
 
     def step(self) -> StepReport:
         """One step without a demand, between calls: blocks of caches that are gone become free, and layers may come
@@ -325,7 +326,7 @@ class Attached:
             self._step(wanted)
         if wanted > kv.free_blocks:
             raise OutOfBlocks(
-                f"{rows} sequences with {tokens} more tokens take {wanted} more blocks of {kv.block_tokens} tokens; "
+                f"{rows} sequences with {tokens} more tokens take {wanted} more blocks of {kv.spec.block_tokens} tokens; "
                 f"{kv.free_blocks} of {kv.usable_blocks} are free, and no more layers may be given; the cache has not "
                 "changed; attach with more capacity, use smaller batches, or let go of other caches",
                 requested=wanted,
@@ -339,7 +340,7 @@ class Attached:
 
         Before the controller has seen a pass, it remaps no more than one layer.
         """
-        if self.tenant.times() is not None:
+        if inside(self.tenant).times() is not None:
             return False
         with torch.no_grad():
             self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device), use_cache=False)

@@ -22,6 +22,7 @@ from remap.engine.engine import Engine
 from remap.engine.request import Sequence, State
 from remap.engine.scheduler import TILE, Schedule
 from remap.errors import InvalidState, OutOfBlocks
+from remap.inside import inside
 from remap.policy.cluster.allowances import Allowances
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Head:
         counts: Counts | None = None,
     ) -> None:
         self._counts = Counts() if counts is None else counts
-        self.kv = tenant.kv if kv is None else kv
+        self.kv: Any = inside(tenant).kv if kv is None else kv
         self._alone = kv is None
         self._session = session
         seen = tenant if kv is None else _Shared(tenant.name, kv)
@@ -304,7 +305,10 @@ class Head:
             try:
                 lane.land(schedule, (), (), 0.0)
             except OutOfBlocks as error:
-                self.stuck = str(error.fields["request"]), int(str(error.fields["requested"])) * self.kv.block_tokens
+                self.stuck = (
+                    str(error.fields["request"]),
+                    int(str(error.fields["requested"])) * self.kv.block_tokens,
+                )
         return None
 
     def preempt(self) -> bool:

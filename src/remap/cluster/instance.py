@@ -60,6 +60,7 @@ from remap.cluster.wire import (
     require_sendable,
 )
 from remap.errors import Error, InvalidArgument, InvalidState
+from remap.inside import inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -251,8 +252,9 @@ class ClusterInstance:
         which it was one), activation_bytes, kv_sent_bytes and layers_sent_bytes (sent to others), layer_bytes (copied from the
         host's master copies), swapped_bytes (KV to host memory and back); started_requests, queue_s and preemptions (`Counts`).
         As of now, or of a moment ago."""
-        kv = self._has.tenant.kv
-        return self._has.counts.as_dict(self._has.tenant.stats().copied_bytes, kv.copied_out_bytes + kv.copied_in_bytes)
+        tenant = inside(self._has.tenant)
+        kv = tenant.kv
+        return self._has.counts.as_dict(tenant.stats().copied_bytes, kv.copied_out_bytes + kv.copied_in_bytes)
 
     def exclusively(self, call: Callable[[], ReportT]) -> ReportT:
         """Carry out a call of the session for its other tenants, `activate` or `step`: its report. When they take back pages that
@@ -602,7 +604,7 @@ class ClusterInstance:
         self._changes.recover(epoch)
         self._recovered = epoch
         self._store.forget(epoch)
-        old, kv = self._now, self._has.tenant.kv
+        old, kv = self._now, inside(self._has.tenant).kv
         ids = [] if old.head is None else [id for id, _ in old.head.requests]
         ids += [] if old.exchange is None else [each.id for each in old.exchange.stalled]
         old.leave()

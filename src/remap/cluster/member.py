@@ -123,7 +123,7 @@ class Member:
         stalled = [] if exchange is None else exchange.stalled
         load = head.load(each.length for each in stalled)
         requests = head.requests + tuple((each.id, each.attempt) for each in stalled)
-        capacity = head.kv.usable_blocks * self.has.tenant.kv.block_tokens
+        capacity = head.kv.usable_blocks * self.has.tenant.kv.spec.block_tokens
         return Report(name, self.epoch, phase, load, requests, capacity, self.arrived, head.stuck, (), rate)
 
 
@@ -146,6 +146,6 @@ def stage_of(has: Resources, plan: GroupPlan, ring: Link) -> Member:
     stage = Stage(has.decoder, has.tenant, kv, places, samples=place == working[-1])
     head = None
     if place == 0:
-        pool = GroupPool(has.tenant.kv.block_tokens)
+        pool = GroupPool(has.tenant.kv.spec.block_tokens)
         head = Head(has.tenant, has, len(working), has.limits, has.cost, kv=pool, counts=has.counts)
     return Member(has, plan.epoch, plan.stages, place, kv, places, slots, stage, head, ring)

@@ -21,6 +21,7 @@ from remap.cluster import room
 from remap.cluster.resources import KVLost
 from remap.cluster.wire import Shrink, encode
 from remap.errors import InvalidState, OutOfBlocks
+from remap.inside import inside
 from remap.memory.activate import ActivationReport
 from remap.report import StepReport
 
@@ -46,7 +47,7 @@ def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fi
     has = member.has
     report = changed(member, partial(advanced.place, has.session, has.name, first, end, hold=besides, fill=tuple(fill)))
     elsewhere = sorted({*range(has.layers)} - ({*range(first, end), *besides} - {*fill}))
-    got = has.tenant.computed, sorted(has.tenant.elsewhere)
+    got = inside(has.tenant).computed, sorted(inside(has.tenant).elsewhere)
     if got != (range(first, end), elsewhere):
         raise InvalidState(
             f"{has.name!r} was to compute {first} to before {end}, without the layers {elsewhere}; it computes {got[0].start} to "

@@ -19,6 +19,7 @@ from remap.cluster.stage_kv import StageKV
 from remap.cluster.throughput import Throughput
 from remap.engine.models import decoder_of
 from remap.errors import InvalidArgument, InvalidState
+from remap.inside import inside
 from remap.policy.activations import Line
 from remap.policy.cluster.placement import Layer, Model
 
@@ -96,17 +97,19 @@ class Resources:
         self.limits = Limits(
             self.decoder.vocabulary, self.decoder.max_tokens, max_num_seqs, max_batch_tokens, decode_cost
         )
-        self.own_blocks = frozenset(tenant.kv.pool.open_ids())
-        self.fingerprint = fingerprint_of(model, tenant.kv.block_tokens)
+        self.own_blocks = frozenset(inside(tenant).kv.pool.open_ids())
+        self.fingerprint = fingerprint_of(model, tenant.kv.spec.block_tokens)
         self.counts = Counts()
-        sizes = [int(size) for size in tenant.layer_bytes[: self.layers]]
+        sizes = [int(size) for size in inside(tenant).layer_bytes[: self.layers]]
         self.memory_bytes = sum(sizes) + tenant.kv.usable_blocks * tenant.kv.spec.block_bytes
         self._require_addresses()
-        copy_s = tenant.copy_seconds()
-        self.host_bytes_per_s = sum(tenant.layer_bytes) / len(tenant.layer_bytes) / copy_s if copy_s else 0.0
+        copy_s = inside(tenant).copy_seconds()
+        self.host_bytes_per_s = (
+            sum(inside(tenant).layer_bytes) / len(inside(tenant).layer_bytes) / copy_s if copy_s else 0.0
+        )
         self.cost = self._pass_cost()
         spec = tenant.kv.spec
-        token_bytes = spec.block_bytes // spec.layers // tenant.kv.block_tokens
+        token_bytes = spec.block_bytes // spec.layers // tenant.kv.spec.block_tokens
         # Plans weigh rounds of requests that decode.
         line = Line(self.cost.batch_s / self.layers, self.cost.chunk(TYPICAL_TOKENS, 1) / self.layers)
         self.model = Model(tuple(Layer(size, token_bytes, line) for size in sizes))
@@ -152,10 +155,12 @@ class Resources:
         kv = self.tenant.kv
         batch_tokens = self.limits.max_batch_tokens
         tokens = min(
-            max(probes.PREFIX + probes.TOKENS, batch_tokens), self.limits.positions, kv.free_blocks * kv.block_tokens
+            max(probes.PREFIX + probes.TOKENS, batch_tokens),
+            self.limits.positions,
+            kv.free_blocks * kv.spec.block_tokens,
         )
         stage = Stage(self.decoder, self.tenant, StageKV(kv, 0, self.layers), Whole(self.layers), samples=True)
-        blocks = kv.allocate(-(-tokens // kv.block_tokens))
+        blocks = kv.allocate(-(-tokens // kv.spec.block_tokens))
         try:
             return probes.cost_of(partial(probes.timed, stage, blocks), tokens, batch_tokens)
         finally:

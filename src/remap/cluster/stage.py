@@ -87,7 +87,7 @@ class Stage:
         self.places = places
         self.samples = samples
         self._dtype = next(decoder.layers.parameters()).dtype
-        self._block_tokens = tenant.kv.block_tokens
+        self._block_tokens = tenant.kv.spec.block_tokens
         self._run: LayerRun | None = None
         if kv.first < kv.end:
             self._run = LayerRun(decoder, tenant, kv.tensors, self._dtype, first=kv.first, samples=samples)

@@ -10,6 +10,7 @@ from remap.cluster.exchange import Exchange, Run
 from remap.cluster.layer_copies import LayerCopies
 from remap.cluster.slots import Departure
 from remap.cluster.wire import Handed, LayerPart, Message, encode
+from remap.inside import inside
 from remap.policy.cluster.exchange import chunk_bytes, takers
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ MOST_BYTES = 256 << 20
 def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
     """What the plan says. Nothing of the old group is in flight here. sent: called in another thread, each time that a piece of
     KV or of a layer has left."""
-    has, plan, kv = old.has, prepared.plan, old.has.tenant.kv
+    has, plan, kv = old.has, prepared.plan, inside(old.has.tenant).kv
     new = member.alone(has, plan.epoch) if prepared.ring is None else member.stage_of(has, plan, prepared.ring)
     own_layers.hold(old, new.part.first, new.part.end)
     new.home = new.part.end - new.part.first == has.layers
@@ -63,7 +64,7 @@ def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
         heads = range(len(new.mesh.names)) if new.alone else [new.mesh.names.index(plan.head)]
         ranks = [heads[place] for place in takers((one.length for one, _ in leaving), [0] * len(heads))]
         new.exchange.hand_over(
-            [Handed.of(sequence, attempt, to, kv.block_tokens) for (sequence, attempt), to in zip(leaving, ranks)]
+            [Handed.of(sequence, attempt, to, kv.spec.block_tokens) for (sequence, attempt), to in zip(leaving, ranks)]
         )
     return new
 

@@ -19,6 +19,7 @@ from remap.engine.reports import Reports
 from remap.engine.request import Output, Request, Sequence
 from remap.engine.scheduler import TILE, Schedule, Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
+from remap.inside import inside
 from remap.policy.views import Demand
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Engine(ABC):
         probe: Callable[[], float] | None = None,
     ) -> None:
         self.tenant = tenant
+        self._kv = inside(tenant).kv
         self.session = session
         self.scheduler = scheduler
         self.runner = runner
@@ -98,7 +100,7 @@ class Engine(ABC):
         self._ended: dict[str, Output] = {}  # of whom no step's output has told yet
         self.reset_metrics()
         if scheduler.swap:
-            tenant.kv.on_reclaim(self.release, self.releasable)
+            self._kv.on_reclaim(self.release, self.releasable)
 
     @abstractmethod
     def add_request(self, request: Any, *, arrived_s: float | None = None) -> None:
@@ -107,7 +109,7 @@ class Engine(ABC):
     def reset_metrics(self, now: float | None = None) -> None:
         """Start measuring anew, at `now` on the engine's clock (default: the present)."""
         now = self._clock() if now is None else now
-        self.metrics = Metrics(started_s=now, ended_s=now, kv_blocks_start=self.tenant.kv.usable_blocks)
+        self.metrics = Metrics(started_s=now, ended_s=now, kv_blocks_start=self._kv.usable_blocks)
 
     @property
     def unfinished(self) -> int:
@@ -144,7 +146,7 @@ class Engine(ABC):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the first of the queue has waited for its first token; 0 if it has that, or nobody waits."""
+        """Seconds that the first of the queue has waited for its first token; 0 if it has that, or none waits."""
         head = self.scheduler.waiting[0] if self.scheduler.waiting else None
         return max(0.0, self._clock() - head.arrived_s) if head is not None and head.first_s is None else 0.0
 
@@ -165,7 +167,7 @@ class Engine(ABC):
             if blocks <= 0:
                 break
             blocks -= sequence.held_blocks
-            self.scheduler.preempt(sequence, self.tenant.kv)
+            self.scheduler.preempt(sequence, self._kv)
             self.metrics.preemptions += 1
             victims.append(sequence.id)
         return tuple(victims)
@@ -177,7 +179,7 @@ class Engine(ABC):
             if blocks <= 0 or not fits:
                 return
             blocks -= sequence.held_blocks
-            self.scheduler.preempt(sequence, self.tenant.kv)
+            self.scheduler.preempt(sequence, self._kv)
 
     def releasable(self) -> int:
         """Blocks that `release` could free now: host memory has room for what it does not hold yet of them."""
@@ -185,7 +187,7 @@ class Engine(ABC):
 
     def _leaving(self) -> list[tuple[Sequence, bool]]:
         """Who gives blocks up, in this order, and whether host memory has room for it after those before it."""
-        scheduler, room, found = self.scheduler, self.tenant.kv.host.free_blocks, []
+        scheduler, room, found = self.scheduler, self._kv.host.free_blocks, []
         for sequence in self._youngest():
             room -= scheduler.blocks_for(sequence.computed) - len(sequence.host)
             found.append((sequence, room >= 0))
@@ -200,13 +202,13 @@ class Engine(ABC):
         can go at once when others need them. soon: its turn will be over soon; complete blocks go already."""
         if self.scheduler.swap:
             self._settle()
-            self.scheduler.save(self.tenant.kv, complete=soon)
+            self.scheduler.save(self._kv, complete=soon)
 
     def bring_back(self) -> None:
         """The engine's turn will begin soon: KV of its requests comes back from host memory, if it swaps."""
         if self.scheduler.swap:
             self._settle()
-            self.scheduler.bring_back(self.tenant.kv)
+            self.scheduler.bring_back(self._kv)
 
     def advance(self, begin: float | None = None) -> StepOutput:
         """`step` without asking the session: whoever calls it has done that. begin: when the step began (default: now)."""
@@ -220,7 +222,7 @@ class Engine(ABC):
         self._settle()
         if self._landing:
             self._catch_up()
-        schedule = self.scheduler.schedule(self.tenant.kv)
+        schedule = self.scheduler.schedule(self._kv)
         self.metrics.preemptions += len(schedule.preempted)
         return schedule
 
@@ -301,7 +303,7 @@ class Engine(ABC):
             raise
 
     def _drop(self, sequence: Sequence) -> None:
-        self.scheduler.finish(sequence, self.tenant.kv)
+        self.scheduler.finish(sequence, self._kv)
         self._live.pop(sequence.id, None)
 
     def _finish(self, sequence: Sequence, reason: str) -> Output:
@@ -317,7 +319,7 @@ class Engine(ABC):
             Sample(
                 time_s=now - self.metrics.started_s,
                 kv_used_blocks=self.scheduler.used_blocks,
-                kv_usable_blocks=self.tenant.kv.usable_blocks,
+                kv_usable_blocks=self._kv.usable_blocks,
                 layers_remapped=remapped,
                 running=len(self.scheduler.running),
                 waiting=len(self.scheduler.waiting),
@@ -336,7 +338,7 @@ class Engine(ABC):
         if self._stuck > (STUCK_STEPS if self.session is not None else 1):
             head = self.scheduler.waiting[0]
             needed = self.scheduler.blocks_for(head.length)
-            kv = self.tenant.kv
+            kv = self._kv
             raise OutOfBlocks(
                 f"request {head.id!r} needs {needed} KV blocks and has the engine to itself, but "
                 f"{kv.free_blocks} of {kv.usable_blocks} usable blocks are free; nothing changed: "
@@ -402,11 +404,12 @@ class LLMEngine(Engine):
                 graphs=graphs,
                 staging=staging,
             )
-        real = hasattr(tenant.kv, "open_host")  # a test double has no host memory
+        kv = inside(tenant).kv
+        real = hasattr(kv, "open_host")  # a test double has no host memory
         scheduler = Scheduler(
-            swap=real and (tenant.kv.host.total if session is None else tenant.kv.open_host()) > 0,
-            stream=real and tenant.kv.spec.streamed_blocks > 0,
-            block_tokens=tenant.kv.block_tokens,
+            swap=real and (kv.host.total if session is None else kv.open_host()) > 0,
+            stream=real and kv.spec.streamed_blocks > 0,
+            block_tokens=kv.block_tokens,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             watermark=watermark,
@@ -434,7 +437,7 @@ class LLMEngine(Engine):
         """
         tokens = request.max_kv_tokens
         blocks = self.scheduler.blocks_for(tokens)
-        kv = self.tenant.kv
+        kv = self._kv
         most = kv.usable_blocks if self.session is None else kv.tensors[0].shape[1]
         self._require_servable(request, self.runner.decoder.vocabulary, self.runner.max_tokens)
         if blocks > most:

@@ -31,6 +31,7 @@ from remap.engine.runner import check_fits
 from remap.engine.sampling import note_prompt, sample
 from remap.engine.streaming import streamed
 from remap.errors import InvalidArgument
+from remap.inside import inside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,7 +114,7 @@ class GpuRunner:
             self.stream = torch.cuda.Stream(self.device)
         # Recording reads every layer's memory, so nothing may be on its way to being mapped elsewhere meanwhile. A tenant of
         # a session can be remapped by hand even if this engine was given no session.
-        self._session = session if session is not None else getattr(tenant, "_session", None)
+        self._session = session if session is not None else getattr(inside(tenant), "session", None)
         self._layers = len(self.decoder.layers)
         self._decodes = TokenInputs(
             self.device, max_num_seqs, max_num_seqs, block_tokens, (max_num_seqs, width), by_kernel=by_kernel
@@ -236,7 +237,7 @@ class GpuRunner:
         return out.flatten(1)
 
     def _record(self, bucket: int, piecewise: bool) -> None:
-        """Record a bucket between passes, on padding only, while nobody changes a mapping."""
+        """Record a bucket between passes, on padding only, while no call changes a mapping."""
         if self.captured.ready(bucket, piecewise):
             return
         if self._session is not None:

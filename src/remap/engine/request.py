@@ -142,7 +142,7 @@ class Sequence:
     Invariants between steps: `computed` tokens of `tokens` have their KV in `blocks`, so computed <= len(blocks) *
     block_tokens and computed < len(tokens); a waiting sequence has no blocks, and computed = 0 unless its KV lies in
     host memory. `host`: host blocks that hold the KV of its first len(host) blocks; while it runs they are complete blocks,
-    which never change. `streamed`: so many of its first blocks are of `kv.stream`, and show the first of `host`; `homing`: a
+    which never change. `streamed`: so many of its first blocks are of `kv.host.stream`, and show the first of `host`; `homing`: a
     ticket, and blocks into which the last of them are being copied back. `high_water` = the most
     tokens whose KV ever existed, so computing token i < high_water is recomputing. `blocks` is extended in place; whoever
     changes an entry, or takes any away, replaces the list (a block table knows by that what to write again). `relocated`: the

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from remap.engine.reports import Reports
 from remap.engine.shared_metrics import Activation, SharedResult, SharedSample, TenantSample
 from remap.errors import InvalidArgument, InvalidState
+from remap.inside import inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -151,7 +152,7 @@ class SharedEngines:
     def step(self) -> dict[str, StepOutput]:
         """One round: whoever's turn it is asks the session, in one call, and runs at most one pass each.
 
-        Returns what each of them did; nobody, if nobody has work: then only the session acted. What the model or the session
+        Returns what each of them did; empty if no engine has work: then only the session acted. What the model or the session
         raises passes through, and `step` may be called again.
         """
         if self.mode == "spatial":
@@ -224,7 +225,7 @@ class SharedEngines:
         return names
 
     def _nap(self, until_s: float) -> None:
-        """Nobody has work before `until_s`, on the clock. Short naps: idle engines still let the session give pages back."""
+        """No engine has work before `until_s`, on the clock. Short naps: idle engines still let the session give pages back."""
         self._sleep(min(0.01, max(0.0, until_s - self._clock())))
 
     # -- turns -----------------------------------------------------------------------------------------------------
@@ -269,12 +270,12 @@ class SharedEngines:
     def _reload_s(self, name: str) -> float:
         """Seconds in which what the tenant has lent comes home: at the rate that was seen; before that, as the link loads it."""
         tenant = self.engines[name].tenant
-        return tenant.reload_s if self._page_s == math.inf else tenant.lent_pages * self._page_s
+        return inside(tenant).reload_s if self._page_s == math.inf else inside(tenant).lent_pages * self._page_s
 
     def _watch_return(self) -> None:
         """Learn how long it took, once all are at home."""
         known = self._returning
-        if known is not None and all(map(self.engines[known.name].tenant.ready, known.layers)):
+        if known is not None and all(map(inside(self.engines[known.name].tenant).ready, known.layers)):
             self._page_s = min(self._page_s, (self._clock() - known.begun_s) / known.pages)
             self._returning = None
 
@@ -323,13 +324,13 @@ class SharedEngines:
         blocks these are is all one: those that stay move."""
         moved = preempted = 0
         tenant, begun = self.engines[name].tenant, self._clock()
-        lent = tenant.lent_pages
+        lent = inside(tenant).lent_pages
         for _ in range(len(self.engines) + 1):
             report = self._reports.ask(lambda: self.session.activate(name, alone=alone, partial=self.partial))
             moved += sum(map(len, report.moved.values()))
             if report.activated:
-                if lent > tenant.lent_pages:
-                    self._returning = _Return(name, report.restored, lent - tenant.lent_pages, begun)
+                if lent > inside(tenant).lent_pages:
+                    self._returning = _Return(name, report.restored, lent - inside(tenant).lent_pages, begun)
                 return {
                     "moved_blocks": moved,
                     "preempted_requests": preempted,
@@ -401,7 +402,7 @@ class SharedEngines:
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
                 preemptions=engine.metrics.preemptions,
-                lent_pages=getattr(engine.tenant, "lent_pages", 0),
+                lent_pages=getattr(inside(engine.tenant), "lent_pages", 0),
             )
         self._timeline.append(SharedSample(now - self._started_s, tuple(ran), tenants))
 

@@ -6,7 +6,7 @@ input of these tokens, from which keys and values are made again (one host block
 value half the second's). That halves what is copied, for one more matrix product: HybridServe, sections 3.3 and 4.2. Which
 pairs are activations is decided when their first token is computed, by `ratio`, so that each request has the same mixture.
 
-Nobody is preempted: a request is admitted when host memory has room for all of its life, and the pool for its last pair.
+No request is preempted: one is admitted when host memory has room for all of its life, and the pool for its last pair.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from remap.engine.pairs import END, PAIR, Kept, Pair
 from remap.engine.request import Request, Sequence, State
 from remap.engine.scheduler import TILE, Schedule, Scheduler
 from remap.errors import InvalidArgument
+from remap.inside import inside
 from remap.policy.activations import activations_of, next_is_activations
 from remap.policy.offline import at_once, choose
 
@@ -277,14 +278,14 @@ class ThroughputEngine(Engine):
 
         scheduler, spec, tenant = self.scheduler, self.tenant.kv.spec, self.tenant
         layers, pair_tokens = self.runner.layers, PAIR * spec.block_tokens
-        room = room_of(layers, tenant.kv.geometry.unit_bytes, spec.streamed_blocks, spec.scratch_blocks)
+        room = room_of(layers, inside(tenant).kv.geometry.unit_bytes, spec.streamed_blocks, spec.scratch_blocks)
         requests = [sequence.request for sequence in scheduler.waiting]
         lengths = [(len(each.prompt), each.sampling.max_tokens - 1) for each in requests]
-        most = scheduler.most_at_once(tenant.kv)
+        most = scheduler.most_at_once(inside(tenant).kv)
         together = lengths[: max(1, at_once(lengths[:most], pair_tokens, (1, 0), room))]
         mean = sum(prompt + answer for prompt, answer in together) // len(together)
         times = measure(self.runner, len(together), min(mean, self.runner.decoder.max_tokens - 1), self._clock)
-        costs = costs_of(times, layers, spec.block_tokens, max(1, tenant.buffers))
+        costs = costs_of(times, layers, spec.block_tokens, max(1, inside(tenant).buffers))
         options = choose(lengths, pair_tokens, costs, room, most)
         said = [f"{name} {option}" for name, option in options.items() if name != "best"]
         return Chosen(options["best"].ratio, f"by measured times: {options['best']}; {', '.join(said)}", times, options)
@@ -323,6 +324,6 @@ def _kv_alone(runner: ThroughputRunner) -> str | None:
         require_block_activations(runner.decoder)
     except InvalidArgument as error:
         return str(error)
-    if len(tenant.kv.scratch) < PAIR:
+    if len(inside(tenant).kv.scratch) < PAIR:
         return "the KVSpec has no scratch_blocks, in which keys and values could be made again"
-    return None if tenant.copy_seconds() and tenant.streamed_seconds(1) else "the link was not measured"
+    return None if inside(tenant).copy_seconds() and inside(tenant).streamed_seconds(1) else "the link was not measured"

@@ -20,6 +20,7 @@ from remap.engine.pairs import PAIR
 from remap.engine.runner import check_fits
 from remap.engine.sampling import sample
 from remap.errors import InvalidArgument
+from remap.inside import inside
 from remap.policy.minibatches import Limits, Mix, fewest
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class ThroughputRunner:
     def _packed(self, chunks: Listed[Chunk]) -> list[list[Chunk]]:
         """Mini-batches, as few as `minibatches.fewest` finds: each makes another product of the layer's keys and values."""
         mixes = [Mix(0, self._remade_blocks(chunk)) for chunk in chunks]
-        packing = fewest(mixes, Limits(len(self.tenant.kv.scratch), kv=0, activations=1, held=1))
+        packing = fewest(mixes, Limits(len(inside(self.tenant).kv.scratch), kv=0, activations=1, held=1))
         return [decode_first([chunks[at] for at in each]) for each in packing]
 
     def _remade_blocks(self, chunk: Chunk) -> int:
@@ -137,7 +138,7 @@ class ThroughputRunner:
         self, chunks: list[Chunk]
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor] | None:
         """See `MiniBatch.remade`. The sequences show the scratch blocks from now on, until the next pass."""
-        size, scratch = self.block_tokens, iter(self.tenant.kv.scratch)
+        size, scratch = self.block_tokens, iter(inside(self.tenant).kv.scratch)
         shown: list[int] = []
         targets: list[int] = []
         first_tokens: list[int] = []

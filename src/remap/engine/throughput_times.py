@@ -1,7 +1,7 @@
 """What the passes of an offline batch cost on this machine: a short calibration, before the first of them.
 
 One pass computes layer 0 several times on made-up activations, whose keys and values go to scratch blocks: no block of a
-request is read or written, so no token changes. The link's seconds are the session's (`Tenant.streamed_seconds`), which
+request is read or written, so no token changes. The link's seconds are the session's (`Inside.streamed_seconds`), which
 were measured when the model was attached.
 """
 
@@ -20,6 +20,7 @@ from remap.engine.models import min_rows
 from remap.engine.pairs import PAIR
 from remap.engine.request import Request, Sequence
 from remap.engine.throughput_runner import MiniBatch
+from remap.inside import inside
 from remap.policy.activations import BlockBytes, Line
 from remap.policy.offline import OfflineCosts, OfflineRoom
 
@@ -94,7 +95,7 @@ def measure(runner: ThroughputRunner, requests: int, tokens: int, clock: Callabl
     tenant = runner.tenant
     pair_tokens = PAIR * runner.block_tokens
     few, short = max(1, requests // 2), max(1, tokens // 2)
-    pairs = max(1, min(len(tenant.kv.scratch) // PAIR, requests * tokens // pair_tokens))
+    pairs = max(1, min(len(inside(tenant).kv.scratch) // PAIR, requests * tokens // pair_tokens))
     made = sorted({max(1, pairs // 4), pairs})
     with tenant.forward(phase="prefill", tokens=requests):
         for layer in range(tenant.layers):
@@ -111,15 +112,17 @@ def measure(runner: ThroughputRunner, requests: int, tokens: int, clock: Callabl
     base_s, token_s, pair_s = _forward_parts(
         (requests, tokens, full), (requests, short, half), (few, short, less), pair_tokens
     )
-    rate = tenant.copy_seconds() / (sum(tenant.layer_bytes) / tenant.layers)
+    rate = inside(tenant).copy_seconds() / (sum(inside(tenant).layer_bytes) / tenant.layers)
     streamed = set(tenant.streamed)
     return Times(
         base_s=base_s,
         token_s=token_s,
         pair_s=pair_s,
         recompute=_line(made, again),
-        copy=_copy_line(tenant.streamed_seconds(1), tenant.streamed_seconds(2)),
-        weights_s=tuple(size * rate if layer in streamed else 0.0 for layer, size in enumerate(tenant.layer_bytes)),
+        copy=_copy_line(inside(tenant).streamed_seconds(1), inside(tenant).streamed_seconds(2)),
+        weights_s=tuple(
+            size * rate if layer in streamed else 0.0 for layer, size in enumerate(inside(tenant).layer_bytes)
+        ),
         ends_s=ends_s,
     )
 
@@ -164,13 +167,13 @@ def _seconds(works: Listed[Callable[[], object]], clock: Callable[[], float]) ->
 
 def _fill(runner: ThroughputRunner) -> None:
     """Give the scratch blocks numbers that are like activations: what lies there may be slow to compute with."""
-    tensor, scratch = runner.tenant.kv.tensors[0], runner.tenant.kv.scratch
+    tensor, scratch = runner.tenant.kv.tensors[0], inside(runner.tenant).kv.scratch
     tensor[:, scratch.start : scratch.stop] = torch.randn(tensor[:, :1].shape, dtype=tensor.dtype)
 
 
 def _batch(runner: ThroughputRunner, rows: int, length: int) -> AttentionBatch:
     """`rows` sequences decode their token number `length`, all of them in the same scratch blocks."""
-    scratch, size = runner.tenant.kv.scratch, runner.block_tokens
+    scratch, size = inside(runner.tenant).kv.scratch, runner.block_tokens
     chunks = []
     for row in range(rows):
         sequence = Sequence.of(Request(f"calibration {row}", (0,) * length), row)
@@ -192,7 +195,7 @@ def _layer(runner: ThroughputRunner, rows: int, length: int) -> Callable[[], obj
 
 
 def _remake(runner: ThroughputRunner, pairs: int) -> Callable[[], object]:
-    scratch, size = torch.tensor(runner.tenant.kv.scratch), runner.block_tokens
+    scratch, size = torch.tensor(inside(runner.tenant).kv.scratch), runner.block_tokens
     targets = scratch[: PAIR * pairs]
     source = torch.tensor([0, 1] * pairs), scratch[:pairs].repeat_interleave(2)
     places = torch.arange(PAIR * pairs * size) % runner.decoder.max_tokens

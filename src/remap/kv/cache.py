@@ -1,4 +1,4 @@
-"""`tenant.kv`: the KV cache of one tenant, as an engine sees it. Blocks come and go; tensors never move.
+"""The KV cache of one tenant, whole: `tenant.kv` (public.py) is the part of it that an engine calls.
 
 `kv.BlockPool` keeps the books. This class adds the memory behind them: the tensors, and the copies that move live
 blocks out of pages that are about to be given back.
@@ -22,7 +22,7 @@ from remap.sizes import show_size
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KVCache"]
+__all__ = ["TenantKV"]
 
 
 def _gone(address: int, nbytes: int) -> Any:
@@ -58,7 +58,7 @@ class Copies(Protocol):
     def close(self) -> None: ...
 
 
-class KVCache:
+class TenantKV:
     """The block pool, over the KV region at `address`.
 
     allocate(n) -> ids, lowest first (OutOfBlocks; ids need not be contiguous); free(ids); subscribe(cb) for an engine
@@ -107,7 +107,7 @@ class KVCache:
             self._turn.run(self._allocate, got, count)
             return got[0]
         except BaseException:
-            if got:  # an interrupt, and nobody knows these
+            if got:  # an interrupt, and the caller has not got these
                 self._turn.run(self.pool.free, got[0])
             raise
 
@@ -123,7 +123,7 @@ class KVCache:
         """Copy live blocks to host memory. Returns the host blocks, one for each id in this order; `below`: all below that,
         so that they can stream.
 
-        The blocks stay live. They can be freed at once, and then their pages go to whoever needs them, behind the copies.
+        The blocks stay live. They can be freed at once, and then others get their pages, behind the copies.
         The copies come behind all work of the tenant so far, and run beside what it enqueues next: the engine promises that
         none of that writes into these blocks (they are complete, or the tenant is paused). Raises OutOfBlocks if host
         memory has fewer blocks, InvalidArgument for a block that is not live; nothing was copied then. A copy that fails
@@ -135,7 +135,7 @@ class KVCache:
             self._turn.run(self._copy_out, got, listed(ids), below)
             return got[0]
         except BaseException:
-            if got:  # an interrupt, and nobody knows these
+            if got:  # an interrupt, and the caller has not got these
                 self._turn.run(self._free_host, got[0])
             raise
 
@@ -185,7 +185,7 @@ class KVCache:
         """The block that shows each of these host blocks, of which passes read what lies there: a pass that names it
         (`tenant.forward(streamed=)`) copies each layer's part in just before `wait` of that layer. Copies nothing now.
 
-        Nobody may write these blocks, nor read them in a pass that does not name them. `free` gives them back; the host
+        The engine may not write these blocks, nor read them in a pass that does not name them. `free` gives them back; the host
         blocks stay in use. Only the first `KVSpec.streamed_blocks` host blocks can stream (`copy_out(below=)`). Raises
         InvalidArgument for a host block that cannot, that does already, or that is not in use, and InvalidState (field
         host_blocks) for host blocks that are not `kept`; nothing changed then.
@@ -195,7 +195,7 @@ class KVCache:
             self._turn.run(self._stream, got, listed(host_ids))
             return got[0]
         except BaseException:
-            if got:  # an interrupt, and nobody knows these
+            if got:  # an interrupt, and the caller has not got these
                 self._turn.run(self.streamed.release, got[0])
             raise
 
@@ -228,7 +228,7 @@ class KVCache:
         return self.host.total
 
     def on_reclaim(self, reclaim: Callable[[int], object], reclaimable: Callable[[], int]) -> None:
-        """While the tenant is inactive, others may need its pages. reclaim(blocks) is asked to free so many live blocks, by
+        """While the tenant is inactive, others may need its pages. reclaim(blocks) is asked to free that many live blocks, by
         copying them out, or fewer; reclaimable() says how many it could free now. Both are called inside `session.step`,
         before anything changes. Raises as `open_host` does."""
         _require_call("reclaim", reclaim)
@@ -247,7 +247,7 @@ class KVCache:
         return self._reclaimable() if self.reclaims and self._reclaimable is not None else 0
 
     def reclaim(self, blocks: int) -> None:
-        """Ask the engine to free so many live blocks, or fewer."""
+        """Ask the engine to free `blocks` live blocks, or fewer."""
         if not is_count(blocks):
             raise invalid("blocks", blocks, "an int of at least 0")
         if self._reclaim is not None and blocks > 0:
@@ -286,7 +286,7 @@ class KVCache:
         whole block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to somebody else:
         reading them gives anything (`strict` sessions fault), writing them destroys weights. After the tenant is
         detached or the session closed, this raises InvalidState; a tensor kept from before reads zeros, and writes to
-        it reach nobody (on a GPU a kernel that uses it fails).
+        it reach no other tenant (on a GPU a kernel that uses it fails).
         """
         if self._tensors is None:
             import torch
@@ -360,7 +360,7 @@ class KVCache:
             )
             self.copied_out_bytes += len(ids) * self.spec.block_bytes
             got.append(hosts)
-        except BaseException:  # an interrupt as well: host blocks that nobody gets must not stay in use
+        except BaseException:  # an interrupt as well: host blocks that the caller does not get must not stay in use
             if not got:  # else the caller gives them back
                 self.host.books = before
             raise
@@ -397,7 +397,7 @@ class KVCache:
         before = self.streamed.books
         try:
             got.append(self.streamed.show(hosts))
-        except BaseException:  # an interrupt as well: blocks that nobody gets must not stay in use
+        except BaseException:  # an interrupt as well: blocks that the caller does not get must not stay in use
             if not got:
                 self.streamed.books = before
             raise

@@ -61,10 +61,10 @@ class KVSpec:
     The tenant starts with `min_blocks` blocks and never loses them. `max_blocks` fixes the size of the region (of
     addresses, not of memory). Raises InvalidArgument (fields: field, value, and the bound that was broken).
 
-    host_blocks: blocks of host memory (page-locked for a device) that `kv.copy_out` copies to, and `kv.copy_in` from: what a
-    paused request holds can lie there while others use its pages. None: as many as `Session(host_kv=)` gives, taken when the
-    engine first asks for them (`kv.open_host`). A number: taken at attach, beside `host_kv`.
-    streamed_blocks: blocks of the tensors that hold, in passes that name them, what lies in host blocks (`kv.stream`): each
+    host_blocks: blocks of host memory (page-locked for a device) that `kv.host.copy_out` copies to, and `copy_in` from: what
+    a paused request holds can lie there while others use its pages. None: as many as `Session(host_kv=)` gives, taken when the
+    engine first asks for them (`kv.host.open`). A number: taken at attach, beside `host_kv`.
+    streamed_blocks: blocks of the tensors that hold, in passes that name them, what lies in host blocks (`kv.host.stream`): each
     layer's part of them is copied in just before that layer reads it. They take the memory of
     streamed_blocks * 2 / layers blocks. layer_major only, and at most host_blocks.
     scratch_blocks: blocks of the tensors that all layers share, one after another, as streamed blocks are, and into which nothing

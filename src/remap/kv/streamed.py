@@ -99,7 +99,7 @@ class StreamedBlocks:
             block = next(each for each, host in zip(known, hosts) if host is wrong[0])
             raise InvalidArgument(
                 f"block {shown(block)} is not a streamed block in use, or is named twice; nothing changed; pass each id that "
-                "`kv.stream` returned, once",
+                "`kv.host.stream` returned, once",
                 field="block",
                 block=block,
             )

@@ -14,7 +14,7 @@ from typing import Any
 from remap import _core
 from remap.config import Knobs
 from remap.errors import InvalidArgument, LimitExceeded, OutOfMemory
-from remap.kv.cache import KVCache
+from remap.kv.cache import TenantKV
 from remap.kv.host import HostBlocks
 from remap.kv.spec import BUFFERS, MOST_BLOCKS, KVGeometry, KVSpec
 from remap.locking import SessionLock, Turn
@@ -92,7 +92,7 @@ class Arrivals:
         resident_layers: int | None = None,
     ) -> TenantState:
         """Make a new tenant of the session. host: the page-locked memory of its master copies, if they need any; if
-        this raises, the caller gives it back. handle(state): makes the public tenant, which nobody knows before this
+        this raises, the caller gives it back. handle(state): makes what shows the tenant, which nobody knows before this
         returns. resident_layers: see `Session.attach`.
 
         On any error nothing stays behind. Raises InvalidArgument, LimitExceeded and OutOfMemory (fields: requested,
@@ -320,7 +320,7 @@ class Arrivals:
             max_remappable=_max_remappable(homes, order, placed),
             pinned=pinned,
             host=host,
-            kv=KVCache(
+            kv=TenantKV(
                 geometry,
                 arena.address(kv_region),
                 copies,

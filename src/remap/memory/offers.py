@@ -34,7 +34,7 @@ def _stuck(tenants: Mapping[str, TenantState]) -> bool:
 def _ahead(tenants: Mapping[str, TenantState], activity: NextUse) -> float:
     """Seconds of a turn of late, if all tenants can make room by a copy. Whoever is next waits for the end of the present turn,
     and nothing keeps its layers from coming home meanwhile: whoever runs the turns activates it so long before
-    (`Tenant.reload_s`)."""
+    (`Inside.reload_s`)."""
     return 0.0 if _stuck(tenants) else activity.turn_s or 0.0
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from remap.config import Knobs
 from remap.errors import InvalidState
-from remap.kv.cache import KVCache
+from remap.kv.cache import TenantKV
 from remap.kv.spec import BUFFERS
 from remap.locking import Turn
 from remap.memory.books import Books
@@ -82,7 +82,7 @@ class TenantState:
     host: HostMemory  # page-locked: master copies, where the device needs them so, and KV blocks copied out
 
     # -- what it computes with
-    kv: KVCache
+    kv: TenantKV
     live_prefetcher: _core.Prefetcher | None  # None once the tenant has gone
     compute: ComputeStream
     turn: Turn
@@ -132,7 +132,7 @@ class TenantState:
     # While hooks are new: layers that no whole pass has waited for yet. None: a pass has, or the engine calls wait
     # itself.
     unseen: set[int] | None = None
-    handle: Handle | None = None  # the public tenant over it
+    handle: Handle | None = None  # `Inside`, with the public tenant, over it
 
     # -- kept answers, each with its key
     # (pages, order, buffers, plan): restream.prepare_growth; the pass's.

@@ -12,6 +12,7 @@ from remap.engine.engine import Engine, StepOutput
 from remap.engine.request import Output
 from remap.engine.request import Sequence as EngineSequence
 from remap.engine.scheduler import Schedule, Scheduler
+from remap.inside import inside
 from remap.policy.views import Demand
 from remap.sim.passes import Pass
 from remap.sim.results import TenantResult, ascending
@@ -75,7 +76,7 @@ class SimEngine(Engine):
     def give_up(self) -> bool:
         """Refuse the request whose turn it is, if it has the engine to itself and still is too long for the memory. Whether it
         was: what may be remapped is bounded by more than layers, so nobody knew when it came."""
-        scheduler, kv = self.scheduler, self.tenant.kv
+        scheduler, kv = self.scheduler, inside(self.tenant).kv
         first = next(iter(scheduler.queued()), None)
         if scheduler.running or first is None or scheduler.blocks_for(first.length) <= kv.usable_blocks:
             return False

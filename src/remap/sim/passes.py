@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from remap.engine.chunk import Chunk
 from remap.engine.streaming import streamed
+from remap.inside import inside
 from remap.policy.hardware import Machine, Model
 from remap.sim.sequences import Work
 
@@ -110,7 +111,7 @@ class SessionPass(Pass):
 
     @property
     def stall_s(self) -> float:
-        return self._swap_s + float(self._tenant.stats().stall_s)
+        return self._swap_s + float(inside(self._tenant).stats().stall_s)
 
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         backend, tenant, stream = self._backend, self._tenant, self.stream
@@ -127,7 +128,7 @@ class SessionPass(Pass):
     def _layer_by_layer(self, layer_s: float, ends_s: float) -> None:
         # Layers that are in place need no waiting: they are computed together with what follows them.
         backend, tenant, stream = self._backend, self._tenant, self.stream
-        ready, wait, done = tenant.ready, tenant.wait, tenant.done
+        ready, wait, done = inside(tenant).ready, tenant.wait, tenant.done
         pending = 0.0
         for layer in range(self._layers):
             if ready(layer):
@@ -143,12 +144,12 @@ class SessionPass(Pass):
 
     @property
     def copied_bytes(self) -> int:
-        kv = self._tenant.kv
-        return int(kv.copied_out_bytes + kv.copied_in_bytes + self._tenant.stats().block_bytes)
+        kv = inside(self._tenant).kv
+        return int(kv.copied_out_bytes + kv.copied_in_bytes + inside(self._tenant).stats().block_bytes)
 
     @property
     def copied_out_bytes(self) -> int:
-        return int(self._tenant.kv.copied_out_bytes)
+        return int(inside(self._tenant).kv.copied_out_bytes)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from remap.adapters.settings import Settings
 from remap.adapters.touched import prove
 from remap.config import Knobs
 from remap.errors import InvalidState
+from remap.inside import inside
 from remap.kv.spec import KVGeometry
 from remap.model.bind import find_layers, resolve_layers
 from remap.model.footprint import footprint
@@ -121,7 +122,7 @@ class Adapter:
         self.watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
         self._hooks = attach_hooks(layers, self.tenant)
         if settings.link is not None:
-            self.tenant.calibrate_link(settings.link)
+            inside(self.tenant).calibrate_link(settings.link)
         self.spec = spec
         self.held = HeldIds(reserved=[_PADDING])
 
@@ -157,7 +158,7 @@ class Adapter:
     def restart(self) -> None:
         """Fill the free list again after the allocator was cleared."""
         versions.replace_free(
-            self.allocator, self.held.restart(self.tenant.kv.pool.open_ids(), self.tenant.kv.returned)
+            self.allocator, self.held.restart(inside(self.tenant).kv.pool.open_ids(), self.tenant.kv.returned)
         )
         self._publish()
 

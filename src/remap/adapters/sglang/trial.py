@@ -13,6 +13,7 @@ import torch
 
 import remap
 from remap.errors import InvalidArgument
+from remap.inside import inside
 
 __all__ = ["differs"]
 
@@ -28,9 +29,9 @@ def differs(runner: Any, session: remap.Session, tenant: remap.Tenant) -> str:
     runner: a ModelRunner that can compute. The caller brings the layers home that this sends away. Raises what SGLang and
     the session raise.
     """
-    passes = tenant.stats().passes
+    passes = inside(tenant).stats().passes
     home, tokens = _generated(runner, list(_PROMPT), _NEW)
-    passed = tenant.stats().passes - passes
+    passed = inside(tenant).stats().passes - passes
     if passed != len(home):
         return f"{passed} of {len(home)} passes went through the adapter"
     (whole,), _ = _generated(runner, [*_PROMPT, *tokens[:_NEW]], 0)
@@ -44,12 +45,14 @@ def differs(runner: Any, session: remap.Session, tenant: remap.Tenant) -> str:
         remap.advanced.remap(session, tenant.name, 1, 1, "nested")
     except InvalidArgument:  # so small a KV cache that no layer ever leaves
         return ""
-    copies = tenant.stats().copies
+    copies = inside(tenant).stats().copies
     away, _ = _generated(runner, list(_PROMPT), _NEW)
     found = next(filter(None, map(_distance, home, away)), "")
     if found:
         return f"with layers {tenant.streamed} away, {found}"
-    return "" if tenant.stats().copies > copies else f"layers {tenant.streamed} were away, and none was copied in"
+    return (
+        "" if inside(tenant).stats().copies > copies else f"layers {tenant.streamed} were away, and none was copied in"
+    )
 
 
 def _generated(runner: Any, prompt: list[int], new: int) -> tuple[list[torch.Tensor], list[int]]:

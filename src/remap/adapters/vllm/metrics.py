@@ -29,6 +29,7 @@ from prometheus_client.registry import REGISTRY, Collector
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from remap.adapters.settings import enabled
+from remap.inside import inside
 
 from . import internals
 
@@ -86,7 +87,7 @@ class Writer:
         self._start, self._most = engine * _FORMAT.size, most
 
     def write(self, tenant: Any) -> None:
-        stats = tenant.stats()
+        stats = inside(tenant).stats()
         alpha, layers, blocks, most = tenant.remapped, tenant.layers, tenant.kv.usable_blocks, tenant.kv.max_blocks
         blocks, most = min(blocks, self._most), min(most, self._most)
         counted = (stats.passes, stats.copies, stats.copied_bytes, stats.stall_s, stats.misses)

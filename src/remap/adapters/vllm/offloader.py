@@ -17,6 +17,7 @@ from vllm.model_executor.offloader import prefetch_ops  # noqa: F401  registers 
 from vllm.model_executor.offloader.base import BaseOffloader, set_offloader
 
 from remap.errors import InvalidState
+from remap.inside import inside
 
 __all__ = ["RemapOffloader"]
 
@@ -41,7 +42,7 @@ class RemapOffloader(BaseOffloader):
         set_offloader(self)  # another engine of this process may have set its own
         with tenant.forward(phase, tokens):
             self._tenant, self._waited, self._whole = tenant, 0, False
-            self._may_be_whole = tenant.seen and not tenant.streaming
+            self._may_be_whole = inside(tenant).seen and not tenant.streaming
             try:
                 yield
             finally:

@@ -27,6 +27,7 @@ import remap
 from remap.adapters.arenas import shared
 from remap.adapters.settings import Settings
 from remap.errors import InvalidArgument, InvalidState
+from remap.inside import inside
 from remap.model.footprint import footprint
 from remap.policy.hidden import verdict
 from remap.ranks import Rank
@@ -267,7 +268,7 @@ class RemapWorker:
                 )
             undo.pop_all()
         if settings.link is not None:
-            tenant.calibrate_link(settings.link)
+            inside(tenant).calibrate_link(settings.link)
         self.remap_rank = Rank(session, tenant, self.rank)
         internals.around_loading(model, self._remap_load)
         self._remap_gauges = metrics.Writer(internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
@@ -321,7 +322,7 @@ class RemapWorker:
 
     def _remap_tell(self) -> None:
         """One line on what remap can do here, once the link is known: by REMAP_LINK, or when copies have been measured."""
-        tenant = self.remap_rank.tenant
+        tenant = inside(self.remap_rank.tenant)
         if not tenant.copy_seconds():
             return
         times, prefill = tenant.times(), tenant.prefill_times()
@@ -358,7 +359,7 @@ class RemapWorker:
 
     def remap_move(self, moves: dict[int, int]) -> None:
         """Move the contents of blocks, and replace their ids on this rank. moves: old id -> new id."""
-        self.remap_rank.tenant.kv.move(list(moves.items()))
+        inside(self.remap_rank.tenant).kv.move(list(moves.items()))
         internals.rename_blocks(self.model_runner, moves)
 
     def remap_may_move(self) -> bool:
@@ -418,7 +419,7 @@ class RemapWorker:
             )
 
     def _remap_all_home(self, call: str) -> None:
-        away = () if self.remap_rank is None else tuple(sorted(self.remap_rank.tenant.away()))
+        away = () if self.remap_rank is None else tuple(sorted(inside(self.remap_rank.tenant).away()))
         if away:
             raise InvalidState(
                 f"{call} reads weights at their addresses, but layers {away} are streamed or loading; nothing was read "

@@ -1,0 +1,209 @@
+"""`tenant.kv`: the KV cache of one tenant, as an engine sees it. Blocks come and go; tensors never move.
+
+`cache.TenantKV` is the whole of it, for the library itself. Each object here names what engines call, and what it promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from remap.kv.cache import TenantKV
+from remap.kv.host import HostBlocks
+from remap.kv.pool import Listener
+from remap.kv.spec import KVSpec
+from remap.moved import moved
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HostKV", "KVCache"]
+
+
+class HostKV:
+    """`tenant.kv.host`: KV in host memory, of preempted, paused and streamed requests. Host blocks have numbers of their own."""
+
+    def __init__(self, kv: TenantKV) -> None:
+        self._kv = kv
+
+    def open(self) -> int:
+        """Take the host memory that `Session(host_kv=)` gives to this tenant's KV, if its `KVSpec.host_blocks` leaves that open.
+        Returns how many host blocks the tenant has. `on_reclaim` and the first `copy_out` do it as well.
+
+        Between passes: on a GPU it page-locks memory, some tenths of a second for each GiB. Done once: later calls change
+        nothing. Where "auto" finds no memory to spare there are 0, and a line of log says why. Raises OutOfMemory or
+        LimitExceeded if a number that `host_kv` names cannot be had; nothing changed then.
+        """
+        return self._kv.open_host()
+
+    @property
+    def total(self) -> int:
+        """Host blocks that the tenant has."""
+        return self._kv.host.total
+
+    @property
+    def free_blocks(self) -> int:
+        """Host blocks that `copy_out` could take now."""
+        return self._kv.host.free_blocks
+
+    def copy_out(self, ids: Iterable[int], below: int | None = None) -> list[int]:
+        """Copy live blocks to host memory. Returns the host blocks, one for each id in this order; `below`: all below that,
+        so that they can stream.
+
+        The blocks stay live. They can be freed at once, and then others get their pages, behind the copies. The copies come
+        behind all work of the tenant so far, and run beside what it enqueues next: the engine promises that none of that
+        writes into these blocks (they are complete, or the tenant is paused). Raises OutOfBlocks if host memory has fewer
+        blocks, InvalidArgument for a block that is not live; nothing was copied then. A copy that fails later is found by
+        `join`, `KVCache.free` or a copy in, which raise, and by `kept`.
+        """
+        return self._kv.copy_out(ids, below)
+
+    def copy_in(self, host_ids: Iterable[int], ids: Iterable[int]) -> int:
+        """Start copying host blocks back into live blocks, one each, beside what computes. Returns a ticket.
+
+        No pass may read or write these blocks before `arrived(ticket)`, or `join`. The host blocks stay valid, until `free`,
+        which has to wait as well. Raises InvalidArgument for a host block that is not in use, a block that is not live, or
+        unequal numbers, and InvalidState (field host_blocks) for host blocks that are not `kept`; nothing was copied then.
+        """
+        return self._kv.copy_in(host_ids, ids)
+
+    def arrived(self, ticket: int) -> bool:
+        """Whether the copies of this ticket have been made. Does not wait. Raises the backend's error if copies have failed:
+        none of those in flight has arrived then, and their host blocks are as they were."""
+        return self._kv.arrived(ticket)
+
+    def join(self, ticket: int | None = None) -> None:
+        """The next pass comes behind this copy in and those that began before it, or behind all. Raises as `arrived`
+        does."""
+        self._kv.join(ticket)
+
+    def kept(self, host_ids: Iterable[int]) -> bool:
+        """Whether these host blocks hold what was copied out to them: False if a copy to one of them has failed. Then
+        recompute what it held."""
+        return self._kv.kept(host_ids)
+
+    def free(self, host_ids: Iterable[int]) -> None:
+        """Give host blocks back. Raises InvalidArgument for one that is not in use, and InvalidState (field host_blocks) for
+        one that a streamed block shows; nothing changed then."""
+        self._kv.free_host(host_ids)
+
+    def stream(self, host_ids: Iterable[int]) -> list[int]:
+        """The block that shows each of these host blocks, of which passes read what lies there: a pass that names it
+        (`tenant.forward(streamed=)`) copies each layer's part in just before `wait` of that layer. Copies nothing now.
+
+        The engine may not write these blocks, nor read them in a pass that does not name them. `KVCache.free` gives them back;
+        the host blocks stay in use. Only the first `KVSpec.streamed_blocks` host blocks can stream (`copy_out(below=)`). Raises
+        InvalidArgument for a host block that cannot, that does already, or that is not in use, and InvalidState (field
+        host_blocks) for host blocks that are not `kept`; nothing changed then.
+        """
+        return self._kv.stream(host_ids)
+
+    @property
+    def streamable_blocks(self) -> int:
+        """Host blocks below this number may stream in the next passes, all of them, and these will not wait for longer than the
+        tenant's settings allow, as certified from measured times; 0 before the first decode pass."""
+        return self._kv.streamable_blocks
+
+    def on_reclaim(self, reclaim: Callable[[int], object], reclaimable: Callable[[], int]) -> None:
+        """While the tenant is inactive, others may need its pages. reclaim(blocks) is asked to free that many live blocks, by
+        copying them out, or fewer; reclaimable() says how many it could free now. `session.step` calls both, before anything
+        changes. Raises as `open` does."""
+        self._kv.on_reclaim(reclaim, reclaimable)
+
+    def __getattr__(self, name: str) -> Any:
+        return moved(self, name, "_books", "advanced.inside(tenant).kv.host")
+
+    @property
+    def _books(self) -> HostBlocks:
+        return self._kv.host
+
+
+_HOST = {
+    "open_host": "open",
+    "free_host": "free",
+    **{
+        name: name
+        for name in ("copy_out", "copy_in", "arrived", "join", "kept", "stream", "streamable_blocks", "on_reclaim")
+    },
+}
+"""Methods that stood on `KVCache`, and their names on `HostKV`."""
+
+
+class KVCache:
+    """The block pool, over memory. Ids of blocks need not be contiguous."""
+
+    def __init__(self, kv: TenantKV) -> None:
+        self._kv = kv
+        self.host = HostKV(kv)
+        self.spec: KVSpec = kv.spec
+        self.max_blocks = kv.max_blocks
+
+    def _repr_html_(self) -> str:
+        return self._kv._repr_html_()
+
+    # An engine calls these from its own thread, while another thread's change may be under way.
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks, the lowest free ones, ascending. Raises OutOfBlocks (fields requested, free, usable) if there are
+        fewer, ForkedProcess in a forked child; nothing changed then."""
+        return self._kv.allocate(count)
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Give blocks back, those that `host.stream` returned too. Raises InvalidArgument for one that is not live, ForkedProcess
+        in a forked child; nothing changed then."""
+        self._kv.free(ids)
+
+    def subscribe(self, listener: Listener, *, external: bool = False) -> None:
+        """Call listener(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks, and returns
+        withdrawn ids with `returned`.
+
+        The thread whose call has changed something calls it, after the change. It may call `returned`, `free` and
+        `allocate`. With the pages of a broker a thread of the session's own calls it too: of an external allocator only while
+        the tenant is inactive.
+        """
+        self._kv.subscribe(listener, external=external)
+
+    def returned(self, ids: Iterable[int]) -> None:
+        """The engine's own allocator does not use these withdrawn ids any more: their pages may go. Raises InvalidArgument for
+        an id that is not withdrawn, ForkedProcess in a forked child; nothing changed then."""
+        self._kv.returned(ids)
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks of which all pages belong to this KV cache now."""
+        return self._kv.usable_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that allocate() could return now."""
+        return self._kv.free_blocks
+
+    @property
+    def live_blocks(self) -> int:
+        """Blocks allocated and not freed."""
+        return self._kv.live_blocks
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """One tensor per layer, shape (2, max_blocks or more, block_tokens, kv_heads, head_dim), of spec.dtype, at a fixed
+        address. More than max_blocks if blocks stream.
+
+        Index 0 holds keys, 1 values; they are on the session's device. With block_major the block stride is that of a
+        whole block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to others: reading them
+        gives anything (`strict` sessions fault), writing them destroys weights. After the tenant is detached or the session
+        closed, this raises InvalidState; a tensor kept from before reads zeros, and writes to it reach no other tenant (on a
+        GPU a kernel that uses it fails).
+        """
+        return self._kv.tensors
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The KV region as bytes: uint8, one dimension, for engines that lay blocks out themselves. Block b of a
+        block_major region is the bytes [b * spec.block_bytes, (b + 1) * spec.block_bytes). The rules of `tensors` hold
+        here too."""
+        return self._kv.memory
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _HOST:
+            return moved(self, name, "host", "tenant.kv.host", _HOST[name])
+        return moved(self, name, "_kv", "advanced.inside(tenant).kv")
