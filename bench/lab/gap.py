@@ -66,12 +66,16 @@ of at most 0.2 s. TPOT is a request's mean time of a token after the first, a ga
 {table}
 
 `kv-pool` and `kv-pool+swap` are the strongest alternatives that move no weights (KV that the models share, as kvcached does;
-and KV in host memory). The default, `remap`, has these donors and weights: with it the median P99 time to the first token is
-2.7 to 36 times shorter than with `kv-pool+swap`, in all seven loads, and within 4 % of `ideal` in four. Bad: **`remap`
-preempts 4 to 37 times as often as `kv-pool+swap` does** (each time to host memory); **its P99 time between tokens is, seed by
-seed, up to 9.8 times as long** (C2), and up to 63 % longer than `ideal`'s; P99 TPOT is up to 3.2 times `kv-pool+swap`'s (8/s
-on the RTX 4090). On C2 and on the RTX 4090 it is far from `ideal` (40.9 and 1.04 s; 1.71 and 1.12, 12.4 and 6.53 s). Without the
-pool, `remap:weights+swap`, first tokens come sooner in one load (1.37 for 1.71 s at 4/s on the RTX 4090).
+and KV in host memory). `sleep+swap` is the strongest that does: one model is awake at a time, whole, with all memory that the
+others do not need, as sleep mode has it; and KV of paused requests stays in host memory, where sleep mode loses it. It is 1.1 to
+5.2 times as quick to the first token as `kv-pool+swap` (P99, medians). The default, `remap`, has all of these donors: with it the
+median P99 time to the first token is 2.7 to 36 times shorter than with `kv-pool+swap`, in all seven loads, within 4 % of `ideal`
+in four, and 1.1 to 33 times shorter than with `sleep+swap` (seed by seed 0.97 to 44; least where two small models share an RTX
+4090, at 4/s). Bad: **`remap` preempts 4 to 37 times as often as `kv-pool+swap` does** (each time to host memory); **its P99 time
+between tokens is, seed by seed, up to 9.8 times as long** (C2; up to 5.9 times `sleep+swap`'s), and up to 63 % longer than
+`ideal`'s; P99 TPOT is up to 3.2 times `kv-pool+swap`'s, and 2.3 times `sleep+swap`'s (8/s on the RTX 4090). On C2 and on the RTX
+4090 it is far from `ideal` (40.9 and 1.04 s; 1.71 and 1.12, 12.4 and 6.53 s). Without the pool, `remap:weights+swap`, first tokens
+come sooner in one load (1.37 for 1.71 s at 4/s on the RTX 4090).
 Weights alone, `remap:weights`, where every reservation is its tenant's own and nothing is swapped, are behind `kv-pool+swap` in
 six of the seven loads (not on C2).
 """
