@@ -183,7 +183,7 @@ def link_over(books: Books, asked: list[Any], *, sharing: bool) -> Link:
     """A link whose ranks only write down what they are asked."""
     link = Link.__new__(Link)
     link.books, link._sharing, link._asleep, link._local = books, sharing, False, None
-    link.group = SimpleNamespace(target=(1, 1), home=lambda: asked.append(("home",)))
+    link.group = SimpleNamespace(target=(1, 1), home=lambda: asked.append(("home",)), woken=tuple)
     link._ask = lambda *call: asked.append(call) or []
     return link
 
