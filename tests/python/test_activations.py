@@ -36,6 +36,7 @@ from remap.engine.models import (  # noqa: E402
     require_smaller_activations,
 )  # fmt: skip
 from remap.errors import InvalidArgument  # noqa: E402
+from remap.inside import inside  # noqa: E402
 
 KINDS = ("opt", "opt-post-norm-projected", "gpt2", "llama-all-heads")
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -49,7 +50,7 @@ def model_of(kind, dtype):
 def remember(runner):
     """Keep each layer's input: the result is (layers, blocks, block_tokens, activation_width), filled by the runner's passes."""
     decoder, kv = runner.decoder, runner.tenant.kv
-    shape = (LAYERS, kv.tensors[0].shape[1], kv.spec.block_tokens, decoder.activation_width)
+    shape = (LAYERS, kv.tensors[0].shape[1], inside(runner.tenant).kv.block_tokens, decoder.activation_width)
     kept = torch.full(shape, float("nan"), dtype=runner.dtype)
     plain = decoder.layer
 

@@ -16,6 +16,8 @@ __all__ = ["listen", "peer", "refuse"]
 
 def listen(path: Path) -> socket.socket:
     """Without blocking. Raises InvalidArgument (field path) if something else is there, InvalidState if somebody serves there."""
+    if "\0" in str(path):  # the kernel would read it up to there
+        raise InvalidArgument(f"{str(path)!r} is no path: it has a null byte; nothing was made", path=str(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         if path.exists():
