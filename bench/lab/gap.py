@@ -74,8 +74,8 @@ in four, and 1.1 to 33 times shorter than with `sleep+swap` (seed by seed 0.97 t
 4090, at 4/s). Bad: **`remap` preempts 4 to 37 times as often as `kv-pool+swap` does** (each time to host memory); **its P99 time
 between tokens is, seed by seed, up to 9.8 times as long** (C2; up to 5.9 times `sleep+swap`'s), and up to 63 % longer than
 `ideal`'s; P99 TPOT is up to 3.2 times `kv-pool+swap`'s, and 2.3 times `sleep+swap`'s (8/s on the RTX 4090). On C2 and on the RTX
-4090 it is far from `ideal` (40.9 and 1.04 s; 1.71 and 1.12, 12.4 and 6.53 s). Without the pool, `remap:weights+swap`, first tokens
-come sooner in one load (1.37 for 1.71 s at 4/s on the RTX 4090).
+4090 it is far from `ideal` (40.9 and 1.04 s; 1.71 and 1.12, 12.4 and 6.53 s). Without the pool, `remap:weights+swap`, first
+tokens come sooner in one load (1.37 for 1.71 s at 4/s on the RTX 4090).
 Weights alone, `remap:weights`, where every reservation is its tenant's own and nothing is swapped, are behind `kv-pool+swap` in
 six of the seven loads (not on C2).
 """
