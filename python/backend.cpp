@@ -207,6 +207,10 @@ void bind_backend(py::module_& module) {
         return py::make_tuple(room.bytes, room.limited_by);
       },
       py::arg("budget_bytes") = 0);
+  module.def("machine_room", [] {
+    const HostRoom room = machine_room();
+    return py::make_tuple(room.bytes, room.limited_by);
+  });
   module.def(
       "probe_cuda",
       [](const std::string& library) {

@@ -85,6 +85,8 @@ struct HostRoom {
   std::string limited_by;
 };
 HostRoom host_room(std::size_t budget_bytes = 0);
+// The same of memory that is not page-locked: no budget bounds it.
+HostRoom machine_room();
 
 // A device in virtual time (sim.h). Seconds, bytes and bytes per second.
 struct SimOptions {

@@ -33,6 +33,7 @@ __all__: list[str] = [
     "fill_bytes",
     "fork_generation",
     "host_room",
+    "machine_room",
     "make_cuda_backend",
     "make_fault_backend",
     "make_host_backend",
@@ -804,6 +805,7 @@ def fork_generation() -> int:
     """
 
 def host_room(budget_bytes: typing.SupportsInt | typing.SupportsIndex = 0) -> tuple[int, str]: ...
+def machine_room() -> tuple[int, str]: ...
 def make_cuda_backend(
     device: typing.SupportsInt | typing.SupportsIndex = 0,
     library: str = "",

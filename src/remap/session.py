@@ -552,7 +552,7 @@ class Session:
             tenant.source.detach(sorted(tenant.absent), device)
         except OutOfMemory as error:
             where, needed = self._device.torch_device, cast(int, error.fields["requested"])
-            if device is not None or where == "cpu" or needed > devices.host_room()[0]:
+            if device is not None or where == "cpu" or needed > devices.machine_room():
                 raise
             tenant.source.detach(sorted(tenant.absent), "cpu")
             warnings.warn(

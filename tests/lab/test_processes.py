@@ -13,7 +13,8 @@ pytest.importorskip("transformers", reason="servers need transformers")
 pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 
 from bench.processes import __main__ as processes
-from bench.processes.server import SIDES, requests_of
+from bench.processes.server import SIDES, load, requests_of
+from near_tokens import Near
 
 TINY = {"hidden_size": 128, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 2,
         "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256, "tie_word_embeddings": True}  # fmt: skip
@@ -45,8 +46,14 @@ def test_three_servers_on_one_broker_give_the_tokens_of_three_alone() -> None:
         side: processes.run_side(side, LOAD, pages, said.append) for side in (SIDES[0], SIDES[-1])
     }
     alone, together = found.values()
-    same, of = processes.equal(alone, together)
-    assert (same, len(said)) == (of, 2) and of == sum(len(each["tokens"]) for each in alone) > 12
+    # Who runs beside whom is the clock's, and a row may round otherwise among other rows: see near_tokens.
+    model, _ = load(LOAD.configs("static", 0)[0])
+    for config, mine, theirs in zip(LOAD.configs("static", 0), alone, together, strict=True):
+        requests = requests_of(config, model.config.vocab_size)
+        assert len(requests) == len(mine["tokens"]) == len(theirs["tokens"]) > 4
+        for request, one, other in zip(requests, mine["tokens"], theirs["tokens"], strict=True):
+            assert len(one) == request.sampling.max_tokens and Near(model, request, one) == tuple(other)
+    assert len(said) == 2
     assert json.loads(json.dumps(processes.summary(together)))["tokens_per_s"] > 0
 
 

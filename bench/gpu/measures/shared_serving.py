@@ -595,15 +595,18 @@ def compared(ctx: Context, case: Combination, turns: Sequence[float]) -> Iterato
         simulated = _simulation(ctx, case, arena) if on_gpu else None
         for number, quantum_s in enumerate(turns):
             timed = case.turning(quantum_s)
-            runs: list[Run] = []
+            work, runs = _work(timed), list[Run]()
             failed: Exception | None = None
             try:
-                for run in _runs(ctx, arena, timed, 1.0 / (len(turns) - number), PREDICTING_S if simulated else 0.0):
+                for run in _runs(
+                    ctx, arena, timed, work, 1.0 / (len(turns) - number), PREDICTING_S if simulated else 0.0
+                ):
                     runs.append(run)
             except Exception as error:  # noqa: BLE001 - raised again below, behind the figures of what was served before
                 failed = error
             if simulated is not None:
-                runs = _with_predictions(runs, timed, simulated)
+                limit_s = timed.limit * timed.span_s
+                runs = [replace(run, predicted=simulated(run.kind, work[run.seed], quantum_s, limit_s)) for run in runs]
             counts = {run.seed: sum(len(each.ttft_s) for each in run.result.metrics.values()) for run in runs}
             detail = {**more, "quantum_s": quantum_s, "span_s": timed.span_s, "answered": counts}
             if runs:
@@ -671,42 +674,42 @@ KNOWN = {"H200": "H200", "H100 PCIe": "H100-PCIe", "H100": "H100-SXM", "GH200": 
 """By a part of the driver's name of a device: the simulator's, the first that fits."""
 
 
-def _runs(ctx: Context, arena: Arena, case: Combination, share: float, kept_s: float) -> Iterator[Run]:
-    """A run of each side with each seed, those of FIRST_SIDES before the others, while this share of the time, less `kept_s`,
-    lasts for one more; FEWEST in any case. Odd seeds the other way round: whoever comes later finds a warmer machine."""
-    requests: list[tuple[dict[str, list[Request]], int]] = []
+def _work(case: Combination) -> dict[int, dict[str, list[Request]]]:
+    """The requests of each seed."""
+    found: dict[int, dict[str, list[Request]]] = {}
+    seed = -1
     for _ in range(case.seeds):
-        requests.append(make_requests(case, requests[-1][1] if requests else -1))
+        requests, seed = make_requests(case, seed)
+        found[seed] = requests
+    return found
+
+
+def _runs(
+    ctx: Context,
+    arena: Arena,
+    case: Combination,
+    work: Mapping[int, Mapping[str, Sequence[Request]]],
+    share: float,
+    kept_s: float,
+) -> Iterator[Run]:
+    """A run of each side with each seed, those of FIRST_SIDES before the others, while this share of the time, less `kept_s`,
+    lasts for one more; FEWEST in any case. Every second seed the other way round: whoever comes later finds a warmer machine."""
     groups = (FIRST_SIDES, tuple(kind for kind in SIDES if kind not in FIRST_SIDES))
     order = [
-        (kind, index)
+        (kind, seed)
         for group in groups
-        for index in range(case.seeds)
+        for index, seed in enumerate(work)
         for kind in (group if index % 2 == 0 else group[::-1])
     ]
     begun = time.monotonic()
     end = begun + share * max(0.0, ctx.until - begun) - kept_s
     longest_s = case.span_s
-    for number, (kind, index) in enumerate(order):
+    for number, (kind, seed) in enumerate(order):
         now = time.monotonic()
         if number >= FEWEST and now + longest_s > end:
             return
-        mine, seed = requests[index]
-        yield serve(kind, arena, mine, case.limit * case.span_s, case.quantum_s, seed)
+        yield serve(kind, arena, work[seed], case.limit * case.span_s, case.quantum_s, seed)
         longest_s = max(longest_s, time.monotonic() - now)
-
-
-def _with_predictions(runs: Sequence[Run], case: Combination, simulated: Simulated) -> list[Run]:
-    """The runs with the simulator's figures of the same requests."""
-    by_seed: dict[int, dict[str, list[Request]]] = {}
-    seed = -1
-    for _ in range(case.seeds):
-        requests, seed = make_requests(case, seed)
-        by_seed[seed] = requests
-    return [
-        replace(run, predicted=simulated(run.kind, by_seed[run.seed], case.quantum_s, case.limit * case.span_s))
-        for run in runs
-    ]
 
 
 FEWEST = 3

@@ -26,9 +26,14 @@ std::size_t free_bytes(const Driver& driver, int ordinal) {
 }  // namespace
 
 HostRoom host_room(std::size_t budget_bytes) {
-  HostBudget budget = user_budget(budget_bytes);
-  if (!budget.set()) budget = host_budget(read_host_limits());
+  const HostBudget budget = user_budget(budget_bytes);
+  if (!budget.set()) return machine_room();
   return {budget.bytes, to_string(budget.limited_by)};
+}
+
+HostRoom machine_room() {
+  const HostBudget spare = host_budget(read_host_limits());
+  return {spare.bytes, to_string(spare.limited_by)};
 }
 
 CudaProbe probe_cuda(const std::string& library) {

@@ -44,33 +44,37 @@ def first_wrong(books: bytes, blocks: Sequence[object]) -> list[object]:
 class HostBlocks:
     """The books of one tenant's host store. All methods are whole or change nothing, an interrupted one too.
 
-    total blocks begin at `address`. books: a byte for each host block, 1 for one in use. A value: a change makes another one, and
-    one store puts it in the old one's place. A caller that changes several books together keeps the old value, and stores it
-    again if the rest fails. untouched: no block was ever in use.
+    `total` blocks begin at `address`. books: a byte for each host block, 1 for one in use. They and their place are one value: a
+    change makes another one, and one store puts it in the old one's place. A caller that changes several books together keeps
+    the old books, and stores them again if the rest fails. untouched: no block was ever in use.
     """
 
     def __init__(self, geometry: KVGeometry, total: int, address: int = 0) -> None:
         self.geometry = geometry
         self.untouched = True
-        self._place = address, total
-        self.books = bytes(total)
+        self._placed = address, bytes(total)
+
+    @property
+    def books(self) -> bytes:
+        return self._placed[1]
+
+    @books.setter
+    def books(self, books: bytes) -> None:
+        self._placed = self.address, books
 
     @property
     def address(self) -> int:
         """Of the first block."""
-        return self._place[0]
+        return self._placed[0]
 
     @property
     def total(self) -> int:
         """Blocks, in use and free."""
-        return self._place[1]
+        return len(self._placed[1])
 
     def place(self, address: int, total: int) -> None:
         """So many blocks from `address` on, in place of those before. Pre: `untouched`."""
-        # Longer books first, shorter ones last: whatever an interrupt leaves, all blocks have an entry, and none is in use.
-        self.books = bytes(max(total, self.total))
-        self._place = address, total
-        self.books = bytes(total)
+        self._placed = address, bytes(total)
 
     @property
     def nbytes(self) -> int:

@@ -245,6 +245,11 @@ def host_room(budget: int = 0) -> tuple[int, str]:
     return room
 
 
+def machine_room() -> int:
+    """Bytes of ordinary host memory that may be taken now, whatever budget page-locked memory has."""
+    return int(_core.machine_room()[0])
+
+
 def resolve(
     device: object,
     capacity: int,

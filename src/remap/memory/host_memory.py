@@ -145,6 +145,7 @@ def require_kv(device: Device, capacity: int, kv_bytes: int | None) -> None:
 class _Sharer:
     """A tenant's store in a piece. most: blocks that it has use for. lock: held while its books change."""
 
+    name: str
     host: HostMemory
     store: HostBlocks
     most: int
@@ -229,28 +230,11 @@ class HostMemories:
         spare: no blocks, and a line of log. Raises what `reserve` raises if a number was named. lock: held while the store's
         books change. With the session's lock held."""
         asking = sum(each.asks_kv for each in self._held)
-        each_bytes = geometry.spec.block_bytes
-        room, why = self._kv_room()
-        store = HostBlocks(geometry, 0)
-        sharer = _Sharer(host, store, min(geometry.spec.max_blocks, self._capacity // each_bytes, MOST_BLOCKS), lock)
-        try:
-            self._give_part(sharer, room // max(1, asking))
-        except (OutOfMemory, LimitExceeded) as error:
-            if self._kv_bytes is not None:
-                raise
-            why = str(error)
+        store, each_bytes = HostBlocks(geometry, 0), geometry.spec.block_bytes
+        most = min(geometry.spec.max_blocks, self._capacity // each_bytes, MOST_BLOCKS)
+        self._give_part(_Sharer(name, host, store, most, lock), asking)
         # An interrupt above leaves memory that nobody uses, until the tenant goes.
         host.asks_kv = False
-        if store.total or self._kv_bytes == 0:
-            _logger.info("KV of %r: %d host blocks, %s", name, store.total, show_size(store.nbytes))
-        else:
-            _logger.warning(
-                "KV of %r gets no host memory: %s to give, a block takes %s (%s); whoever is preempted is recomputed",
-                name,
-                show_size(max(0, room)),
-                show_size(each_bytes),
-                why,
-            )
         return store
 
     def _kv_room(self) -> tuple[int, str]:
@@ -276,21 +260,35 @@ class HostMemories:
     def _share_again(self) -> None:
         """Whoever has lost host memory for KV gets an equal part of what can be spared now."""
         lost, self._lost = [each for each in self._lost if each.host in self._held], []
-        try:
-            for sharer in lost:  # the first one has all of it, until the others have their parts
-                self._give_part(sharer, self._kv_room()[0])
-        except (OutOfMemory, LimitExceeded) as error:
-            _logger.warning("host memory for KV went to master copies, and there is no more: %s", error)
+        for sharer in lost:  # the first one has all of it, until the others have their parts
+            self._give_part(sharer, 1)
 
-    def _give_part(self, sharer: _Sharer, room: int) -> None:
-        """Memory of its own, `room` bytes at most, or a part of what others have and do not use yet: whichever is more."""
-        each_bytes = sharer.store.geometry.spec.block_bytes
-        blocks = max(0, min(sharer.most, room // each_bytes))
+    def _give_part(self, sharer: _Sharer, asking: int) -> None:
+        """Memory of its own, of what is left an `asking`-th part at most, or a part of what others have and do not use yet:
+        whichever is more. A line of log says how much."""
+        store, each_bytes = sharer.store, sharer.store.geometry.spec.block_bytes
+        room, why = self._kv_room()
+        blocks = max(0, min(sharer.most, room // max(1, asking) // each_bytes))
         widest = max(self._pieces, key=lambda piece: piece.part(1), default=None)
-        if widest is not None and min(sharer.most, widest.part(1) // each_bytes) > blocks and widest.share(sharer):
-            return
-        if blocks:
-            self._take_piece(sharer, blocks)
+        shares = widest is not None and min(sharer.most, widest.part(1) // each_bytes) > blocks and widest.share(sharer)
+        try:
+            if blocks and not shares:
+                self._take_piece(sharer, blocks)
+        except (OutOfMemory, LimitExceeded) as error:
+            if self._kv_bytes is not None:
+                raise
+            why = str(error)
+        if store.total or self._kv_bytes == 0:
+            for each in widest.sharers if shares and widest is not None else (sharer,):  # of others it is less now
+                _logger.info("KV of %r: %d host blocks, %s", each.name, each.store.total, show_size(each.store.nbytes))
+        else:
+            _logger.warning(
+                "KV of %r gets no host memory: %s to give, a block takes %s (%s); whoever is preempted is recomputed",
+                sharer.name,
+                show_size(max(0, room)),
+                show_size(each_bytes),
+                why,
+            )
 
     def _take_piece(self, sharer: _Sharer, blocks: int) -> None:
         """Memory for so many blocks, which it alone has for now."""

@@ -82,9 +82,8 @@ class Steps:
             entry = merge(entries, tenant.name, {})  # whose turn it was
             entry.reason = ended_early(entry.reason, str(error))
             for name, wanted in demand.items():
-                pool = self._tenants[name].kv.pool
-                short = wanted.blocks - ((wanted.free or 0) if pool.external else pool.free_blocks)
-                if name not in entries and short > 0:
+                short = _short(self._tenants[name], wanted)
+                if name not in entries and short:
                     entries[name] = Entry(short=short, unmet=short, reason=f"the step ended before its turn: {error}")
         return entries
 
@@ -106,7 +105,7 @@ class Steps:
         """
         changes, pool = self._changes, tenant.kv.pool
         before = tenant.kv.usable_blocks
-        short = max(0, wanted.blocks - ((wanted.free or 0) if pool.external else pool.free_blocks))
+        short = _short(tenant, wanted)
         entry = report[tenant.name] = Entry(short=short, stall=decision.predicted_stall_s, reason=decision.reason)
         try:
             with AllOrNothing(changes, (tenant,), partly=True):  # the report says what was done before a plan failed
@@ -258,3 +257,9 @@ class Steps:
     def _precedence(self, name: str) -> tuple[int, int]:
         tenant = self._tenants[name]
         return (-tenant.priority, tenant.number)
+
+
+def _short(tenant: TenantState, wanted: Demand) -> int:
+    """Blocks of the demand that are lacking."""
+    pool = tenant.kv.pool
+    return max(0, wanted.blocks - ((wanted.free or 0) if pool.external else pool.free_blocks))
