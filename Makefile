@@ -273,7 +273,7 @@ wheel-check: $(STAMPS)/wheel
 	rm -f build/dist/*.whl && mkdir -p build/dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/wheel -w build/dist .
 	$(BIN)/python tools/lock.py pins > build/constraints.txt
-	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/remap-*.whl
+	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/remap_llm-*.whl
 
 # zig has no __cpu_model, which __builtin_cpu_supports reads: gcc's own library has it, and is linked last.
 ZIG_CXX = $(CURDIR)/$(BIN)/python -m ziglang c++ -target $(shell uname -m)-linux-gnu.$(MANYLINUX_GLIBC)
@@ -282,9 +282,9 @@ wheel-manylinux: $(STAMPS)/manylinux
 	PATH="$(CURDIR)/$(BIN):$$PATH" CXX='$(ZIG_CXX)' $(PIP) wheel -q --no-build-isolation --no-deps \
 	  -Cbuild-dir=build/wheel-zig -Ccmake.define.CMAKE_CXX_STANDARD_LIBRARIES="$$(g++ -print-libgcc-file-name)" \
 	  -w build/dist/zig .
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w build/dist/manylinux build/dist/zig/remap-*.whl
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w build/dist/manylinux build/dist/zig/remap_llm-*.whl
 	$(BIN)/python tools/lock.py pins > build/constraints.txt
-	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/manylinux/remap-*.whl
+	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/manylinux/remap_llm-*.whl
 
 $(STAMPS)/manylinux: $(STAMPS)/venv
 	$(PIP) install -q $$($(BIN)/python tools/extras.py manylinux | sed 's/ //g')
@@ -316,7 +316,7 @@ $(ENGINES)/stamps/wheel: $(ENGINES)/stamps/venv $(STAMPS)/venv $(STAMPS)/sources
 	rm -rf build/dist/engines
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/wheel \
 	  -w build/dist/engines .
-	$(ENGINES_PIP) install -q --no-deps --force-reinstall build/dist/engines/remap-*.whl
+	$(ENGINES_PIP) install -q --no-deps --force-reinstall build/dist/engines/remap_llm-*.whl
 	@touch $@
 
 # One run each: they share no helpers.

@@ -1,4 +1,4 @@
-"""Is this a wheel that imports everywhere? `python tools/wheel_check.py build/dist/remap-*.whl`
+"""Is this a wheel that imports everywhere? `python tools/wheel_check.py build/dist/remap_llm-*.whl`
 
 1. `auditwheel show` calls it manylinux: it needs no libraries but those that every Linux of that age has.
 2. Its module links neither the CUDA driver nor torch, asks the linker for no driver function, and shows nothing to others but

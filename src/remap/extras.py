@@ -6,9 +6,9 @@ and needs no index that has remap.
 
 from __future__ import annotations
 
-__all__ = ["install"]
+__all__ = ["DISTRIBUTION", "install"]
 
-DISTRIBUTION = "remap"
+DISTRIBUTION = "remap-llm"  # its name in pyproject.toml; what is imported is `remap`
 
 
 def install(extra: str) -> str:

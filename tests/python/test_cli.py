@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import remap
 from remap.cli import demo_config, demo_run
 from remap.cli.main import app
 from remap.config import Knobs
@@ -37,7 +37,7 @@ def test_python_dash_m_remap() -> None:
     said = " ".join(done.stdout.split())
     assert all(text in said for text in ("remap [OPTIONS] COMMAND", "0 done", "1 it ran", "2 nothing was done"))
     found = run("--version")
-    assert (found.exit_code, found.output.strip()) == (0, f"remap {version('remap')}")
+    assert (found.exit_code, found.output.strip()) == (0, f"remap {remap.__version__}")
 
 
 PLAN = ("plan", "--machine", "GH200", "--model", "OPT-13b")

@@ -6,13 +6,15 @@ import ast
 import importlib.metadata as metadata
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from subprocesses import ROOT, load_tool
 
+import remap
 from remap.cli import smollm2
-from remap.extras import install
+from remap.extras import DISTRIBUTION, install
 
 
 def of(monkeypatch: pytest.MonkeyPatch, stated: Any) -> None:
@@ -33,10 +35,16 @@ def test_the_packages_of_the_extra_are_named_with_their_versions(monkeypatch: py
     assert install("cluster") == "pip install 'ray>=2'"
 
 
-@pytest.mark.parametrize("stated", [None, [], ["always>=1"], metadata.PackageNotFoundError("remap")])
+@pytest.mark.parametrize("stated", [None, [], ["always>=1"], metadata.PackageNotFoundError(DISTRIBUTION)])
 def test_without_metadata_the_command_is_for_a_clone(monkeypatch: pytest.MonkeyPatch, stated: Any) -> None:
     of(monkeypatch, stated)
     assert install("sim") == "pip install '.[sim]', in a clone of remap"
+
+
+def sources(kind: str) -> Iterator[Path]:
+    for folder in (".github", "bench", "docs", "examples", "src", "tests", "tools"):
+        yield from (ROOT / folder).rglob(kind)
+    yield from ROOT.glob(kind)
 
 
 def named() -> Iterator[tuple[str, str | None]]:
@@ -56,7 +64,7 @@ def named() -> Iterator[tuple[str, str | None]]:
 def test_each_extra_that_a_message_names_brings_the_package() -> None:
     """In pyproject.toml, and in what is installed from it."""
     extras = load_tool("extras")
-    installed = metadata.requires("remap") is not None
+    installed = any(found.name == DISTRIBUTION for found in metadata.distributions())
     found = set(named())
     assert {"cli", "sim", "cluster", "transformers", "vllm", "torch"} <= {extra for extra, _ in found}
     for extra, package in found:
@@ -66,6 +74,23 @@ def test_each_extra_that_a_message_names_brings_the_package() -> None:
             package,
         )
         assert not installed or ".[" not in install(extra), extra
+
+
+def test_one_name_is_asked_of_indexes() -> None:
+    """`remap` on an index would be a stranger's: every command that installs says `.`, a file, or the one name."""
+    project = load_tool("extras").tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == DISTRIBUTION != "remap"
+    assert project["version"] == remap.__version__
+    texts = [path for kind in ("*.py", "*.md", "*.yml", "*.toml", "*.ipynb", "*.j2") for path in sources(kind)]
+    wrong = re.compile(
+        r"""\bpip (?:install|download)\b[^#\n]*[ '"]remap(?:\[|==|[ `'"\n]|$)"""
+        r"""|(?:version|requires|distribution)\(["']remap["']\)|dist/(?:\w+/)?remap-"""
+    )
+    assert wrong.search("pip install remap") and wrong.search("pip install 'remap[cli]'")
+    assert not wrong.search("pip install '.[sim]'   # and remap plan")
+    assert len(texts) > 500
+    found = [(path, hit[0]) for path in texts if (hit := wrong.search(path.read_text(encoding="utf-8")))]
+    assert [each for each in found if each[0].name != "test_extras.py"] == []
 
 
 def test_the_models_package_is_the_one_that_is_locked() -> None:

@@ -98,7 +98,7 @@ def test_the_citation_is_of_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert cited["cff-version"] == "1.2.0" and cited["type"] == "software" and cited["message"] and cited["title"]
     assert (cited["version"], cited["license"]) == (PROJECT["version"], PROJECT["license"])
-    assert cited["title"].lower().startswith(f"{PROJECT['name']}: {PROJECT['description'].lower()}")
+    assert cited["title"].lower().startswith(f"remap: {PROJECT['description'].lower()}")
     assert cited["authors"] == [{"name": "remap contributors"}]
 
 

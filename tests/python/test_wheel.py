@@ -56,13 +56,15 @@ def test_what_counts_as_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auditwheel_calls_a_wheel_of_it_manylinux(tmp_path: Path) -> None:
     pytest.importorskip("auditwheel", reason="auditwheel is not installed: pip install '.[dev]'")
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    wheel = tmp_path / f"remap-0-{tag}-{tag}-linux_{checks.os.uname().machine}.whl"
+    wheel = tmp_path / f"remap_llm-0-{tag}-{tag}-linux_{checks.os.uname().machine}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(MODULE, f"remap/{MODULE.name}")
         about = f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: {tag}-{tag}-linux_x86_64\n"
-        archive.writestr("remap-0.dist-info/WHEEL", about)
-        archive.writestr("remap-0.dist-info/METADATA", "Metadata-Version: 2.1\nName: remap\nVersion: 0\n")
-        archive.writestr("remap-0.dist-info/RECORD", f"remap/{MODULE.name},,\n")  # auditwheel looks at what is listed
+        archive.writestr("remap_llm-0.dist-info/WHEEL", about)
+        archive.writestr("remap_llm-0.dist-info/METADATA", "Metadata-Version: 2.1\nName: remap-llm\nVersion: 0\n")
+        archive.writestr(
+            "remap_llm-0.dist-info/RECORD", f"remap/{MODULE.name},,\n"
+        )  # auditwheel looks at what is listed
     assert checks.platform_tag(wheel).startswith("manylinux_")
 
 

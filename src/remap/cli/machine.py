@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import remap
 from remap.sizes import show_size
 
 __all__ = ["machine_info", "machine_now"]
@@ -44,7 +45,7 @@ def machine_info() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": _version("torch"),
         "transformers": _version("transformers"),
-        "remap": _version("remap"),
+        "remap": remap.__version__,
     }
 
 

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+import remap
+
 from .errors import EXIT_CODES
 from .options import Json, print_json
 
@@ -79,13 +81,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            typer.echo(f"remap {version('remap')}")
-        except PackageNotFoundError as error:  # a source tree that nobody installed
-            Console(stderr=True).print("remap is not installed here, so it has no version", style="red")
-            raise typer.Exit(2) from error
+        typer.echo(f"remap {remap.__version__}")
         raise typer.Exit
 
 

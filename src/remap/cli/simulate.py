@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+import remap
 from remap.errors import InvalidArgument
 
 from .errors import exit_on_error, writable
@@ -162,12 +163,6 @@ def _title(options: Options, setup: Setup, rates: Sequence[float]) -> str:
 
 def _configuration(options: Options, setup: Setup, items: Sequence[Item]) -> dict[str, Any]:
     """All settings that decide the result, so that the file is complete."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        ours = version("remap")
-    except PackageNotFoundError:
-        ours = "unknown"
     given = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
     machine = asdict(setup.machine)
     machine.pop("sources", None)
@@ -188,7 +183,7 @@ def _configuration(options: Options, setup: Setup, items: Sequence[Item]) -> dic
         "block_tokens": setup.block_tokens,
         "mean_prompt_tokens": math.fsum(item.prompt_tokens for item in items) / len(items),
         "mean_output_tokens": math.fsum(item.output_tokens for item in items) / len(items),
-        "remap_version": ours,
+        "remap_version": remap.__version__,
     }
 
 

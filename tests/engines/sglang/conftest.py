@@ -102,7 +102,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     if not python or not overlay:
         pytest.skip("REMAP_ENGINE_PYTHON and REMAP_SGLANG are not set: see tests/engines/sglang/setup.sh")
     asked = subprocess.run(
-        [python, "-c", "from importlib.metadata import distribution; distribution('remap')"],
+        [python, "-c", "from importlib.metadata import distribution; distribution('remap-llm')"],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         check=False,

@@ -23,8 +23,8 @@ mkdir -p "$target/stub"
 cp "$here/sitecustomize.py" "$target/stub/sitecustomize.py"
 
 # What an installed remap says about itself: here it is imported from the source tree.
-info=$target/plugin/remap-0.dist-info
+info=$target/plugin/remap_llm-0.dist-info
 mkdir -p "$info"
-printf 'Metadata-Version: 2.1\nName: remap\nVersion: 0\n' >"$info/METADATA"
+printf 'Metadata-Version: 2.1\nName: remap-llm\nVersion: 0\n' >"$info/METADATA"
 printf '[sglang.srt.plugins]\nremap = remap.adapters.sglang:register\n' >"$info/entry_points.txt"
 : >"$info/RECORD"
