@@ -18,12 +18,15 @@ from remap.cli.demo_report import (
     DemoResult,
     RunResult,
     closing_sentence,
+    differing_answers,
     identical_requests,
     is_better,
     sparkline,
     table,
     table_rows,
     to_json,
+    worse_figures,
+    worse_sentence,
 )
 from remap.engine.metrics import Sample
 from remap.errors import InvalidArgument
@@ -120,6 +123,38 @@ def test_closing_sentence_says_when_kv_was_not_scarce() -> None:
     sentence = closing_sentence(replace(result, baseline=make_run("baseline")))
     assert sentence.startswith("KV was not scarce, the baseline never preempted: ")
     assert "remap gave no layer's memory" in sentence
+
+
+def test_what_got_worse_is_said_with_the_worst_first_and_has_a_tile() -> None:
+    assert worse_sentence(make_result()) == "" and "tile bad" not in page(make_result())
+    slower = make_result(
+        tbt_s=tuple(0.1 + 0.0001 * i for i in range(48 * 19)), ttft_s=tuple(0.1005 * i for i in range(1, 49))
+    )
+    # The first token moves by half a percent: as much as two runs of the same code differ by
+    assert [figure.key for figure in worse_figures(slower)] == ["tbt_p50_s", "tbt_p99_s"]
+    assert worse_sentence(slower) == (
+        "Worse than the baseline: P50 time between tokens 95.6 ms to 146 ms, P99 time between tokens 140 ms to 190 ms."
+    )
+    html = page(slower)
+    assert worse_sentence(slower) in html and html.count('class="tile bad"') == 2 and html.count('class="tile') == 5
+    fewer = make_result(wall_s=40.0)
+    assert worse_sentence(fewer) == "Worse than the baseline: tokens/s 32.0 to 24.0."
+    more = replace(
+        slower, remap=replace(slower.remap, timeline=tuple(replace(p, running=30) for p in slower.remap.timeline))
+    )
+    assert worse_sentence(more).endswith(
+        "Up to 30 requests run at once, not 20: a pass over more of them takes longer."
+    )
+
+
+def test_the_page_says_whose_answers_differ_and_why() -> None:
+    assert differing_answers(make_result()).startswith("The answers of both runs are the unconstrained run's, all 48")
+    result = make_result()
+    tokens = (*TOKENS[:-2], *((*each[:-1], 7) for each in TOKENS[-2:]))
+    differing = replace(result, baseline=replace(result.baseline, tokens=tokens))
+    said = differing_answers(differing)
+    assert "2 of 48 of the baseline, which never remaps, and 0 of remap" in said and "both answers are right" in said
+    assert said in Page(page(differing)).text
 
 
 def test_sparkline_holds_values_between_points() -> None:

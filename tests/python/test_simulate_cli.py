@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from remap.cli import errors, simulate_plots
 from remap.cli.simulate import Options, prepare, simulate
 from remap.cli.simulate_html import page
 from remap.cli.simulate_report import change, part, seconds, table_rows
+from remap.cli.simulate_verdict import limited_by, verdict, worse
 from remap.errors import InvalidState
 from remap.extras import install
 from remap.sim import serving
@@ -230,7 +232,7 @@ def test_the_page_is_one_file_that_fetches_nothing(engine, tmp_path) -> None:
     seen = Page(text)
     assert seen.fetched == [] and not {"script", "link", "img", "iframe"} & set(seen.tags)
     assert not re.search(r"url\((?!#)|@import", text)
-    assert text.count("<svg") == 5 and len(text) < 3_000_000
+    assert 4 <= text.count("<svg") == text.count("<figure") and len(text) < 3_000_000
     words = ("recompute", "pie", "remap", "Llama-3-8b", "TTFT P99", "h2d_bytes_per_s", "fixed:5:5")
     assert all(word in seen.text for word in words)
     assert "<b>x" not in text and "&lt;b&gt;x&amp;y" in text  # what users name
@@ -244,30 +246,50 @@ def results_of(policies: Sequence[str], tenants: str = "C2") -> list[PolicyResul
 def test_pictures_hold_every_policy_and_tenant(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     results = results_of(["recompute", "remap", "remap:slices"])
-    for draw in (simulate_plots.ttft_cdf, simulate_plots.tbt_cdf, simulate_plots.stall_over_time):
-        figure = draw(results)
-        assert len(figure.axes) == 2 and all(len(axis.get_lines()) >= 3 for axis in figure.axes)
-    figure = simulate_plots.alpha_over_time(results)
-    assert [axis.get_title(loc="left") for axis in figure.axes] == ["OPT-30b", "OPT-6.7b"]
-    assert all(len(axis.get_lines()) == 3 for axis in figure.axes)
-    figure = simulate_plots.kv_over_time(results)
-    assert [axis.get_title(loc="left") for axis in figure.axes[:3]] == ["recompute", "remap", "remap:slices"]
-    assert [axis.get_ylabel() for axis in figure.axes[::3]] == ["OPT-30b", "OPT-6.7b"]
-    assert all(len(axis.get_lines()) == 1 == len(axis.collections) for axis in figure.axes)
-    xs, ys = figure.axes[1].get_lines()[0].get_data()  # lines end where the run does and reach their peaks
+    for draw in (simulate_plots.ttft_cdf, simulate_plots.tbt_cdf):
+        (body,), (tail,) = (figure.axes for figure in draw(results))
+        assert (len(body.get_lines()), len(tail.get_lines())) == (3, 4)  # and P99
+    assert all(len(figure.axes[0].get_lines()) == 3 for figure in simulate_plots.stall_over_time(results))
+    axes = [figure.axes[0] for figure in simulate_plots.alpha_over_time(results)]
+    assert [axis.get_title(loc="left") for axis in axes] == ["OPT-30b", "OPT-6.7b"]
+    assert all(len(axis.get_lines()) == 3 for axis in axes)
+    figures = simulate_plots.kv_over_time(results)
+    axes = [figure.axes[0] for figure in figures]
+    names = [f"{model}: {result.policy}" for model in ("OPT-30b", "OPT-6.7b") for result in results]
+    assert [axis.get_title(loc="left") for axis in axes] == names
+    assert all(len(axis.get_lines()) == 1 == len(axis.collections) for axis in axes)
+    assert len({axis.get_ylim() for axis in axes[:3]}) == 1 == len({axis.get_ylim() for axis in axes[3:]})
+    xs, ys = axes[1].get_lines()[0].get_data()  # lines end where the run does and reach their peaks
     usable = [sample.kv_usable_blocks for sample in results[1].timeline if sample.tenant == "OPT-30b"]
     assert xs[-1] == results[1].timeline[-1].time_s and (min(ys), max(ys)) == (min(usable), max(usable))
-    simulate_plots.png(figure, tmp_path / "x.png")
+    simulate_plots.png(figures[0], tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
     names = ["recompute", "swap", "pie", "static", "remap", "ideal", *(f"remap:{number}" for number in range(8))]
     assert len(set(simulate_plots.colours(names).values())) == len(names)
+
+
+def test_ideal_squeezes_nobody_and_colours_are_the_pages() -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    few, many = results_of(["recompute", "ideal"], "OPT-13b")
+    larger = replace(
+        many, timeline=tuple(replace(each, kv_usable_blocks=9 * each.kv_usable_blocks + 9) for each in few.timeline)
+    )
+    own, ideal = (figure.axes[0] for figure in simulate_plots.kv_over_time([few, larger]))
+    usable = max(sample.kv_usable_blocks for sample in few.timeline)
+    assert own.get_ylim()[1] == pytest.approx(1.05 * usable) and ideal.get_ylim()[1] > 9 * usable
+    assert "its own scale" in ideal.get_title(loc="left") and "scale" not in own.get_title(loc="left")
+    text = page({}, [few, larger], "t")
+    fixed = re.findall(r"(?:fill|stroke): ?(#\w+)", text[text.index("<svg") :])
+    assert fixed == [], "colours of their own cannot be read on a dark screen"
+    assert "--line-111827:#f2f2ef" in text and "--line:var(--line-111827,#111827)" in text
+    assert not set(simulate_plots.DARK) - {*simulate_plots.KNOWN.values(), *simulate_plots.OTHERS}
 
 
 def test_lines_are_the_distribution(tmp_path: Path) -> None:
     """The drawn points lie on the exact curve, and no visible stretch of it is left out."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     result = results_of(["recompute"])[0]
-    left, right = simulate_plots.tbt_cdf([result]).axes
+    (left,), (right,) = (figure.axes for figure in simulate_plots.tbt_cdf([result]))
     xs, shares = left.get_lines()[0].get_data()
     total = sum(count for _, count in result.tbt)
     exact = {}
@@ -283,12 +305,45 @@ def test_lines_are_the_distribution(tmp_path: Path) -> None:
     assert (above[0], above[-1]) == (1.0, 0.0)
 
 
-def test_pictures_of_runs_in_which_nothing_happened() -> None:
+def test_of_runs_in_which_nothing_happened_there_is_nothing_to_see() -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     tenant = TenantResult("a", 1, 0, 0, (), (), 0, 0, 0, 5, 5, 0.0, 0.0, 0.0, 0, ())
     nothing = PolicyResult("remap", (tenant,), (), 0.0, 0.0, 0, 0)
     for draw in ("ttft_cdf", "tbt_cdf", "kv_over_time", "alpha_over_time", "stall_over_time"):
-        assert "<svg" in simulate_plots.svg(getattr(simulate_plots, draw)([nothing]))
+        assert getattr(simulate_plots, draw)([nothing]) == []
+    text = page({}, [nothing, replace(nothing, policy="swap")], "t")
+    assert "<svg" not in text and "<figure" not in text and "over time" not in text
+    assert "swap makes no difference from remap here." in text
+
+
+def test_the_page_begins_with_what_is_better_and_what_is_worse() -> None:
+    results = results_of(["recompute", "remap", "ideal"])
+    first, ours, _ = results
+    assert verdict(results).startswith("remap instead of recompute: ")
+    assert f"preemptions {first.preemptions:,} to 0 (-100 %)" in verdict(results) and "ideal" not in verdict(results)
+    tenants = tuple(replace(one, tbt=tuple((2 * gap, count) for gap, count in one.tbt)) for one in ours.tenants)
+    slower = [first, replace(ours, tenants=tenants)]
+    assert re.match(r"Worse: P50 time between tokens \S+ \S+ to \S+ \S+ \(\+", worse(slower))
+    assert verdict([ours, replace(ours, policy="swap")]) == "swap makes no difference from remap here."
+    assert worse([ours, replace(ours, policy="swap")]) == "" and "alone" in verdict([ours])
+    assert verdict([ours, replace(first, policy="swap")]) == "swap is no better than remap here."
+
+
+@pytest.mark.parametrize(
+    ("said", "stall_s", "preemptions", "points"),
+    [
+        ("KV (waited for in 50% of the time, 3 preemptions)", 0.0, 3, [(0, 95, 1, 2), (5, 20, 1, 2)]),
+        ("the link (waited for in 20% of the passes' time)", 2.0, 0, [(0, 20, 1, 2)]),
+        ("KV (waited for in 100% of the time, 0 preemptions); the link (", 2.0, 0, [(0, 100, 1, 1)]),
+        ("the computation (busy in 95% of the time)", 0.0, 0, [(0, 95, 3, 0), (9.5, 0, 0, 0)]),
+        ("the load (idle in 60% of the time)", 0.0, 0, [(0, 50, 3, 0), (4, 0, 0, 0)]),
+    ],
+)
+def test_what_limits_a_run(said: str, stall_s: float, preemptions: int, points: list[tuple[float, ...]]) -> None:
+    tenant = TenantResult("a", 1, 1, 9, (), (), preemptions, 0, 0, 100, 100, 0.0, 8.0, stall_s, 9, ())
+    line = [Sample(time, "a", 100, used, 0.0, running, waiting, 0, 0.0) for time, used, running, waiting in points]  # type: ignore[arg-type]
+    end = replace(line[-1], time_s=10.0)
+    assert limited_by(PolicyResult("remap", (tenant,), (*line, end), 10.0, 0.0, 9, 0)).startswith(said)
 
 
 def test_numbers_in_words_and_changes_from_the_first_policy() -> None:

@@ -18,4 +18,9 @@ def main() -> None:
             raise
         sys.stderr.write(f"The command line needs the package {error.name}: {install('cli')}\n")
         sys.exit(2)
-    app(prog_name="remap")
+    try:
+        app(prog_name="remap")
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # who reads stdout has read enough: `remap plan ... | head`
+            sys.exit(0)
+        raise

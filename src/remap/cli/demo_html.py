@@ -12,9 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remap.engine.metrics import Sample, percentile
+from remap.engine.metrics import Sample
 
-from .demo_report import DemoResult, RunResult, closing_sentence, format_seconds, is_better, table_rows
+from .demo_report import (
+    DemoResult,
+    RunResult,
+    closing_sentence,
+    differing_answers,
+    format_seconds,
+    is_better,
+    numbers,
+    table_rows,
+    worse_figures,
+    worse_sentence,
+)
 from .pages import render
 
 __all__ = ["page"]
@@ -125,17 +136,26 @@ def _axes(runs: Sequence[RunResult], chart: Chart) -> Axes:
     return Axes(end_s, ticks(top), [mark for mark in ticks(end_s, 5, integer=False) if mark <= end_s])
 
 
-def _tiles(base: RunResult, remap: RunResult) -> list[tuple[str, str, str]]:
-    """(name, value of the baseline, value of remap)."""
+def _tiles(result: DemoResult) -> list[tuple[str, str, str, bool]]:
+    """(name, value of the baseline, value of remap, whether it got worse): what people ask for, and whatever got worse most."""
+    shown = {
+        "preemptions": "preemptions",
+        "tokens_per_s": "tokens/s",
+        "ttft_p99_s": "P99 time to first token",
+        "tbt_p99_s": "P99 time between tokens",
+    }
+    worse = worse_figures(result)
+    shown |= {figure.key: figure.name for figure in worse[:1]}
+    before, after = numbers(result.baseline), numbers(result.remap)
 
-    def p99(read: Callable[[RunResult], Sequence[float]]) -> tuple[str, str]:
-        return format_seconds(percentile(read(base), 0.99)), format_seconds(percentile(read(remap), 0.99))
+    def show(key: str, value: float) -> str:
+        return (
+            f"{value:,}" if key == "preemptions" else f"{value:.1f}" if key == "tokens_per_s" else format_seconds(value)
+        )
 
     return [
-        ("preemptions", f"{base.preemptions:,}", f"{remap.preemptions:,}"),
-        ("tokens/s", f"{base.tokens_per_s:.1f}", f"{remap.tokens_per_s:.1f}"),
-        ("P99 time to first token", *p99(lambda run: run.ttft_s)),
-        ("P99 time between tokens", *p99(lambda run: run.tbt_s)),
+        (name, show(key, before[key]), show(key, after[key]), key in {figure.key for figure in worse})
+        for key, name in shown.items()
     ]
 
 
@@ -158,7 +178,9 @@ def page(result: DemoResult) -> str:
         runs=runs,
         verdict="good" if is_better(result) else "mixed",
         closing=closing_sentence(result),
-        tiles=_tiles(*runs),
+        worse=worse_sentence(result),
+        differing=differing_answers(result),
+        tiles=_tiles(result),
         frame=FRAME,
         charts=[(chart, _axes(runs, chart)) for chart in CHARTS],
         rows=table_rows(result),

@@ -22,12 +22,15 @@ __all__ = [
     "DemoResult",
     "RunResult",
     "closing_sentence",
+    "differing_answers",
     "identical_requests",
     "numbers",
     "sparkline",
     "table",
     "table_rows",
     "to_json",
+    "worse_figures",
+    "worse_sentence",
 ]
 
 KINDS = ("unconstrained", "baseline", "remap")
@@ -224,6 +227,65 @@ def closing_sentence(result: DemoResult) -> str:
         f"({base.kv_blocks_peak:,} to {remap.kv_blocks_peak:,} blocks); {', '.join(parts)}; and {tokens}."
     )
     return sentence[0].upper() + sentence[1:]
+
+
+@dataclass(frozen=True)
+class Worse:
+    """A figure by which remap is worse than the baseline. key: of `numbers`. change: relative, above 0."""
+
+    key: str
+    name: str
+    before: float
+    after: float
+    change: float
+
+
+_FIGURES = {
+    "tokens_per_s": "tokens/s",
+    "ttft_p50_s": "P50 time to first token",
+    "ttft_p99_s": "P99 time to first token",
+    "tbt_p50_s": "P50 time between tokens",
+    "tbt_p99_s": "P99 time between tokens",
+    "tpot_p99_s": "P99 of requests' mean time between tokens",
+}
+
+
+def worse_figures(result: DemoResult) -> list[Worse]:
+    """The figures by which remap is worse than the baseline by more than the noise, the worst first."""
+    before, after = numbers(result.baseline), numbers(result.remap)
+    found = []
+    for key, name in _FIGURES.items():
+        first, second = (after, before) if key == "tokens_per_s" else (before, after)  # more tokens/s are better
+        change = _change(first[key], second[key])
+        if change is not None and change > NOISE:
+            found.append(Worse(key, name, before[key], after[key], change))
+    return sorted(found, key=lambda each: -each.change)
+
+
+def worse_sentence(result: DemoResult) -> str:
+    """What got worse, the worst first, with both values; empty if nothing did."""
+    found = worse_figures(result)
+    if not found:
+        return ""
+    told = []
+    for each in found:
+        show = (lambda value: f"{value:.1f}") if each.key == "tokens_per_s" else format_seconds
+        told.append(f"{each.name} {show(each.before)} to {show(each.after)}")
+    base, ours = (max((point.running for point in run.timeline), default=0) for run in (result.baseline, result.remap))
+    why = (
+        f". Up to {ours} requests run at once, not {base}: a pass over more of them takes longer" if ours > base else ""
+    )
+    return f"Worse than the baseline: {', '.join(told)}{why}."
+
+
+def differing_answers(result: DemoResult) -> str:
+    """How many answers of each run differ from the unconstrained run's, and what that means."""
+    base, ours = (identical_requests(run, result.unconstrained) for run in (result.baseline, result.remap))
+    count = result.requests
+    if base == ours == count:
+        return f"The answers of both runs are the unconstrained run's, all {count} of them, token by token."
+    told = f"Answers that differ from the unconstrained run's: {count - base} of {count} of the baseline, which never remaps, "
+    return f"{told}and {count - ours} of remap. {IDENTICAL[0].upper()}{IDENTICAL[1:]}"
 
 
 # --- the table -----------------------------------------------------------------------------------------------------

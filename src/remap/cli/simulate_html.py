@@ -10,6 +10,7 @@ from remap.sim.results import PolicyResult
 from . import simulate_plots as plots
 from .pages import need_jinja, render
 from .simulate_report import TENANT_HEAD, notes, table_rows, tenant_rows
+from .simulate_verdict import LIMITS, limited_by, verdict, worse
 
 __all__ = ["need_packages", "page"]
 
@@ -36,7 +37,11 @@ def page(configuration: Mapping[str, Any], results: Sequence[PolicyResult], titl
     pictures = [
         ("Time to first token", "From arrival, queueing included.", plots.ttft_cdf(results)),
         ("Time between tokens", "All gaps between two tokens of one request.", plots.tbt_cdf(results)),
-        ("KV blocks over time", "Blocks of different models differ in size.", plots.kv_over_time(results)),
+        (
+            "KV blocks over time",
+            "Line: blocks that may be used; area: in use. Blocks of different models differ in size.",
+            plots.kv_over_time(results),
+        ),
         ("Layers remapped over time", "Layers whose memory is KV cache.", plots.alpha_over_time(results)),
         ("Stalls and queues over time", "", plots.stall_over_time(results)),
     ]
@@ -46,7 +51,15 @@ def page(configuration: Mapping[str, Any], results: Sequence[PolicyResult], titl
         results=results,
         rows=table_rows(results),
         notes=notes(results),
-        pictures=[(name, note, plots.svg(figure)) for name, note, figure in pictures],
+        verdict=verdict(results),
+        worse=worse(results),
+        limits=[limited_by(result) for result in results],
+        limits_note=LIMITS,
+        legend=[
+            (name, plots.themed(colour)) for name, colour in plots.colours(each.policy for each in results).items()
+        ],
+        dark={plots.themed(light).partition(",")[0][4:]: dark for light, dark in plots.DARK.items()},
+        pictures=[(name, note, [plots.svg(each) for each in figures]) for name, note, figures in pictures if figures],
         tenant_head=TENANT_HEAD,
         tenant_rows=tenant_rows,
         configuration={name: _value(value) for name, value in configuration.items()},

@@ -1,4 +1,6 @@
-"""Pictures of simulated runs: each function takes results and returns a matplotlib figure; `svg` and `png` write it.
+"""Pictures of simulated runs: each function takes results and returns matplotlib figures; `svg` and `png` write them.
+
+A function returns no figure where there is nothing to see.
 
 The module needs matplotlib (the extra `sim`); without it every function raises Missing. Nothing here touches pyplot's
 global state.
@@ -19,6 +21,7 @@ from remap.sim.results import PolicyResult, Sample
 from .errors import needed
 
 __all__ = [
+    "DARK",
     "alpha_over_time",
     "colours",
     "kv_over_time",
@@ -27,10 +30,12 @@ __all__ = [
     "stall_over_time",
     "svg",
     "tbt_cdf",
+    "themed",
     "ttft_cdf",
 ]
 
-WIDTH = 9.2
+WIDTH = 4.6
+SOFT = "#666666"
 # Policies that are often compared keep their colour from picture to picture.
 KNOWN = {
     "recompute": "#a5581b",
@@ -42,6 +47,21 @@ KNOWN = {
     "ideal": "#111827",
 }
 OTHERS = ("#c2185b", "#0097a7", "#e0a100", "#5d4037", "#7cb342", "#3f51b5", "#f4511e", "#00695c")
+# What each is on a dark screen; those that are not here can be read on both.
+DARK = {
+    "#a5581b": "#e39a5b",
+    "#1466b8": "#68b0f5",
+    "#4f97d7": "#a9d1f7",
+    "#12714a": "#5fcb98",
+    "#8d5fb0": "#c39ade",
+    "#6b7280": "#a3a9b4",
+    "#111827": "#f2f2ef",
+    "#c2185b": "#f06a9b",
+    "#5d4037": "#bf9a8d",
+    "#3f51b5": "#93a0ee",
+    "#00695c": "#4fb8a8",
+}
+GRID = "#e6e6e2"
 # More points than a line has pixels only make files large.
 POINTS = 500
 STYLE = {
@@ -51,7 +71,7 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#e6e6e2",
+    "grid.color": GRID,
     "grid.linewidth": 0.7,
     "axes.axisbelow": True,
     "svg.fonttype": "path",
@@ -73,12 +93,12 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     return {name: KNOWN.get(name) or next(free) for name in names}
 
 
-def _figure(rows: int, columns: int, height: float, *, width: float = WIDTH, **options: Any) -> tuple[Any, Any]:
-    """(figure, axes as a list of rows)."""
+def _axes(height: float) -> tuple[Any, Any]:
+    """(figure, its one set of axes). Each is a picture of its own, so that a page can put them beside or below each other."""
     matplotlib = need_matplotlib()
     with matplotlib.rc_context(STYLE):
-        figure = import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False, **options)
+        figure = import_module("matplotlib.figure").Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.subplots()
     return figure, axes
 
 
@@ -103,10 +123,9 @@ def _cumulative(pairs: Sequence[tuple[float, int]]) -> tuple[list[float], list[f
 
 def _distribution(
     results: Sequence[PolicyResult], pairs: Callable[[PolicyResult], Sequence[tuple[float, int]]], what: str, of: str
-) -> Any:
-    """Two axes: the share of all values up to a value and, for the tail, the share above it."""
-    figure, axes = _figure(1, 2, 3.3)
-    left, right = axes[0]
+) -> list[Any]:
+    """The share of all values up to a value and, for the tail, the share above it. Empty without a value."""
+    (body, left), (tail, right) = _axes(2.7), _axes(2.7)
     smallest = math.inf
     for result, colour in zip(results, colours(result.policy for result in results).values()):
         found = [(value, count) for value, count in pairs(result) if value > 0]
@@ -116,38 +135,33 @@ def _distribution(
         smallest = min(smallest, 1.0 / total)
         xs, below, above = _cumulative(found)
         left.step(xs, below, where="post", color=colour, label=result.policy, linewidth=1.6)
-        right.step([xs[0], *xs], [1.0, *above], where="post", color=colour, linewidth=1.6)
+        right.step([xs[0], *xs], [1.0, *above], where="post", color=colour, label=result.policy, linewidth=1.6)
+    if not math.isfinite(smallest):
+        return []
     for axis in (left, right):
         axis.set_xscale("log")
         axis.set_xlabel(f"{what}, seconds")
     left.set_ylim(0, 1.02)
     left.set_title(f"share of {of} up to so many seconds", loc="left")
     right.set_yscale("log")
-    right.set_ylim(max(smallest * 0.8, 1e-6) if math.isfinite(smallest) else 1e-3, 1.3)
-    right.axhline(0.01, color="#888", linewidth=0.9, linestyle=":")
+    right.set_ylim(max(smallest * 0.8, 1e-6), 1.3)
+    right.axhline(0.01, color=SOFT, linewidth=0.9, linestyle=":")
     right.annotate(
-        "P99", (1.0, 0.01), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#666", fontsize=8
+        "P99", (1.0, 0.01), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=SOFT, fontsize=8
     )
     right.set_title(f"the tail: share of {of} above", loc="left")
-    _legend(figure, left, len(results))
-    return figure
+    return [body, tail]
 
 
-def _legend(figure: Any, axis: Any, count: int) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside upper left", ncols=min(count, 5), frameon=False)
-
-
-def ttft_cdf(results: Sequence[PolicyResult]) -> Any:
-    """Time to the first token of all finished requests, one line for each policy."""
+def ttft_cdf(results: Sequence[PolicyResult]) -> list[Any]:
+    """Time to the first token of all finished requests, one line for each policy: two figures, or none."""
     return _distribution(
         results, lambda result: [(value, 1) for value in sorted(result.ttft_s)], "time to first token", "requests"
     )
 
 
-def tbt_cdf(results: Sequence[PolicyResult]) -> Any:
-    """Time between two tokens of a request, over all gaps, one line for each policy."""
+def tbt_cdf(results: Sequence[PolicyResult]) -> list[Any]:
+    """Time between two tokens of a request, over all gaps, one line for each policy: two figures, or none."""
     return _distribution(results, lambda result: result.tbt, "time between tokens", "gaps")
 
 
@@ -178,75 +192,85 @@ def _tenants(results: Sequence[PolicyResult]) -> list[str]:
     return list(dict.fromkeys(tenant.tenant for result in results for tenant in result.tenants))
 
 
-def kv_over_time(results: Sequence[PolicyResult]) -> Any:
-    """KV blocks, a row for each tenant and a column for each policy: usable blocks as a line, used ones as an area."""
-    names = _tenants(results)
-    width = max(WIDTH, 0.6 + 2.2 * len(results))
-    figure, axes = _figure(len(names), len(results), 0.6 + 1.6 * len(names), width=width, sharex=True, sharey="row")
-    painted = colours(result.policy for result in results)
-    for row, (name, line) in enumerate(zip(names, axes)):
-        for result, axis in zip(results, line):
-            points, colour = _of(result, name), painted[result.policy]
-            if points:
-                axis.fill_between(
-                    *_steps(points, lambda p: p.kv_used_blocks), step="post", color=colour, alpha=0.3, linewidth=0
-                )
-                axis.step(*_steps(points, lambda p: p.kv_usable_blocks), where="post", color=colour, linewidth=1.5)
-            if row == 0:
-                axis.set_title(result.policy, loc="left", color=colour)
-            axis.margins(x=0.01)
-        line[0].set_ylim(bottom=0)  # after all have been drawn: they share the range
-        line[0].set_ylabel(name)
-    figure.supxlabel("virtual time, seconds", fontsize=9)
-    figure.suptitle("line: blocks that may be used; area: in use", fontsize=9, x=0.01, ha="left", color="#555")
-    return figure
+def kv_over_time(results: Sequence[PolicyResult]) -> list[Any]:
+    """KV blocks, a figure for each tenant and policy: usable blocks as a line, used ones as an area.
+
+    The figures of a tenant share their scale. `ideal`, which has several times the memory, has its own: on that of the others it
+    would squeeze them.
+    """
+    painted, made = colours(result.policy for result in results), []
+    for name in _tenants(results):
+        drawn: list[tuple[PolicyResult, list[Sample]]] = [(result, _of(result, name)) for result in results]
+        top = max(
+            (point.kv_usable_blocks for result, points in drawn for point in points if result.policy != "ideal"),
+            default=0,
+        )
+        for result, points in drawn:
+            if not points:
+                continue
+            figure, axis = _axes(1.9)
+            colour = painted[result.policy]
+            axis.fill_between(
+                *_steps(points, lambda p: p.kv_used_blocks), step="post", color=colour, alpha=0.3, linewidth=0
+            )
+            axis.step(*_steps(points, lambda p: p.kv_usable_blocks), where="post", color=colour, linewidth=1.5)
+            own = max(point.kv_usable_blocks for point in points)
+            apart = " (its own scale)" if own > top > 0 else ""
+            axis.set_title(f"{name}: {result.policy}{apart}", loc="left")
+            axis.set_ylim(0, 1.05 * max(1, own if result.policy == "ideal" else top))
+            axis.set_ylabel("blocks")
+            _over_time(axis)
+            made.append(figure)
+    return made
 
 
-def alpha_over_time(results: Sequence[PolicyResult]) -> Any:
-    """Remapped layers: one axis for each tenant, and one line for each policy."""
-    names = _tenants(results)
-    figure, axes = _figure(len(names), 1, 0.7 + 1.45 * len(names), sharex=True)
-    painted = colours(result.policy for result in results)
-    for name, (axis,) in zip(names, axes):
-        for result in results:
-            points = _of(result, name)
+def alpha_over_time(results: Sequence[PolicyResult]) -> list[Any]:
+    """Remapped layers: a figure for each tenant of which some were, and in it one line for each policy."""
+    painted, made = colours(result.policy for result in results), []
+    for name in _tenants(results):
+        drawn = [(result.policy, _of(result, name)) for result in results]
+        if not any(point.alpha for _, points in drawn for point in points):
+            continue
+        figure, axis = _axes(2.1)
+        for policy, points in drawn:
             if points:
-                axis.step(
-                    *_steps(points, lambda p: p.alpha),
-                    where="post",
-                    color=painted[result.policy],
-                    linewidth=1.3,
-                    label=result.policy,
-                )
+                line = _steps(points, lambda p: p.alpha)
+                axis.step(*line, where="post", color=painted[policy], linewidth=1.3, label=policy)
         axis.set_title(name, loc="left")
         axis.set_ylabel("layers")
         axis.set_ylim(bottom=0)
-        axis.margins(x=0.01)
-    axes[-1][0].set_xlabel("virtual time, seconds")
-    _legend(figure, axes[0][0], len(results))
-    return figure
+        _over_time(axis)
+        made.append(figure)
+    return made
 
 
-def stall_over_time(results: Sequence[PolicyResult]) -> Any:
+def stall_over_time(results: Sequence[PolicyResult]) -> list[Any]:
     """Seconds that passes have waited for layers or KV since the start, all tenants together, and the waiting requests.
 
-    Each has one line for each policy.
+    Each a figure with one line for each policy, unless it would be zero throughout.
     """
-    figure, axes = _figure(1, 2, 3.1)
-    left, right = axes[0]
-    for result, colour in zip(results, colours(result.policy for result in results).values()):
-        for axis, field in ((left, "stall_s"), (right, "waiting")):
-            times, values = _sum_over_tenants(result, field)
-            axis.step(times, values, where="post", color=colour, linewidth=1.3, label=result.policy)
-    left.set_title("stalled so far, all tenants", loc="left")
-    left.set_ylabel("seconds")
-    right.set_title("requests waiting, all tenants", loc="left")
-    for axis in (left, right):
-        axis.set_xlabel("virtual time, seconds")
+    painted, made = colours(result.policy for result in results), []
+    for field, title, unit in (
+        ("stall_s", "stalled so far, all tenants", "seconds"),
+        ("waiting", "requests waiting, all tenants", "requests"),
+    ):
+        lines = [(result.policy, *_sum_over_tenants(result, field)) for result in results]
+        if not any(value for _, _, values in lines for value in values):
+            continue
+        figure, axis = _axes(2.7)
+        for policy, times, values in lines:
+            axis.step(times, values, where="post", color=painted[policy], linewidth=1.3, label=policy)
+        axis.set_title(title, loc="left")
+        axis.set_ylabel(unit)
         axis.set_ylim(bottom=0)
-        axis.margins(x=0.01)
-    _legend(figure, left, len(results))
-    return figure
+        _over_time(axis)
+        made.append(figure)
+    return made
+
+
+def _over_time(axis: Any) -> None:
+    axis.set_xlabel("virtual time, seconds")
+    axis.margins(x=0.01)
 
 
 def _sum_over_tenants(result: PolicyResult, field: str) -> tuple[list[float], list[float]]:
@@ -260,14 +284,23 @@ def _sum_over_tenants(result: PolicyResult, field: str) -> tuple[list[float], li
     return _steps(points, lambda point: point.alpha)
 
 
+def themed(colour: str) -> str:
+    """A colour as CSS that a page may change for dark screens (templates/simulate.html.j2); itself where it does not."""
+    return {SOFT: "var(--soft)", GRID: "var(--rule)", "#000000": "var(--ink)"}.get(
+        colour, f"var(--line-{colour[1:]},{colour})"
+    )
+
+
 def svg(figure: Any) -> str:
-    """The figure as an `<svg>` element for a page: it scales with its container, and refers to no other file."""
+    """The figure as an `<svg>` element for a page: it scales with its container, refers to no other file, and its colours are
+    `themed`."""
     stream = io.StringIO()
     with need_matplotlib().rc_context(STYLE):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r"((?:fill|stroke): )(#[0-9a-f]{6})", lambda found: found[1] + themed(found[2]), text)
     # Width and height in points would fix the size.
     return re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
