@@ -133,7 +133,7 @@ def test_what_got_worse_is_said_with_the_worst_first_and_has_a_tile() -> None:
     # The first token moves by half a percent: as much as two runs of the same code differ by
     assert [figure.key for figure in worse_figures(slower)] == ["tbt_p50_s", "tbt_p99_s"]
     assert worse_sentence(slower) == (
-        "Worse than the baseline: P50 time between tokens 95.6 ms to 146 ms, P99 time between tokens 140 ms to 190 ms."
+        "Worse than the baseline: P50 time between tokens 95.5 ms to 146 ms, P99 time between tokens 140 ms to 190 ms."
     )
     html = page(slower)
     assert worse_sentence(slower) in html and html.count('class="tile bad"') == 2 and html.count('class="tile') == 5
