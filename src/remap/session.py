@@ -489,6 +489,11 @@ class Session:
         """The attached tenants by name, in the order in which they came: as of now, read only. Empty once closed."""
         return MappingProxyType({name: cast(Inside, state.handle).tenant for name, state in self._tenants.items()})
 
+    def __repr__(self) -> str:
+        """Such as <remap.Session of 40 MiB on cpu: llama>. Takes no lock."""
+        held = "closed" if self.closed else ", ".join(self._tenants) or "no tenants"
+        return f"<remap.Session of {show_size(self.capacity_bytes)} on {self.device}: {held}>"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the snapshot, or what there is to say of a session that has none."""
         size = show_size(self.capacity_bytes)

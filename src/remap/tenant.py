@@ -121,12 +121,19 @@ class Inside:
         self._part_wait: Any = None
         self.tenant = Tenant(self)
 
+    def _how(self) -> str:
+        return "detached" if self._state.detached else "active" if self._state.active else "inactive"
+
+    def __repr__(self) -> str:
+        """Such as <remap.Tenant llama: active, 2 of 8 layers stream, 16 KV blocks usable>. Takes no lock."""
+        streams = f"{len(self._state.streamed)} of {self.layers} layers stream"
+        return f"<remap.Tenant {self.name}: {self._how()}, {streams}, {self.kv.pool.usable_blocks} KV blocks usable>"
+
     def _repr_html_(self) -> str:
         """What a notebook shows. Takes no lock."""
         state, pool = self._state, self.kv.pool
-        how = "detached" if state.detached else "active" if state.active else "inactive"
         rows = (
-            ("state", how),
+            ("state", self._how()),
             ("priority", self.priority),
             ("layers", f"{self.layers}, of which {len(state.streamed)} stream"),
             ("KV blocks", f"{pool.usable_blocks} usable, {pool.free_blocks} of them free"),
@@ -372,6 +379,9 @@ class Tenant:
         self.kv = KVCache(inside.kv)
         self.wait = inside.wait
         self.done = inside.done
+
+    def __repr__(self) -> str:
+        return repr(self._inside)
 
     def _repr_html_(self) -> str:
         return self._inside._repr_html_()

@@ -20,7 +20,7 @@ PAGES = (
         for name in ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", ".github/PULL_REQUEST_TEMPLATE.md")
     ),
     *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "examples/cpp/README.md",
+    *sorted((ROOT / "examples").rglob("README.md")),
     *sorted((ROOT / "bench/results").rglob("*.md")),
 )
 MAKEFILE = ROOT / "Makefile"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ pytest.importorskip("transformers", reason="needs the extras cluster and transfo
 
 from cluster_folder import save_model
 from near_tokens import Near
+from subprocesses import ROOT
 from test_cli import run
 from test_offline_process import COMMAND
 
@@ -261,6 +263,8 @@ def test_a_cluster_answers_as_the_model_alone_would_and_ends_at_an_interrupt(tmp
         chat = json.loads(ask(f"{url}/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]} | greedy))
         assert chat["choices"][0]["message"]["role"] == "assistant"
         assert run("top", "--once", "--url", url).exit_code == 0
+        burst = runpy.run_path(str(ROOT / "examples/05_cluster/burst.py"))["main"]
+        assert burst(url, 4, 8) == ["i0+i1"]
 
         bodies = [{"prompt": [number] * 60} | greedy for number in range(6)]
         with ThreadPoolExecutor(len(bodies)) as pool:

@@ -136,7 +136,7 @@ def test_what_got_worse_is_said_with_the_worst_first_and_has_a_tile() -> None:
         "Worse than the baseline: P50 time between tokens 95.5 ms to 146 ms, P99 time between tokens 140 ms to 190 ms."
     )
     html = page(slower)
-    assert worse_sentence(slower) in html and html.count('class="tile bad"') == 2 and html.count('class="tile') == 5
+    assert worse_sentence(slower) in html and html.count('class="tile bad"') == 2 and html.count('class="tile') == 6
     fewer = make_result(wall_s=40.0)
     assert worse_sentence(fewer) == "Worse than the baseline: tokens/s 32.0 to 24.0."
     more = replace(

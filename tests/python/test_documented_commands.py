@@ -450,6 +450,10 @@ def _engine(command: Command) -> None:
         assert option in known or option[2:].replace("-", "_") in known, f"{command}: {option}"
 
 
+def _example(command: Command) -> None:
+    assert (ROOT / command.words[1]).is_file(), command
+
+
 def _ray(command: Command) -> None:
     cli = pytest.importorskip("ray.scripts.scripts", reason="Ray is not installed").cli
     with patch.object(cli.commands[command.words[1]], "callback", lambda **given: None):
@@ -505,6 +509,10 @@ NOT_HERE: Mapping[str, tuple[str, Callable[[Command], None]]] = {
         _kills,
     ),
     ".venv/bin/python -m pytest ": ("the suite itself", _pytest),
+    "python examples/": (
+        "test_examples.py runs the examples, test_example.py of the engines the one of vLLM",
+        _example,
+    ),
     "pip ": ("it changes the environment", _pip),
     "vllm ": ("it needs vLLM: make test-engines", _engine),
     "python -m vllm": ("it needs vLLM: make test-engines", _engine),

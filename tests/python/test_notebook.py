@@ -58,6 +58,15 @@ def test_all_four_say_what_they_are_and_escape_a_tenants_name() -> None:
         assert cells(session) == cells(session.snapshot())
         assert "2 MiB at epoch" in cells(session) and "of 128 pages of 16 KiB" in cells(session)
         assert f"{HOSTILE} | yes | 2 | 0 | 0 | {tenant.kv.usable_blocks}" in cells(session)
+        assert repr(session) == f"<remap.Session of 2 MiB on cpu: {HOSTILE}>"
+        assert (
+            repr(tenant)
+            == f"<remap.Tenant {HOSTILE}: active, 0 of 2 layers stream, {tenant.kv.usable_blocks} KV blocks usable>"
+        )
+        assert (
+            repr(tenant.kv)
+            == f"<remap KV cache: {tenant.kv.usable_blocks} of 64 blocks usable, {tenant.kv.free_blocks} free>"
+        )
         session.deactivate(HOSTILE)
         assert "state | inactive" in cells(tenant) and f"{HOSTILE} | no" in cells(session)
 
@@ -69,6 +78,11 @@ def test_nothing_raises_once_tenant_and_session_have_gone() -> None:
     session.detach("a")
     assert "detached" in cells(tenant) and "gone" in cells(tenant.kv) and "epoch" in cells(session)
     session.close()
+    assert (
+        repr(session) == "<remap.Session of 2 MiB on cpu: closed>"
+        and ": detached, " in repr(tenant)
+        and repr(tenant.kv)
+    )
     assert "state | closed" in cells(session) and "capacity | 2 MiB" in cells(session)
     assert "detached" in cells(tenant) and "gone" in cells(tenant.kv) and "a | yes" in cells(seen)
 

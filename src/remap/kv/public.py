@@ -138,6 +138,10 @@ class KVCache:
         self.spec: KVSpec = kv.spec
         self.max_blocks = kv.max_blocks
 
+    def __repr__(self) -> str:
+        pool = self._kv.pool
+        return f"<remap KV cache: {pool.usable_blocks} of {self.max_blocks} blocks usable, {pool.free_blocks} free>"
+
     def _repr_html_(self) -> str:
         return self._kv._repr_html_()
 
