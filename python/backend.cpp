@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backend contract as Python sees it: for the conformance suite, benchmarks and tools. Addresses are ints.
 #include "remap/backend.h"
 

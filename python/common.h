@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared by the binding sources. Bindings translate arguments and errors; they decide nothing.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // remap::Error -> the class of remap.errors with the same name, numbers as attributes.
 #include "common.h"
 #include "remap/error.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One-dimensional uint8 tensors over addresses of a region, by DLPack: zero-copy for torch, numpy and others, without
 // linking any of them. The structures below are the public DLPack ABI, version 1.0.
 #include <fcntl.h>

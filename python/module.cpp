@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "common.h"
 
 PYBIND11_MODULE(_core, module) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Page numbers as an argument from Python: any sequence of integers, or a `range`, which costs no Python object a page.
 #pragma once
 

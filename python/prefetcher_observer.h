@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Joins two parts that do not know each other: the executor's worker tells the prefetcher that a region is in place.
 #pragma once
 

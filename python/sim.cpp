@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sim backend as Python sees it: its clock, and what it was made with.
 #include "remap/sim.h"
 

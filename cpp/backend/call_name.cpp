@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The names of the calls, as they stand in traces, error fields and test output.
 #include <array>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fast copies between host buffers and the arena, and the threads that share them.
 #pragma once
 

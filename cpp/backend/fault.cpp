@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FaultBackend: makes chosen calls fail before they reach the inner backend, and chosen copies while they run.
 //
 // An asynchronous failure is kept here, not in the inner backend, so that it works over any of them: the stream is marked

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host backend: HostMemory (pages, regions, mappings) and HostStreams (copies, events) behind the Backend contract.
 #include <pthread.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Opening and closing, regions, pages and host memory; what stands behind which address is host_mapping.cpp.
 #include "backend/host_memory.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pages, regions and mappings of the host backend: one memfd, and ranges of it shown at reserved addresses.
 //
 // Concurrency: one mutex guards the tables and is held over the system calls that change mappings, so that the tables and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams and events of the host backend: each stream is a worker thread with a queue.
 //
 // Order and progress

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A decorator that is told before and after each call; fault and trace are made of it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The limit decorator: refuses what would pass a limit.
 //
 // Concurrency: a count is reserved before the inner call and given back if that throws; it is dropped only after a release

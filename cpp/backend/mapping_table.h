@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What stands behind which address: reservations, mapped pages, and how many kernel mappings they need.
 //
 // Bookkeeping only, no system call: a backend (host, cuda) asks it whether a call's preconditions hold before it touches the

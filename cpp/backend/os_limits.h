@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which limit of the process or of the machine stands behind a system call that the kernel refused: errno alone does not say.
 //
 // Reading the limits and judging them are separate, so that the judgement can be tested on any numbers. Both happen behind a

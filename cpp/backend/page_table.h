@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The pages of a backend by handle: which there are, how large, and behind how many ranges each stands.
 //
 // A handle is (generation << 32 | slot + 1): 0 is none, and that of a destroyed page is refused even when its slot has another

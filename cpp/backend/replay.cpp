@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replays a trace on another backend: the same calls in the same order, with handles and addresses translated.
 //
 // A trace is untrusted: it may have been edited, cut or made up. The backend refuses what breaks its preconditions, but not what

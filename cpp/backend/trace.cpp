@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TraceBackend, and the text form of its log.
 //
 // Concurrency: counters are atomics. The log can be replayed in its order, whichever threads the calls came from:

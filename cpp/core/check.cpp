@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arena::check(): the invariants of arena.h, as code.
 #include <algorithm>
 #include <set>

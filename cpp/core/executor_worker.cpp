@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Executor's worker: re-points layers' regions behind an event, off the critical path. The only thread of this library
 // that makes driver calls on its own account (released() also makes it enqueue copies): drain() brings it to rest.
 #include <algorithm>

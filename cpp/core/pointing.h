@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which pages a view shows: the only code that changes a mapping. Used by Arena (set-up) and Executor (plans, and its worker).
 // Every function: pre: the arena's pointing lock is held. Whole, or nothing and a typed error; ArenaBroken if undoing fails.
 //

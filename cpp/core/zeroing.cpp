@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Zeroes pages that change tenant (promise 6: a page that changes tenant reads zero), and orders the zeroes.
 //
 // Only a page's tenant touches its bytes, on streams that the arena does not know. A page that goes from tenant A by way of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LayerSchedule: which copy into the ring may be issued when. Pure: it knows no device, no memory, no thread and no clock.
 //
 // Streamed layers are called by their position j = 0 .. m-1 in the pass. Slots are fixed: position j always uses ring

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PassTimer: how long each pass took and how long it waited for layers. Private to cpp/schedule; used under the
 // Prefetcher's mutex.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prefetcher::configure: from one set of streamed layers to the next, all or nothing.
 #include <algorithm>
 

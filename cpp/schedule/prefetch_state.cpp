@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the Prefetcher does under its lock: tickets, copies, readers. The rules are in prefetch_state.h.
 #include "schedule/prefetch_state.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the Prefetcher knows and does while it holds its lock. Private to cpp/schedule.
 //
 // Who writes what, and what orders it

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prefetcher: carries out what LayerSchedule allows, on one copy stream. How it stays correct: prefetch_state.h.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Arena: all pages of one device, all regions over them, and who owns each page.
 //
 // It holds the tables and the set-up calls (attach, detach, close). After set-up only the Executor (executor.h) changes

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backend contract: everything that the core asks of a device, and nothing else.
 //
 // Implementations: host (memfd; CPU inference), cuda (driver VMM, loaded with dlopen), sim (a virtual clock, sim.h), and the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How to make the backends and the decorators. The classes behind make_* are private.
 #pragma once
 

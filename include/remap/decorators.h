@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The decorators that have more to say than a Backend: FaultBackend makes calls fail, TraceBackend counts and logs them,
 // and replay() does what a log says on another backend. Made by make_fault_backend and make_trace_backend (backends.h).
 #pragma once

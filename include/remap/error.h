@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every error of the core: a kind, a sentence, and the numbers in it as fields.
 //
 // A message says what was expected, what was left unchanged, and what to do next. The Python bindings raise the class of

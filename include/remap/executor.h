@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Executor: the only place where a page changes hands.
 //
 //   apply(plan)  checks the epoch and every owner, then does all steps that are not deferred; an error undoes what was

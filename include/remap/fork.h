@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A child made by fork shares the arena's memory with its parent and has none of its threads: it must not touch either.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans: what the planner asks for and the executor does. Values only.
 #pragma once
 

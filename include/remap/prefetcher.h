@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Prefetcher: brings streamed layers into the ring just before they are needed. It copies; it never maps.
 //
 // Computation is either the calling thread's (begin_pass()), and then wait() blocks it; or it is work enqueued on a stream

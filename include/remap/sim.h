@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sim backend: the backend contract in virtual time. The session, the executor and the prefetcher run on it unchanged, and
 // every time that they learn is computed, not measured: the same calls in the same order give the same bits.
 //

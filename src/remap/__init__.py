@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """remap: turn model weights into KV cache while serving, and back.
 
 Importing this package loads neither torch nor an inference engine. See `Session` for the way in.

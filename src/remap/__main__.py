@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m remap`: the command line, where the console script is not on the path."""
 
 from __future__ import annotations

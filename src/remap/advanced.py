@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For tests, ablations and what several instances do together (`remap.cluster`): the controller's verbs by hand, layers that are
 computed elsewhere, and a look inside a session. An engine needs none of it.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the arguments of a session's methods: each raises InvalidArgument before the method changes anything."""
 
 from __future__ import annotations

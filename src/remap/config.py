@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings, as frozen values. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap.attach`, for models of transformers. The call imports the adapter, and with it torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The errors that this library raises. Numbers are fields, never only text (design: "a failed call changes nothing").
 
 Each message says what was asked and what was expected, what was left unchanged, and what to do next. Fields are set by

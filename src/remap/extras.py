@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How to install what an extra brings.
 
 The hint names the packages themselves, read from the installed distribution: it is right wherever the wheel came from,

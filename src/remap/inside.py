@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the public handle of a tenant to what this library itself knows of it. Loads nothing; doubles of a tenant pass it too."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a session joins a broker, and does what other processes ask of it.
 
 What the broker asks comes on a thread of the membership's. It calls the session as any other thread does, and does not keep it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which thread may touch a session or a tenant at any moment: two locks, and their order.
 
     SessionLock   one call at a time that changes the session: step, activate, lend, remap, attach, detach, settle, close

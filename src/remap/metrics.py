@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of a session for Prometheus: names, types, units and labels (docs/metrics.md has them as a page).
 
     from prometheus_client import REGISTRY, start_http_server

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names that stood on a public class: they work for one release more, and say where they are now."""
 
 from __future__ import annotations

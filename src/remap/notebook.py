@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a notebook shows of an object: a small HTML table, with everything escaped."""
 
 from __future__ import annotations

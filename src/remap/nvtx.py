@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranges for profilers (Nsight Systems), if REMAP_NVTX=1 was set when this package was imported.
 
 "remap.step", "remap.apply" and "remap.settle" are calls; "remap.pass" is from the beginning to the end of a pass. They

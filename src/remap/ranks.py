@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model on several ranks (tensor parallelism): rank 0 decides, and all ranks make the same change, or none does.
 
     Group.step -> rank 0: Session.step decides and changes its arena

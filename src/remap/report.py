@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports and snapshots: frozen values, safe to keep, compare and log. The only feedback to the controller."""
 
 from __future__ import annotations

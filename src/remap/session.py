@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The session: one arena, its tenants, and the only wiring between policy and memory.
 
     per step   demand -> Controller.decide -> Planner -> Plan -> Executor.apply -> blocks usable -> settle

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A session that `remap top` shows from another process: by `remap.advanced.show`, or by the environment variable REMAP_TOP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes as users write them: an int of bytes, or "24GiB"."""
 
 from __future__ import annotations

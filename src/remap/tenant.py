@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One attached model: its KV cache, and the brackets that the engine puts around passes and layers.
 
     with tenant.forward():            # one pass

@@ -34,6 +34,10 @@ def test_the_metadata_names_the_address_and_the_license_by_its_spdx_name() -> No
         address.with_urls(address.with_urls(PYPROJECT, HOST), HOST)
 
 
+def test_each_source_names_its_license() -> None:
+    assert [str(path) for path in load_tool("spdx").lacking()] == [], "python tools/spdx.py"
+
+
 def test_the_sdist_leaves_out_what_is_of_the_repository() -> None:
     left_out = set(tomllib.loads(PYPROJECT)["tool"]["scikit-build"]["sdist"]["exclude"])
     suites = {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of the CUDA driver's binary interface that the backend calls, declared anew: no toolkit is needed to build.
 //
 // tests/cpp/cuda_abi_test.cpp compares every size, offset, value and signature with cuda.h where that is installed.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The device's primary context: the one that torch and the CUDA runtime use, retained once a backend.
 //
 // Calls come from any thread, with any context current or none. Each call into the driver stands inside a Use: it makes this

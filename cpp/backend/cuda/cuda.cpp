@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cuda backend: Memory (pages, regions, mappings), LockedMemory (host memory) and Streams (copies, events) in the device's
 // primary context, behind the Backend contract.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a device is and can do, asked without a context.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The driver library: loaded with dlopen when a backend is opened, its entry points asked for by name and version.
 //
 // Drivers from CUDA 12.0 on (branch 525) serve: cuGetProcAddress_v2 came with it, which says why it has no answer, and all that

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Filling memory in: the kernel finds and zeroes an OS page when it is touched first. For all that a model's master copies take,
 // that is worth several threads.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much host memory may be page-locked, and what there is to know about a range before that is done.
 //
 // Page-locked memory can neither be reclaimed nor swapped out: what is taken beyond what the machine or the cgroup can spare ends

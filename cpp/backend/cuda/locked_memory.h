@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Page-locked host memory: what copies can read at full speed, within a budget.
 //
 // Buffers are mappings of our own, of the size asked for (rounded to OS pages and no further; allocators for page-locked memory

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Regions, pages and mappings of the cuda backend: the driver's virtual memory management, with books of our own.
 //
 // The driver checks little and says less (an unknown handle is undefined behaviour), so every precondition of the contract is

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams and events of the cuda backend.
 //
 // A StreamHandle is the CUstream's value, for streams of ours and for adopted ones (1 and 2: the default streams). An

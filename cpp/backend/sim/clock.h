@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The virtual time of the sim backend: whose clock shows what, when streams are free, and what events stand for. The rules are
 // in remap/sim.h. One mutex guards all of it; every call is short.
 #pragma once

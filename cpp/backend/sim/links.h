@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When copies and kernels of the sim backend begin and end. Pure arithmetic on virtual seconds; the caller's lock covers it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Regions, pages, mappings and host memory of the sim backend: the books of a device, with or without bytes behind them.
 //
 // Unbacked: a region, and allocated host memory, is address space with no access (it costs nothing and touching it faults);

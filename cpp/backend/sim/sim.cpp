@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sim backend: Memory (what lies where) and Clock (when what happens) behind the Backend contract.
 #include "remap/sim.h"
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sessions that engines of one process share: the first engine opens it, the last one closes it; and those of a broker's pages,
 which engines of any process share."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block tables for caches whose sequences share blocks: beams, repeated prompts, selections.
 
     blocks = SharedBlocks(tenant.kv)

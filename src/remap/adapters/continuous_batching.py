@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' own continuous batching (`model.generate_batch`) over the blocks of an attached model's KV pool.
 
     with remap.attach(model, capacity="600MiB") as attached:

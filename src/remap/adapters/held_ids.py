@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block ids that a tenant's pool and an engine's own allocator exchange: new ones, and ones on their way back.
 
     held = HeldIds(reserved=[0])

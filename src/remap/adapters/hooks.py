@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks for a model that was attached with `hooks=False`; without that option `Session.attach` puts them in by itself.
 
     tenant = session.attach(model, kv=spec, hooks=False)

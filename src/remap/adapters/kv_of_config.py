@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV cache that a transformers model needs, from its configuration and its attention modules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `transformers` cache whose keys and values live in the blocks of a tenant's KV pool.
 
 The cache's owner calls `prepare(rows, tokens)` before a pass, outside of it: `prepare` reports the demand to the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of engine plugins: read from environment variables into one frozen value and checked as a whole.
 
 An engine loads a plugin in processes that the user does not start himself; only environment variables reach all of

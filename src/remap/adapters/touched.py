@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two checks of an engine's version that is newer than those that an adapter was tested with.
 
 `admit` checks, before any change, that the engine has the names that the adapter uses and that they take its arguments.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap.attach`: weights and KV cache of a transformers model share one arena, and plain `generate()` uses it.
 
     with remap.attach(model, capacity="600MiB") as attached:

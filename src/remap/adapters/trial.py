@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few tokens with the adapter's cache and without it, before the first request.
 
 `attach` runs this for versions of transformers that are newer than the tested ones (`touched.prove`). The names that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One arena for many processes: a broker owns the pages, members are sessions that join it (docs/broker.md).
 
 | module | |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who has which page, who waits for some, and who is asked: the broker's decisions, without a socket or a clock.
 
     joined, wanted, gave, called, disowned, done, left, ended, late  ->  messages to send, (member, message) each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A socket at a path, for processes of the same user, and who connects to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A session's side of the broker's socket.
 
 Two threads, since none may wait for the other's locks: one only reads packets, and hands them on; one does what others ask for,

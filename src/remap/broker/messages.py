@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes over the socket: one message a packet (SOCK_SEQPACKET keeps their borders and their order), msgpack by msgspec.
 
     to the broker    Join, Want, Give, Done; of the pages of a member's own layers: Home, Disown; of how it is: Report

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of a broker and its members for Prometheus, and the server of `remap serve --metrics`.
 
 Each scrape looks at the broker through its socket, as `remap top` does: the broker's thread knows nothing of it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A session's snapshot as a message: the numbers that a person looks at, within the limits of a message."""
 
 from __future__ import annotations

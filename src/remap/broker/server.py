@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The broker: makes the pages' file, admits members, and carries the ledger's decisions to them.
 
 One thread, which never waits for a member: packets that a socket does not take are kept for it, and a member that takes none for

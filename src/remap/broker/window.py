@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A session that shows itself at a socket, to `remap top`: one that has joined no broker, such as one on a GPU.
 
 It answers `Look` as a broker with one member does, and nothing else. Its thread waits for connections alone; for who looks it

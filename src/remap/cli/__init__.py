@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `remap`. It needs the extra `cli` (typer, rich, jinja2); the library itself does not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap advise`: five lines on whether remap pays for these models on this machine, and the settings that follow.
 
 `remap.sim.advice` decides; the simulator serves the load.

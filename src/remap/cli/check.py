@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of one check of `remap doctor`, and a reader of system files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap cluster serve`: instances of one model behind OpenAI's endpoints (`remap.cluster.server`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap demo`: serves the same requests with the same engine in three runs, and compares them.
 
 unconstrained  memory for all requests at once: its tokens are the reference

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap demo`: its options, and a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of a run of the demo, and its reports of progress."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """out/demo.html: the demo's runs as one self-contained page (templates/demo.html.j2: inline SVG, CSS and a little
 script).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's 48 requests: code, prose, questions and long contexts, written for this project.
 
 They arrive together. Kinds are interleaved and lengths vary (about 30 to 900 prompt tokens, 24 to 200 new tokens), so

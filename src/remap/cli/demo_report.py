@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's results as numbers, out/demo.json, a table and a closing sentence.
 
 These are pure functions over RunResult values; demo_html makes the page. The closing sentence is computed from the

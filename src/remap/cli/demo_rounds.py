@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several rounds of the demo in one table, with medians and ranges. Pure functions over the rounds' results.
 
 A round is the three runs one after another, so that other work of the machine affects all three kinds.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of the demo in a process of its own: `python -m remap.cli.demo_run KIND CONFIG RESULT PROGRESS_FD`.
 
 Each run has its own process, so that memory, threads and warm caches of one run cannot affect the next. The three kinds

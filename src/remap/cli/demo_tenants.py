@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo with several models on one arena, in turns: one run, in the process that demo_run made for it.
 
 SmolLM2 and Llamas with random weights (shared_world.py) share the demo's prompts, which all arrive at once. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks of `remap doctor`: of the host backend and its speed, the GPU, and the packages and model of the demo."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks of CUDA: `look` asks the driver, and `checks` judges the answers. `checks` asks nothing itself, so
 literals test it.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The link of a device, for `remap doctor`: measured by copies through the backend, judged by what its lanes carry."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap doctor --vllm`: checks whether the adapter works with the installed vLLM, and shows how to start it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of the commands: a command that fails prints one red line with the reason, no traceback, and sets an exit
 code.
 

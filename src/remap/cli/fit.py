@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap fit`: makes a machine's table entry from measurements of it (`remap.sim.fit`)."""
 
 from __future__ import annotations

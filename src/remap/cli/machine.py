@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The facts about the machine that measured numbers depend on. They contain no names of hosts or folders."""
 
 from __future__ import annotations

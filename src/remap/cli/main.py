@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The typer application: `remap demo`, `offline`, `cluster`, `serve`, `top`, `advise`, `plan`, `simulate`, `fit` and `doctor`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap offline`: answers a file of requests with a model, in as many runs as it takes (`remap.engine.generate_offline`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several commands have in common: options of one name mean the same in all of them, and a table is printed whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages from the templates beside this module, each in one file that loads nothing from the network.
 
 A page escapes every value, except those that its template marks as safe.

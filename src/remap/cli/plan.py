@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap plan`: the effect of remapping for a model on a machine, with the arithmetic.
 
 `remap.sim.planning` computes the numbers.

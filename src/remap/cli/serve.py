@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap serve`: the broker of an arena that several processes share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three models on one arena, for the ablations and for the demo with several tenants.
 
 The models are SmolLM2-135M and two Llamas with random weights of a fixed seed, which differ from it in depth and width,

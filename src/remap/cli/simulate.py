@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap simulate`: serves the same requests under several policies in virtual time, and compares them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of `remap simulate`: table, configuration and pictures in one file (templates/simulate.html.j2)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of simulated runs: each function takes results and returns matplotlib figures; `svg` and `png` write them.
 
 A function returns no figure where there is nothing to see.

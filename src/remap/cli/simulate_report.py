@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of `remap simulate`: the table of all policies side by side. Pure."""
 
 from __future__ import annotations

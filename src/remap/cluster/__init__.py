@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster of instances that serve one model, and that merge into pipelines while KV is short (KunServe).
 
     messages   values that go between control and instances: plans, reports, commands, events

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A line for each request of the server: who asked, for what, with which status, and how long it took."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text of an answer whose tokens come one after another. Pure but for the tokenizer that it is given."""
 
 from __future__ import annotations

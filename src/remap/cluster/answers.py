@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers as they come: the front's tokens of each choice as text, of several choices in the order in which they come."""
 
 from __future__ import annotations

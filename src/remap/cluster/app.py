@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAI's endpoints over a `Front`, with /health, /metrics, /cluster, /version and /tokenize.
 
 A caller who goes away cancels his request: what is streamed ends with the response, and beside every other wait the server

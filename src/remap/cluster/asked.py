@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a body asks for, and how the answer to it looks: OpenAI's objects and chunks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Room for KV that an instance has beside its own memory, while it serves alone: of its layers that stream, and of models that
 are idle in its session. The session gives it when requests need it (`Head.rest`). Reports say how much that may be and what it
 costs; at the switch to a group it ends. Such a model may wake and serve, and borrow pages of the instance's layers in its turn:

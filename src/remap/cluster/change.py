@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What control has decided about an instance's next group: prepared, committed, aborted (see `messages`).
 
 Control's threads and the loop share it, under one lock. It serves nothing itself: the loop carries out what is decided

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Control of a cluster: who serves with whom, and how that changes. Pure: events in, commands out, no clock and no IO.
 
 Every change, a merger or a dissolution, goes through the same steps and has an epoch of its own:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an instance has computed and sent since it began."""
 
 from __future__ import annotations

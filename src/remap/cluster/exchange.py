@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV that moves when groups change: who sends which layers of which request where, in chunks behind activations.
 
 All instances of a change take part, joined by a mesh. What an instance had computed before lies in its old places (`Departure`)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that serves: it connects a `Service` with the instances and with the callers. Asynchronous, without Ray.
 
 One event loop owns the service, with control and ledger, and every queue of a caller; nobody else touches them, so nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request's headers must be, looked at before anything of its body.
 
 Host            one that this server goes by, if it was told which: else a page of another site can reach a server at the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler of a group: who runs in which microbatch. It computes nothing itself.
 
 A head has as many lanes as its group has stages, each with at most one microbatch in flight: who goes where, and why that is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors as callers see them: an HTTP status, and OpenAI's form of it."""
 
 from __future__ import annotations

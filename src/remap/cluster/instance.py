@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One instance of a cluster: a stage of a group, always, if only of a group of one.
 
 One thread, the loop, owns everything that computes: the member that the instance is now (`member`), with its passes, its

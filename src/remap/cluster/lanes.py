@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lanes of a group: who runs in the next microbatch, and how much of the prompts. Pure; the simulator runs it as well.
 
 A pipeline of g stages is full while g microbatches are on their way. So a group has as many *lanes* as stages: schedulers over

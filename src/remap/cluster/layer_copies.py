@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that come home from other instances of the group, in pieces behind activations: who sends which bytes when.
 
     stage that lacks a layer   Want, to the stage that control named as its source

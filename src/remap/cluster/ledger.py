@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every request of a cluster: where it is, and which of its tokens were delivered. Each is answered once. Pure.
 
 A request is sent in attempts. When the instance that has it is lost, the next attempt begins behind the tokens that were

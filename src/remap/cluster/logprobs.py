@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logprobs as OpenAI writes them: of completions as four lists, of chats as one object for each token."""
 
 from __future__ import annotations

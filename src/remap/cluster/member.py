@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an instance is between two changes: one stage of a group, if only of a group of one."""
 
 from __future__ import annotations

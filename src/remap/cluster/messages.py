@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The values that go between control and the instances of a cluster. Pure, and frozen; each can be pickled.
 
 Epochs order everything. Control gives each change (a merger, a restoration, a recovery) a number that nothing had before. So

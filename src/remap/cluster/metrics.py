@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/metrics of a server: what it counted, and what its front shows at the moment of the look."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies of OpenAI's completions and chat into requests of the engine.
 
 What the engine does not have is refused by name, unless its value asks for nothing; so is a field that nobody here knows, unless

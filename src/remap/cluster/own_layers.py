@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an instance's layers leave and come home: to be computed elsewhere, their pages KV; and back from the host.
 
 A drop is one call, `hold`, at the switch. Coming home takes two steps, while the group serves:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A microbatch's way through one member of a group.
 
     head        launch    schedules it, and computes the first stage

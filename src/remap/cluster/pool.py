@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The logical blocks of a group: numbers below a capacity, which every stage of the group has a place for. Pure.
 
 The head allocates from here as an engine does from `tenant.kv`. Each stage maps the same numbers to its own memory (slots.py).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The links of a group that is to be: how the instances of a change meet."""
 
 from __future__ import annotations

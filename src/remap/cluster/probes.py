@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What passes cost on this instance, measured on a few of them before it serves.
 
 The factors of a pass (`policy.cluster.lookahead`) are fitted to passes of different shapes: few, for nobody is served meanwhile,

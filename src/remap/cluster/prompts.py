@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts of bodies into token ids. What cannot be served is refused before it is tokenised, which can take a time that grows
 with the square of the length."""
 

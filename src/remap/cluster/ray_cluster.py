@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances as Ray actors: where they run, that they come back, and what Ray says when they do not.
 
 Ray places them (a placement group, spread over the nodes), starts them, starts them again (`max_restarts`), and carries

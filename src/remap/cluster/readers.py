@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies become requests beside the event loop: a long prompt holds up neither anybody's tokens nor another's prompt.
 
 A few threads, each with a copy of the tokenizer, for tokenizers need not bear several threads. A copy is made when its thread

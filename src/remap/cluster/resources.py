@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an instance has, whatever group it is in, and what it measured of that before it serves."""
 
 from __future__ import annotations

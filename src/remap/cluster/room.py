@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Room for KV in a group: each stage says how many logical blocks it has places for, and the head's pool has the least."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An instance of `remap cluster serve`: a transformers model from a folder or the hub, on a session of its own.
 
 `layout_of` reads shapes only. So the process that serves says what is wrong with the model or the memory before it starts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server's life: it listens, serves `app` until it is asked to end or cannot go on, and lets unfinished answers end.
 
 One event loop runs all of it, and the front.

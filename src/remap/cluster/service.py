@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Control and ledger together: what becomes of a request, from the question to its last token. Pure, like both.
 
 `Service.on` takes the events of `Control.on` and carries out what concerns requests: what was lost is asked for again, and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the logical blocks of a pipeline stage lie in its KV region. Pure.
 
 With the block_major layout a physical block is as many *slots* as the model has layers, one layer's keys and values each, and

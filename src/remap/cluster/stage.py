@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One stage of a pipeline: consecutive layers of the model over microbatches that the head describes row by row.
 
 A microbatch is one pass of the reference engine, cut between layers: the first stage embeds, the last one that has layers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV of one stage: views of its tenant's KV region, one for each layer that it computes (see slots.py).
 
 Nothing is copied or allocated here. The tenant's region never moves, so neither do the views. Only the thread that runs the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The switch: an instance becomes a member of the group that was decided, and what its old group had goes on elsewhere."""
 
 from __future__ import annotations

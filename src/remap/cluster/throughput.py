@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the network between instances brings, as the pieces show that went over it."""
 
 from __future__ import annotations

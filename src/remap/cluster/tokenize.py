@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/tokenize, as vLLM has it: the tokens of a prompt, or of a chat as the model's template writes it."""
 
 from __future__ import annotations

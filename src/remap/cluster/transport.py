@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages and tensors between the instances of a group or of a change, over torch.distributed's gloo process groups.
 
 A `Link` is one process group that belongs to nobody else: made from a store and a prefix, never the default group. A message is

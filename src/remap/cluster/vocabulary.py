@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What single tokens of a model stand for: their bytes, whatever the rest of the text.
 
 A token may be a part of a character, and tokenizers show such a part as U+FFFD. Its bytes are in how the vocabulary writes it:

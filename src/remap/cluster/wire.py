@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What instances of a cluster say to each other: msgpack, one struct for each message.
 
 The *ring* joins the stages of a group: each stage sends to the next, the last to the head. So everything that concerns the group

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small continuous-batching engine: the worked example of adopting remap, and the engine of the demo and the benches.
 
 How a request lives: `LLMEngine.add_request` queues it; each `Engine.step` asks the session for blocks, lets the

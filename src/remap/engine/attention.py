@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over paged KV on the CPU: blocks may lie anywhere in the KV region, in any order.
 
 Everything that depends on the batch alone (where to write, which blocks to read, masks) is made once a pass, in

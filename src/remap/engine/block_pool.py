@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scheduler needs of a KV cache: `tenant.kv`, or a test's double."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decode pass of a fixed batch size, recorded once and replayed: whole, or layer by layer.
 
 Batch sizes are bucketed. Of each bucket there is, recorded when first needed,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a sequence one pass computes."""
 
 from __future__ import annotations

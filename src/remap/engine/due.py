@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks that no sequence has any more and that the pool has not back yet: pure bookkeeping.
 
 A sequence's tables and the pool's books cannot change at one moment, and an interrupt (Ctrl-C) may come between the two. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop: ask for blocks, schedule, run one pass, sample, account. Adopting remap is the first lines of
 `Engine.step`. Engines that share an arena are stepped together: see sharing.py, which asks for all of them and calls `advance`.
 

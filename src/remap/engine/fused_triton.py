@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Llama-like layers with the small operations fused: one Triton kernel each for the norm, the rotation of q and k, and
 the gated activation, and the residual added by the matrix product. About a dozen launches a layer.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pass on a device: batch tensors staged and copied, decodes from recordings, prompts launched one kernel at a time.
 
 Everything is enqueued on one stream, the runner's own, between entering and leaving `tenant.forward(stream=...)`; layers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Record a piece of a pass once, run it again and again: CUDA graphs, and a stand-in that runs the piece itself.
 
 A piece is a function without arguments or result that works on fixed tensors. What it does must depend on them alone, for

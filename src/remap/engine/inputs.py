@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pass on a device reads besides weights and KV: token ids, positions, slots, lengths and the block table.
 
 All of it is int32 in one buffer at a fixed address (a captured graph reads it there), filled once a pass, asynchronously,

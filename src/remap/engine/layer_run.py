@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Consecutive layers of a model over a flat batch of tokens: what every pass on the CPU does, of a whole model (runner.py) or
 of a part of it (remap.cluster.stage).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One forward for transformers' Llama, Qwen2 and Qwen3, one for OPT and one for GPT-2, on a flat batch of tokens.
 
 transformers' own forward wants rectangular batches and its own cache; these run the same modules (so that weights are

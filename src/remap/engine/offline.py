@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offline jobs: serve every request of a file, and write the answers to another, across as many runs as it takes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two files of an offline job, in JSON Lines: requests, and answers in the order in which they came. Pure: no torch.
 
     {"custom_id": "a", "prompt": [5, 9, 2], "max_tokens": 8}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over paged KV on a device, behind one small interface; which kernels do it is a matter of choice.
 
     flashinfer   where the package imports and takes the shapes (paged_flashinfer.py)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashInfer's kernels over the same strided KV tensors.
 
 FlashInfer takes keys and values as a pair of NHD views (blocks, block_tokens, kv_heads, head_dim) and reads their strides;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels over paged KV: write tokens into their slots, and attention of one new token per sequence.
 
 The KV of a layer is (2, blocks, block_tokens, kv_heads, head_dim) with any strides: in a block-major region the next

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an offline batch keeps the KV of its sequences: in pairs of blocks, as keys and values or as activations."""
 
 from __future__ import annotations

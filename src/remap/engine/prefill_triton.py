@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Triton kernel for prefill over paged KV: chunks of prompts, each over all tokens of its sequence up to itself.
 
 The batch is flat: chunks of many sequences, of any lengths, stand one after another. The host cuts it into tiles (some

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The session's last report, until the tables of all engines follow it.
 
 A report tells which live blocks moved, once. An interrupt (Ctrl-C) may come between the session's call and the engine's tables:

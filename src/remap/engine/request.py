@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user asks for (`Request`, `SamplingParams`), what he gets (`Output`), and the engine's own record of it
 (`Sequence`).
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pass over the whole model on the CPU (layer_run.py says how), and the choice of the next tokens (sampling.py).
 
 If anything raises, the pass is abandoned; no sequence has advanced, and the same pass can be run again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice of the next token from its logits, and the logprobs that are noted of it.
 
 All of it is a function of the request, of the tokens known and of the logits: there is no state, so that a request that starts

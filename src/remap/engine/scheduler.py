@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who runs in the next pass. Pure: no torch, no clock; blocks come from a pool that is handed in.
 
 The policy is vLLM V1's, so that the engine without a session is a fair baseline: running sequences first, in the order

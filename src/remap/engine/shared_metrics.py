@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run of several engines on one arena cost: each tenant's metrics, all of them together, and the turns. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several engines on one arena: who runs when, one `session.step` for all of them, and what it cost.
 
 temporal   one tenant is active at a time, in turns: Oneiros, section 7.2. The others' layers may be KV of the active one

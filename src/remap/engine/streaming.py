@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which blocks of running sequences stream from host memory in each pass. Pure, as the scheduler, which calls this.
 
 A block that is complete never changes, so once host memory has it, passes can read it from there (`kv.host.stream`) and its

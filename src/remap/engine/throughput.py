@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offline batches of a model that need not fit into memory, and whose KV lies in host memory: who runs in the next pass.
 
 Every pass reads all layers once, for all running sequences. Complete blocks go out to host memory and stream in again, layer by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a budget of memory is divided for an offline batch: layers that stay, KV's pool, the buffers of what streams. Pure."""
 
 from __future__ import annotations

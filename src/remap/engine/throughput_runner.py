@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pass of an offline batch: layer by layer, each loaded once, its attention mini-batch by mini-batch.
 
 A mini-batch is as many sequences as the scratch blocks have room for: keys and values that are made from activations are written

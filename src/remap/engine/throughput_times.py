@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the passes of an offline batch cost on this machine: a short calibration, before the first of them.
 
 One pass computes layer 0 several times on made-up activations, whose keys and values go to scratch blocks: no block of a

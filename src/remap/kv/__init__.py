@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block's way: which pages a tenant's KV cache has, which blocks are usable, and the tensors over them."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV cache of one tenant, whole: `tenant.kv` (public.py) is the part of it that an engine calls.
 
 `kv.BlockPool` keeps the books. This class adds the memory behind them: the tensors, and the copies that move live

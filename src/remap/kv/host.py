@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV blocks in host memory: which host blocks are in use, and which bytes a copy to or from them moves. Pure.
 
 The store is laid out as the KV region is, with `total` blocks a range instead of pages:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which pages of one KV region are owned, and which of those are withdrawn: the page side of `remap.kv.pool.BlockPool`.
 
 Sets of pages are *runs*: ascending, disjoint, non-adjacent half-open intervals of slots or columns. So giving ten

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The block pool of one tenant: which KV blocks are usable, which are in use, and how some of them are given back.
 
 The pool only keeps books: it neither maps pages nor copies bytes. The session tells it which pages of the KV region the

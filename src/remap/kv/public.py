@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tenant.kv`: the KV cache of one tenant, as an engine sees it. Blocks come and go; tensors never move.
 
 `cache.TenantKV` is the whole of it, for the library itself. Each object here names what engines call, and what it promises.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the blocks of a KV region lie: pure arithmetic on bytes, pages and block ids.
 
 A KV region consists of `ranges` equal ranges of `range_pages` pages. Block b occupies the bytes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV blocks that show host blocks in passes: which of them are in use. Pure.
 
 Streamed block first + h shows host block h, for every h below `streamed_blocks`; first lies behind the pool's blocks. Its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Active and inactive tenants: activating one brings its lent layers home first.
 
 An inactive tenant serves no pass, so it may lend far more layers than streaming could hide. It keeps the ring's pages.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carry out a change: drain, move, apply, publish and settle, in this order, and undo it if a step fails.
 
     growing     save -> Executor.apply -> pool.add_pages (blocks are usable) -> decided -> tell -> settle

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attach a tenant: give its layers pages, give each page one place in the KV region, and make the tenant's state.
 
 If any step fails, `Arrivals.undo` undoes all effects on the arena. The model's tensors are re-pointed last: all or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stall and capacity bounds for the layers that a tenant would stream: the controller's two questions to
 `remap.schedule`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The controller's verbs by hand: `advanced.remap`, `lend` and `give_back`, for tests, ablations, people and
 `remap.cluster`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A session's parts in one place, for `Session` and `remap.advanced`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device of a session: its name, its backend, tensors over its memory, and the stream that computations use there.
 
 "cpu"               pages are host memory, computations are the calling thread's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The donors of pages for a tenant that needs blocks. Every kind answers the same question, and gives in the same way:
 
     quotes(giver, receiver, need, share)   increments, in blocks of the receiver, each on top of those before it; changes

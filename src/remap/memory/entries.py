@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call did to each tenant, for its report. Which blocks moved is not here: `Changes.moved` has that, so that a call that
 raises loses nothing."""
 

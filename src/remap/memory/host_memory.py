@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Page-locked host memory for one tenant's master copies, and for KV blocks that are copied out: a device copies to and
 from it at the full speed of its link."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The copies of one tenant's KV: within its region, out to host memory, and in from there.
 
 Copies within the region come behind all work that the tenant has enqueued, and before whatever it enqueues next: on its

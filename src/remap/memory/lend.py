@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages between tenants: one model's layers become another model's KV cache, and come home again.
 
     lend     donor: layers -> streamed, their pages -> free          receiver: free -> kv (zeroed: they change tenant)

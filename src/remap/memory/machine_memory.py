@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The most memory that this process could ever have: the hard limit of a session on the CPU, and of any session's host memory.
 
 The kernel gives the host backend its pages when they are touched, so a capacity that the machine cannot hold ends in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compose moves of live blocks, {old: new}. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The driver's handle of a caller's stream, whatever library made it. Pure: knows no driver, loads no package."""
 
 from __future__ import annotations

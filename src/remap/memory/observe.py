@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Look at a session from outside its changes: snapshots, reports, a check of all books. Changes nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The donors for a tenant that needs blocks: of each kind, in the order in which they are to be asked.
 
 Asked only when free pages do not suffice. Sources: Oneiros section 5.1 (inactive models first, by priority, then the

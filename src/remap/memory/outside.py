@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages that other processes have: brought in when they are wanted here, handed out when others want them and they can be spared.
 
     a step, or attach, lacks pages    -> bring, supply: ask the broker, which answers with what is free; the rest may come later

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pass begins and ends: the checks before its first layer, and the checks at its end.
 
     begin   no change in progress, none left to be finished -> turn.open_pass -> Prefetcher.begin_pass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers a tenant holds and computes, where several instances compute one model together.
 
     leave   layers -> elsewhere, their pages: params -> kv          no copy, and no driver call in aliased mode

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From "stream these pages" to the steps that make it so. Pure: page numbers in, a plan out.
 
 Each of a tenant's layers has a *home*, its own pages. One vector says what streams: `tails[i]` is the number of layer

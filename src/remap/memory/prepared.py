@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that applying and settling a plan derives from it: made ahead for growth, and otherwise just before.
 
 Growth is on the engine's critical path, and the end of a pass is not (restream.py, `prepare_growth`). So what a plan

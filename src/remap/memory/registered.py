@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Declared ranges: memory whose pages NCCL, a network card or the like has looked up, and uses at its address.
 
 The regions there must always show the same pages. The arena refuses plans that would change that; layers that intersect

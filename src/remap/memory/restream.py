@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Change what streams: grow and shrink what one tenant gives to KV, in whole layers or in a slice of every layer.
 
     choose what is to stream (layers found written are pinned) -> plan it (plan.py) -> carry it out (apply.py)

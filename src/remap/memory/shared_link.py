@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device and its host link as each of a session's active tenants has them: beside the others. The mathematics is
 `remap.policy.link`'s."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measured wait for layers of all active tenants' passes together, beside the certified and the allowed wait.
 
 A certificate is made for the times of its moment. If passes have become quicker since, or the link slower (others use it

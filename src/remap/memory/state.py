@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One tenant's state: its books (what is decided of it), its model, its KV cache, and the times learnt from passes.
 
 Plain data. `attach.py` makes it, the functions of this package get it as an argument, and the public `Tenant` is a

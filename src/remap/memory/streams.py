@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of work on the device: a session's streams and events, and the stream on which a tenant's passes compute.
 
 All work on a tenant's memory is on its compute stream, on the prefetcher's copy stream, or the host has waited for it;

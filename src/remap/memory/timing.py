@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The times learnt from a tenant's passes: seconds of computation and of copies per layer. The thread of the tenant's
 engine writes them at the end of passes; changes, which claim the tenant first, read them (locking.py)."""
 

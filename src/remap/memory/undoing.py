@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make a call of several plans one change: if a later plan fails, the earlier ones are taken back.
 
 The Executor applies each plan whole or not at all. A call that needs several plans (pages go from one tenant to another by way

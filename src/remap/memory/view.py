@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The controller's view of a tenant."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Torch glue: find a model's tensors, copy their bytes into packed memory, and point the model at that memory.
 
 Call `find.collect`, `pack.build`, `master.make_master` (optional), `fill` for the resident layers, and `install`, in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An input embedding in host memory, from which steps gather rows: the first donor, and nearly a free one.
 
 A step needs one row per token: tokens x hidden x itemsize bytes (2.1 MB for 256 tokens of 4,096 bfloat16 values) of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find a torch model's layers and describe all its tensors as `pack.TensorSpec`s. Nothing here changes the model.
 
 The functions see parameters and buffers. A tensor that is a plain attribute of a module stays where it is.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory that a model would take in an arena, to size a session before it exists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guards: torch's operations on an attached model either give the right result or raise before they change anything.
 
     state_dict, save_pretrained    for a layer that is away: copies of its master copy, on the CPU; for others: as usual

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks: each layer of a torch model waits for its weights before it runs and says when it is done; a call is a pass.
 
 `Session.attach` puts them in unless it gets `hooks=False`; they go when the tenant goes. No layer streams until one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check that a KVSpec fits its torch model: heads, head dimension and dtype.
 
 This module looks for the model's own values in this order:

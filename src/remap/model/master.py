@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Master copies: each layer's bytes in host memory, as one contiguous range in layout order, so that one copy loads it.
 
 `HostMaster` keeps them in anonymous memory, filled from the model. `SafetensorsMaster` maps the weights file and uses

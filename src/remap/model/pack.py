@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pack a model's tensors into layers. This module computes with bytes and paths only: no torch, no memory.
 
 `build` packs each layer into one region in host-copy order, so that one copy loads it. All tensors that are not, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Protocols: the parts of a device, of page-locked memory and of the public tenant that this package uses, not
 imported.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The source of an attach: a torch model, or plain buffers.
 
 The model's tensors are re-pointed last (`install`): all or none.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of machines and models as JSON: the built-in ones, a user's on top, and looking a name up. For `hardware`. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks that keep a layer's input activations instead of its K and V: bytes, seconds, and which block is of which kind. Pure.
 
 K and V of a token are made again from its activations by the layer's own projection, so either kind of block is enough.

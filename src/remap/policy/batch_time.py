@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a decode pass takes with so many live KV blocks: a line through what was measured. Pure.
 
 A pass reads the weights once and every live block once, and computes for every request: of requests of like length its time is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When to turn layers into KV blocks and when to turn them back: each tenant's policy, without a clock or memory.
 
 Once per scheduler iteration `Controller.decide(view, demand)` compares the engine's demand with the free blocks:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a pass, learnt from measured passes: per-layer compute and copy times for `remap.schedule`. Pure.
 
 This module reads no clock: callers measure durations and pass them in, in seconds. One `CostModel` belongs to one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named machines and models: what the simulator and `remap plan` reckon with. Pure; facts with their sources, as JSON.
 
     machine("GH200-96GB").h2d_bytes_per_s           # 4.19e11

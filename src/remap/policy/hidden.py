@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a machine hides of a model, by the times of its passes and copies alone: `remap plan` asks it of a machine's figures, and
 an engine's adapter of what it has measured."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of an offline batch's cache is KV and how much activations: the least certified seconds of a pass. Pure.
 
     ratio = better_ratio(passes, costs, room, ratios(blocks))       # passes: blocks of each request

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a pass waits if KV blocks stream beside weights, and how many may. Pure.
 
 The prefetcher copies on one stream, first come, first served. A layer's weights go into the ring as soon as the layer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small least-squares problems, by scipy, which is loaded when one is solved; InvalidState (extra, package) without it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host link that active tenants share: how long copies wait for other tenants' copies, and who may begin to copy. Pure.
 
 Each tenant copies on one stream, in order: when it asks the link for a piece (a whole layer's streamed part, or a chunk

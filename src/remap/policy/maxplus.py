@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The (max, +) system behind `remap.schedule`: one pass as a matrix, and its largest cycle mean. Arguments are trusted.
 
 C_k is the end of the computation of streamed use k, D_k the end of its copy, W_k the computation since use k - 1:

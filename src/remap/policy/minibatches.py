@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which requests are computed together: bin packing of an offline batch into mini-batches. Pure.
 
 A mini-batch's blocks of one layer must fit into the buffers on the device. All mini-batches go through a layer before the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What somebody may have meant by a name that is not known. Pure."""
 
 from __future__ import annotations

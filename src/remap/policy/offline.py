@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ratio of KV to activations an offline batch keeps: seconds of a pass as `ThroughputEngine` makes it. Pure.
 
     option = choose(lengths, costs, room, most)["best"]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When lent layers move back: ski rental for each lender, a guard for each holder, and why they cannot thrash.
 
 Streaming a lent layer costs something in every pass (the rent); reloading it costs once (the price). Nobody knows how

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers to stream, and what streaming them costs: exact steady-state mathematics, no memory, no clock, no torch.
 
 A pass computes layers 0..n-1. The m streamed layers are copied in, once a pass, through `buffers` (beta) ring buffers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The searches behind `remap.policy.selection`: which m of the streamable layers make the shortest pass. Arguments are trusted.
 
 One buffer: streamed layer k waits for (tau_k - W_k)+, W_k the computation since streamed layer k - 1, and these waits add

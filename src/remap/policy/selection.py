@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers make the shortest pass: the only choice of layers that takes a search. Pure.
 
 `TenantState.select` (memory/state.py) makes all other choices, which depend on the layers that stream now.

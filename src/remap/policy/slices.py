@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slices: every layer streams the same tail of its pages through the ring. Arguments are trusted.
 
 If n layers each stream a share s, through sigma ring slots of s layers' bytes, that frees n s - sigma s layers' worth:

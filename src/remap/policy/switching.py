@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of the host link's time the turns of tenants take. Pure: callers pass times in, in seconds.
 
 When tenants take turns, layers come home and KV comes back at each switch, over the link over which the passes of whoever has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many blocks to keep free: the low watermark, from the demand that was seen.
 
 Oneiros (section 5.1, algorithm 1) acts when the KV cache is *out* of blocks. Then the request that needs one waits for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The digital twin: what remapping would do, without the machine.
 
 Arithmetic (pure), from the tables of `remap.policy.hardware`: `roofline` (what computing takes), `fit` (a machine of one's own),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether remap pays for these models on this machine, under this load: simulated, against the strongest alternatives. Pure.
 
     found = advise(setup, [items of each seed], serving.simulate)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual time without a backend, for policies that need none. Pure. The sim backend has the same three members."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One simulated engine: the reference engine's loop (remap.engine.engine), whose passes take time and compute nothing.
 
 What is its own: requests have lengths (`workload.Item`), are cut to the context and refused where a real engine would raise; a

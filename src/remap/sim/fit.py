@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine's constants from measurements of it: `remap fit`, on what `python -m bench.lab machine` wrote. Pure.
 
     found = fit(json.load(open("measured.json")), "my-box")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model's sizes from the `config.json` of its checkpoint: families whose layers are all alike. Pure; nothing is downloaded.
 
     found, notes = read_config("Qwen3-8B/config.json")

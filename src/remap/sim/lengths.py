@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lengths of prompts and answers that are not lognormal: by a table of quantiles, or even within a range. Pure.
 
 Both draw from a `random.Random` and have the members of `workload.Lognormal`: `mean`, `least`, `most`, `cut_mean`, `draw`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of arrivals and lengths to requests: what `remap simulate` serves. Pure.
 
     load(["a", "b"], requests=4000, rate=4.0, arrivals="azure-code", lengths=("sharegpt", "alpaca"), seed=1)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Master copies for simulated sessions: buffers with a size and an address, and nothing in them.
 
 `Session.attach_bytes` takes one buffer a layer and keeps it as the master copy, which is only ever copied from. On simulated

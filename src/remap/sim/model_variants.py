@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model in another dtype, and one device's share of it under tensor parallelism. Pure."""
 
 from __future__ import annotations

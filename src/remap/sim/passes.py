@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a simulated pass takes, and what it does on the device while it lasts.
 
     SessionPass   on a stream of the sim backend, through `tenant.forward`: what the production path does on a GPU. Streamed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What remapping would do on a machine for a model, before anything is installed: `remap plan`. Pure.
 
     found = plan(machine("GH200"), model("OPT-13b"), memory_bytes=35_918_813_593, context=512)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What follows from a plan's numbers: whether to stream active layers, what to set, and the arithmetic behind each. Pure."""
 
 from __future__ import annotations

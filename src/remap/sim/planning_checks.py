@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan can be made of, and what it takes for granted: memory, donors, fits, mixtures of experts. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `remap.sim.planning` finds, as plain data. Pure."""
 
 from __future__ import annotations

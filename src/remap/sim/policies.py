@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies that a simulation can compare, by name. Pure.
 
     recompute     KV of the size that the reservation leaves; what does not fit is preempted and recomputed (vLLM)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pools of KV blocks for policies that the library does not have. They only count. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulated run gives: one `PolicyResult` a policy, its headline figures, and its form as JSON. Pure.
 
     found = [simulate(setup, items, policy) for policy in ("recompute", "remap")]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What computing takes on a machine: a roofline with soft knees, layer by layer. Pure, no numpy; cheap per iteration.
 
 An operator that moves b bytes and computes f FLOP takes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who runs when, in virtual time.
 
 Turns        temporal sharing: one tenant at a time, in turns. `SharedEngines` of the reference engine, as it is; only what it

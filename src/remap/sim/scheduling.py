@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of vLLM's two policies says who runs in the next simulated pass. Pure.
 
 prefill-first   vLLM V0 (0.7.3, the version that Oneiros was built into): whole prompts before any decoding, as many as the token

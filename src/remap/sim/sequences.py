@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request as the simulated engine keeps it, and what one pass computes. Pure."""
 
 from __future__ import annotations

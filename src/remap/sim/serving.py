@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serving simulated: the production session, controller, planner, arena, executor and prefetcher, in virtual time.
 
     setup = Setup(machine("GH200-96GB"), tenants("C1", machine("GH200-96GB")))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is simulated: machine, tenants and how they share it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of all tenants over a run of unknown length, in a bounded number of points. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Swapping whole models, with the means of a session: a turn begins when all of one model is there, and all others are away.
 
 What systems do that put models to sleep and wake them. The model whose turn it is gets everything that the others do not need

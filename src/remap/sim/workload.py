@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who asks for what, and when: arrivals in bursts and lengths of prompts and answers, for any number of tenants. Pure.
 
     loads = [Load("chat", Arrivals(rate=2.0, cv=4.0), SHAREGPT.scaled(0.25)), Load("code", Arrivals(rate=0.5), ALPACA)]

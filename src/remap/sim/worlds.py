@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a setup and a policy to something that runs: the session with its tenants attached, one engine each, and who runs them.
 
 recompute, swap and static   tenants of a session on the sim backend whose memory nobody changes while they serve

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry point of SGLang's group `sglang.srt.plugins`, active only with REMAP_ENABLE=1 (see docs/sglang.md).
 
 SGLang calls `register` in each of its processes and then applies the registered hooks. If a plugin raises, SGLang logs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hooks around SGLang's own calls, which ask the session before or after. versions.py has all that depends on
 versions.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt and a few tokens with all layers at home and with layers away, before SGLang says that it is ready.
 
 The adapter runs this for versions of SGLang that are newer than the tested one (`touched.prove`). The passes are those of

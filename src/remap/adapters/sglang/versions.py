@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The code that depends on SGLang's version: the places of its sizes, its free lists, and the refused settings.
 
 It follows the source of 0.5.23. The adapter serves a newer version with a warning if every hooked function is there

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM on remap: its weights live in an arena, and its KV cache grows into their pages instead of preempting requests.
 
     REMAP_ENABLE=1 vllm serve MODEL                                    through the entry point `vllm.general_plugins`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep the weights of vLLM's linear layers in their tensors on a CPU.
 
 There vLLM packs these weights into oneDNN's own memory, which no tensor shows and none of our pages holds. The setting

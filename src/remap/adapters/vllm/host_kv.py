@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV in host memory for vLLM on a CPU, behind vLLM's own OffloadingConnector, with remap or without it.
 
     --kv-offloading-size 4 --kv-transfer-config '{"kv_connector_extra_config": {"spec_name": "HostKV",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The code that depends on vLLM's version: names of vLLM that are not documented extension points. Tested with TESTED.
 
 Other modules of this package use vLLM's extension points: worker class, scheduler class, offloader, layouts that a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The link between vLLM's scheduler and the ranks: it opens blocks, and lets blocks leave by draining or moving."""
 
 from __future__ import annotations

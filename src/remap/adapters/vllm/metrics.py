@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """remap's figures at vLLM's /metrics.
 
 vLLM's own statistics have no room for a plugin's figures, and the engine and /metrics run in different processes. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's offloader interface, implemented by a tenant: each layer waits for its weights and reports when it is done.
 
 vLLM calls `wrap_modules` while it builds the model, and `_wait_for_layer(i)` and `_start_prefetch(i)` through two

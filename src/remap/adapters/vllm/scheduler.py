@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler, which asks for the memory of layers before it preempts requests, and gives it back when it can.
 
 schedule            reports the demand of running and waiting requests (`Link.step`); leaving blocks drain or move

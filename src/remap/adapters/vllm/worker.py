@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank: vLLM's worker, with its weights and its KV cache in one arena.
 
     load_model               lets vLLM load (and quantise) as usual; offloader.py brackets the layers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several instances of one model that give up copies of its layers for KV and serve as pipelines meanwhile. Pure.
 
 Under a burst, instances merge into groups. Each instance of a group keeps a run of consecutive layers and uses the pages of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each microbatch of a group may take of the prompts that wait, in seconds of a pass through all layers. Pure.
 
 All that waits is divided by `lookahead`, and microbatches take its parts in turn; when those are used up, all that waits then is

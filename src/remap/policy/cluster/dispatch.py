@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How loaded each group is, where requests go, and how many tokens the cluster lacks. Pure.
 
 Memory is overloaded as Llumnix and KunServe count it (section 2.2): a group's demand is the KV of its running requests and of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which groups merge when KV runs out: the drop plan, and a drop as an offer among others. Pure.
 
 A plan divides the present groups into those that merge; nothing is copied, and no group is taken apart (`restore` does that).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV that moves when groups change, in chunks that let activations pass; or is computed again. Pure.
 
 Each stage keeps the KV of its own layers. So a request that runs on while its group changes has KV on instances that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a microbatch costs, and how everything that waits is divided into microbatches of equal cost. Pure.
 
 A chunk is a run of tokens of one request behind a prefix whose KV is there. Its cost is attention to the prefix and to itself,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a pass through the stages of a group takes: rounds of decoding, and queues of microbatches. Pure.
 
 A link between two stages sends one microbatch's activations at a time, while both stages compute: it is a machine like a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Back to instances that serve alone: what is copied from where, whether there is room, and whether it pays. Pure.
 
 Layers come from the instances of the group that still hold them, over the network, or from the master copy in the instance's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which consecutive layers each instance of a group computes: most tokens first, then the least slowest stage. Pure.
 
 Nothing is copied: a stage's run lies within the layers that its instance holds. So a drop takes effect at once, and a complete

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which donor to take from first, and which not yet.
 
 Oneiros (section 5.1, algorithm 1) takes from inactive models of the lowest priority first, without priorities from the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a need for KV blocks to what each donor gives: the plan of least cost over all donors at once.
 
 Cost, in seconds a pass: what a pass of those concerned becomes longer by, if the plan is carried out now.
