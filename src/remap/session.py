@@ -156,7 +156,7 @@ class Session:
         if joined is not None:
             self._leave = weakref.finalize(self, joined.close)  # also if what follows fails
             self.broker, size, page = joined.path, joined.pages * joined.page_bytes, joined.page_bytes
-            shared = _core.make_host_backend(size, page, platform.copy_threads, file=joined.file)
+            shared = joined.make_backend(platform.copy_threads, devices.budget_of(host_budget))
             device, platform = None, replace(platform, backend=shared)
         else:
             size = parse_size(cast("int | str", capacity), "capacity")  # None is refused as any other
@@ -177,7 +177,7 @@ class Session:
         self._executor = _core.Executor(self._arena)
         self.clock = self._device.clock
         self._streams = Streams(self._backend, self._device.simulator)
-        budget = 0 if host_budget is None else parse_size(host_budget, "host_budget")
+        budget = devices.budget_of(host_budget)
         self._host = HostMemories(self._backend, self._device, self._arena, kv_bytes, budget)
         self._config = Knobs.of(config or Config())
         self._tenants: dict[str, TenantState] = {}
