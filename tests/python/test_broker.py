@@ -34,6 +34,7 @@ from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
 from remap.memory.lend import Lending
 from remap.memory.shared_pages import MOST_FILES
+from remap.sizes import show_size
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
 PAGES = 96
@@ -802,14 +803,19 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         "6MiB",
         "--page-bytes",
         "64KiB",
+        "--device",
+        DEVICE,
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
-        assert served.stdout is not None
-        assert "96 pages of 64KiB" in served.stdout.readline()
-        with remap.Session(device=f"unix:{path}") as session:
-            assert session.snapshot().pages.outside == 96
-        served.terminate()
-        assert served.wait(60) == 0
+        try:
+            assert served.stdout is not None
+            assert f"96 pages of {show_size(1 << 16)} on {DEVICE}; join" in served.stdout.readline()
+            with remap.Session(device=f"unix:{path}") as session:
+                assert session.snapshot().pages.outside == 96
+            served.terminate()
+            assert served.wait(60) == 0
+        finally:
+            served.kill()
     assert not path.exists()
 
 
