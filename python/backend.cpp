@@ -190,17 +190,29 @@ void bind_backend(py::module_& module) {
       .value("none", ShareableHandle::none)
       .value("posix_fd", ShareableHandle::posix_fd)
       .value("fabric", ShareableHandle::fabric);
+  py::class_<CudaPages, std::shared_ptr<CudaPages>>(module, "CudaPages")
+      .def_property_readonly("page_bytes", &CudaPages::page_bytes)
+      .def_property_readonly("count", &CudaPages::count)
+      .def("export_page", &CudaPages::export_page, py::arg("number"), ReleaseGil())
+      .def("import_page", &CudaPages::import_page, py::arg("descriptor"), ReleaseGil())
+      .def("close", &CudaPages::close, ReleaseGil());
+  module.def(
+      "make_cuda_pages",
+      [](std::size_t page_bytes, std::size_t count, int device, std::string library) {
+        return make_cuda_pages(CudaPagesOptions{device, std::move(library), page_bytes, count});
+      },
+      py::arg("page_bytes"), py::arg("count") = 0, py::arg("device") = 0, py::arg("library") = "", ReleaseGil());
   module.def(
       "make_cuda_backend",
       [](int device, std::string library, ShareableHandle shareable, bool gpu_direct_rdma, std::size_t host_budget_bytes,
-         std::size_t host_piece_bytes) {
+         std::size_t host_piece_bytes, std::optional<std::shared_ptr<CudaPages>> pages) {
         known(shareable, ShareableHandle::fabric);
         return make_cuda_backend(
-            CudaOptions{device, std::move(library), shareable, gpu_direct_rdma, host_budget_bytes, host_piece_bytes});
+            CudaOptions{device, std::move(library), shareable, gpu_direct_rdma, host_budget_bytes, host_piece_bytes, pages.value_or(nullptr)});
       },
       py::arg("device") = 0, py::arg("library") = "", py::arg_v("shareable", ShareableHandle::none, "ShareableHandle.none"),
       py::arg("gpu_direct_rdma") = false, py::arg("host_budget_bytes") = 0,
-      py::arg("host_piece_bytes") = CudaOptions{}.host_piece_bytes, ReleaseGil());
+      py::arg("host_piece_bytes") = CudaOptions{}.host_piece_bytes, py::arg("pages") = py::none(), ReleaseGil());
   module.def(
       "host_room",
       [](std::size_t budget_bytes) {
@@ -233,6 +245,7 @@ void bind_backend(py::module_& module) {
           entry["coherent"] = device.coherent;
           entry["integrated"] = device.integrated;
           entry["compute_capability"] = py::make_tuple(device.compute_major, device.compute_minor);
+          entry["uuid"] = device.uuid;
           entry["pcie"] = py::make_tuple(device.pcie_domain, device.pcie_bus, device.pcie_device);
           devices.append(entry);
         }

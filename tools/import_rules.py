@@ -34,7 +34,15 @@ PURE = (
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
 # The wiring, which makes devices, sessions and changes, and the doctor, which asks the driver: nobody else knows the C++ core.
 CORE_IMPORTERS = (
-    *("session", "memory.attach", "memory.apply", "memory.prepared", "memory.device", "model.source"),
+    *(
+        "session",
+        "memory.attach",
+        "memory.apply",
+        "memory.prepared",
+        "memory.device",
+        "memory.shared_pages",
+        "model.source",
+    ),
     *("cli.doctor_cuda", "cli.doctor_link"),
 )
 # Loaded on request only. Of the simulator, what serves: it runs the reference engine's scheduler and turns.

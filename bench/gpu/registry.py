@@ -101,6 +101,7 @@ ORDER = {
         "waits",
         "page_creation",
         "graph_copies",
+        "sharing_processes",
     ),
 }
 

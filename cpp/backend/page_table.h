@@ -43,6 +43,7 @@ class PageTable {
 
   // ---- looking -----------------------------------------------------------------------------------------------------
   const std::vector<Page>& slots() const noexcept { return slots_; }
+  std::uint32_t next_slot() const noexcept { return free_.front(); }  // that add() will take. Pre: make_room()
   std::size_t bytes() const noexcept { return bytes_; }  // of all pages that there are
 
  private:

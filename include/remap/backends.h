@@ -29,6 +29,30 @@ std::shared_ptr<Backend> make_host_backend(const HostOptions& options);
 
 enum class ShareableHandle : std::uint8_t { none, posix_fd, fabric };
 
+// Pages of a device that several processes share. The process that makes them exports each by its number, as a file descriptor;
+// the others import these, in the order of the numbers. Descriptors are closed again at once: a device has tens of thousands of pages.
+// All calls may be made from any thread. The memory lives until the last process that has it lets go of it.
+class CudaPages {
+ public:
+  virtual ~CudaPages() = default;
+  virtual std::size_t page_bytes() const noexcept = 0;
+  virtual std::size_t count() const = 0;
+  // A new descriptor, the caller's to close. Throws invalid_argument for an unknown number.
+  virtual int export_page(std::size_t number) const = 0;
+  // The next page, of page_bytes(). The descriptor stays the caller's. Throws driver for one that is no page.
+  virtual void import_page(int descriptor) = 0;
+  // Let go of all pages: of those that a backend has, when it destroys them. They can be used for nothing new.
+  virtual void close() = 0;
+};
+struct CudaPagesOptions {
+  int device = 0;
+  std::string library;         // as of CudaOptions
+  std::size_t page_bytes = 0;  // a multiple of the device's granularity
+  std::size_t count = 0;       // to make now; 0: all will be imported
+};
+// Throws as make_cuda_backend does, and out_of_memory (requested, free, capacity).
+std::shared_ptr<CudaPages> make_cuda_pages(const CudaPagesOptions& options);
+
 struct CudaOptions {
   int device = 0;             // as the driver counts them (CUDA_VISIBLE_DEVICES applies)
   std::string library;        // path of the driver library; empty: REMAP_LIBCUDA, else libcuda.so.1
@@ -41,6 +65,9 @@ struct CudaOptions {
   // driver's locks meanwhile, get in between. Copies of this backend's are cut where pieces end; others' (torch's) fail across one.
   // So: larger than a layer, smaller than what holds launches up for a second.
   std::size_t host_piece_bytes = std::size_t{1} << 30;
+  // Of this device, made or imported: the n-th page that is made is the n-th of these, in each process. It may hold anybody's bytes,
+  // and none are given back when pages are destroyed. None: pages of this process's own.
+  std::shared_ptr<CudaPages> pages;
 };
 
 // Pages are driver allocations (cuMemCreate), mapped by the driver's virtual memory calls into the device's primary context.
@@ -53,6 +80,7 @@ std::shared_ptr<Backend> make_cuda_backend(const CudaOptions& options);
 struct CudaDevice {
   int index = 0;
   std::string name;
+  std::string uuid;  // 32 hexadecimal digits: the same in each process, whatever CUDA_VISIBLE_DEVICES says
   std::size_t total_bytes = 0;
   std::size_t free_bytes = 0;
   bool vmm = false;                        // virtual memory management: needed

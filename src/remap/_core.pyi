@@ -15,6 +15,7 @@ __all__: list[str] = [
     "Backend",
     "BytesView",
     "Call",
+    "CudaPages",
     "ErrorKind",
     "Executor",
     "FaultBackend",
@@ -35,6 +36,7 @@ __all__: list[str] = [
     "host_room",
     "machine_room",
     "make_cuda_backend",
+    "make_cuda_pages",
     "make_fault_backend",
     "make_host_backend",
     "make_limit_backend",
@@ -430,6 +432,15 @@ class ShareableHandle:
     @property
     def value(self) -> int: ...
 
+class CudaPages:
+    def close(self) -> None: ...
+    def export_page(self, number: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def import_page(self, descriptor: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+
 class SimBackend(Backend):
     def advance(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     def advance_to(self, time: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
@@ -813,7 +824,14 @@ def make_cuda_backend(
     gpu_direct_rdma: bool = False,
     host_budget_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
     host_piece_bytes: typing.SupportsInt | typing.SupportsIndex = 1073741824,
+    pages: CudaPages | None = None,
 ) -> Backend: ...
+def make_cuda_pages(
+    page_bytes: typing.SupportsInt | typing.SupportsIndex,
+    count: typing.SupportsInt | typing.SupportsIndex = 0,
+    device: typing.SupportsInt | typing.SupportsIndex = 0,
+    library: str = "",
+) -> CudaPages: ...
 def make_fault_backend(inner: Backend) -> FaultBackend: ...
 def make_host_backend(
     capacity_bytes: typing.SupportsInt | typing.SupportsIndex,

@@ -48,7 +48,7 @@ class Session(Protocol):
 
 def membership(device: object, capacity: object, page_bytes: object, host_budget: object) -> Membership | None:
     """Of the broker that the device names; None if it names none. Raises InvalidArgument for sizes that are the broker's, or are
-    for GPUs, and as `remap.broker.member.join`."""
+    for GPUs and its pages are of the host, and as `remap.broker.member.join`."""
     if not isinstance(device, str) or not device.startswith(UNIX):
         return None
     if capacity is not None or page_bytes != "auto":
@@ -58,13 +58,16 @@ def membership(device: object, capacity: object, page_bytes: object, host_budget
             capacity=capacity,
             page_bytes=page_bytes,
         )
-    if host_budget is not None:
-        raise InvalidArgument(
-            f"host_budget is for device 'cuda', this is {device}; nothing was opened; leave it out", device=device
-        )
     from remap.broker.member import join
 
-    return join(device.removeprefix(UNIX))
+    joined = join(device.removeprefix(UNIX))
+    if host_budget is not None and not joined.on_device:
+        joined.close()
+        raise InvalidArgument(
+            f"host_budget is for device 'cuda', and the pages of {device} are of the host; nothing was opened; leave it out",
+            device=device,
+        )
+    return joined
 
 
 class Asked:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar, cast
 
 from .errors import ForkedProcess, InvalidState
 
-__all__ = ["Moved", "SessionLock", "Turn", "exclusive"]
+__all__ = ["Moved", "SessionLock", "Turn", "exclusive", "outermost"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Moved = dict[str, dict[int, int]]  # tenant -> {old block: new block}
@@ -124,6 +124,27 @@ def exclusive(method: Method) -> Method:
             with lock.held:
                 lock.end(told, failed=True)
             raise
+
+    return cast(Method, call)
+
+
+def outermost(method: Method) -> Method:
+    """As `exclusive`, for what adds or removes tenants: raises InvalidState (field call) inside another call of the same
+    thread (a listener's, or a signal handler's), which goes on with the tenants that it has begun with."""
+    alone = exclusive(method)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lock: SessionLock = self._lock
+        lock.refuse_fork()
+        if lock.is_held():
+            name = method.__name__.lstrip("_")
+            raise InvalidState(
+                f"{name} was called inside another call of this session, by a listener or a signal handler; nothing changed; "
+                f"call {name} when that call has returned",
+                call=name,
+            )
+        return alone(self, *args, **kwargs)
 
     return cast(Method, call)
 

@@ -46,7 +46,7 @@ from remap.config import Config, Knobs, invalid, is_amount
 from remap.errors import Error, InvalidArgument, OutOfMemory
 from remap.joined import Asked, membership
 from remap.kv.spec import KVSpec
-from remap.locking import Moved, SessionLock, exclusive
+from remap.locking import Moved, SessionLock, exclusive, outermost
 from remap.memory import device as devices
 from remap.memory.activate import ActivationReport, activate, deactivate
 from remap.memory.apply import Changes
@@ -157,7 +157,7 @@ class Session:
         if joined is not None:
             self._leave = weakref.finalize(self, joined.close)  # also if what follows fails
             self.broker, size, page = joined.path, joined.pages * joined.page_bytes, joined.page_bytes
-            shared = _core.make_host_backend(size, page, platform.copy_threads, file=joined.file)
+            shared = joined.make_backend(platform.copy_threads, devices.budget_of(host_budget))
             device, platform = None, replace(platform, backend=shared)
         else:
             size = parse_size(cast("int | str", capacity), "capacity")  # None is refused as any other
@@ -178,7 +178,7 @@ class Session:
         self._executor = _core.Executor(self._arena)
         self.clock = self._device.clock
         self._streams = Streams(self._backend, self._device.simulator)
-        budget = 0 if host_budget is None else parse_size(host_budget, "host_budget")
+        budget = devices.budget_of(host_budget)
         self._host = HostMemories(self._backend, self._device, self._arena, kv_bytes, budget)
         self._config = Knobs.of(config or Config())
         self._tenants: dict[str, TenantState] = {}
@@ -230,7 +230,7 @@ class Session:
 
     # -- tenants ---------------------------------------------------------------------------------------------------
 
-    @exclusive
+    @outermost
     def attach(
         self,
         model: Any,
@@ -275,7 +275,7 @@ class Session:
         Raises InvalidArgument (not a torch module or not a KVSpec, unknown layer path, wrong device, name in use, or a
         KVSpec whose layers, heads, head_dim or dtype are not the model's: fields value and model_value, see kv_fit.py),
         OutOfMemory (field minimum_bytes), LimitExceeded (page-locked memory, or more than 2**26 blocks). Nothing
-        changes then.
+        changes then, nor if another call of this session is under way in this thread (InvalidState, field call).
         """
         self._check_attach(name, priority, kv, config, active, resident_layers)
         require_options(layers, mutable, weights, names, extra_layers, hooks)
@@ -298,7 +298,7 @@ class Session:
             )
             return self._admit(source, name, priority, kv, config, host, active, resident_layers)
 
-    @exclusive
+    @outermost
     def attach_bytes(
         self,
         layers: Sequence[Any],
@@ -322,14 +322,15 @@ class Session:
             source = raw_source(views, self._masters(host))
             return self._admit(source, name, priority, kv, config, host, active, resident_layers)
 
-    @exclusive
+    @outermost
     def detach(self, name: str, *, device: Any = None) -> None:
         """Take a tenant out: its model goes back to ordinary memory and its pages become free. Waits for its last pass.
 
         device: the torch device that the model goes to; by default the one it is on. A GPU then needs room for it
         beside the session. Do not use the tenant's KV tensors afterwards. Raises InvalidState while a pass is open or a
-        range of the tenant's is declared as registered, and OutOfMemory (fields requested, device) without room for the
-        model. It can be called again then; until it has succeeded, the tenant serves no pass.
+        range of the tenant's is declared as registered, or inside another call (of a listener), and OutOfMemory (fields
+        requested, device) without room for the model. It can be called again then; until it has succeeded, the tenant serves no
+        pass.
         """
         self._passes.check_open()
         self._claim()
@@ -527,14 +528,15 @@ class Session:
 
         Waits for the last passes. device and OutOfMemory: as for `detach`; but without `device`, a model that does not fit
         beside the session's own memory goes to the CPU, with a RuntimeWarning, if the machine has room for it: the device's
-        memory is free afterwards. Idempotent; it can be called again after an error. Allowed when the arena is broken, and with
-        ranges still declared as registered: their owners must have deregistered them by then.
+        memory is free afterwards. Idempotent; it can be called again after an error. Inside another call of the session (of a
+        listener, or a signal handler) it raises InvalidState, and the session stays open. Allowed when the arena is broken, and
+        with ranges still declared as registered: their owners must have deregistered them by then.
         """
         if not self.closed:
             self._close(device)
         self._leave()  # without the lock: a thread of the membership may wait for it
 
-    @exclusive
+    @outermost
     def _close(self, device: Any) -> None:
         for tenant in self._tenants.values():
             self._changes.abandon(tenant)

@@ -112,7 +112,8 @@ int go_through(Backend& backend, StreamHandle lent, int code = kUnknown, bool fo
 // Called while a backend is opened, or only when something else fails or is late.
 const std::set<std::string> kElsewhere{
     "cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName",
-    "cuDeviceGetAttribute", "cuDeviceTotalMem", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxSetCurrent",
+    "cuDeviceGetAttribute", "cuDeviceTotalMem", "cuDeviceGetUuid", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle",
+    "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxSetCurrent",
     "cuMemGetInfo", "cuMemGetAllocationGranularity", "cuStreamQuery", "cuEventSynchronize"};
 // Their failure takes nothing back: what the call did is done, or the work that was to be waited for had ended.
 const std::set<std::string> kHarmless{"cuCtxPopCurrent", "cuStreamSynchronize"};

@@ -117,6 +117,16 @@ CUresult cuDeviceTotalMem(std::size_t* bytes, CUdevice device) {
   });
 }
 
+// No process renumbers devices here, so the number alone tells them apart.
+CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
+  return serve("cuDeviceGetUuid", kInit, [&](Emulator& e, Lock&) {
+    if (!known(e, device)) return unknown(e, "cuDeviceGetUuid", device);
+    *uuid = CUuuid{};
+    uuid->bytes[15] = static_cast<char>(device + 1);
+    return CUresult{kSuccess};
+  });
+}
+
 // ---- contexts ----------------------------------------------------------------------------------------------------------
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {

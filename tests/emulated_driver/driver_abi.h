@@ -58,6 +58,9 @@ struct CUmemAllocationProp {
     unsigned char reserved[4];
   } allocFlags;
 };
+struct CUuuid {
+  char bytes[16];
+};
 struct CUmemAccessDesc {
   CUmemLocation location;
   int flags;

@@ -15,6 +15,8 @@
   X(cuDeviceGetName, 2000, (char* name, int length, CUdevice device))                                                          \
   X(cuDeviceGetAttribute, 2000, (int* value, int attribute, CUdevice device))                                                  \
   X(cuDeviceTotalMem, 3020, (std::size_t * bytes, CUdevice device))                                                            \
+  X(cuDeviceGetUuid, 9020, (CUuuid * uuid, CUdevice device))                                                                   \
+  X(cuDeviceGetUuid, 11040, (CUuuid * uuid, CUdevice device))                                                                  \
   X(cuDevicePrimaryCtxRetain, 7000, (CUcontext * context, CUdevice device))                                                    \
   X(cuDevicePrimaryCtxRelease, 11000, (CUdevice device))                                                                       \
   X(cuCtxPushCurrent, 4000, (CUcontext context))                                                                               \
@@ -30,6 +32,9 @@
     (CUmemGenericAllocationHandle * page, std::size_t bytes, const CUmemAllocationProp* properties,                            \
      unsigned long long flags))                                                                                                \
   X(cuMemRelease, 10020, (CUmemGenericAllocationHandle page))                                                                  \
+  X(cuMemExportToShareableHandle, 10020,                                                                                       \
+    (void* shared, CUmemGenericAllocationHandle page, int type, unsigned long long flags))                                     \
+  X(cuMemImportFromShareableHandle, 10020, (CUmemGenericAllocationHandle * page, void* shared, int type))                      \
   X(cuMemMap, 10020,                                                                                                           \
     (CUdeviceptr at, std::size_t bytes, std::size_t offset, CUmemGenericAllocationHandle page, unsigned long long flags))      \
   X(cuMemUnmap, 10020, (CUdeviceptr at, std::size_t bytes))                                                                    \

@@ -26,6 +26,10 @@ class Memory {
   // A new page holds garbage, or what the page before it held.
   CUresult create(CUmemGenericAllocationHandle* page, std::size_t bytes, const CUmemAllocationProp* properties,
                   unsigned long long flags);
+  // Of one that was made with that type: a descriptor, the caller's.
+  CUresult export_page(int* descriptor, CUmemGenericAllocationHandle page, int type, unsigned long long flags);
+  // The same memory, in any process; the descriptor stays the caller's.
+  CUresult import_page(CUmemGenericAllocationHandle* page, int descriptor, int type);
   // Mappings keep the memory.
   CUresult release(CUmemGenericAllocationHandle page);
 
@@ -56,6 +60,8 @@ class Memory {
     std::size_t bytes = 0;
     int file = -1;
     std::size_t offset = 0;
+    bool shareable = false;  // then `file` is the page's own, and other processes may have it too
+    bool imported = false;   // and who made it counts it
     Physical() = default;
     Physical(const Physical&) = delete;
     Physical& operator=(const Physical&) = delete;
@@ -70,6 +76,7 @@ class Memory {
 
   CUresult check_properties(const char* entry, const CUmemAllocationProp* properties);
   CUresult find_place(Physical& page);
+  CUresult find_place_of_its_own(Physical& page);
   void give_back(const Physical& page) noexcept;
   const Mapping* mapping_at(CUdeviceptr at, CUdeviceptr* begin) const;
 

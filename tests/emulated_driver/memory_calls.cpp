@@ -53,6 +53,17 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle page) {
   return serve("cuMemRelease", kUnsafeWithContext, [&](Emulator& e, Lock&) { return e.memory.release(page); });
 }
 
+CUresult cuMemExportToShareableHandle(void* shared, CUmemGenericAllocationHandle page, int type, unsigned long long flags) {
+  return serve("cuMemExportToShareableHandle", kUnsafeWithContext,
+               [&](Emulator& e, Lock&) { return e.memory.export_page(static_cast<int*>(shared), page, type, flags); });
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* page, void* shared, int type) {
+  return serve("cuMemImportFromShareableHandle", kUnsafeWithContext, [&](Emulator& e, Lock&) {
+    return e.memory.import_page(page, static_cast<int>(reinterpret_cast<std::intptr_t>(shared)), type);
+  });
+}
+
 CUresult cuMemMap(CUdeviceptr at, std::size_t bytes, std::size_t offset, CUmemGenericAllocationHandle page,
                   unsigned long long flags) {
   return serve("cuMemMap", kUnsafeWithContext, [&](Emulator& e, Lock& lock) {

@@ -1,5 +1,7 @@
 // Pages: physical memory and its handles.
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -17,9 +19,19 @@ constexpr std::size_t kWorthTrimming = std::size_t{64} << 20;
 constexpr int kAttributeRdma = 110;
 constexpr int kAttributeFabric = 128;
 
-int new_file() {
+const std::string kName = "remap-emulated-cuda";
+
+int new_file(const std::string& name = kName) {
   constexpr unsigned kCloseOnExec = 1;
-  return static_cast<int>(syscall(SYS_memfd_create, "remap-emulated-cuda", kCloseOnExec));
+  return static_cast<int>(syscall(SYS_memfd_create, name.c_str(), kCloseOnExec));
+}
+
+// A shareable page's file is named after its device: all that an importing process learns of it.
+int device_of_file(int file) {
+  char text[128] = {};
+  if (readlink(("/proc/self/fd/" + std::to_string(file)).c_str(), text, sizeof(text) - 1) < 0) return -1;
+  const std::string name = "/memfd:" + kName + ":";
+  return std::strncmp(text, name.c_str(), name.size()) == 0 ? std::atoi(text + name.size()) : -1;
 }
 
 bool extend(int file, std::size_t from, std::size_t bytes) {
@@ -78,7 +90,9 @@ CUresult Memory::create(CUmemGenericAllocationHandle* handle, std::size_t bytes,
   auto page = std::make_shared<Physical>();
   page->device = device;
   page->bytes = bytes;
-  if (const CUresult failed = find_place(*page); failed != kSuccess) return failed;
+  page->shareable = (properties->requestedHandleTypes & kPosixFd) != 0;
+  const CUresult failed = page->shareable ? find_place_of_its_own(*page) : find_place(*page);
+  if (failed != kSuccess) return failed;
   page->memory = this;
   used_[device] += bytes;
   ++pages_;
@@ -104,9 +118,53 @@ CUresult Memory::find_place(Physical& page) {
   return kSuccess;
 }
 
+CUresult Memory::find_place_of_its_own(Physical& page) {
+  page.file = new_file(kName + ":" + std::to_string(page.device));
+  if (page.file >= 0 && extend(page.file, 0, page.bytes)) return kSuccess;
+  if (page.file >= 0) close(page.file);
+  return kOutOfMemory;
+}
+
+CUresult Memory::export_page(int* descriptor, CUmemGenericAllocationHandle handle, int type, unsigned long long flags) {
+  const auto found = handles_.find(handle);
+  if (found == handles_.end() || descriptor == nullptr || flags != 0 || type != kPosixFd || !found->second->shareable) {
+    return journal_.violate(kInvalidValue, "cuMemExportToShareableHandle: expected a page that was made with handle type 1");
+  }
+  const int copy = fcntl(found->second->file, F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) return kOutOfMemory;
+  *descriptor = copy;
+  return kSuccess;
+}
+
+CUresult Memory::import_page(CUmemGenericAllocationHandle* handle, int descriptor, int type) {
+  struct stat found = {};
+  const int device = device_of_file(descriptor);
+  if (handle == nullptr || type != kPosixFd || device < 0 || fstat(descriptor, &found) != 0) {
+    return journal_.violate(kInvalidValue, "cuMemImportFromShareableHandle: expected the descriptor of a shared page");
+  }
+  if (device >= static_cast<int>(settings_.devices)) {
+    return journal_.violate(kInvalidDevice, "cuMemImportFromShareableHandle: no device " + std::to_string(device));
+  }
+  auto page = std::make_shared<Physical>();
+  page->file = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
+  if (page->file < 0) return kOutOfMemory;
+  page->device = device;
+  page->bytes = static_cast<std::size_t>(found.st_size);
+  page->shareable = page->imported = true;
+  page->memory = this;
+  ++pages_;
+  *handle = next_handle_++;
+  handles_.emplace(*handle, std::move(page));
+  return kSuccess;
+}
+
 void Memory::give_back(const Physical& page) noexcept {
-  used_[page.device] -= page.bytes;
   --pages_;
+  if (!page.imported) used_[page.device] -= page.bytes;
+  if (page.shareable) {
+    close(page.file);
+    return;
+  }
   spare_[page.bytes].push_back(page.offset);
   if (--in_file_ > 0 || file_bytes_ < kWorthTrimming) return;
   if (ftruncate(file_, 0) != 0) return;

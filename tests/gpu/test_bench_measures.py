@@ -111,6 +111,7 @@ EXPECTED: dict[str, list[tuple[str, Callable[[Figure], bool]]]] = {
     ],
     "page-locking beside launches": [("130 MiB in pieces of 64 MiB", lambda each: each.n == 3)],
     "waits for events": [("the library / spinning", lambda each: each.n == 5)],
+    "processes that share a GPU": [("pages that were granted", lambda each: each.value == 64 * 3)],
     "making pages": [("16 pages of 2 MiB, 4 threads / one", lambda each: each.n == 3)],
     "decode attention by layout": [("block-major / plain tensor", lambda each: each.n > 0)],
     "a decode step attached at alpha 0": [("attached, longer by", lambda each: "control_percent" in each.detail)],

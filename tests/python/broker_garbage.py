@@ -6,7 +6,7 @@ import random
 import socket
 import sys
 
-from remap.broker.messages import MOST_BYTES, VERSION, Disown, Done, Give, Home, Join, Look, Report, Want, encode
+from remap.broker.messages import MOST_BYTES, VERSION, Disown, Done, Fetch, Give, Home, Join, Look, Report, Want, encode
 
 PAGES = 96
 
@@ -23,6 +23,7 @@ def packet(rng: random.Random) -> bytes:
         Home(serial, runs),
         Disown(runs),
         Done(serial),
+        Fetch(max(0, page)),
         Join(1),
         Look(rng.choice((VERSION, serial))),
         Report(serial, page, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, (), ()),

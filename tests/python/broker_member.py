@@ -1,10 +1,12 @@
 """A member of a broker in a process of its own, told what to do a line at a time: `python broker_member.py SOCKET NAME LAYERS`.
 
-With more than `LAYERS` layers its weights give pages, too."""
+With more than `LAYERS` layers its weights give pages, too. On a GPU it reads and writes by copies
+(tests/gpu/test_gpu_broker.py)."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from arena_worlds import make_spec, read_block, write_block
+from arena_worlds import make_spec
 
 import remap
 from remap.inside import inside
@@ -21,7 +23,8 @@ from remap.inside import inside
 if TYPE_CHECKING:
     from remap.broker.server import Broker
 
-LAYERS, LAYER_PAGES, PAGE = 4, 2, 1 << 16
+LAYERS, LAYER_PAGES, PAGE = 4, 2, int(os.environ.get("REMAP_TEST_PAGE", 1 << 16))
+DIM = 32 * PAGE >> 16  # so that a page has as many blocks, whatever its size
 VALUES = {"one": 1, "two": 2, "three": 3}
 
 
@@ -82,10 +85,11 @@ class Member:
             for layer in range(layers)
         ]
         self.session = remap.Session(device=f"unix:{path}")
-        spec = make_spec(layers, min_blocks=8, max_blocks=4000)
+        spec = make_spec(layers, min_blocks=8, max_blocks=4000, dim=DIM)
         knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0 if layers == LAYERS else None)
         self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
         self.blocks: list[int] = []
+        self.memory = _Bytes(self.session)
 
     def take(self, blocks: int, least: int = -1) -> str:
         """Step until it has so many blocks; none has bytes of another process, and each is written. least: so many come for
@@ -97,12 +101,21 @@ class Member:
             time.sleep(0.01)
         got = kv.allocate(min(blocks, kv.free_blocks))
         for block in got:
-            found = read_block(self.tenant, block)
+            found = self._read(block)
             if not found <= {0, self.value} and not self._own(block):
                 return f"block {block} has bytes {found} of another process"
-            write_block(self.tenant, block, self.value)
+            for address, nbytes in self._ranges(block):
+                self.memory.fill(address, nbytes, self.value)
         self.blocks += got
         return str(len(got))
+
+    def _ranges(self, block: int) -> list[tuple[int, int]]:
+        kv = inside(self.tenant).kv
+        return [(kv.address + offset, nbytes) for offset, nbytes in kv.geometry.byte_ranges_of_block(block)]
+
+    def _read(self, block: int) -> set[int]:
+        found = b"".join(self.memory.read(address, nbytes) for address, nbytes in self._ranges(block))
+        return set(np.flatnonzero(np.bincount(np.frombuffer(found, dtype=np.uint8))).tolist())
 
     def _own(self, block: int) -> bool:
         """Whether it lies in pages of the tenant's own layers, whose bytes it may have."""
@@ -131,13 +144,13 @@ class Member:
         if not self.tenant.active:
             return "asleep"
         for block in self.blocks:
-            if read_block(self.tenant, block) != {self.value}:
+            if self._read(block) != {self.value}:
                 return f"block {block} was overwritten"
         with self.tenant.forward():
             for layer, master in enumerate(self.masters):
                 self.tenant.wait(layer)
                 address = remap.advanced.layer_address(self.session, self.name, layer)
-                if ctypes.string_at(address, len(master)) != master.tobytes():
+                if self.memory.read(address, len(master)) != master.tobytes():
                     return f"layer {layer} was overwritten"
                 self.tenant.done(layer)
         return "right"
@@ -178,6 +191,38 @@ class Member:
     def close(self) -> str:
         self.session.close()
         return "closed"
+
+
+class _Bytes:
+    """A session's memory, read and written at once."""
+
+    def __init__(self, session: remap.Session) -> None:
+        self._backend = session._backend
+        self._here = session._device.host_addressable
+        self._stream = 0 if self._here else self._backend.create_stream()
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        if self._here:
+            return ctypes.string_at(address, nbytes)
+        host = self._backend.allocate_host(nbytes)
+        self._backend.copy(self._stream, host, address, nbytes)
+        self._wait()
+        found = ctypes.string_at(host, nbytes)
+        self._backend.free_host(host, nbytes)
+        return found
+
+    def fill(self, address: int, nbytes: int, value: int) -> None:
+        if self._here:
+            ctypes.memset(address, value, nbytes)
+            return
+        self._backend.fill(self._stream, address, value, nbytes)
+        self._wait()
+
+    def _wait(self) -> None:
+        event = self._backend.create_event(timed=False)
+        self._backend.record(event, self._stream)
+        assert self._backend.synchronize(event, 60.0)
+        self._backend.destroy_event(event)
 
 
 def main(path: str, name: str, layers: str) -> None:

@@ -23,17 +23,20 @@ pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 
 import broker_garbage
 import numpy as np
-from arena_worlds import make_spec
+from arena_worlds import make_spec, read_block, write_block
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened
 
 import remap
 from remap.broker.member import join
-from remap.broker.messages import VERSION, Done, Give, Home, Join, Refused, Want, decode_to_member, encode
+from remap.broker.messages import VERSION, Done, Fetch, Give, Home, Join, Refused, Want, decode_to_member, encode
 from remap.broker.server import Broker
-from remap.errors import InvalidArgument, InvalidState, OutOfMemory
+from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
 from remap.memory.lend import Lending
+from remap.memory.shared_pages import MOST_FILES
+from remap.sizes import show_size
 
+DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
 PAGES = 96
 BLOCKS_A_PAGE = 4
 ROUNDS = int(os.environ.get("REMAP_BROKER_ROUNDS", "25"))
@@ -44,7 +47,7 @@ Start = Callable[..., Process]
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
-    with Broker(tmp_path / "s", PAGES * PAGE, PAGE) as made:
+    with Broker(tmp_path / "s", PAGES * PAGE, PAGE, DEVICE) as made:
         yield made
 
 
@@ -484,8 +487,11 @@ def test_a_broker_that_hangs_takes_little_of_the_steps_time(broker: Broker, monk
 
 
 def test_a_session_that_cannot_be_opened_has_left(broker: Broker) -> None:
-    with pytest.raises(InvalidArgument, match="host_budget"):
-        remap.Session(device=f"unix:{broker.path}", host_budget="1GiB")
+    if DEVICE == "cpu":
+        with pytest.raises(InvalidArgument, match="host_budget is for device 'cuda'"):
+            remap.Session(device=f"unix:{broker.path}", host_budget="1GiB")
+    with pytest.raises(InvalidArgument, match="more than 0"):
+        remap.Session(device=f"unix:{broker.path}", host_budget=0)
     with pytest.raises(OutOfMemory):
         remap.Session(device=f"unix:{broker.path}", host_kv=1 << 60)
     until(lambda: broker.ledger.held == {}, "both have left")
@@ -561,7 +567,7 @@ def test_what_is_the_brokers_is_not_the_callers(broker: Broker) -> None:
             remap.Session(device=path, **each)
     with opened(broker) as session:
         assert session.capacity_bytes == PAGES * PAGE
-        assert session.device == "cpu"
+        assert session.device == DEVICE
         pages = session.snapshot().pages
         assert (pages.outside, pages.total) == (PAGES, PAGES)
     with pytest.raises(InvalidArgument, match="capacity"):
@@ -700,11 +706,77 @@ def test_only_its_user_may_connect_and_one_broker_serves_a_path(broker: Broker, 
     with pytest.raises(InvalidArgument, match="listen"):
         Broker(tmp_path / "none" / "s", PAGES * PAGE, PAGE)
     for capacity, page in ((PAGE - 1, PAGE), (PAGE, 0), (PAGE, 1000), (-PAGE, PAGE)):
-        with pytest.raises(InvalidArgument, match="at least one page"):
-            Broker(tmp_path / "t", capacity, page)
+        with pytest.raises(InvalidArgument, match=r"at least one page|multiple of 4096"):
+            Broker(tmp_path / "t", capacity, page, DEVICE)
     with pytest.raises(OutOfMemory):
-        Broker(tmp_path / "t", 1 << 60, PAGE)
+        Broker(tmp_path / "t", 1 << 60, 1 << 50, DEVICE)
+    for device in ("sim:GH200", "tpu", "cuda:77"):
+        with pytest.raises((InvalidArgument, DriverError)):
+            Broker(tmp_path / "t", PAGES * PAGE, PAGE, device)
     assert not (tmp_path / "t").exists()
+
+
+def test_a_forked_child_that_ends_leaves_its_parent_joined(broker: Broker) -> None:
+    with opened(broker) as session:
+        tenant = attached(session, "one")
+        child = os.fork()
+        if child == 0:
+            session._leave()  # as `atexit` calls it
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        session.step({"one": remap.Demand(60)})
+        assert tenant.kv.usable_blocks >= 60
+
+
+def test_pages_of_the_host_come_with_the_welcome_and_are_not_fetched(tmp_path: Path) -> None:
+    with (
+        Broker(tmp_path / "h", PAGES * PAGE, PAGE) as broker,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw,
+    ):
+        raw.connect(str(broker.path))
+        raw.send(encode(Join(VERSION)))
+        _, files, _, _ = socket.recv_fds(raw, 1 << 16, 1)
+        os.close(files[0])
+        raw.send(encode(Fetch(0)))
+        told = decode_to_member(raw.recv(1 << 16))
+        assert isinstance(told, Refused) and "one file" in told.why
+
+
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="pages of a device: this file runs again on the emulated driver (make test-all)"
+)
+def test_a_device_has_more_pages_than_go_into_a_message(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    many = 2 * MOST_FILES + 7
+    with Broker(tmp_path / "d", many * PAGE, PAGE, DEVICE) as broker, opened(broker) as one, opened(broker) as two:
+        assert one.device == two.device == DEVICE
+        first, second = attached(one, "one"), attached(two, "two")
+        one.step({"one": remap.Demand(4 * (many - 2 * OWN))})
+        last = first.kv.allocate(first.kv.free_blocks)[-1]
+        write_block(first, last, 7)
+        assert broker.ledger.free < 4 and read_block(first, last) == {7}
+        remap.advanced.check(one)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+            raw.connect(str(broker.path))
+            raw.send(encode(Join(VERSION)))
+            raw.recv(1 << 16)
+            raw.send(encode(Fetch(many)))
+            told = decode_to_member(raw.recv(1 << 16))
+            assert isinstance(told, Refused) and f"no page {many}" in told.why
+        assert second.kv.usable_blocks >= 8
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before + 8, "no descriptor is left")
+
+
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="pages of a device: this file runs again on the emulated driver (make test-all)"
+)
+def test_a_member_that_does_not_see_the_device_is_told_which_it_is(broker: Broker, monkeypatch: Any) -> None:
+    seen = {"devices": [{"uuid": "ab" * 16}]}
+    monkeypatch.setattr("remap.memory.shared_pages._core.probe_cuda", lambda: seen)
+    with pytest.raises(InvalidState, match="CUDA_VISIBLE_DEVICES") as error:
+        join(str(broker.path))
+    assert error.value.fields["devices"] == ["ab" * 16] and len(str(error.value.fields["uuid"])) == 32
+    until(lambda: broker.ledger.held == {}, "it has left")
 
 
 def test_the_socket_of_a_broker_that_was_killed_is_taken_over(tmp_path: Path) -> None:
@@ -731,14 +803,19 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         "6MiB",
         "--page-bytes",
         "64KiB",
+        "--device",
+        DEVICE,
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
-        assert served.stdout is not None
-        assert "96 pages of 64KiB" in served.stdout.readline()
-        with remap.Session(device=f"unix:{path}") as session:
-            assert session.snapshot().pages.outside == 96
-        served.terminate()
-        assert served.wait(60) == 0
+        try:
+            assert served.stdout is not None
+            assert f"96 pages of {show_size(1 << 16)} on {DEVICE}; join" in served.stdout.readline()
+            with remap.Session(device=f"unix:{path}") as session:
+                assert session.snapshot().pages.outside == 96
+            served.terminate()
+            assert served.wait(60) == 0
+        finally:
+            served.kill()
     assert not path.exists()
 
 

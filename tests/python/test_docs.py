@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -50,3 +51,31 @@ def test_a_figure_of_the_readmes_results_stands_in_the_pages_that_say_how_it_was
     figures = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)", table)
     assert len(figures) > 40
     assert [each for each in figures if not re.search(rf"(?<![\d.,]){re.escape(each)}(?![\d]|[.,]\d)", pages)] == []
+
+
+@pytest.mark.parametrize(("file", "rate"), [("gpu-h100-sharing", 8), ("gpu-h100-sharing-12", 12)])
+def test_the_table_of_three_models_on_a_gpu_has_the_medians_and_ranges_of_its_file(file: str, rate: int) -> None:
+    results = json.loads((ROOT / f"bench/results/{file}.json").read_text(encoding="utf-8"))["results"]
+    figures = {each["name"].split("turns of 1 s, ")[1]: each for each in results}
+    page = (ROOT / "docs/gpu-run.md").read_text(encoding="utf-8")
+    rows = page.partition("Medians, lowest to highest:")[2].partition(f"\n| {rate} |")[2].splitlines()[:4]
+    ways = {
+        "`remap`": "remap",
+        "`kv-pool+swap`": "kv-pool+swap",
+        "whole models": "whole models+swap",
+        "`recompute`": "recompute",
+    }
+    for row, (told, way) in zip(rows, ways.items()):
+        assert told in row
+        cells = [each.strip(" *") for each in row.strip("| ").split("|")][-5:]
+        wanted = [figures[f"{way}, first token, P99{simulated}"] for simulated in ("", ", simulated")]
+        wanted += [figures[f"{way} (us: between tokens)"], figures[f"{way}, between tokens, P99"]]
+        for cell, figure, unit in zip(cells, wanted, (1e3, 1e3, 1, 1e3)):
+            each = [float(number.replace(",", "")) for number in re.findall(r"[\d.,]+", cell)]
+            exact = [figure["value"], figure["detail"]["least"], figure["detail"]["most"]]
+            digits = [len(number.partition(".")[2]) for number in re.findall(r"[\d.,]+", cell)]
+            assert each == [pytest.approx(one / unit, abs=0.51 * 10**-digit) for one, digit in zip(exact, digits)], (
+                told,
+                cell,
+            )
+        assert int(cells[4].replace(",", "")) == figures[f"{way}, tokens recomputed"]["value"]

@@ -92,6 +92,9 @@ struct AllocationProperties {  // CUmemAllocationProp
     unsigned char reserved[4] = {};
   } flags;
 };
+struct Uuid {  // CUuuid
+  char bytes[16] = {};
+};
 struct AccessDescriptor {  // CUmemAccessDesc
   MemoryLocation location;
   int flags = 0;
@@ -119,6 +122,7 @@ struct CopyAttributes {                  // CUmemcpyAttributes
   X(cuDeviceGetName, 2000, (char* name, int length, Device device))                                                            \
   X(cuDeviceGetAttribute, 2000, (int* value, int attribute, Device device))                                                    \
   X(cuDeviceTotalMem, 3020, (std::size_t * bytes, Device device))                                                              \
+  X(cuDeviceGetUuid, 11040, (Uuid * uuid, Device device))                                                                      \
   X(cuDevicePrimaryCtxRetain, 7000, (ContextPointer * context, Device device))                                                 \
   X(cuDevicePrimaryCtxRelease, 11000, (Device device))                                                                         \
   X(cuCtxPushCurrent, 4000, (ContextPointer context))                                                                          \
@@ -133,6 +137,8 @@ struct CopyAttributes {                  // CUmemcpyAttributes
   X(cuMemCreate, 10020,                                                                                                        \
     (AllocationHandle * page, std::size_t bytes, const AllocationProperties* properties, unsigned long long flags))            \
   X(cuMemRelease, 10020, (AllocationHandle page))                                                                              \
+  X(cuMemExportToShareableHandle, 10020, (void* shared, AllocationHandle page, int type, unsigned long long flags))            \
+  X(cuMemImportFromShareableHandle, 10020, (AllocationHandle * page, void* shared, int type))                                  \
   X(cuMemMap, 10020,                                                                                                           \
     (DevicePointer at, std::size_t bytes, std::size_t offset, AllocationHandle page, unsigned long long flags))                \
   X(cuMemUnmap, 10020, (DevicePointer at, std::size_t bytes))                                                                  \

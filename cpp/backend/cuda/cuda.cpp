@@ -52,6 +52,15 @@ CudaDevice checked_device(const Driver& driver, const CudaOptions& options) {
   return device;
 }
 
+std::shared_ptr<SharedPages> shared_of(const CudaOptions& options, Device device) {
+  if (options.pages == nullptr) return nullptr;
+  const auto shared = std::dynamic_pointer_cast<SharedPages>(options.pages);
+  if (shared != nullptr && shared->device() == device) return shared;
+  throw Error(ErrorKind::invalid_argument,
+              "cuda backend: the shared pages are not of device " + std::to_string(options.device) + ". Nothing was opened.",
+              {{"device", std::int64_t{options.device}}});
+}
+
 class CudaBackend final : public Backend {
  public:
   CudaBackend(const Driver& driver, const CudaOptions& options)
@@ -65,7 +74,8 @@ class CudaBackend final : public Backend {
                                              device_.coherent})) {
     const AllocationProperties properties =
         allocation_properties(context_->device(), options.shareable, options.gpu_direct_rdma);
-    memory_ = std::make_unique<Memory>(*context_, properties, cuda::granularity(driver, properties, kGranularityMinimum));
+    memory_ = std::make_unique<Memory>(*context_, properties, cuda::granularity(driver, properties, kGranularityMinimum),
+                                       shared_of(options, context_->device()));
   }
 
   // Streams first: what they still copy must stay mapped and locked. A forked child has neither the context nor the right to

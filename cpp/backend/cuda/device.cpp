@@ -49,6 +49,13 @@ CudaDevice describe(const Driver& driver, int ordinal) {
   check(driver, "open", "cuDeviceGetName", driver.cuDeviceGetName(name, sizeof(name) - 1, device));
   found.name = name;
   check(driver, "open", "cuDeviceTotalMem", driver.cuDeviceTotalMem(&found.total_bytes, device));
+  Uuid uuid;
+  check(driver, "open", "cuDeviceGetUuid", driver.cuDeviceGetUuid(&uuid, device));
+  constexpr char kDigits[] = "0123456789abcdef";
+  for (const char each : uuid.bytes) {
+    const auto byte = static_cast<unsigned char>(each);
+    found.uuid += {kDigits[byte >> 4], kDigits[byte & 15]};
+  }
   found.vmm = value(attribute::kVirtualMemoryManagement) != 0;
   found.posix_fd = value(attribute::kPosixFileDescriptor) != 0;
   found.fabric = value(attribute::kFabric) != 0;

@@ -37,11 +37,13 @@ std::vector<std::pair<Address, Cell>> runs_by_access(const MappingTable& table, 
 
 }  // namespace
 
-Memory::Memory(const Context& context, const AllocationProperties& properties, std::size_t granularity)
+Memory::Memory(const Context& context, const AllocationProperties& properties, std::size_t granularity,
+               std::shared_ptr<SharedPages> shared)
     : context_(context),
       driver_(context.driver()),
       properties_(properties),
       granularity_(granularity),
+      shared_(std::move(shared)),
       table_(granularity) {}
 
 // Mappings, then addresses, then pages. A refusal leaves that one to the end of the process and does not stop the rest.
@@ -51,8 +53,10 @@ Memory::~Memory() {
     for (const auto& range : stranded_) (void)driver_.cuMemUnmap(device_pointer(range.first), range.second);
     for (const auto& cell : table_.cells()) (void)driver_.cuMemUnmap(device_pointer(cell.first), cell.second.bytes);
     for (const auto& region : table_.regions()) (void)driver_.cuMemAddressFree(device_pointer(region.first), region.second.bytes);
-    for (const PageTable::Page& page : pages_.slots()) {
-      if (page.used) (void)driver_.cuMemRelease(page.driver_handle);
+    for (std::size_t slot = 0; slot < pages_.slots().size(); ++slot) {
+      const PageTable::Page& page = pages_.slots()[slot];
+      if (page.used && shared_ == nullptr) (void)driver_.cuMemRelease(page.driver_handle);
+      if (page.used && shared_ != nullptr) shared_->put(slot);
     }
   } catch (const Error&) {
     // No context to work in: the process is ending, and its end gives everything back.
@@ -114,17 +118,7 @@ PageHandle Memory::create_page(std::size_t bytes) {
     const std::lock_guard<std::shared_mutex> books(books_);
     pages_.make_room();
   }
-  AllocationHandle handle = 0;
-  if (const Result code = driver_.cuMemCreate(&handle, bytes, &properties_, 0); code != result::kSuccess) {
-    std::size_t free_bytes = 0;
-    std::size_t total = 0;
-    Error::Fields fields{{"requested", number(bytes)}};
-    if (code == result::kOutOfMemory && driver_.cuMemGetInfo(&free_bytes, &total) == result::kSuccess) {
-      fields.emplace_back("free", number(free_bytes));
-      fields.emplace_back("capacity", number(total));
-    }
-    fail(driver_, "create_page", "cuMemCreate", code, std::move(fields));
-  }
+  const AllocationHandle handle = shared_ ? shared_->take(pages_.next_slot(), bytes) : make_allocation(driver_, properties_, bytes);
   const std::lock_guard<std::shared_mutex> books(books_);
   return pages_.add(bytes, handle);
 }
@@ -133,7 +127,11 @@ void Memory::destroy_page(PageHandle page) {
   const std::lock_guard<std::mutex> lock(changing_);
   const std::uint32_t slot = pages_.require_unmapped(page);
   const Context::Use use(context_, "destroy_page");
-  check(driver_, "destroy_page", "cuMemRelease", driver_.cuMemRelease(pages_.slots()[slot].driver_handle));
+  if (shared_ != nullptr) {
+    shared_->put(slot);
+  } else {
+    check(driver_, "destroy_page", "cuMemRelease", driver_.cuMemRelease(pages_.slots()[slot].driver_handle));
+  }
   const std::lock_guard<std::shared_mutex> books(books_);
   pages_.remove(slot);
 }

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "backend/cuda/context.h"
+#include "backend/cuda/shared_pages.h"
 #include "backend/mapping_table.h"
 #include "backend/page_table.h"
 #include "remap/backend.h"
@@ -31,7 +32,9 @@ using mapping::address_of;
 
 class Memory {
  public:
-  Memory(const Context& context, const AllocationProperties& properties, std::size_t granularity);
+  // shared: where pages come from, and what they go back to; null: each is made, and released.
+  Memory(const Context& context, const AllocationProperties& properties, std::size_t granularity,
+         std::shared_ptr<SharedPages> shared);
   ~Memory();  // gives everything back; nothing may be using it
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
@@ -61,6 +64,7 @@ class Memory {
   const Driver& driver_;
   const AllocationProperties properties_;
   const std::size_t granularity_;
+  const std::shared_ptr<SharedPages> shared_;
 
   mutable std::mutex changing_;
   mutable std::shared_mutex books_;  // guards all below

@@ -18,20 +18,22 @@ __all__ = ["SharedSession", "join", "shared"]
 def join(settings: Settings, device: str, *, config: Config | None = None) -> Session:
     """A session with the pages of the broker that the settings name, for an engine that computes on `device`.
 
-    Raises InvalidState (fields arena, device) unless that is the host, whose memory the broker's pages are; InvalidArgument
+    Raises InvalidState (fields arena, device, broker) unless the broker's pages are that device's; InvalidArgument
     (fields name, value, broker) if the settings name a capacity or a page size that is not the broker's, and (field path) if no
     broker is there; InvalidState (field why) if it refuses.
     """
-    if device != "cpu":
-        raise InvalidState(
-            f"REMAP_ARENA={settings.arena}: a broker's pages are host memory, and this engine computes on {device}; the "
-            "engine was not started; name an arena of this process, or none",
-            arena=settings.arena,
-            device=device,
-        )
     session = Session(
         device=settings.arena, config=config, platform=Platform(copy_chunk_bytes=settings.copy_chunk_bytes)
     )
+    if session.device != device:
+        session.close()
+        raise InvalidState(
+            f"REMAP_ARENA={settings.arena}: the broker's pages are of {session.device}, and this engine computes on {device}; "
+            f"the engine was not started; start a broker with --device {device}, or name an arena of this process",
+            arena=settings.arena,
+            device=device,
+            broker=session.device,
+        )
     there = session.snapshot()
     for name, asked, has in (
         ("REMAP_CAPACITY", settings.capacity, there.capacity_bytes),

@@ -14,6 +14,8 @@ reader gives it; so it may hold the session's lock meanwhile.
     granted          pages that came later than the call that wanted them
     snapshot         somebody looks (`remap top`): how the session is. Nothing is sent of it unless somebody does
 
+Pages of a device are fetched before the session has a thread for what comes; what came meanwhile is kept for it.
+
 When the broker has gone the session serves on with what it has: `want` gets nothing, and `problem` says why.
 """
 
@@ -28,17 +30,19 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from remap.broker.messages import (
     MOST_BYTES,
     VERSION,
     Disown,
     Done,
+    Fetch,
     Give,
     Grant,
     Home,
     Join,
+    Pages,
     Recall,
     Refused,
     Returned,
@@ -54,7 +58,11 @@ from remap.broker.messages import (
 )
 from remap.broker.report import report_of
 from remap.errors import Error, InvalidArgument, InvalidState
+from remap.memory.shared_pages import MOST_FILES, JoinedPages
 from remap.report import Snapshot
+
+if TYPE_CHECKING:
+    from remap import _core
 
 __all__ = ["Asked", "Membership", "join"]
 
@@ -77,11 +85,17 @@ class Asked(Protocol):
 
 
 class Membership:
-    """Made by `join`. page_bytes, pages: of the broker's file. file: the session's until `close`. borrowed: of the pages that the
-    session has, those that other members have lent; the reading thread and `give` change it, one page at a time."""
+    """Made by `join`. page_bytes, pages: of the broker's. on_device: they are a GPU's. early: what came before all was set up.
+    borrowed: of the pages that the session has, those that other members have lent; the reading thread and `give` change it, one
+    page at a time."""
 
-    def __init__(self, connection: socket.socket, path: str, welcome: Welcome, file: int) -> None:
-        self.path, self.page_bytes, self.pages, self.file = path, welcome.page_bytes, welcome.pages, file
+    def __init__(
+        self, connection: socket.socket, path: str, welcome: Welcome, mapped: JoinedPages, early: Sequence[Tell] = ()
+    ) -> None:
+        self.path, self.page_bytes, self.pages = path, welcome.page_bytes, welcome.pages
+        self.on_device = bool(welcome.uuid)
+        self._mapped = mapped
+        self._process = os.getpid()
         self.problem = ""
         self._connection = connection
         self._sending = threading.Lock()
@@ -96,6 +110,12 @@ class Membership:
         self._choosing = threading.Lock()
         self._asked: Asked | None = None
         self._threads: list[threading.Thread] = []
+        for message in early:
+            self._work.put(message)
+
+    def make_backend(self, copy_threads: int, host_budget: int) -> _core.Backend:
+        """Over the broker's pages. host_budget: bytes of page-locked host memory at most; 0: what the machine can spare."""
+        return self._mapped.make_backend(self.pages, self.page_bytes, copy_threads, host_budget)
 
     def serve(self, asked: Asked) -> None:
         """From now on `asked` is told what comes."""
@@ -186,7 +206,10 @@ class Membership:
             self._send(Disown(runs))
 
     def close(self) -> None:
-        """Leave. Pages that were not given stay the process's until it ends."""
+        """Leave. Pages that were not given stay the process's until it ends. In a forked child nothing: the connection is its
+        parent's."""
+        if os.getpid() != self._process:
+            return
         self.problem = self.problem or "the session has left it"
         self._work.put(None)
         # The working thread first: what has come is given back while that is possible.
@@ -199,9 +222,7 @@ class Membership:
         for thread in self._threads:
             _await(thread)
         self._connection.close()
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+        self._mapped.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -280,18 +301,49 @@ def _await(thread: threading.Thread) -> None:
         thread.join()
 
 
-def _close(files: Sequence[int]) -> None:
-    for file in files:
-        os.close(file)
+def _fetch(connection: socket.socket, welcome: Welcome, pages: JoinedPages) -> list[Tell]:
+    """All of the device's pages. Returns what came meanwhile. Raises OSError, and InvalidState (field why) for an answer that is
+    none."""
+    early: list[Tell] = []
+    pages.open_device(welcome.uuid, welcome.page_bytes)
+    while pages.count < welcome.pages:
+        first = pages.count
+        connection.send(encode(Fetch(first)))
+        message, files = _receive(connection, MOST_FILES)
+        while isinstance(message, Tell):  # somebody looks
+            early.append(message)
+            message, files = _receive(connection, MOST_FILES)
+        try:
+            if not isinstance(message, Pages) or (message.first, message.count) != (first, len(files)) or not files:
+                why = message.why if isinstance(message, Refused) else "its pages did not come"
+                raise InvalidState(f"the broker refuses this process: {why}; nothing was opened", why=why)
+            while files:
+                pages.take(files.pop(0))
+        finally:
+            for file in files:
+                os.close(file)
+    return early
+
+
+def _receive(connection: socket.socket, most: int) -> tuple[ToMember | None, list[int]]:
+    """A message and the descriptors that go with it; None if the broker has closed the connection."""
+    packet, files, _, _ = socket.recv_fds(connection, MOST_BYTES, most, socket.MSG_CMSG_CLOEXEC)
+    try:
+        return (decode_to_member(packet) if packet else None), files
+    except Error:
+        for file in files:
+            os.close(file)
+        raise
 
 
 def join(path: str, name: str = "") -> Membership:
     """Join the broker at this path. Raises InvalidArgument (field path) if none is there, InvalidState (field why) if it
-    refuses."""
+    refuses, and (fields uuid, devices) if its pages are of a device that this process does not see; DriverError without a usable
+    driver for it."""
     with ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        files: list[int] = []
-        undo.callback(_close, files)
+        mapped, early = JoinedPages(), list[Tell]()
+        undo.callback(mapped.close)
         try:
             # Not `settimeout` yet: a socket without blocking is refused while many others wait to be admitted.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(JOIN_S), 0))
@@ -300,25 +352,27 @@ def join(path: str, name: str = "") -> Membership:
             with suppress(BrokenPipeError):  # refused already: why is still to be read
                 connection.send(encode(Join(VERSION, name or f"process {os.getpid()}")))
             try:
-                packet, received, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+                message, files = _receive(connection, 1)
             except ConnectionResetError:  # closed before what was sent was read: why comes behind this
-                packet, received, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+                message, files = _receive(connection, 1)
+            for file in files:
+                mapped.take(file)
+            if isinstance(message, Welcome) and message.uuid:
+                early = _fetch(connection, message, mapped)
         except OSError as error:
             raise InvalidArgument(
                 f"no broker can be joined at {path}: {error}; nothing was opened; start one with `remap serve --socket {path} "
                 "--capacity SIZE`",
                 path=path,
             ) from error
-        files += received
-        message: ToMember | None = decode_to_member(packet) if packet else None
         if isinstance(message, Refused):
             raise InvalidState(
                 f"the broker at {path} refuses this process: {message.why}; nothing was opened", why=message.why
             )
-        if not isinstance(message, Welcome) or len(files) != 1:
+        if not isinstance(message, Welcome) or mapped.empty:
             raise InvalidState(
                 f"what answers at {path} is no broker of this release; nothing was opened", why="no welcome"
             )
         connection.settimeout(None)
         undo.pop_all()
-        return Membership(connection, path, message, files[0])
+        return Membership(connection, path, message, mapped, early)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes over the socket: one message a packet (SOCK_SEQPACKET keeps their borders and their order), msgpack by msgspec.
 
-    to the broker    Join, Want, Give, Done; of the pages of a member's own layers: Home, Disown; of how it is: Report
-    to a member      Welcome (with the pages' file), Grant, Recall, Tell, Refused; of those pages: Returned
+    to the broker    Join, Fetch, Want, Give, Done; of the pages of a member's own layers: Home, Disown; of how it is: Report
+    to a member      Welcome (with the pages' file), Pages (with descriptors of some), Grant, Recall, Tell, Refused; of those
+                     pages: Returned
     of who looks     Look, which State answers, and a Shown a member behind it
 
 Page numbers go as runs, (first, how many): pages that are granted together usually stand together.
@@ -34,12 +35,14 @@ __all__ = [
     "DecisionReport",
     "Disown",
     "Done",
+    "Fetch",
     "Give",
     "Grant",
     "Home",
     "Join",
     "Look",
     "OwnedPages",
+    "Pages",
     "Recall",
     "Refused",
     "Report",
@@ -59,7 +62,7 @@ __all__ = [
     "runs_of",
 ]
 
-VERSION = 3
+VERSION = 4
 MOST_BYTES = 1 << 16
 """Of a message."""
 MOST_RUNS = 4096
@@ -83,6 +86,12 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 
     version: int
     name: str = ""
+
+
+class Fetch(msgspec.Struct, tag=True, frozen=True):
+    """Of pages of a device: the member asks for descriptors, from this page on."""
+
+    first: Count
 
 
 class Want(msgspec.Struct, tag=True, frozen=True):
@@ -199,10 +208,19 @@ class Look(msgspec.Struct, tag=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """The pages' file goes with it. No page is the member's yet."""
+    """No page is the member's yet. uuid: of the device that they are of, and the member fetches them (`Fetch`); "" of the host,
+    and their file goes with this."""
 
     page_bytes: int
     pages: int
+    uuid: str = ""
+
+
+class Pages(msgspec.Struct, tag=True, frozen=True):
+    """Descriptors go with it, one a page, of so many pages from `first` on. They are the member's to map, none is its own."""
+
+    first: int
+    count: int
 
 
 class Grant(msgspec.Struct, tag=True, frozen=True):
@@ -271,8 +289,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     why: str
 
 
-ToBroker = Join | Want | Give | Home | Disown | Done | Report | Look
-ToMember = Welcome | Grant | Returned | Recall | Tell | State | Shown | Refused
+ToBroker = Join | Fetch | Want | Give | Home | Disown | Done | Report | Look
+ToMember = Welcome | Pages | Grant | Returned | Recall | Tell | State | Shown | Refused
 Message = TypeVar("Message", ToBroker, ToMember)
 
 _ENCODER = msgspec.msgpack.Encoder()

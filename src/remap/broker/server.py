@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The broker: makes the pages' file, admits members, and carries the ledger's decisions to them.
+"""The broker: makes the pages, admits members, and carries the ledger's decisions to them.
 
 One thread, which never waits for a member: packets that a socket does not take are kept for it, and a member that takes none for
 long is let go. A member's pages come back when its *process* has ended (a pidfd says so), never because its socket has: somebody
 may still be reading them. Until then they are its own.
 
-The file is a memfd of all pages, sealed against other sizes. Members map it; the broker does not.
+Members map the pages (`remap.memory.shared_pages`); the broker does not.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import selectors
@@ -18,6 +17,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +31,12 @@ from remap.broker.messages import (
     VERSION,
     Disown,
     Done,
+    Fetch,
     Give,
     Home,
     Join,
     Look,
+    Pages,
     Refused,
     Report,
     Shown,
@@ -47,8 +49,8 @@ from remap.broker.messages import (
     decode_to_broker,
     encode,
 )
-from remap.errors import Error, InvalidArgument, InvalidState, OutOfMemory
-from remap.memory.machine_memory import require_memory
+from remap.errors import Error, InvalidArgument, InvalidState
+from remap.memory.shared_pages import make_pages
 
 __all__ = ["Broker"]
 
@@ -83,21 +85,19 @@ class _Member:
 class Broker:
     """Serves at `path` from a thread of its own until `close`.
 
-    capacity, page_bytes: bytes, as `Session` takes them. Raises InvalidArgument (field path) if something else is at the path,
-    InvalidState if a broker serves there; OutOfMemory for more than the machine could ever hold.
+    capacity, page_bytes: bytes, as `Session` takes them. device: "cpu" or "cuda:N". Raises InvalidArgument (field path) if
+    something else is at the path, InvalidState if a broker serves there; OutOfMemory for more than the machine could ever hold,
+    or the device has; DriverError without a usable driver.
     """
 
-    def __init__(self, path: str | Path, capacity: int, page_bytes: int) -> None:
-        grain = os.sysconf("SC_PAGESIZE")
+    def __init__(self, path: str | Path, capacity: int, page_bytes: int, device: str = "cpu") -> None:
         pages = capacity // page_bytes if page_bytes > 0 else 0
-        if page_bytes % grain or pages < 1:
+        if pages < 1:
             raise InvalidArgument(
-                f"capacity of {capacity} bytes must hold at least one page of {page_bytes} bytes, a multiple of {grain}; nothing "
-                "was made",
+                f"capacity of {capacity} bytes must hold at least one page of {page_bytes} bytes; nothing was made",
                 capacity=capacity,
                 page_bytes=page_bytes,
             )
-        require_memory(pages * page_bytes)
         self.path = Path(path)
         self.page_bytes, self.ledger = page_bytes, Ledger(pages)
         self._members: list[_Member] = []
@@ -105,8 +105,8 @@ class Broker:
         self._deadlines: dict[int, float] = {}  # recall -> when it is late, the first one first
         self._lookers: dict[_Member, float] = {}  # who waits to see how all are -> until when, the first one first
         with ExitStack() as undo:
-            self._file = _make_file(pages * page_bytes)
-            undo.callback(os.close, self._file)
+            self._pages = make_pages(device, pages, page_bytes)
+            undo.callback(self._pages.close)
             self._listener = listen(self.path)
             undo.pop_all()
         self._waker, self._woken = socket.socketpair()
@@ -134,7 +134,7 @@ class Broker:
         for each in (self._listener, self._waker, self._woken):
             each.close()
         self._selector.close()
-        os.close(self._file)
+        self._pages.close()
         self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Broker:
@@ -223,6 +223,8 @@ class Broker:
             return self._look(member, message)
         if not member.number:
             raise InvalidState("the first message must be Join")
+        if isinstance(message, Fetch):
+            return self._fetch(member, message)
         if isinstance(message, Report):
             return self._reported(member, message)
         if isinstance(message, Want):
@@ -242,16 +244,33 @@ class Broker:
             raise InvalidState("the member has joined already")
         if member in self._lookers:
             raise InvalidState("who looks cannot join meanwhile")
-        assert member.connection is not None
         sent = self.ledger.joined(self._next)
         member.number, member.name = self._next, message.name[:MOST_NAME]
         self._next += 1
-        try:
-            socket.send_fds(member.connection, [encode(Welcome(self.page_bytes, self.ledger.pages))], [self._file])
-        except OSError as error:
-            raise InvalidState(f"its welcome could not be sent: {error}") from error
+        pages = self._pages
+        files = [] if pages.file is None else [pages.file]
+        self._send_with(member, Welcome(self.page_bytes, self.ledger.pages, pages.uuid), files)
         _logger.info("member %d (%s, process %d) has joined", member.number, member.name, member.pid)
         return sent
+
+    def _fetch(self, member: _Member, message: Fetch) -> Sent:
+        files = self._pages.export(message.first)
+        try:
+            self._send_with(member, Pages(message.first, len(files)), files)
+        finally:
+            for file in files:
+                os.close(file)
+        return []
+
+    def _send_with(self, member: _Member, message: ToMember, files: Sequence[int]) -> None:
+        """At once: who waits for it has read all else. Raises InvalidState otherwise."""
+        assert member.connection is not None
+        try:
+            if member.unsent:
+                raise BlockingIOError("it has not read what came before")
+            socket.send_fds(member.connection, [encode(message)], files)
+        except OSError as error:
+            raise InvalidState(f"its {type(message).__name__} could not be sent: {error}") from error
 
     # -- who looks -----------------------------------------------------------------------------------------------------
 
@@ -389,16 +408,3 @@ def _require_version(message: Join | Look) -> None:
         raise InvalidState(
             f"the broker speaks version {VERSION}, the other side {message.version}; install one release in both"
         )
-
-
-def _make_file(nbytes: int) -> int:
-    file = os.memfd_create("remap-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(file, nbytes)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError as error:
-        os.close(file)
-        raise OutOfMemory(
-            f"a file of {nbytes} bytes cannot be made: {error}; nothing was made", requested=nbytes
-        ) from error
-    return file

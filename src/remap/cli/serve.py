@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 
 from remap.errors import InvalidArgument
-from remap.sizes import parse_size
+from remap.memory.device import Platform, usual_page_bytes
+from remap.sizes import parse_size, show_size
 
 from .errors import exit_on_error, needed
 
@@ -23,37 +24,39 @@ __all__ = ["serve"]
 def serve(
     socket: Annotated[Path, typer.Option(help="Where members join: a path for a Unix-domain socket.")],
     capacity: Annotated[str, typer.Option(help="Memory of all members together, such as 24GiB.")],
-    page_bytes: Annotated[str, typer.Option(help="Size of a page.")] = "2MiB",
-    device: Annotated[str, typer.Option(help="Where the pages are; only cpu yet.")] = "cpu",
+    page_bytes: Annotated[
+        str, typer.Option(help="Size of a page; auto: 2MiB, of a large arena on a GPU 4MiB.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Where the pages are: cpu or cuda:N.")] = "cpu",
     metrics: Annotated[
         str | None, typer.Option(help="Answer GET /metrics at this port of this machine, or at HOST:PORT.")
     ] = None,
 ) -> None:
     """Share one arena among processes: each opens remap.Session(device="unix:SOCKET"). Until it is interrupted."""
     with exit_on_error():
-        if device != "cpu":
-            raise InvalidArgument(
-                f"device: pages of {device} cannot be shared between processes yet; nothing was started; leave it out",
-                device=device,
-            )
-        sizes = parse_size(capacity, "capacity"), parse_size(page_bytes, "page_bytes")
+        size = parse_size(capacity, "capacity")
+        page = (
+            usual_page_bytes(size, device, Platform()) if page_bytes == "auto" else parse_size(page_bytes, "page_bytes")
+        )
         if metrics is not None:
             needed("prometheus_client", "metrics", "--metrics")
         try:
             with ExitStack() as undo:
-                _serve(socket, sizes, page_bytes, metrics, undo)
+                _serve(socket, size, page, device, metrics, undo)
         except KeyboardInterrupt:
             return
 
 
-def _serve(socket: Path, sizes: tuple[int, int], page: str, metrics: str | None, undo: ExitStack) -> None:
-    """Until a signal interrupts it. page: the size of one, as it was given."""
+def _serve(socket: Path, size: int, page: int, device: str, metrics: str | None, undo: ExitStack) -> None:
+    """Until a signal interrupts it."""
     from remap.broker.server import Broker
 
     at = None if metrics is None else _address(metrics)
-    broker = undo.enter_context(Broker(socket, *sizes))
+    broker = undo.enter_context(Broker(socket, size, page, device))
     signal.signal(signal.SIGTERM, _interrupt)
-    said = f"{broker.ledger.pages} pages of {page}; join with remap.Session(device='unix:{socket}')"
+    said = (
+        f"{broker.ledger.pages} pages of {show_size(page)} on {device}; join with remap.Session(device='unix:{socket}')"
+    )
     if at is not None:
         from remap.broker.metrics import serve_metrics
 

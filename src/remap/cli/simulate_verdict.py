@@ -40,7 +40,8 @@ def _compared(results: Sequence[PolicyResult]) -> PolicyResult | None:
     """The result that is compared with the first: remap's, or the last one that a machine can have."""
     others = [result for result in results[1:] if result.policy != "ideal"]
     ours = [result for result in others if result.policy.partition(":")[0] == "remap"]
-    return (ours or others[-1:] or [None])[0]
+    found = ours or others[-1:]
+    return found[0] if found else None
 
 
 def _moved(results: Sequence[PolicyResult], better: bool) -> list[str]:

@@ -37,6 +37,7 @@ __all__ = [
     "Device",
     "DeviceName",
     "Platform",
+    "budget_of",
     "default_mode",
     "default_name",
     "parse",
@@ -279,9 +280,8 @@ def resolve(
     return platform.backend, found
 
 
-def _make_backend(
-    name: DeviceName, capacity: int, page_bytes: int, platform: Platform, host_budget: int | str | None
-) -> _core.Backend:
+def budget_of(host_budget: int | str | None) -> int:
+    """Bytes; 0 if none was given. Raises InvalidArgument for a size that is none."""
     budget = 0 if host_budget is None else parse_size(host_budget, "host_budget")
     if host_budget is not None and budget == 0:
         raise InvalidArgument(
@@ -289,6 +289,13 @@ def _make_backend(
             "what the machine can spare",
             host_budget=host_budget,
         )
+    return budget
+
+
+def _make_backend(
+    name: DeviceName, capacity: int, page_bytes: int, platform: Platform, host_budget: int | str | None
+) -> _core.Backend:
+    budget = budget_of(host_budget)
     if name.kind == "cuda":
         return _core.make_cuda_backend(
             device=name.index,

@@ -34,7 +34,7 @@ def socket(tmp_path: Path) -> Iterator[Path]:
     )
     try:
         assert process.stdout is not None
-        assert "pages of 64KiB" in process.stdout.readline()
+        assert "pages of 64 KiB on cpu" in process.stdout.readline()
         yield path
     finally:
         end(process)

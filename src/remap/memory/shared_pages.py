@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages that several processes share: a broker makes them, and its members map them. Of the host they are one file; of a device
+each page has a descriptor, of which a member fetches some at a time. The broker itself maps none of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+from remap import _core
+from remap.errors import InvalidArgument, InvalidState, OutOfMemory
+from remap.memory.device import parse
+from remap.memory.machine_memory import require_memory
+
+__all__ = ["MOST_FILES", "DevicePages", "HostPages", "JoinedPages", "SharedPages", "make_pages"]
+
+MOST_FILES = 250
+"""Descriptors of a message: the kernel takes 253."""
+
+
+class SharedPages(Protocol):
+    """Those that a broker has made. device: "cpu" or "cuda:N", as this process counts them. uuid: of that device in any process;
+    "" of the host. file: of all of them; None if each has its own."""
+
+    device: str
+    uuid: str
+    file: int | None
+
+    def export(self, first: int) -> list[int]:
+        """Descriptors of the pages from `first` on, at most `MOST_FILES`, the caller's to close."""
+        ...
+
+    def close(self) -> None:
+        """Let go of them. Members keep what they have."""
+        ...
+
+
+class HostPages:
+    """A memfd of all pages, sealed against other sizes."""
+
+    device, uuid = "cpu", ""
+
+    def __init__(self, pages: int, page_bytes: int) -> None:
+        grain = os.sysconf("SC_PAGESIZE")
+        if page_bytes % grain:
+            raise InvalidArgument(
+                f"page_bytes must be a multiple of {grain}, got {page_bytes}; nothing was made", page_bytes=page_bytes
+            )
+        require_memory(pages * page_bytes)
+        self.file: int | None = _make_file(pages * page_bytes)
+
+    def export(self, first: int) -> list[int]:
+        raise InvalidState("these pages are one file, which members have from the beginning")
+
+    def close(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+class DevicePages:
+    """Pages of a device, made at once. Each costs the driver a call of its own to export: a member that joins waits for all."""
+
+    file: int | None = None
+
+    def __init__(self, index: int, pages: int, page_bytes: int) -> None:
+        self.device, self.uuid = f"cuda:{index}", _uuid_of(index)
+        self._pages: _core.CudaPages | None = _core.make_cuda_pages(page_bytes, pages, index)
+
+    def export(self, first: int) -> list[int]:
+        pages = self._pages
+        if pages is None or not 0 <= first < pages.count:
+            raise InvalidState(f"there is no page {first} to fetch")
+        with ExitStack() as undo:
+            made = []
+            for number in range(first, min(pages.count, first + MOST_FILES)):
+                made.append(pages.export_page(number))
+                undo.callback(os.close, made[-1])
+            undo.pop_all()
+        return made
+
+    def close(self) -> None:
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
+
+
+def make_pages(device: str, pages: int, page_bytes: int) -> SharedPages:
+    """Raises InvalidArgument for a size or a device that cannot be, OutOfMemory for more than there is, DriverError without a
+    usable driver."""
+    name = parse(device)
+    if name.kind == "cpu":
+        return HostPages(pages, page_bytes)
+    if name.kind != "cuda":
+        raise InvalidArgument(
+            f"device must be 'cpu' or 'cuda:N' for pages that processes share, got {device!r}; nothing was made",
+            device=device,
+        )
+    return DevicePages(name.index, pages, page_bytes)
+
+
+class JoinedPages:
+    """Those that a member has: a file of all, or those of a device that it has imported so far."""
+
+    def __init__(self) -> None:
+        self._file = -1
+        self._device: _core.CudaPages | None = None
+        self._index = 0
+
+    @property
+    def empty(self) -> bool:
+        return self._file < 0 and self._device is None
+
+    @property
+    def count(self) -> int:
+        """Pages of the device that are here."""
+        return 0 if self._device is None else self._device.count
+
+    def open_device(self, uuid: str, page_bytes: int) -> None:
+        """The pages will be of this device. Raises InvalidState (fields uuid, devices) if this process does not see it,
+        DriverError without a usable driver."""
+        self._index = _index_of(uuid)
+        self._device = _core.make_cuda_pages(page_bytes, 0, self._index)
+
+    def take(self, file: int) -> None:
+        """The file of all pages, or the next page's descriptor. It is this object's from now on."""
+        if self._device is None:
+            self._file = file
+            return
+        try:
+            self._device.import_page(file)
+        finally:
+            os.close(file)
+
+    def make_backend(self, pages: int, page_bytes: int, copy_threads: int, host_budget: int) -> _core.Backend:
+        """Over all of them. host_budget: of a device, bytes of page-locked host memory at most; 0: what the machine can spare."""
+        if self._device is None:
+            return _core.make_host_backend(pages * page_bytes, page_bytes, copy_threads, file=self._file)
+        return _core.make_cuda_backend(device=self._index, pages=self._device, host_budget_bytes=host_budget)
+
+    def close(self) -> None:
+        """Let go of them. A backend over them goes on with those that it has."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._device is not None:
+            self._device.close()
+            self._device = None
+
+
+def _uuid_of(index: int) -> str:
+    """Of the device that this process counts as `index`. Raises InvalidArgument (field device) if there is none."""
+    devices = _uuids()
+    if index >= len(devices):
+        raise InvalidArgument(
+            f"there is no device cuda:{index}: this process sees {len(devices)}; nothing was made", device=index
+        )
+    return devices[index]
+
+
+def _index_of(uuid: str) -> int:
+    """The reverse."""
+    devices = _uuids()
+    if uuid not in devices:
+        raise InvalidState(
+            f"the broker's pages are of device {uuid}, and this process sees {', '.join(devices) or 'none'}; nothing was opened; "
+            "name that device in CUDA_VISIBLE_DEVICES",
+            uuid=uuid,
+            devices=devices,
+        )
+    return devices.index(uuid)
+
+
+def _uuids() -> Sequence[str]:
+    return [str(each["uuid"]) for each in _core.probe_cuda()["devices"]]
+
+
+def _make_file(nbytes: int) -> int:
+    file = os.memfd_create("remap-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, nbytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(file)
+        raise OutOfMemory(
+            f"a file of {nbytes} bytes cannot be made: {error}; nothing was made", requested=nbytes
+        ) from error
+    return file
