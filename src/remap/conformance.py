@@ -10,8 +10,8 @@
 
 Each case opens a session of its own and calls `serve` with it, which does the same each time. In place of the controller
 something restless decides in each `session.step` of the engine's. So the engine sees more growth, shrinking and moved blocks in a
-minute than in a day of service, in the way in which it sees them there, and has to give the answers that it gives with every layer
-at home.
+minute than in a day of service, in the way in which it sees them there, and has to give the answers that it gives with every
+layer at home.
 
 What it finds: tables that do not follow `report.moved`, layers that run without `wait`, writes beyond the usable blocks or into
 weights, blocks that are never freed, engines that never step, or hold on to the session. What it cannot find: a race of the
@@ -110,7 +110,8 @@ def check(
 
 def _run(serve: Serve, case: Case, seed: int, options: Mapping[str, Any]) -> Outcome:
     outcome = Outcome(case.name, seed)
-    with _Watched(case, outcome, **options) as session:
+    session = _Watched(case, outcome, **options)
+    with session:
         try:
             outcome.answers = serve(session)
             session.judge()
