@@ -71,6 +71,7 @@ CORE = (
         "session",
         "arguments",
         "advanced",
+        "conformance",
         "schedule",
         "entry",
         "joined",

@@ -1,0 +1,141 @@
+"""The suite for engines' authors: engines that do as they should conform, and each of the usual mistakes is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import remap  # noqa: E402
+from remap import conformance  # noqa: E402
+
+SOURCE = (Path(__file__).resolve().parents[2] / "examples/02_own_engine.py").read_text(encoding="utf-8")
+ENGINE, MAIN = SOURCE.split("torch.manual_seed(0)")
+SESSION: dict[str, Any] = {"capacity": "11MiB", "page_bytes": "64KiB"}
+ANSWERED = 6
+
+
+def engine(*changes: tuple[str, str]) -> dict[str, Any]:
+    """The example's functions, with these changes to its source."""
+    text = ENGINE
+    for before, after in changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    found: dict[str, Any] = {"__name__": __name__}  # where dataclasses look names up
+    exec(compile(text, "02_own_engine.py", "exec"), found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=8, vocab_size=100, eos_token_id=None, **shape)).eval()
+
+
+def served(model: Any, functions: dict[str, Any]) -> conformance.Serve:
+    def serve(session: remap.Session) -> object:
+        kv = remap.KVSpec(
+            layers=8, kv_heads=2, head_dim=32, block_tokens=16, dtype="float32", min_blocks=6, max_blocks=128
+        )
+        tenant = session.attach(model, name="llama", kv=kv, hooks=False)
+        sequences = [functions["Sequence"](list(range(1, 20 + 9 * n)), 32 + 12 * n) for n in range(ANSWERED)]
+        functions["serve"](session, model, tenant, list(sequences))
+        return [each.tokens for each in sequences]
+
+    return serve
+
+
+def test_the_example_engine_conforms(model: Any) -> None:
+    outcomes = list(conformance.check(served(model, engine()), **SESSION))
+    assert [each.problems for each in outcomes] == [[]] * 9
+    assert all(each.copies and each.grown for each in outcomes[1:])
+    assert any(each.shrunk for each in outcomes) and any(each.moved for each in outcomes)
+    assert len({(each.case, each.seed) for each in outcomes}) == 9
+
+
+def found(model: Any, *changes: tuple[str, str]) -> str:
+    cases = conformance.CASES[:3]  # in strict mode a stray access ends the process
+    return " ".join(map(str, conformance.check(served(model, engine(*changes)), cases=cases, **SESSION)))
+
+
+def test_tables_that_do_not_follow_moved_blocks_are_found(model: Any) -> None:
+    told = found(model, ("each.blocks = [moved.get(block, block) for block in each.blocks]", "pass"))
+    assert "have not been freed" in told  # `free` knows none of the old ids
+
+
+def test_a_layer_that_does_not_wait_is_found(model: Any) -> None:
+    told = found(model, ("tenant.wait(i)  # 5", "i == 3 or tenant.wait(i)  # 5"))
+    assert "InvalidState" in told and "wait and done for every layer" in told
+
+
+def test_blocks_that_are_never_freed_are_found(model: Any) -> None:
+    told = found(
+        model,
+        (
+            "            tenant.kv.free(each.blocks)\n            running.remove(each)",
+            "            running.remove(each)",
+        ),
+    )
+    assert "were not freed" in told or "OutOfBlocks" in told
+
+
+def test_writes_into_blocks_that_are_not_its_own_are_found(model: Any) -> None:
+    told = found(
+        model,
+        (
+            "keys[block, offset], values[block, offset] =",
+            "keys[tenant.kv.max_blocks - 1 - block, offset], values[block, offset] =",
+        ),
+    )
+    assert "written" in told or "differ" in told
+
+
+def test_an_engine_that_never_steps_is_found(model: Any) -> None:
+    def serve(session: remap.Session) -> object:
+        kv = remap.KVSpec(
+            layers=8, kv_heads=2, head_dim=32, block_tokens=16, dtype="float32", min_blocks=6, max_blocks=128
+        )
+        session.attach(model, name="llama", kv=kv, hooks=False)
+        return None
+
+    told = [each.problems for each in conformance.check(serve, cases=conformance.CASES[:2], **SESSION)]
+    assert told[0] == ["the engine never called session.step"]
+    assert "no layer streamed" in told[1][1]
+
+
+def test_an_engine_that_closes_or_leaves_is_told(model: Any) -> None:
+    def closes(session: remap.Session) -> object:
+        session.close()
+        return None
+
+    (outcome,) = conformance.check(closes, cases=conformance.CASES[:1], **SESSION)
+    assert outcome.problems == ["the engine has closed the session that it was given"]
+
+
+def test_the_reference_engine_conforms(model: Any) -> None:
+    from remap.engine import LLMEngine, Request, SamplingParams
+
+    def serve(session: remap.Session) -> object:
+        kv = remap.KVSpec(
+            layers=8, kv_heads=2, head_dim=32, block_tokens=16, dtype="float32", min_blocks=8, max_blocks=128
+        )
+        tenant = session.attach(model, name="llama", kv=kv, hooks=False)
+        engine = LLMEngine(model, tenant, session=session, max_num_seqs=8, max_batch_tokens=64, max_model_len=256)
+        for n in range(ANSWERED):
+            engine.add_request(Request(str(n), tuple(range(1, 20 + 9 * n)), SamplingParams(max_tokens=12 + 3 * n)))
+        answers: dict[str, tuple[int, ...]] = {}
+        while engine.unfinished:
+            for each in engine.step().finished:
+                answers[each.id] = tuple(each.tokens)
+        return answers
+
+    outcomes = list(conformance.check(serve, seeds=(0,), **SESSION))
+    assert [each.problems for each in outcomes] == [[]] * 5
+    assert all(each.copies for each in outcomes[1:])
