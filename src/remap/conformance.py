@@ -94,7 +94,7 @@ def check(
 ) -> Iterator[Outcome]:
     """The outcome of each case, and of the random ones with each seed.
 
-    serve: attaches one tenant or several to the session, answers, and returns what `equal` compares; it leaves the session open.
+    serve: attaches one tenant or several to the session, answers, and returns what `equal` compares; the session stays open.
     What it raises is a problem of the case. session: what `Session` takes, without `mode`; memory for the weights and a good part
     of the KV.
     """
@@ -168,6 +168,7 @@ class _Watched(Session):
     def __init__(self, case: Case, outcome: Outcome, **options: Any) -> None:
         super().__init__(**options, mode=case.mode)
         self._case, self._outcome = case, outcome
+        self._attached = False
 
     def attach(self, *arguments: Any, **named: Any) -> Any:
         return self._decided_for(super().attach(*arguments, **named))
@@ -175,7 +176,21 @@ class _Watched(Session):
     def attach_bytes(self, *arguments: Any, **named: Any) -> Any:
         return self._decided_for(super().attach_bytes(*arguments, **named))
 
+    def detach(self, name: str, **named: Any) -> None:
+        self._look(name)
+        super().detach(name, **named)
+
+    def _look(self, name: str) -> None:
+        """At the weights of a tenant, before it goes."""
+        self._outcome.copies += self.snapshot().tenants[name].copies
+        written = advanced.differing(self, name)
+        if written:
+            told = f"layers {sorted(written)} of {name!r} were written: blocks beyond the usable ones, or weights"
+            self._outcome.problems.append(told)
+
     def _decided_for(self, tenant: Any) -> Any:
+        self._attached = True
+
         def replace(core: Any) -> None:
             state = core.tenant(tenant.name)
             state.controller = _Restless(state, self._case, self._outcome)
@@ -200,19 +215,13 @@ class _Watched(Session):
             problems.append("the engine has closed the session that it was given")
             return
         advanced.check(self)
-        seen = self.snapshot()
-        if not seen.tenants:
-            problems.append("the engine has attached nothing, or detached it")
+        if not self._attached:
+            problems.append("the engine has attached nothing")
         if not self._outcome.steps:
             problems.append("the engine never called session.step")
-        for name, each in seen.tenants.items():
-            self._outcome.copies += each.copies
+        for name, each in self.snapshot().tenants.items():
             if each.live_blocks and not inside(self.tenants[name]).kv.pool.external:
                 problems.append(f"{each.live_blocks} blocks of {name!r} were not freed")
-            written = advanced.differing(self, name)
-            if written:
-                problems.append(
-                    f"layers {sorted(written)} of {name!r} were written: blocks beyond the usable ones, or weights"
-                )
+            self._look(name)
         if self._case.name != CASES[0].name and not self._outcome.copies:
             problems.append("no layer streamed: give the session less memory, or the engine more to do")

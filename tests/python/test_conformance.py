@@ -139,3 +139,17 @@ def test_the_reference_engine_conforms(model: Any) -> None:
     outcomes = list(conformance.check(serve, seeds=(0,), **SESSION))
     assert [each.problems for each in outcomes] == [[]] * 5
     assert all(each.copies for each in outcomes[1:])
+
+
+def test_the_transformers_adapter_conforms(model: Any) -> None:
+    from remap.adapters.transformers import attach
+
+    prompts = torch.tensor([list(range(n, n + 24)) for n in range(3)])
+
+    def serve(session: remap.Session) -> object:
+        with attach(model, session=session, name="llama", block_tokens=16, min_tokens=96, max_tokens=2048):
+            return [model.generate(prompts[:n], max_new_tokens=40, do_sample=False).tolist() for n in (1, 3, 2)]
+
+    outcomes = list(conformance.check(serve, seeds=(0,), **SESSION))
+    assert [each.problems for each in outcomes] == [[]] * 5
+    assert all(each.copies for each in outcomes[1:])
