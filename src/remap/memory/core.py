@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
+from remap.memory.cold import Cold
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.outside import Outside
@@ -30,6 +31,7 @@ class Core:
     lending: Lending
     offers: Offers
     registered: Registered
+    cold: Cold
     outside: Outside | None = None  # other processes, where the arena is shared with some
 
     def tenant(self, name: str) -> TenantState:
