@@ -688,8 +688,8 @@ class World:
         self.close()
 
     def end_of_one(self) -> None:
-        """While not all are at home: whoever can be serves, and leaves. If nobody can, somebody leaves, for whom there may never have
-        been room, or who gives nothing."""
+        """While not all are at home: whoever can be serves, and leaves. If nobody can, somebody leaves, for whom there may never
+        have been room, or who gives nothing."""
         names = list(self.engines)
         for name in names:
             self.op_activate(name, True, False)

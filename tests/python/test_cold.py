@@ -157,6 +157,38 @@ def test_who_finds_too_few_pages_stays_cold_and_is_told_the_numbers() -> None:
         check(session, {**engines, "large": other})
 
 
+def test_pages_that_somebody_has_lent_become_no_home() -> None:
+    """They are free, but active tenants' layers come home to them."""
+    with session_of(27, reload_s=1e9) as session:
+        a = Model(session, "a", [SIZE] * LAYERS, 1, active=False)
+        engines = {"a": a, **models(session, 1)}
+        remap.advanced.lend(session, "a", 2)
+        lent = set(session._tenants["a"].pages.lent)
+        assert session.activate("m0").activated and lent == set(session._tenants["a"].pages.lent)
+        assert lent.isdisjoint(page for home in session._tenants["m0"].pages.homes for page in home)
+        assert session.activate("a").activated
+        for engine in engines.values():
+            forward(session, engine.tenant, engine.data)
+        check(session, engines)
+
+
+def test_first_blocks_stay_whoever_asks() -> None:
+    """A tenant that came without pages gives its own layers to its KV: what it got for min_blocks is not unused KV for that."""
+    with session_of(24, slowdown=5.0) as session:
+        engines = models(session, 1)
+        b = engines["b"] = Model(session, "b", [SIZE] * LAYERS, 2)
+        m = engines["m0"]
+        assert session.activate("m0").activated
+        kept = session._tenants["m0"].books.kept
+        assert kept and session.snapshot().tenants["m0"].usable_blocks >= m.kv.spec.min_blocks
+        remap.advanced.remap(session, "m0", 2)
+        b.allocate(b.kv.free_blocks)
+        session.step({"b": remap.Demand(blocks=60)})
+        arena = session._arena
+        assert all(arena.tenants()[page] == session._tenants["m0"].number for page in kept)
+        check(session, engines)
+
+
 def test_live_blocks_in_the_way_are_named() -> None:
     with session_of(20) as session:
         a = Model(session, "a", [SIZE] * LAYERS, 1)
