@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-
 import platform
 import random
 import statistics
@@ -80,7 +79,7 @@ def requests_for(names: list[str], count: int, rate: float, seed: int) -> dict[s
         at += rng.expovariate(rate)
         (name,) = rng.choices(names, weights)
         prompt = tuple(rng.randrange(3, 2048) for _ in range(rng.randint(8, 64)))
-        made[name].append(Request(f"{number}", prompt, SamplingParams(max_tokens=rng.randint(8, 32)), at))
+        made[name].append(Request(f"{number}", prompt, SamplingParams(max_tokens=rng.randint(4, 12)), at))
     return made
 
 
@@ -95,7 +94,7 @@ def spec_of(model: Any, capacity: int) -> remap.KVSpec:
 
 
 def serve(
-    side: str, models: dict[str, Any], requests: dict[str, list[Request]], room: int
+    side: str, models: dict[str, Any], requests: dict[str, list[Request]], room: int, quantum_s: float = 0.5
 ) -> tuple[Any, dict[str, float]]:
     """One run of one side. room: bytes for weights and KV, unless memory is ample."""
     ample = side == "ample"
@@ -112,7 +111,7 @@ def serve(
                 model, name=name, kv=spec_of(model, capacity), active=False, pages=pages, hooks=False
             )
             engines[name] = LLMEngine(model, tenant, session=session, max_num_seqs=8, max_batch_tokens=128)
-        shared = SharedEngines(session, engines, quantum_s=math.inf)
+        shared = SharedEngines(session, engines, quantum_s=quantum_s)
         result = shared.run(requests)
         summary = result.summary()
         first = [
@@ -180,8 +179,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--memory", type=int, default=3, help="of the largest models, that have room")
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
+    parser.add_argument("--quantum-s", type=float, default=0.5, help="of a turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -205,7 +205,7 @@ def main() -> None:
         requests = requests_for(list(models), options.requests, options.rate, round_)
         tokens = {}
         for side in (*SIDES[round_ % len(SIDES) :], *SIDES[: round_ % len(SIDES)]):
-            tokens[side], numbers = serve(side, models, requests, room)
+            tokens[side], numbers = serve(side, models, requests, room, options.quantum_s)
             seen[side].append(numbers)
             print(round_, side, {key: round(value, 4) for key, value in numbers.items()}, flush=True)
         for side in SIDES:
@@ -216,7 +216,7 @@ def main() -> None:
         end="",
     )
     print(
-        f"{options.requests} requests at {options.rate}/s, n = {options.rounds}: median (least to most); tokens are identical"
+        f"{options.requests} requests at {options.rate}/s, turns of {options.quantum_s} s, n = {options.rounds}: median (range), same tokens"
     )
     keys = list(next(iter(seen.values()))[0])
     print("| side | " + " | ".join(keys) + " |\n|" + "---|" * (len(keys) + 1))

@@ -83,7 +83,7 @@ class Cold:
                 # Two plans, since only as KV a page that somebody else has written becomes zero.
                 changes.reclaim(tenant, frozenset(page for pages in homes.values() for page in pages))
                 changes.apply_and_settle(tenant, plan_homes(tenant.pages, tenant.pages.with_homes(homes), apart="kv"))
-                first, count = first + count, 2 * count if first else 1
+                first, count = first + count, 4 * count
         return layers
 
     def _collect(self, tenant: TenantState, layers: Sequence[int]) -> _Choice:
