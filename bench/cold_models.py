@@ -46,6 +46,8 @@ class Whole(remap.Session):
 
     def activate(self, name: str, *, alone: bool = False, partial: bool | float = False) -> Any:
         """As `Session.activate`, for whole models."""
+        if not alone:  # nobody wakes up before its turn
+            raise remap.errors.InvalidState("whole models are not prepared ahead of their turn")
         used = self.__dict__.setdefault("used", [])
         if name in used:
             used.remove(name)
@@ -215,9 +217,8 @@ def main() -> None:
         f"\n{options.models} models of {min(sizes) >> 20} to {max(sizes) >> 20} MiB, room for {options.memory}; ",
         end="",
     )
-    print(
-        f"{options.requests} requests at {options.rate}/s, turns of {options.quantum_s} s, n = {options.rounds}: median (range), same tokens"
-    )
+    print(f"{options.requests} requests at {options.rate}/s, turns of {options.quantum_s} s; ", end="")
+    print(f"n = {options.rounds}: median (range), same tokens")
     keys = list(next(iter(seen.values()))[0])
     print("| side | " + " | ".join(keys) + " |\n|" + "---|" * (len(keys) + 1))
     for side, rounds in seen.items():
