@@ -189,6 +189,22 @@ def test_first_blocks_stay_whoever_asks() -> None:
         check(session, engines)
 
 
+def test_a_tenants_own_unused_kv_makes_room_for_its_layers() -> None:
+    """What had been KV of its own layers is plain KV when it has given the layers up."""
+    with session_of(20, slowdown=5.0) as session:
+        a = Model(session, "a", [SIZE] * LAYERS, 1)
+        remap.advanced.remap(session, "a", 2)
+        session.step({"a": remap.Demand(blocks=a.kv.free_blocks + 20)})
+        session.deactivate("a")
+        session._cold.give_layers(session._tenants["a"], 20)
+        b = Model(session, "b", [SIZE] * 2, 2, active=False, pages="none")
+        assert session.activate("b").activated and session.snapshot().pages.free < LAYERS * SIZE
+        assert session.activate("a").activated
+        for engine in (a, b):
+            forward(session, engine.tenant, engine.data)
+        check(session, {"a": a, "b": b})
+
+
 def test_live_blocks_in_the_way_are_named() -> None:
     with session_of(20) as session:
         a = Model(session, "a", [SIZE] * LAYERS, 1)
@@ -248,9 +264,9 @@ def test_every_call_of_an_activation_fails(mode: str) -> None:
             check(session, engines)
             session.deactivate(first)
             first, second = second, first
-            if failures and at > 2 * failures + 4:
+            if at > 30:
                 break
-        assert failures > 5
+        assert failures > 3
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -81,13 +81,17 @@ def activate(
     came: tuple[int, ...] = ()
     if tenant.pages.cold:
         try:
-            came = cold.bring(tenant)
+            came, problem = cold.bring(tenant)
         except OutOfBlocks as error:
             preempt: Mapping[str, tuple[int, ...]] = error.fields["preempt"]  # type: ignore[assignment]
             offers.activated(tenant, now)
             return ActivationReport(
                 False, changes.arena.epoch, preempt=preempt, streamed=tenant.streamed, reason=str(error)
             )
+        if problem:
+            reason = f"bringing layers home ended early: {problem}"
+            offers.activated(tenant, now, came)
+            return ActivationReport(False, changes.arena.epoch, restored=came, streamed=tenant.streamed, reason=reason)
     report = _activate(changes.arena, lending, tenant, partial)
     if came:
         report = _with_cold(tenant, report, came)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from dataclasses import dataclass
 from functools import partial
 
-from remap.errors import OutOfBlocks, OutOfMemory
+from remap.errors import ArenaBroken, Error, OutOfBlocks, OutOfMemory
 from remap.memory.apply import Changes
 from remap.memory.donors import paused
 from remap.memory.lend import Lending
@@ -62,29 +62,48 @@ class Cold:
 
     # -- coming ----------------------------------------------------------------------------------------------------
 
-    def bring(self, tenant: TenantState) -> tuple[int, ...]:
-        """Give the tenant's cold layers homes, and load them. Returns these layers, ascending.
+    def bring(self, tenant: TenantState) -> tuple[tuple[int, ...], str]:
+        """Give the tenant's cold layers homes, and load them. Returns these layers, ascending, and "".
 
         Raises OutOfBlocks (field preempt) if pages can be had only from live blocks of inactive tenants, OutOfMemory (fields
-        requested, free, offered) if not even so, and the backend's error; nothing has changed then.
+        requested, free, short, offered) if not even so, and the backend's error; nothing has changed then. If what was done
+        cannot be taken back, the call ends early instead, and the second value says why: some layers may be cold still.
         """
         layers = tuple(sorted(tenant.pages.cold))
         self._require_enough(tenant, layers)
+        applied = self._changes.applied
+        try:
+            with AllOrNothing(self._changes, self._tenants.values()):
+                self._bring(tenant, layers)
+        except ArenaBroken:
+            raise
+        except Error as error:
+            if self._changes.applied == applied:
+                raise
+            return tuple(layer for layer in layers if layer not in tenant.pages.cold), str(error)
+        return layers, ""
+
+    def _bring(self, tenant: TenantState, layers: Sequence[int]) -> None:
         changes = self._changes
-        with AllOrNothing(changes, self._tenants.values()):
-            choice = self._collect(tenant, layers)
-            changes.cancel_draining(tenant)
-            if choice.kv:
-                changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, choice.kv, give=True))
-            tenant.write(kept=choice.kept)
-            first, count = 0, 1
-            while first < len(layers):
-                homes = {layer: choice.homes[layer] for layer in layers[first : first + count]}
-                # Two plans, since only as KV a page that somebody else has written becomes zero.
-                changes.reclaim(tenant, frozenset(page for pages in homes.values() for page in pages))
-                changes.apply_and_settle(tenant, plan_homes(tenant.pages, tenant.pages.with_homes(homes), apart="kv"))
-                first, count = first + count, 4 * count
-        return layers
+        changes.cancel_draining(tenant)
+        self._let_go(tenant)
+        choice = self._collect(tenant, layers)
+        if choice.kv:
+            changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, choice.kv, give=True))
+        tenant.write(kept=choice.kept)
+        first, count = 0, 1
+        while first < len(layers):
+            homes = {layer: choice.homes[layer] for layer in layers[first : first + count]}
+            # Two plans, since only as KV a page that somebody else has written becomes zero.
+            changes.reclaim(tenant, frozenset(page for pages in homes.values() for page in pages))
+            changes.apply_and_settle(tenant, plan_homes(tenant.pages, tenant.pages.with_homes(homes), apart="kv"))
+            first, count = first + count, 4 * count
+
+    def _let_go(self, tenant: TenantState) -> None:
+        """Pages that wait for the tenant's layers, since a change that brought them home ended early, are free again."""
+        if tenant.reclaimed:
+            plan = plan_free_pages(tenant.pages, sorted(tenant.reclaimed), give=False)
+            self._changes.apply_and_settle(tenant, plan)
 
     def _collect(self, tenant: TenantState, layers: Sequence[int]) -> _Choice:
         """Let others give pages until there are enough."""
@@ -168,7 +187,7 @@ class Cold:
         busy = self._claimed(one for one in self._tenants.values() if one.active or one is tenant)
         taker = _Taker(-1 - tenant.number, tenant.placed - busy)
         unused = self._offers.unused_kv
-        gifts: list[Callable[[int], None]] = []
+        gifts: list[Callable[[int], None]] = [partial(self._give_own, tenant)]
         for one in givers:
             gifts.append(partial(self._give_unused, one, taker, unused.surplus))
         gifts += [partial(self.give_layers, one) for one in idle]
@@ -184,6 +203,21 @@ class Cold:
         self, giver: TenantState, taker: _Taker, surplus: Callable[[TenantState], int], pages: int
     ) -> None:
         self._lending.free_idle(giver, taker, pages, surplus(giver))
+
+    def _own_unused(self, tenant: TenantState) -> list[int]:
+        """Pages of its own KV that no live block needs, nor its min_blocks: its layers may have them. The last ones first."""
+        if tenant.kv.pool.external or tenant.draining:
+            return []
+        kept = self._choose(tenant, ()).kept
+        pages = [page for page in reversed(self._plain(tenant)) if page not in kept]
+        slot_of = {slot: page for page in pages for slot in tenant.slots_of([page])}
+        return [slot_of[slot] for slot in tenant.kv.pool.vacant(slot_of)]
+
+    def _give_own(self, tenant: TenantState, pages: int) -> None:
+        freed = sorted(self._own_unused(tenant)[:pages])
+        if freed:
+            plan = plan_free_pages(tenant.pages, freed, give=False)
+            self._changes.exchange(tenant, plan, sorted(slot for page in freed for slot in tenant.slots_of([page])))
 
     def _give_paused(self, giver: TenantState, pages: int) -> None:
         """Its engine copies so many blocks to host memory."""
@@ -203,9 +237,7 @@ class Cold:
             chosen.add(layer)
             given += len(giver.pages.homes[layer])
         self._changes.cancel_draining(giver)
-        if giver.reclaimed:  # a change that brought them home ended early
-            plan = plan_free_pages(giver.pages, sorted(giver.reclaimed), give=False)
-            self._changes.apply_and_settle(giver, plan)
+        self._let_go(giver)
         there = giver.pages.given_up(chosen)
         self._changes.apply_and_settle(giver, plan_homes(giver.pages, there, apart="free"))
 
@@ -236,11 +268,18 @@ class Cold:
             self._changes.exchange(giver, plan_free_pages(giver.pages, freed, give=False), slots)
 
     def give_all(self, giver: TenantState) -> None:
-        """All layers and blocks that the tenant can do without become free. It serves no pass."""
-        with AllOrNothing(self._changes, self._tenants.values()):
-            total = self._changes.arena.total_pages
-            self.give_layers(giver, total)
-            self._give_blocks(giver, total)
+        """All layers and blocks that the tenant can do without become free. It serves no pass. Raises the backend's error if
+        nothing has changed; later ones end the call early."""
+        total, applied = self._changes.arena.total_pages, self._changes.applied
+        try:
+            with AllOrNothing(self._changes, (giver,), partly=True):
+                self.give_layers(giver, total)
+                self._give_blocks(giver, total)
+        except ArenaBroken:
+            raise
+        except Error:
+            if self._changes.applied == applied:
+                raise
 
     # -- is it possible ----------------------------------------------------------------------------------------------
 
@@ -266,6 +305,9 @@ class Cold:
     def _offered(self, tenant: TenantState) -> tuple[dict[str, int], dict[str, int]]:
         """(giver -> pages that it can give, giver -> pages that live blocks keep it from giving)."""
         offered, blocked = {}, {}
+        own = len(self._own_unused(tenant))
+        if own:
+            offered[tenant.name] = own
         busy = self._claimed(one for one in self._tenants.values() if one.active or one is tenant)
         fits = tenant.placed - busy
         unused = self._offers.unused_kv
