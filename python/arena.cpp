@@ -51,6 +51,8 @@ void bind_arena(py::module_& module) {
             return arena.add_layer_region(tenant, name, pages.pages);
           },
           py::arg("tenant"), py::arg("name"), py::arg("pages"), ReleaseGil())
+      .def("add_empty_layer_region", &Arena::add_empty_layer_region, py::arg("tenant"), py::arg("name"), py::arg("slots"),
+           py::arg("stand_in") = kNoPage, ReleaseGil())
       .def("add_ring_region", &Arena::add_ring_region, py::arg("tenant"), py::arg("slots"), ReleaseGil())
       .def("add_kv_region", &Arena::add_kv_region, py::arg("tenant"), py::arg("slots"), ReleaseGil())
       .def(
@@ -118,6 +120,7 @@ void bind_arena(py::module_& module) {
              return out;
            })
       .def("free_pages", looking(&Arena::free_pages))
+      .def("knows", &Arena::knows, py::arg("tenant"), ReleaseGil())
       .def("counts",
            [](const Arena& arena, const py::object& tenant) {
              const PageCounts counts = tenant.is_none()
@@ -158,6 +161,15 @@ void bind_arena(py::module_& module) {
             plan.steps.push_back(std::move(step));
           },
           py::arg("region"), py::arg("first_slot"), py::arg("pages"), py::arg("deferred"), py::arg("layer"))
+      .def(
+          "set_home",
+          [](Plan& plan, RegionId region, PageList pages) {
+            Step step;
+            step.kind = Step::Kind::set_home;
+            step.set_home = SetHome{region, std::move(pages.pages)};
+            plan.steps.push_back(std::move(step));
+          },
+          py::arg("region"), py::arg("pages"))
       .def_readwrite("epoch", &Plan::epoch);
 
   py::class_<Applied>(module, "Applied")

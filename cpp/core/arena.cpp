@@ -307,6 +307,38 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
   return id;
 }
 
+RegionId Arena::add_empty_layer_region(TenantId tenant, const std::string& name, std::size_t slots, PageId stand_in) {
+  refuse_fork(fork_generation_);
+  const Both locks(*this);
+  guard();
+  if (stand_in != kNoPage) {
+    require_pages({stand_in});
+    const Page& page = pages_[stand_in];
+    if (page.tenant != tenant || (page.owner != Owner::params && page.owner != Owner::ring)) {
+      throw Error(ErrorKind::invalid_argument,
+                  "Page " + std::to_string(stand_in) + " is not a params or ring page of tenant " + std::to_string(tenant) +
+                      ". Nothing changed.",
+                  {{"page", number(stand_in)}, {"tenant", number(tenant)}});
+    }
+  }
+  const RegionId id = add_region(RegionKind::layer, tenant, name, slots);
+  Region& fresh = regions_.at(id);
+  try {
+    fresh.home.assign(slots, kNoPage);
+    fresh.target.assign(slots, kNoPage);
+    if (options_.mode == Mode::aliased && stand_in != kNoPage) {
+      Pointer(*this).map(fresh.view, 0, std::vector<PageId>(slots, stand_in));
+    }
+  } catch (...) {
+    if (broken_) throw;
+    discard({fresh.view.address, fresh.reserved_bytes, {}});
+    regions_.erase(id);
+    throw;
+  }
+  ++epoch_;
+  return id;
+}
+
 RegionId Arena::add_ring_region(TenantId tenant, std::size_t slots) {
   refuse_fork(fork_generation_);
   const Both locks(*this);
@@ -595,6 +627,9 @@ void Arena::close() {
   }
   while (!regions_.empty()) {
     release_region(regions_.begin()->second);
+    for (Page& page : pages_) {
+      if (page.home == regions_.begin()->first) page.home = kNoRegion;
+    }
     regions_.erase(regions_.begin());
   }
   release_leftovers();

@@ -71,6 +71,14 @@ std::vector<TenantId> Arena::tenants_of(const std::vector<PageId>& pages) const 
   return found;
 }
 
+bool Arena::knows(TenantId tenant) const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto region = [&](const auto& each) { return each.second.tenant == tenant; };
+  const auto page = [&](const Page& each) { return each.tenant == tenant; };
+  return std::any_of(regions_.begin(), regions_.end(), region) || std::any_of(pages_.begin(), pages_.end(), page);
+}
+
 std::vector<PageId> Arena::free_pages() const {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);

@@ -49,6 +49,18 @@ void Arena::check() const {
     }
   }
 
+  std::vector<RegionId> homes(pages_.size(), kNoRegion);
+  for (const auto& [id, region] : regions_) {
+    if (region.kind != RegionKind::layer || elsewhere(region.home)) continue;
+    for (PageId page : region.home) {
+      require(page < homes.size() && homes[page] == kNoRegion, "A13", "page " + std::to_string(page) + " in the home of region " + std::to_string(id));
+      homes[page] = id;
+    }
+  }
+  for (std::size_t page = 0; page < pages_.size(); ++page) {
+    require(pages_[page].home == homes[page], "A13", "page " + std::to_string(page) + " does not know whose home it is");
+  }
+
   for (const auto& [id, region] : regions_) {
     const std::string name = "region " + std::to_string(id);
     if (!broken_) {

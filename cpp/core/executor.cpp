@@ -85,6 +85,7 @@ Executor::Needs Executor::validate(const Plan& plan) {
       }
       continue;
     }
+    if (step.kind == Step::Kind::set_home) continue;  // require_homes()
     const Point& point = step.point;
     const Region& region = arena.region(point.region);
     if (region.kind == RegionKind::kv || point.first_slot > region.view.shown.size() ||
@@ -115,8 +116,52 @@ Executor::Needs Executor::validate(const Plan& plan) {
   if (passes && !std::all_of(plan.steps.begin(), plan.steps.end(), passing)) {
     refuse("Pages go outside and come in by plans of their own, with no other step", {});
   }
+  require_homes(plan);
   require_backed(plan);
   return needs;
+}
+
+// A13 of arena.h, and that a region is empty while its home changes. Part of validate().
+void Executor::require_homes(const Plan& plan) const {
+  const Arena& arena = *arena_;
+  std::map<RegionId, const std::vector<PageId>*> homes;  // of the regions whose home the plan sets
+  std::map<PageId, RegionId> claimed;
+  for (const Step& step : plan.steps) {
+    if (step.kind != Step::Kind::set_home) continue;
+    const RegionId id = step.set_home.region;
+    const std::vector<PageId>& pages = step.set_home.pages;
+    const Region& region = arena.region(id);
+    const auto refuse_home = [id](const char* why) {
+      refuse("The home of region " + std::to_string(id) + " cannot be set: " + why, {{"region", number(id)}});
+    };
+    if (region.kind != RegionKind::layer) refuse_home("it is no layer's");
+    if (!pages.empty() && pages.size() != region.home.size()) refuse_home("a home has as many pages as its region");
+    if (!homes.emplace(id, &pages).second) refuse_home("the plan does so twice");
+    if (!pages.empty() && !elsewhere(region.target)) refuse_home("it is not empty");
+    for (PageId page : pages) {
+      if (page >= arena.pages_.size()) refuse("Unknown page " + std::to_string(page), {{"page", number(page)}});
+      if (arena.pages_[page].fixed) refuse_home("a page of it stands in fixed slots");
+      if (!claimed.emplace(page, id).second) refuse_home("a page is named twice");
+    }
+  }
+  if (homes.empty()) return;
+  for (const auto& [page, id] : claimed) {
+    const RegionId before = arena.pages_[page].home;
+    if (before == kNoRegion || homes.count(before) != 0) continue;
+    refuse("Page " + std::to_string(page) + " cannot be region " + std::to_string(id) + "'s home: it is region " +
+               std::to_string(before) + "'s",
+           {{"page", number(page)}, {"region", number(before)}});
+  }
+  std::map<RegionId, const std::vector<PageId>*> pointed;
+  for (const Step& step : plan.steps) {
+    if (step.kind == Step::Kind::point) pointed[step.point.region] = &step.point.pages;
+  }
+  for (const auto& [id, pages] : homes) {
+    const auto found = pointed.find(id);
+    const std::vector<PageId>& shows = found == pointed.end() ? arena.region(id).target : *found->second;
+    if (!pages->empty() || elsewhere(shows)) continue;
+    refuse("Region " + std::to_string(id) + " would lose its home, and is not empty", {{"region", number(id)}});
+  }
 }
 
 // What layers and (strict) rings show when the plan is done has the right owner then: A6 and A7 of arena.h. Part of validate().
@@ -126,9 +171,12 @@ void Executor::require_backed(const Plan& plan) const {
   std::map<RegionId, const std::vector<PageId>*> pointed;  // layers, which are pointed as a whole: at what, in the end
   // All other layers show what they showed, of the same owners: growth costs nothing for them.
   std::set<RegionId> concerned;  // those, layers whose home loses pages, and all of a tenant whose ring does
+  std::map<RegionId, const std::vector<PageId>*> homes;  // those that the plan sets
   for (const Step& step : plan.steps) {
     const SetOwner& move = step.set_owner;
-    if (step.kind == Step::Kind::point) {
+    if (step.kind == Step::Kind::set_home) {
+      homes[step.set_home.region] = &step.set_home.pages;
+    } else if (step.kind == Step::Kind::point) {
       if (arena.region(step.point.region).kind != RegionKind::layer) continue;
       pointed[step.point.region] = &step.point.pages;
       concerned.insert(step.point.region);
@@ -160,8 +208,9 @@ void Executor::require_backed(const Plan& plan) const {
     const auto found = pointed.find(id);
     const std::vector<PageId>& pages = found == pointed.end() ? region.target : *found->second;
     if (elsewhere(pages)) continue;
+    const auto set = homes.find(id);
     auto page = pages.begin();
-    for (auto home = region.home.begin(); page != pages.end(); ++page, ++home) {
+    for (auto home = (set == homes.end() ? region.home : *set->second).begin(); page != pages.end(); ++page, ++home) {
       if (*page != *home || !owned(*page, Owner::params, region.tenant)) break;
     }
     if (!std::all_of(page, pages.end(), [&](PageId each) { return owned(each, Owner::ring, region.tenant); })) {
@@ -260,12 +309,15 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
   arena.undecided_of_.clear();
   for (const Step& step : plan.steps) {
     const bool moves = step.kind == Step::Kind::set_owner;
-    arena.undecided_of_.push_back(moves ? step.set_owner.tenant : arena.region(step.point.region).tenant);
+    const RegionId concerned = step.kind == Step::Kind::point ? step.point.region : step.set_home.region;
+    arena.undecided_of_.push_back(moves ? step.set_owner.tenant : arena.region(concerned).tenant);
   }
   try {
     for (const Step& step : plan.steps) {
       if (step.kind == Step::Kind::set_owner) {
         set_owner(step.set_owner, applied);
+      } else if (step.kind == Step::Kind::set_home) {
+        set_home(step.set_home);
       } else {
         point(step.point, applied);
       }
@@ -471,6 +523,31 @@ void Executor::point(const Point& step, Applied& applied) {
     region.target.swap(target);
   });
   ++applied.points_done;
+}
+
+// Two regions of one plan may pass a page on in either order of their steps: a page forgets a region only while it is that region's.
+void Executor::set_home(const SetHome& step) {
+  Arena& arena = *arena_;
+  Region& region = arena.region(step.region);
+  const std::vector<PageId> next = step.pages.empty() ? std::vector<PageId>(region.home.size(), kNoPage) : step.pages;
+  std::vector<RegionId> claims;  // of the pages named, before it
+  claims.reserve(step.pages.size());
+  for (PageId page : step.pages) claims.push_back(arena.pages_[page].home);
+  // Homes of a region have one size: assigning allocates nothing.
+  const auto become = [&arena, &region, id = step.region](const std::vector<PageId>& home) {
+    for (PageId page : region.home) {
+      if (page != kNoPage && arena.pages_[page].home == id) arena.pages_[page].home = kNoRegion;
+    }
+    region.home = home;
+    for (PageId page : home) {
+      if (page != kNoPage) arena.pages_[page].home = id;
+    }
+  };
+  const auto back = [&arena, become, before = region.home, pages = step.pages, claims = std::move(claims)](const auto&) {
+    become(before);
+    for (std::size_t i = 0; i < pages.size(); ++i) arena.pages_[pages[i]].home = claims[i];
+  };
+  change(back, {}, [&] { become(next); });
 }
 
 void Executor::undo_all() {

@@ -131,8 +131,11 @@ View& Pointer::spare_view(Region& region, const std::vector<PageId>& pages) {
     return region.spare_views.back();
   }
   // No place is left: rebuild the oldest spare view that does not show home. Home is kept, so that reverting stays cheap.
-  auto victim = std::find_if(region.spare_views.begin(), region.spare_views.end(),
-                             [&](const View& view) { return view.shown != region.home; });
+  auto victim = region.spare_views.begin();
+  write([&] {  // a plan may set the home meanwhile
+    victim = std::find_if(region.spare_views.begin(), region.spare_views.end(),
+                          [&](const View& view) { return view.shown != region.home; });
+  });
   if (victim == region.spare_views.end()) victim = region.spare_views.begin();
   slots(*victim, 0, pages);
   return *victim;

@@ -15,13 +15,16 @@
 //   A6  layer region: shown = target unless a deferred re-pointing is pending; the target is a head, then a tail, of which one
 //       may be empty: the head's pages are params of its tenant and stand where they stand in its home, the tail's are the
 //       ring of its tenant (a ring buffer may be made of the layer's own home)
-//       Or it is empty, since another instance computes the layer: then strict mode shows nothing, and aliased mode whatever was there
+//       Or it is empty, since another instance computes the layer, or its tenant has given it up: then strict mode shows nothing, and
+//       aliased mode whatever was there
 //   A7  ring region: every page shown in use is owned by the ring of its tenant   (aliased: or designated ahead of use)
 //   A8  no slot shows a quarantined page, unless the arena is broken
 //   A9  a region in a declared range shows what it showed when it was declared, and nothing is to change that
 //   A10 a page that a tenant owns and that any other could have written is marked so (dirty is not kNobody)
 //   A11 a page that is outside, or was, is marked as of unknown bytes until a tenant of this arena has had it zeroed
 //   A12 a layer's region shows a page that is outside only while a deferred re-pointing is pending, for which passes wait
+//   A13 a page is the home of at most one layer's region, once, and knows which; a region without a home shows its tenant's ring for
+//       good, or is empty
 #pragma once
 
 #include <array>
@@ -134,7 +137,7 @@ struct Region {
   std::string name;
   std::size_t reserved_bytes = 0;
   View view;                        // the address that tensors live at: never changes
-  std::vector<PageId> home;         // layer: its own pages
+  std::vector<PageId> home;         // layer: its own pages; kNoPage in all slots: it has none
   std::vector<PageId> target;       // layer: what view shows, or will once the deferred step is done
   std::uint64_t targets = 0;        // layer: how many plans have set it, or left it to the worker anew
   bool undecided = false;           // layer: the last of them is applied, and neither committed nor rolled back
@@ -175,6 +178,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // never streamed. ring pages stay the tenant's ring: a layer without a home shows them for good, and may share them with others.
   RegionId add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& pages);
   // A region of `slots` with nothing behind it; the ring's own view of its buffers, or the KV cache (one a tenant).
+  // A region of `slots` without a home, which is empty until a plan gives it one and points it there (SetHome). stand_in: what all of
+  // its slots show meanwhile in aliased mode, so that looking there never ends the process: a params or ring page of the tenant's own,
+  // or kNoPage for nothing. Nobody may write there.
+  RegionId add_empty_layer_region(TenantId tenant, const std::string& name, std::size_t slots, PageId stand_in = kNoPage);
   RegionId add_ring_region(TenantId tenant, std::size_t slots);
   RegionId add_kv_region(TenantId tenant, std::size_t slots);
   // Says which pages, each once, stand at [first_slot, ...) of a KV region whenever they are KV (aliased: maps them now).
@@ -226,6 +233,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::vector<TenantId> tenants() const;   // of each page; kNobody: it is free (or was quarantined while free)
   std::vector<TenantId> tenants_of(const std::vector<PageId>& pages) const;  // InvalidArgument for a page that does not exist
   std::vector<PageId> free_pages() const;  // ascending
+  bool knows(TenantId tenant) const;       // whether a region or a page is the tenant's
   std::vector<PageId> shown(RegionId region) const;
   std::size_t regions() const;  // how many there are
   bool broken() const;

@@ -129,9 +129,11 @@ class Executor {
   void set_owner(const SetOwner& step, Applied& applied);
   void pass_on(const SetOwner& step, Applied& applied);
   void point(const Point& step, Applied& applied);
+  void set_home(const SetHome& step);
   void zero(const Plan& plan, const Ordering& ordering, Applied& applied);
   Needs validate(const Plan& plan);
   void require_backed(const Plan& plan) const;
+  void require_homes(const Plan& plan) const;
   void refuse_mixing(PageId id, TenantId after) const;
   void refuse_registered(const SetOwner& move) const;
   void make_room_to_undo();

@@ -38,7 +38,7 @@ struct SetOwner {
 // `deferred`: may happen after apply() returned, by the re-pointing worker, since nobody reads the region before
 // Prefetcher::wait(layer) has seen it done. A layer's region is always pointed as a whole: where only its tail streams, the
 // pages of its head are named as well (and not touched, if the region shows them already). kNoPage in all of its slots: another
-// instance computes the layer, and nobody here looks at the region until a plan points it home. Then aliased mode leaves the region as
+// instance computes the layer, or its tenant is inactive and has given it up; nobody here looks at the region until a plan points it home. Then aliased mode leaves the region as
 // it is, without a backend call and without a deferred step, and strict mode unmaps it.
 struct Point {
   RegionId region = 0;
@@ -48,15 +48,24 @@ struct Point {
   std::uint32_t layer = 0;  // told to the observer when a deferred step is done
 };
 
-// Whether a layer's region shows nothing: another instance computes the layer.
+// Whether a layer's region shows nothing: another instance computes the layer, or its tenant has given it up.
 inline bool elsewhere(const std::vector<PageId>& pages) noexcept {
   return !pages.empty() && std::all_of(pages.begin(), pages.end(), [](PageId id) { return id == kNoPage; });
 }
 
+// Step 3: from now on these pages are the home of a layer's region, slot by slot; none: it has no home, so that its pages may
+// become anybody's for good. Only of a region that shows nothing (`elsewhere`), before the plan where it gets a home, and after it
+// where it loses its own. No page is the home of two regions. Owners and mappings stay as they are: other steps change them.
+struct SetHome {
+  RegionId region = 0;
+  std::vector<PageId> pages;
+};
+
 struct Step {
-  enum class Kind : std::uint8_t { set_owner, point } kind = Kind::set_owner;
+  enum class Kind : std::uint8_t { set_owner, point, set_home } kind = Kind::set_owner;
   SetOwner set_owner;
   Point point;
+  SetHome set_home;
 };
 
 // Made for one epoch of the arena; refused (StalePlan) at any other, before any backend call.

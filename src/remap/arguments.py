@@ -48,7 +48,7 @@ def require(name: str, value: object, kinds: type | tuple[type, ...], expected: 
 
 
 def require_attach(
-    name: object, priority: object, kv: object, config: object, active: object, resident_layers: object
+    name: object, priority: object, kv: object, config: object, active: object, resident_layers: object, pages: object
 ) -> None:
     """Checks the arguments that `Session.attach` and `attach_bytes` share; raises as `require` does."""
     require("name", name, str, "the tenant's name, a str")
@@ -60,6 +60,11 @@ def require_attach(
     require("active", active, bool, "True or False")
     if resident_layers is not None and not is_count(resident_layers):
         raise invalid("resident_layers", resident_layers, "a number of layers, at least 0, or None for all of them")
+    require("pages", pages, str, "'auto', 'own' or 'none'")
+    if pages not in ("auto", "own", "none"):
+        raise invalid("pages", pages, "'auto', 'own' or 'none'")
+    if pages == "none" and (active or resident_layers is not None):
+        raise invalid("pages", pages, "'auto' or 'own', unless active=False and resident_layers=None")
 
 
 def require_module(model: object) -> None:

@@ -45,6 +45,7 @@ class TenantSnapshot:
     streamed: tuple[int, ...]
     computed: tuple[int, int]  # passes compute the layers from the first to before the second (`advanced.place`)
     elsewhere: tuple[int, ...]  # layers that other instances compute: their pages are KV here
+    cold: tuple[int, ...]  # layers without pages: activation brings them
     pinned: tuple[int, ...]  # layers that may not stream (`Inside.pinned`)
     pages: PageTotals
     lent_pages: int  # pages of its layers that are free for other tenants, or are theirs

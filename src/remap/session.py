@@ -51,6 +51,7 @@ from remap.memory import device as devices
 from remap.memory.activate import ActivationReport, activate, deactivate
 from remap.memory.apply import Changes
 from remap.memory.attach import Arrivals
+from remap.memory.cold import Cold
 from remap.memory.core import Core
 from remap.memory.device import Platform
 from remap.memory.entries import Entries, Entry
@@ -203,6 +204,9 @@ class Session:
         if joined is not None:
             self._outside = Outside(self._tenants, self._changes, self._lending, self._offers, joined, self.clock)
             self._arrivals.supply, self._arrivals.borrowed = self._outside.supply, self._outside.borrowed
+        self._cold = Cold(self._tenants, self._changes, self._lending, self._offers)
+        if self._outside is not None:
+            self._cold.borrowed = self._outside.borrowed
         self._steps = Steps(self._tenants, self._changes, self._lending, self._offers, self._outside)
         self._stalls = StallWatch()
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)
@@ -210,7 +214,14 @@ class Session:
             self._passes.serves, self._passes.come_home = self._outside.serves, self._outside.come_home
         self._registered = Registered(self._arena, self._tenants)
         self._core = Core(
-            self._arena, self._tenants, self._changes, self._lending, self._offers, self._registered, self._outside
+            self._arena,
+            self._tenants,
+            self._changes,
+            self._lending,
+            self._offers,
+            self._registered,
+            self._cold,
+            self._outside,
         )
         self._log = Log(self.clock)
         self._departed: list[TenantState] = []  # tenants on their way out: see _release_departed
@@ -248,6 +259,7 @@ class Session:
         embedding: str = "device",
         hooks: bool = True,
         resident_layers: int | None = None,
+        pages: str = "auto",
     ) -> Tenant:
         """Move a torch model's tensors into the arena and give it a KV cache.
 
@@ -268,6 +280,9 @@ class Session:
         resident_layers: so many layers have pages of their own. The others stream in every pass, for good, through a ring of
         Knobs.buffers buffers (2 by default): so a model that is larger than the session can be attached. What streams then
         never changes, and none of its layers becomes KV. None: all layers have pages, and may come and go.
+        pages: "own" takes pages of the arena for every layer and min_blocks KV blocks. "none", of an inactive tenant, takes none
+        for them: `activate` brings them, from whoever can spare them. So more models can be attached than there is memory for at
+        once. Tensors outside of layers have pages always. "auto": "none" if active=False and there are too few, else "own".
 
         The model may be on the CPU or on the session's device. Afterwards it is on that device and computes as before,
         at new addresses that never change again. A model from the CPU needs no room on the device beside the session.
@@ -277,7 +292,7 @@ class Session:
         OutOfMemory (field minimum_bytes), LimitExceeded (page-locked memory, or more than 2**26 blocks). Nothing
         changes then, nor if another call of this session is under way in this thread (InvalidState, field call).
         """
-        self._check_attach(name, priority, kv, config, active, resident_layers)
+        self._check_attach(name, priority, kv, config, active, resident_layers, pages)
         require_options(layers, mutable, weights, names, extra_layers, hooks)
         self._device.require_bytes()
         require_module(model)
@@ -296,7 +311,7 @@ class Session:
                 embedding=embedding,
                 hooks=hooks,
             )
-            return self._admit(source, name, priority, kv, config, host, active, resident_layers)
+            return self._admit(source, name, priority, kv, config, host, active, resident_layers, pages)
 
     @outermost
     def attach_bytes(
@@ -309,6 +324,7 @@ class Session:
         config: Config | None = None,
         active: bool = True,
         resident_layers: int | None = None,
+        pages: str = "auto",
     ) -> Tenant:
         """As `attach`, for an engine without torch: one buffer of bytes per layer. The session keeps it as the master
         copy.
@@ -316,11 +332,11 @@ class Session:
         On cuda a writable buffer that starts at an OS page is page-locked in place; remap makes a page-locked copy of
         any other. `remap.advanced.layer_address(session, name, i)` gives the address of layer i.
         """
-        self._check_attach(name, priority, kv, config, active, resident_layers)
+        self._check_attach(name, priority, kv, config, active, resident_layers, pages)
         views = require_buffers(layers)
         with self._host.taken(self._is_kept) as host:
             source = raw_source(views, self._masters(host))
-            return self._admit(source, name, priority, kv, config, host, active, resident_layers)
+            return self._admit(source, name, priority, kv, config, host, active, resident_layers, pages)
 
     @outermost
     def detach(self, name: str, *, device: Any = None) -> None:
@@ -409,6 +425,10 @@ class Session:
         Layers whose pages another process has (device "unix:PATH") are asked for, and waited for 0.25 s at most; what has not
         come by then streams, whatever `partial` is, and comes home when it comes.
 
+        A tenant without pages (`attach(pages="none")`, or one that gave them up for another's activation) takes those that can be
+        had: free ones, unused KV, layers of inactive tenants and KV of paused ones. Its layers load in the order of use, and a
+        pass may begin at once. If there are too few pages, nothing changes: OutOfMemory (fields requested, free, short, offered).
+
         Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of
         a tenant concerned, and the backend's error; nothing changes then. If what was done before a backend error cannot be taken
         back, some layers may be home, and nobody is active who was not.
@@ -431,7 +451,11 @@ class Session:
         for other in others:
             other.require_idle()
         with AllOrNothing(self._changes, self._tenants.values()):
-            report = activate(self._changes, self._lending, self._offers, tenant, partial, self.clock())
+            if tenant.pages.cold:
+                for other in others:  # now, so that they can give pages
+                    deactivate(self._changes, other)
+            parts = self._changes, self._lending, self._offers, self._cold
+            report = activate(*parts, tenant, partial, self.clock())
             for other in others:
                 deactivate(self._changes, other)
             if report.activated:
@@ -443,17 +467,25 @@ class Session:
         return made
 
     @exclusive
-    def deactivate(self, name: str) -> None:
+    def deactivate(self, name: str, *, pages: str = "own") -> None:
         """Let the tenant serve no pass until it is activated again. Its live blocks stay; it may lend its unused KV and
         layers.
 
+        pages: "none" frees its pages at once: all layers' but those that something wrote into, and KV without live blocks. Its
+        activation brings them back, as after `attach(pages="none")`.
+
         Raises InvalidArgument for an unknown tenant and InvalidState inside a pass; nothing changes then.
         """
+        if pages not in ("own", "none"):
+            raise invalid("pages", pages, "'own' or 'none'")
         self._passes.check_open()
         self._claim()
         tenant = self._core.tenant(name)
         tenant.require_idle()
-        deactivate(self._changes, tenant)
+        with AllOrNothing(self._changes, self._tenants.values()):
+            deactivate(self._changes, tenant)
+            if pages == "none":
+                self._cold.give_all(tenant)
         self._link.certify()
         if self._asked is not None:
             self._asked.attend(self._core)
@@ -612,7 +644,7 @@ class Session:
         while self._departed:
             tenant = self._departed[-1]
             name = tenant.name
-            if self._closing or self._arena.counts(tenant.number)["total"] == 0:
+            if self._closing or not self._arena.knows(tenant.number):
                 self._tenants.pop(name, None)
                 self._changes.moved.pop(name, None)
                 self._offers.forget(name)
@@ -642,6 +674,7 @@ class Session:
         host: HostMemory,
         active: bool,
         resident_layers: int | None,
+        pages: str,
     ) -> Tenant:
         made: list[Inside] = []
 
@@ -660,6 +693,7 @@ class Session:
             self.clock,
             handle,
             resident_layers,
+            pages,
         )
         return made[-1].tenant
 

@@ -271,7 +271,12 @@ class Inside:
     @property
     def elsewhere(self) -> tuple[int, ...]:
         """The layers that it does not hold, ascending, since another instance computes them: their pages are KV."""
-        return tuple(sorted(self._state.pages.gone))
+        return tuple(sorted(self._state.pages.gone - self._state.pages.cold))
+
+    @property
+    def cold(self) -> tuple[int, ...]:
+        """The layers that have no pages, ascending: activation brings them home (`Session.activate`)."""
+        return tuple(sorted(self._state.pages.cold))
 
     @property
     def buffers(self) -> int:
@@ -289,11 +294,17 @@ class Inside:
         return len(self._state.pages.lent)
 
     @property
-    def reload_s(self) -> float:
-        """Seconds in which the link loads what it has lent."""
+    def away_pages(self) -> int:
+        """Pages that its activation has to bring: those that it has lent, and those of its cold layers."""
         state = self._state
-        lent = len(state.pages.lent) * state.kv.geometry.page_bytes
-        return lent * state.timing.copy_seconds() / max(state.layer_bytes) if lent else 0.0
+        return len(state.pages.lent) + sum(map(state.pages_of, state.pages.cold))
+
+    @property
+    def reload_s(self) -> float:
+        """Seconds in which the link loads what is away."""
+        state = self._state
+        away = self.away_pages * state.kv.geometry.page_bytes
+        return away * state.timing.copy_seconds() / max(state.layer_bytes) if away else 0.0
 
     def lends(self, layer: int) -> bool:
         """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""

@@ -64,10 +64,20 @@ std::vector<Operation> operations() {
     world.executor->apply(world.stream());
     world.decide();
   };
+  const auto give_up = [](World& world) {
+    Step homeless;
+    homeless.kind = Step::Kind::set_home;
+    homeless.set_home = {world.two, {}};
+    world.apply({point(world.two, {kNoPage, kNoPage}, true, 1), homeless, owner({2, 3}, Owner::params, Owner::free)});
+  };
   const auto three = [](World& world) { world.arena->take(3, Owner::params, 3, {4, 5, 6, 7}); };
   return {
       {"take", nothing, [](World& world) { world.arena->take(2, Owner::params, 3, {4, 5}); }, false},
       {"add_layer_region", three, [](World& world) { world.arena->add_layer_region(3, "three", {8, 9, 10}); }, false},
+      {"add_empty_layer_region", nothing,
+       [](World& world) { world.arena->add_empty_layer_region(kTenant, "empty", 3, 0); }, false},
+      {"apply, a home goes", nothing, give_up, false},
+      {"rollback, a home comes back", give_up, [](World& world) { world.executor->rollback(); }, true},
       {"add_ring_region", nothing, [](World& world) { world.arena->add_ring_region(3, 4); }, false},
       {"add_kv_region", nothing, [](World& world) { world.arena->add_kv_region(3, 4); }, false},
       {"designate", [](World& world) { world.arena->add_kv_region(3, 4); },

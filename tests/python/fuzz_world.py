@@ -122,6 +122,7 @@ def make_tenant(rng: random.Random, page: int) -> dict[str, Any]:
         },
         "priority": rng.choice([0, 0, 1, 5]),
         "active": rng.random() < 0.8,
+        "pages": rng.choice(["auto", "auto", "own", "none"]),  # "none" only where it is inactive
         "times": [rng.choice([0.1, 1.0]), rng.choice([0.0, 0.1, 0.9, 5.0])],
     }
     if rng.random() < 0.5:
@@ -156,7 +157,7 @@ def make_op(rng: random.Random, kind: str, page: int) -> Op:
         (4, lambda: ["remap", name, share, rng.choice([1, 2]), rng.choice(kinds), rng.random() < 0.1]),
         (3, lambda: ["lend", name, share, rng.choice([1, 2]), rng.choice([None, other, other])]),
         (4, lambda: ["activate", name, rng.random() < 0.2, rng.choice([False, False, True, 0.5])]),
-        (2, lambda: ["deactivate", name]),
+        (2, lambda: ["deactivate", name, rng.random() < 0.3]),
         (3, lambda: ["crowd", name, share, rng.randint(1, 4), rng.random() < 0.7]),
         (5, lambda: ["allocate", name, share]),
         (4, lambda: ["free", name, rng.choice([1, 1, 2, 3]), rng.randint(0, 2)]),
@@ -189,17 +190,12 @@ class Engine(sharing_worlds.Engine):
         self.base = 1 + number % RANGES * SHARE
         self.data = [self._bytes(index, nbytes) for index, nbytes in enumerate(made["layers"])]
         config = remap.advanced.Knobs(**made["config"]) if "config" in made else None
-        more = {"priority": made["priority"], "active": made["active"], "config": config}
+        pages = "own" if made["active"] else made["pages"]
+        more = {"priority": made["priority"], "active": made["active"], "config": config, "pages": pages}
         with with_head(made["headed"]):
             self.tenant = self.session.attach_bytes(self.data, name=name, kv=remap.KVSpec(**made["kv"]), **more)
         compute, copy = made["times"]
         set_times(self.tenant, times_of(len(self.data), compute, copy), copy_s=copy)
-        arena = self.session._arena
-        self.homes = {
-            page
-            for page, number in enumerate(arena.tenants())
-            if number == inside(self.tenant).number and arena.owners()[page].name == "params"
-        }
         self.addresses = self.addresses_now()
         self.held: dict[int, int] = {}
         self._next = 0
@@ -211,6 +207,14 @@ class Engine(sharing_worlds.Engine):
     def _bytes(self, layer: int, nbytes: int) -> bytes:
         chunk = bytes(self.base + (layer * 5 + at // 64) % SHARE for at in range(64 * SHARE))
         return (chunk * (nbytes // len(chunk) + 1))[:nbytes]
+
+    @property
+    def homes(self) -> set[int]:
+        return {page for home in inside(self.tenant)._state.pages.homes for page in home}
+
+    @property
+    def cold(self) -> bool:
+        return bool(inside(self.tenant)._state.pages.cold)
 
     def addresses_now(self) -> list[int]:
         layers = [remap.advanced.layer_address(self.session, self.name, index) for index in range(len(self.data))]
@@ -261,7 +265,8 @@ class Engine(sharing_worlds.Engine):
         super().check()
         expect(self.addresses_now() == self.addresses, f"an address of {self.name} has changed")
         usable = self.kv.usable_blocks
-        expect(usable >= self.kv.spec.min_blocks, f"{self.name} has lost blocks that were promised")
+        expect(self.cold or usable >= self.kv.spec.min_blocks, f"{self.name} has lost blocks that were promised")
+        expect(not (self.cold and self.tenant.active), f"{self.name} is to serve without some of its layers")
 
     def poison(self) -> None:
         """Free blocks get bytes: a layer that still shows them reads wrong."""
@@ -529,7 +534,7 @@ class World:
         if name not in self.engines:
             return
         tenant = self.engines[name].tenant
-        report = self.call(lambda: self.session.activate(name, alone=alone, partial=partial))
+        report = self.call(lambda: self.session.activate(name, alone=alone, partial=partial), OutOfMemory)
         if isinstance(report, BaseException) or self.ended:
             return
         for _ in range(3):
@@ -539,7 +544,7 @@ class World:
                 engine = self.engines[other]
                 expect(bool(set(blocks) & set(engine.held)) or bool(engine.external), "preempt names no live block")
                 engine.free([block for block in blocks if block in engine.held])
-            report = self.call(lambda: self.session.activate(name, partial=partial))
+            report = self.call(lambda: self.session.activate(name, partial=partial), OutOfMemory)
             if isinstance(report, BaseException) or self.ended:
                 return
         else:
@@ -549,9 +554,9 @@ class World:
         if report.activated and not partial:
             expect(inside(tenant).lent_pages == 0, f"{name} is active, and its layers are lent")
 
-    def op_deactivate(self, name: str) -> None:
+    def op_deactivate(self, name: str, whole: bool = False) -> None:
         if name in self.engines:
-            self.call(lambda: self.session.deactivate(name))
+            self.call(lambda: self.session.deactivate(name, pages="none" if whole else "own"))
 
     def op_allocate(self, name: str, share: float) -> None:
         engine = self.engines.get(name)
@@ -659,6 +664,8 @@ class World:
             if engine.external:
                 engine.external.prompt = True
             engine.free()
+        while not self.ended and any(engine.cold for engine in self.engines.values()):
+            self.end_of_one()
         for name in self.engines:
             self.op_activate(name, False, False)
             expect(self.engines[name].tenant.active, f"{name} cannot be activated in the end")
@@ -679,6 +686,28 @@ class World:
         pages = self.session.snapshot().pages
         expect(pages.free == pages.total, f"pages are kept by nobody: {pages}")
         self.close()
+
+    def end_of_one(self) -> None:
+        """While not all are at home: whoever can be serves, and leaves. If nobody can, somebody leaves, for whom there may never
+        have been room, or who gives nothing."""
+        names = list(self.engines)
+        for name in names:
+            self.op_activate(name, True, False)
+            if self.ended or self.engines[name].tenant.active:
+                break
+        else:
+            keeps = [name for name in names if not self.engines[name].cold]
+            name = (keeps or names)[0]
+            engine = self.engines[name]
+            size = sum(max(1, -(-len(each) // self.session._arena.page_bytes)) for each in engine.data)
+            size += engine.kv.geometry.pages_for_blocks(engine.kv.spec.min_blocks)
+            fits = size <= self.session._arena.total_pages
+            expect(len(names) > 1 or not fits, f"there is room for {name}, and it stays cold")
+        if not self.ended:
+            self.check()
+            self.op_forward(name)
+            self.session.detach(name)
+            del self.engines[name]
 
     def close(self) -> None:
         self.session.close()

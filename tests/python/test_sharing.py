@@ -43,7 +43,7 @@ class Pages(FakeKV):
 class SwitchedTenant(FakeTenant):
     """Runs passes while it is active only."""
 
-    lent_pages = 0
+    away_pages = 0
 
     def __init__(self, name: str, kv: Pages) -> None:
         super().__init__(LAYERS, kv, name)
@@ -201,16 +201,16 @@ def test_a_turn_is_prepared_so_long_before_as_its_layers_need(link_s, seen_s):
     there = dict.fromkeys("ab", 0.0)
     for name, tenant in tenants.items():
         tenant.ready = lambda layer, name=name: clock.now >= there[name]
-        inside(tenant).lent_pages, tenant.reload_s = 10, link_s
+        inside(tenant).away_pages, tenant.reload_s = 10, link_s
 
     def activate(name, *, alone=False, partial=False):
         clock.now += 1e-9
         activations.append((clock.now, name, alone))
         for other, tenant in tenants.items():
-            if other == name and inside(tenant).lent_pages:
-                inside(tenant).lent_pages, there[name] = 0, clock.now + seen_s
+            if other == name and inside(tenant).away_pages:
+                inside(tenant).away_pages, there[name] = 0, clock.now + seen_s
             elif other != name and alone:
-                tenant.lent_pages = 10
+                tenant.away_pages = 10
         return ArenaDouble.activate(session, name, alone=alone, partial=partial)
 
     session.activate = activate

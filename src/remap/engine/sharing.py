@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap.engine.reports import Reports
 from remap.engine.shared_metrics import Activation, SharedResult, SharedSample, TenantSample
-from remap.errors import InvalidArgument, InvalidState
+from remap.errors import InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class SharedEngines:
     def _reload_s(self, name: str) -> float:
         """Seconds in which what the tenant has lent comes home: at the rate that was seen; before that, as the link loads it."""
         tenant = self.engines[name].tenant
-        return inside(tenant).reload_s if self._page_s == math.inf else inside(tenant).lent_pages * self._page_s
+        return inside(tenant).reload_s if self._page_s == math.inf else inside(tenant).away_pages * self._page_s
 
     def _watch_return(self) -> None:
         """Learn how long it took, once all are at home."""
@@ -286,7 +286,7 @@ class SharedEngines:
         self._prepared = name
         try:
             self._activate(name, alone=False)
-        except InvalidState:
+        except (InvalidState, OutOfMemory):  # a cold model may need the pages of whoever has its turn now
             return
         self.engines[name].bring_back()
 
@@ -325,13 +325,13 @@ class SharedEngines:
         blocks these are is all one: those that stay move."""
         moved = preempted = 0
         tenant, begun = self.engines[name].tenant, self._clock()
-        lent = inside(tenant).lent_pages
+        away = inside(tenant).away_pages
         for _ in range(len(self.engines) + 1):
             report = self._reports.ask(lambda: self.session.activate(name, alone=alone, partial=self.partial))
             moved += sum(map(len, report.moved.values()))
             if report.activated:
-                if lent > inside(tenant).lent_pages:
-                    self._returning = _Return(name, report.restored, lent - inside(tenant).lent_pages, begun)
+                if away > inside(tenant).away_pages:
+                    self._returning = _Return(name, report.restored, away - inside(tenant).away_pages, begun)
                 return {
                     "moved_blocks": moved,
                     "preempted_requests": preempted,

@@ -10,17 +10,20 @@ meanwhile, since the pass waits only in `Prefetcher.wait`. So the first pass end
 
 and by the time for moving and zeroing before that. With `partial`, layers that cannot come home stay lent and stream
 through the ring: activation then depends on no other tenant and always succeeds at once.
+
+Layers that the tenant had given up, or never had pages for, come home first, to whatever pages can be had (cold.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
+from remap.memory.cold import Cold
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.state import TenantState
@@ -63,14 +66,36 @@ def deactivate(changes: Changes, tenant: TenantState) -> None:
 
 
 def activate(
-    changes: Changes, lending: Lending, offers: Offers, tenant: TenantState, partial: bool | float, now: float
+    changes: Changes,
+    lending: Lending,
+    offers: Offers,
+    cold: Cold,
+    tenant: TenantState,
+    partial: bool | float,
+    now: float,
 ) -> ActivationReport:
-    """Bring the lent layers home. Called with the session's lock held, after all checks.
+    """Bring the lent layers home, and those without pages. Called with the session's lock held, after all checks.
 
     partial: whether layers that cannot come home stream meanwhile; a number: only if a pass then waits for at most this
     share of its computation.
     """
+    came: tuple[int, ...] = ()
+    if tenant.pages.cold:
+        try:
+            came, problem = cold.bring(tenant)
+        except OutOfBlocks as error:
+            preempt: Mapping[str, tuple[int, ...]] = error.fields["preempt"]  # type: ignore[assignment]
+            offers.activated(tenant, now)
+            return ActivationReport(
+                False, changes.arena.epoch, preempt=preempt, streamed=tenant.streamed, reason=str(error)
+            )
+        if problem:
+            reason = f"bringing layers home ended early: {problem}"
+            offers.activated(tenant, now, came)
+            return ActivationReport(False, changes.arena.epoch, restored=came, streamed=tenant.streamed, reason=reason)
     report = _activate(changes.arena, lending, tenant, partial)
+    if came:
+        report = _with_cold(tenant, report, came)
     # An activation without success counts as a use as well; a call that raises changes nothing.
     offers.activated(tenant, now, report.restored)
     return report
@@ -117,6 +142,21 @@ def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial
         reason += f": {len(away)} layers are streamed through {tenant.buffers} buffers meanwhile"
         return ActivationReport(True, arena.epoch, {}, preempt, (), away, 0.0, reason)
     return ActivationReport(False, arena.epoch, {}, preempt, (), away, 0.0, f"{reason}; free them and activate again")
+
+
+def _with_cold(tenant: TenantState, report: ActivationReport, came: tuple[int, ...]) -> ActivationReport:
+    """The report, with layers that have got pages."""
+    restored = tuple(sorted({*came, *report.restored}))
+    times = tenant.timing.prefill()
+    if times is None:  # it may compute in no time
+        stall = tenant.timing.seconds_per_byte() * sum(tenant.layer_bytes[layer] for layer in restored)
+    else:
+        stall = schedule.one_shot_delay(times.compute_s, times.transfer_s, restored)
+    reason = (
+        f"{len(came)} layers have got pages and load in layer order: {stall * 1e3:.3g} ms until a first prefill has all of "
+        f"{len(restored)} that load; {report.reason}"
+    )
+    return replace(report, restored=restored, predicted_stall_s=stall, reason=reason)
 
 
 def _own(tenant: TenantState) -> int:

@@ -468,7 +468,9 @@ class Changes:
         assert plan is not None and books is not None
         before = books.pages
         lent = tenant.pages.lent - before.lent
-        if lent and (plan.tails, plan.ring) != (before.tails, before.ring):
+        if tenant.pages.cold - before.cold:  # what these layers held is free now
+            self.reclaim(tenant, frozenset(before.held.keys() - tenant.pages.held.keys()))
+        elif lent and (plan.tails, plan.ring) != (before.tails, before.ring):
             self.reclaim(tenant, lent)
         back = plan_back(tenant.pages, before, plan)
         # The pool knows nothing of pages that were reclaimed before the plan, or by it.
@@ -486,7 +488,8 @@ class Changes:
         del self._journal[at:]
 
     def reclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
-        """Make free pages of the donor's own layers its KV in the arena, which zeroes them. The pool is not told."""
+        """Make free pages of the donor's own layers, or that are to become so, its KV in the arena, which zeroes them. The pool
+        is not told."""
         plan = plan_free_pages(donor.pages, sorted(lent), give=True)
         self.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
 

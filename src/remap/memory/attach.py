@@ -25,7 +25,7 @@ from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
 from remap.memory.host_memory import HostMemories, HostMemory
 from remap.memory.kv_copies import KVCopies
-from remap.memory.plan import MAX_BUFFERS, TenantPages, plan_free_pages, run_of
+from remap.memory.plan import MAX_BUFFERS, NO_PAGE, TenantPages, plan_free_pages, run_of
 from remap.memory.shared_link import SharedLink
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream
@@ -91,10 +91,11 @@ class Arrivals:
         clock: Callable[[], float],
         handle: Callable[[TenantState], Handle],
         resident_layers: int | None = None,
+        pages: str = "auto",
     ) -> TenantState:
         """Make a new tenant of the session. host: the page-locked memory of its master copies, if they need any; if
         this raises, the caller gives it back. handle(state): makes what shows the tenant, which nobody knows before this
-        returns. resident_layers: see `Session.attach`.
+        returns. resident_layers, pages: see `Session.attach`.
 
         On any error nothing stays behind. Raises InvalidArgument, LimitExceeded and OutOfMemory (fields: requested,
         free, minimum_bytes) as `Session.attach` says.
@@ -103,7 +104,7 @@ class Arrivals:
         self._next = number + 1
         arrival = self._arriving = _Arrival(number, name, source)
         try:
-            tenant = self._place(arrival, priority, kv, config, host, resident_layers)
+            tenant = self._place(arrival, priority, kv, config, host, resident_layers, _cold_at_first(pages, active))
             tenant.write(active=active)
             tenant.last_pass_s = clock()  # now: it was not idle while its weights were copied
             tenant.handle = handle(tenant)
@@ -130,7 +131,7 @@ class Arrivals:
                 self._changes.forget(tenant)
                 tenant.retire()
                 self._changes.release(tenant)
-            if not self._arena.broken and self._arena.counts(arrival.number)["total"]:
+            if not self._arena.broken and self._arena.knows(arrival.number):
                 self._arena.remove_tenant(arrival.number, undoing=True)
         self._arriving = None
 
@@ -142,8 +143,10 @@ class Arrivals:
         config: Knobs,
         host: HostMemory,
         resident_layers: int | None,
+        cold: bool | None,
     ) -> TenantState:
-        """Make regions, pages and mappings for the source and its KV cache, and put the weights in place.
+        """Make regions, pages and mappings for the source and its KV cache, and put the weights in place. cold: without pages for
+        layers and KV blocks; None: only if there are too few.
 
         Raises before anything changes if there are too few free pages. The layers' pages of tenants attached already
         get a place in the new KV region too; pages that they have lent become nobody's home.
@@ -195,6 +198,15 @@ class Arrivals:
         needed = sum(home_pages) + ring_pages + rest_pages + first_pages + window
         lent = self._lent(others)
         free = arena.counts()["free"] - len(lent)
+        if for_good or not any(source.layer_bytes):
+            cold = False
+        elif cold is None:
+            cold = needed > free and self.supply is None
+        if cold:
+            # Layers without bytes have nothing to load, and keep their page.
+            home_pages = [0 if source.layer_bytes[layer] else 1 for layer in range(len(sizes))]
+            first_pages = 0
+            needed = sum(home_pages) + rest_pages + window
         if needed > free and self.supply is not None:
             self.supply(needed - free)
             lent = self._lent(others)
@@ -205,7 +217,8 @@ class Arrivals:
                 f"{rest_pages} for other tensors, {first_pages} for {kv.min_blocks} KV blocks, {window} for streamed blocks), "
                 f"{free} are free; "
                 f"nothing was attached; give the session {show_size((needed - free) * page_bytes)} more "
-                "capacity, lower min_blocks, or let layers stream for good with resident_layers=",
+                "capacity, lower min_blocks, let layers stream for good with resident_layers=, or attach it inactive, without "
+                'pages for its layers (active=False, pages="none")',
                 requested=needed,
                 free=free,
                 page_bytes=page_bytes,
@@ -217,13 +230,19 @@ class Arrivals:
         shows = list(homes)
         for index, layer in enumerate(for_good):
             shows[layer] = tuple(ring[index % buffers][-sizes[layer] :])
-        regions = tuple(arena.add_layer_region(tenant, f"{name}.{i}", list(pages)) for i, pages in enumerate(shows))
-        addresses = [arena.address(region) for region in regions]
-        rest_address = 0
+        rest_address, stand_in = 0, next((home[0] for home in homes if home), NO_PAGE)
         if rest_pages:
-            rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant, lent))
+            own = arena.take(rest_pages, params, tenant, lent)
+            rest, stand_in = arena.add_layer_region(tenant, f"{name}.rest", own), own[0]
             rest_address = arena.address(rest)
             source.fill_rest(rest_address)
+        regions = tuple(
+            arena.add_layer_region(tenant, f"{name}.{i}", list(pages))
+            if pages
+            else arena.add_empty_layer_region(tenant, f"{name}.{i}", sizes[i], stand_in)
+            for i, pages in enumerate(shows)
+        )
+        addresses = [arena.address(region) for region in regions]
         parts = zip(addresses, source.master_addresses, source.layer_bytes, homes)
         self._changes.streams.copy([part[:3] for part in parts if part[2] and part[3]], keep=source.keep_alive)
 
@@ -255,6 +274,8 @@ class Arrivals:
         # home.
         placed = set(giving)
         unplaced_pages = [page for page in donors if page not in placed]
+        if cold:  # any page may become its layers'
+            unplaced_pages = [page for page in _for_anybody(arena, others) if page not in placed and page not in shared]
         kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(unplaced_pages))
         all_regions = (*regions, *([rest] if rest_pages else []), *([ring_region] if ring_address else []), kv_region)
         _designate(arena, kv_region, geometry, giving)
@@ -265,7 +286,7 @@ class Arrivals:
             slot = (r + 1) * geometry.range_pages - geometry.streamed_columns
             arena.fix(kv_region, slot, shared[at : at + geometry.streamed_columns])
         arena.seal(kv_region)
-        if arena.mode == _core.Mode.aliased and len(order) > 1:
+        if arena.mode == _core.Mode.aliased and len(order) > 1 and not cold:
             for layer in order:
                 for ring_layer in preference:
                     if home_pages[ring_layer] >= home_pages[layer]:
@@ -305,10 +326,11 @@ class Arrivals:
                     tuple(sizes[layer] if layer in for_good else 0 for layer in range(len(homes))),
                     tuple(map(run_of, ring)),
                     preference,
-                    sizes=tuple(sizes),
+                    sizes=() if cold else tuple(sizes),
                     buffer_pages=buffer_pages,
+                    elsewhere=tuple((layer, ()) for layer, home in enumerate(homes) if not home) if cold else (),
                 ),
-                order,
+                () if cold else order,
             ),
             giving=giving,
             index_of={page: index for index, page in enumerate(giving)},
@@ -318,6 +340,7 @@ class Arrivals:
             rest_address=rest_address,
             ring_address=ring_address,
             reserved=first_pages,
+            placed=frozenset(placed.union(unplaced_pages)),
             max_remappable=_max_remappable(homes, order, placed),
             pinned=pinned,
             host=host,
@@ -337,9 +360,10 @@ class Arrivals:
             link=self.link,
             chunk_bytes=self._copy_chunk_bytes,
         )
-        self._calibrate(made)
+        self._calibrate(made, others)
         if for_good:
             made.write(by_hand=True)
+        if for_good or cold:
             self._changes.configure(made)
         if window:  # at most what a copy costs whatever its size: one block's takes hardly longer
             first = ranges[0][0] + geometry.first_streamed * unit
@@ -355,7 +379,7 @@ class Arrivals:
             replace(config, max_layers=None) if slices else config,
             bound=hidden.bound,
             stall=hidden.stall,
-            possible=None if made.plain else hidden.possible,
+            possible=None if made.plain and not cold else hidden.possible,
             longest=hidden.longest_piece,
         )
         return made
@@ -365,9 +389,15 @@ class Arrivals:
         lent = frozenset[int]().union(*(other.pages.lent for other in others))
         return sorted(page for page in self._arena.free_pages() if page in lent or page in self.borrowed)
 
-    def _calibrate(self, tenant: TenantState) -> None:
-        """Load the largest layer once more, to measure the copy's time; its bytes stay the same."""
+    def _calibrate(self, tenant: TenantState, others: Sequence[TenantState]) -> None:
+        """Load the largest layer once more, to measure the copy's time; its bytes stay the same. Of a tenant without pages what
+        others have measured counts, until it measures itself."""
         source = tenant.source
+        if tenant.pages.cold:
+            rates = [rate for rate in (other.timing.seconds_per_byte() for other in others) if rate]
+            if rates:
+                tenant.timing.calibrate_link(1.0 / max(rates))
+            return
         largest = max(range(tenant.layers), key=lambda layer: source.layer_bytes[layer])
         nbytes = source.layer_bytes[largest]
         if nbytes:
@@ -392,6 +422,16 @@ def _without_home(layers: int, pinned: set[int], resident: int | None, buffers: 
             buffers=buffers,
         )
     return tuple(streamable[index] for index in schedule.uniform(len(streamable), streamed - buffers, buffers))
+
+
+def _cold_at_first(pages: str, active: bool) -> bool | None:
+    return {"own": False, "none": True, "auto": False if active else None}[pages]
+
+
+def _for_anybody(arena: _core.Arena, others: Sequence[TenantState]) -> list[int]:
+    """The pages that may be one tenant's now and another's later: all but those that are ring for good."""
+    homes = {page for other in others for home in other.pages.homes for page in home}
+    return [page for page, owner in enumerate(arena.owners()) if owner != _core.Owner.ring or page in homes]
 
 
 def _of_others(arena: _core.Arena, others: Sequence[TenantState]) -> list[int]:

@@ -19,7 +19,8 @@ class Books:
     change that waits for them, as in `TenantState.streaming_at`. reclaimed: lent pages that are the tenant's again and
     wait for their layers to come home; KV to the arena, but not in the pool. predicted_stall_s: the certificate of what
     streams. since: completed passes and their stall seconds at the last change. selection: how the streamed layers were
-    chosen; by_hand: they were set by hand, and no certificate bounds them.
+    chosen; by_hand: they were set by hand, and no certificate bounds them. kept: KV pages that it has for its min_blocks, besides
+    those of `TenantState.reserved`: it got them with its layers (cold.py).
     """
 
     pages: TenantPages
@@ -32,3 +33,4 @@ class Books:
     since: tuple[int, float] = (0, 0.0)
     selection: str = ""
     by_hand: bool = False
+    kept: frozenset[int] = frozenset()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
+from remap.memory.cold import Cold
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.outside import Outside
@@ -31,6 +32,7 @@ class Core:
     lending: Lending
     offers: Offers
     registered: Registered
+    cold: Cold
     outside: Outside | None = None  # other processes, where the arena is shared with some
 
     def tenant(self, name: str) -> TenantState:

@@ -203,7 +203,7 @@ class Lending:
         """(the first `wanted` slots that `idle_slots` may give, in the order in which they go; whether there are no
         more)."""
         pool, geometry = donor.kv.pool, donor.kv.geometry
-        own = donor.pages.kv_from_homes
+        own = donor.pages.kv_from_homes | donor.books.kept
         giving, reserved = donor.giving, donor.reserved
         places = receiver.index_of
         index, columns = geometry.giving_index, geometry.range_pages

@@ -103,7 +103,7 @@ class Offers:
         now = self._clock()
         self._switching.look(now)
         stuck = _stuck(self._tenants)
-        idle = self._ranked([one for one in others if not one.active and not (stuck and paused(one))], now)
+        idle = self.ranked([one for one in others if not one.active and not (stuck and paused(one))], now)
         busy = [one for one in others if one.active or (stuck and paused(one))]
         least = self._config.min_idle
         asked: list[tuple[Donor, TenantState]] = [(self.unused_kv, giver) for giver in (*idle, *busy)]
@@ -131,7 +131,7 @@ class Offers:
             for one in self._tenants.values()
             if one.config.lends and not one.busy and sleeps(one) and not (stuck and paused(one))
         ]
-        for giver in self._ranked(asleep, now):
+        for giver in self.ranked(asleep, now):
             as_inactive = replace(self._candidate(giver, now), active=False)
             if need <= 0 or not may_donate(as_inactive, min_idle=self._config.min_idle):
                 continue
@@ -192,7 +192,9 @@ class Offers:
             reload_s=tenant.timing.copy_seconds(),
         )
 
-    def _ranked(self, tenants: Sequence[TenantState], now: float) -> list[TenantState]:
+    def ranked(self, tenants: Sequence[TenantState], now: float | None = None) -> list[TenantState]:
+        """In the order in which inactive tenants give."""
+        now = self._clock() if now is None else now
         if len(tenants) < 2:
             return list(tenants)
         by_name = {tenant.name: tenant for tenant in tenants}

@@ -48,6 +48,13 @@ def check_place(tenant: TenantState, first: int, end: int, hold: Collection[int]
             fill=tuple(fill),
             layers=tuple(here),
         )
+    if tenant.pages.cold:
+        raise InvalidState(
+            f"layers {sorted(tenant.pages.cold)} of {tenant.name!r} have no pages, so none can be placed; nothing changed; "
+            "activate the tenant first",
+            tenant=tenant.name,
+            layers=tuple(sorted(tenant.pages.cold)),
+        )
     if tenant.pages.for_good:
         raise InvalidState(
             f"layers of {tenant.name!r} stream for good, so none can be computed elsewhere; nothing changed; attach without "

@@ -19,6 +19,9 @@ A layer that another instance computes has no home either while it is away, and 
 KV, and its region shows nothing (`TenantPages.elsewhere`). It neither streams nor gives pages to the ring. If its bytes are to
 come from another instance, its pages come home first (`TenantPages.unfilled`): until they are filled it is as good as away.
 
+A layer that its inactive tenant has given up has no home at all: it is elsewhere without pages (`TenantPages.cold`), and what
+was its home is anybody's. A plan gives it another one, of pages that the tenant has taken (`plan_homes`).
+
 Tails are aligned to the end of the ring's buffers: slot s of a home of p pages shows slot (buffer slots - p) + s of its
 buffer, whatever the tail's length. So one more page of each layer leaves everything that streams already at its place:
 the buffers grow in front, by pages that the ring's region shows from the start (preferred layers' own), and each
@@ -28,7 +31,7 @@ layer's region changes in one slot.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
@@ -42,6 +45,7 @@ __all__ = [
     "Pages",
     "Plan",
     "Point",
+    "SetHome",
     "SetOwner",
     "Streaming",
     "TenantPages",
@@ -50,6 +54,7 @@ __all__ = [
     "plan_filled",
     "plan_free_pages",
     "plan_held",
+    "plan_homes",
     "plan_streaming",
     "ring_of",
     "run_of",
@@ -116,7 +121,15 @@ class Point:
     layer: int | None
 
 
-Step = SetOwner | Point
+@dataclass(frozen=True)
+class SetHome:
+    """These pages are the home of a layer's region from now on; (): it has none."""
+
+    region: int
+    pages: Pages
+
+
+Step = SetOwner | Point | SetHome
 
 
 @dataclass(frozen=True)
@@ -166,7 +179,8 @@ class TenantPages:
     lent: frozenset[int] = frozenset()  # pages of tails that are free, or another tenant's KV
     sizes: tuple[int, ...] = ()  # pages of each home; `replace` carries them over unchanged
     buffer_pages: int = 0  # slots of one buffer in the ring's region: the largest layer's pages
-    # Layers that another instance computes, ascending, with the pages that are their homes again when they come back.
+    # Layers that another instance computes, ascending, with the pages that are their homes again when they come back; and layers
+    # that the tenant has given up, with ().
     elsewhere: tuple[tuple[int, Pages], ...] = ()
     # Of these layers: their pages are at home again, and show; their bytes are still to come, from another instance.
     unfilled: frozenset[int] = frozenset()
@@ -226,6 +240,40 @@ class TenantPages:
         """The layers of `elsewhere`."""
         return frozenset(layer for layer, _ in self.elsewhere)
 
+    @functools.cached_property
+    def cold(self) -> frozenset[int]:
+        """The layers of `elsewhere` that have no home: no page of the arena is theirs."""
+        return frozenset(layer for layer, pages in self.elsewhere if not pages)
+
+    @property
+    def held(self) -> dict[int, str]:
+        """The pages of its layers that are "params" or "ring" now."""
+        owners = dict.fromkeys(chain.from_iterable(self.ring), "ring")
+        for home, tail in zip(self.homes, self.tails):
+            owners.update(dict.fromkeys(home[: len(home) - tail], "params"))
+        return owners
+
+    def given_up(self, layers: Collection[int]) -> TenantPages:
+        """These pages when the tenant has given these layers up, all that stream among them: nothing streams then."""
+        homes = tuple(() if layer in layers else home for layer, home in enumerate(self.homes))
+        gone = dict.fromkeys(layers, ()) | dict(self.elsewhere)
+        return replace(self.at_home(), homes=homes, elsewhere=tuple(sorted(gone.items())), sizes=())
+
+    def with_homes(self, homes: Mapping[int, Pages]) -> TenantPages:
+        """These pages when these layers, which are cold, are at home there."""
+        found = tuple(homes.get(layer, home) for layer, home in enumerate(self.homes))
+        return replace(
+            self, homes=found, elsewhere=tuple(each for each in self.elsewhere if each[0] not in homes), sizes=()
+        )
+
+    def shows(self, layer: int) -> Pages:
+        """What the layer's region shows, or will; () if it is elsewhere."""
+        home, tail = self.homes[layer], self.tails[layer]
+        if not tail:
+            return home
+        buffer = self.ring[self.streamed.index(layer) % len(self.ring)]
+        return joined([run_of(home[: len(home) - tail]), _tail(buffer, tail)])
+
     def computes(self, layer: int) -> bool:
         """Whether passes compute this layer."""
         return layer not in self.gone and (self.computed is None or layer in self.computed)
@@ -244,6 +292,8 @@ class TenantPages:
             homes[layer] = pages
         for layer, _ in plan.elsewhere:
             homes[layer] = ()
+        for layer, pages in plan.homes:
+            homes[layer] = pages
         return replace(there, homes=tuple(homes), elsewhere=plan.elsewhere, unfilled=plan.unfilled, sizes=())
 
     def to_reclaim(self, target: Streaming) -> frozenset[int]:
@@ -270,6 +320,7 @@ class Plan:
     selection: str = ""  # how the layers that stream after it were chosen; "": as before it
     elsewhere: tuple[tuple[int, Pages], ...] | None = None  # as in TenantPages, after it; None: as before it
     unfilled: frozenset[int] = frozenset()  # of `elsewhere`, as in TenantPages, after it
+    homes: tuple[tuple[int, Pages], ...] = ()  # new ones, of layers that were cold
 
     @functools.cached_property
     def streamed(self) -> tuple[int, ...]:
@@ -394,6 +445,54 @@ def plan_held(
     )
 
 
+def plan_homes(now: TenantPages, there: TenantPages, *, apart: str) -> Plan:
+    """The plan from `now` to `there`, which differ in the layers that are cold, and maybe in what streams.
+
+    apart: whose the pages are that layers hold in one of the two and in the other do not: "free" where layers are given up, and
+    "kv" where they come home, or are taken back. These are in no pool then (`Changes.reclaim`). Pages of layers that are the
+    tenant's own KV, or lent, stay what they are.
+    """
+    was, will = now.held, there.held
+    found: dict[tuple[str, str], list[int]] = {}
+    for page in sorted(was.keys() | will.keys()):
+        change = was.get(page, apart), will.get(page, apart)
+        if change[0] != change[1]:
+            found.setdefault(change, []).append(page)
+    moves = {change: run_of(pages) for change, pages in found.items()}
+    points, homes = [], []
+    for layer, region in enumerate(now.layer_regions):
+        shown, shows = now.shows(layer), there.shows(layer)
+        if shown != shows:
+            wanted = shows or (NO_PAGE,) * len(shown)
+            points.append(Point(region, 0, wanted, deferred=True, layer=layer))
+        if (layer in now.cold) is not (layer in there.cold):
+            homes.append(SetHome(region, there.homes[layer]))
+    return Plan(
+        steps=(
+            *_owner_steps(now, moves, last=False),
+            *_ring_points(now, there.ring),
+            *points,
+            *homes,
+            *_owner_steps(now, moves, last=True),
+        ),
+        tails=there.tails,
+        ring=there.ring,
+        home=tuple(
+            (layer, 0, there.sizes[layer] - there.tails[layer])
+            for layer in sorted(now.cold - there.cold)
+            if there.sizes[layer] > there.tails[layer]
+        ),
+        held=tuple(point.layer for point in points if point.layer is not None and point.layer not in there.gone),
+        gained=(),
+        lost=joined([pages for (owner, _), pages in moves.items() if owner == "kv"]),
+        ring_moves=_ring_moves(now, there.ring),
+        lent=there.lent,
+        elsewhere=there.elsewhere,
+        unfilled=there.unfilled,
+        homes=tuple((layer, there.homes[layer]) for layer in sorted(now.cold - there.cold)),
+    )
+
+
 def plan_filled(now: TenantPages, layer: int) -> Plan:
     """This layer of `unfilled` has its bytes. No page changes hands."""
     return Plan(
@@ -414,6 +513,8 @@ def plan_filled(now: TenantPages, layer: int) -> Plan:
 def plan_back(now: TenantPages, before: TenantPages, made: Plan) -> Plan:
     """The plan from `now` to `before`, from which the plan `made` led to `now`: the same layers stream through exactly the same
     ring, and each page has the owner that it had. Pages that `made` lent have been reclaimed (see `plan_streaming`)."""
+    if now.cold != before.cold:
+        return plan_homes(now, before, apart="kv")
     if (now.elsewhere, now.unfilled) != (before.elsewhere, before.unfilled):
         held = set(range(len(before.sizes))) - before.gone
         return plan_held(now, held, before.streaming, ring=before.ring, unfilled=before.unfilled)

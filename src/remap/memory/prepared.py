@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from remap import _core
 from remap.kv.pages import SlotRuns
-from remap.memory.plan import Copies, Plan, SetOwner, TenantPages, copies_of
+from remap.memory.plan import Copies, Plan, Point, SetOwner, TenantPages, copies_of
 
 __all__ = ["PreparedPlan", "prepare"]
 
@@ -45,8 +45,10 @@ def prepare(
         if isinstance(step, SetOwner):
             frees = frees or step.to_owner == "free"
             core.set_owner(step.pages, _OWNERS[step.from_owner], _OWNERS[step.to_owner], step.tenant)
-        else:
+        elif isinstance(step, Point):
             core.point(step.region, step.first_slot, step.pages, step.deferred, step.layer or 0)
+        else:
+            core.set_home(step.region, step.pages)
     after = before.after(plan)
     copies = copies_of(after, plan, layer_bytes, page_bytes)
     return PreparedPlan(plan, before, after, core, gained, copies, plan.ring != before.ring, frees)

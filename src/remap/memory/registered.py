@@ -31,11 +31,12 @@ class Registered:
     def declare(self, address: int, nbytes: int) -> None:
         """As `remap.advanced.declare_registered`."""
         for tenant in self._tenants.values():
-            streamed = sorted(_layers_in(tenant, [(address, nbytes)]).intersection(tenant.streamed))
+            away = tenant.pages.cold.union(tenant.streamed)
+            streamed = sorted(_layers_in(tenant, [(address, nbytes)]).intersection(away))
             if streamed:
                 raise InvalidState(
-                    f"layer {streamed[0]} of {tenant.name!r} is streamed, so its region shows other pages than its "
-                    "own; nothing changed; take its pages back, settle, then register the range and declare it",
+                    f"layer {streamed[0]} of {tenant.name!r} is streamed, or has no pages, so its region shows other pages "
+                    "than its own; nothing changed; bring it home, settle, then register the range and declare it",
                     tenant=tenant.name,
                     layer=streamed[0],
                 )

@@ -8,7 +8,6 @@ end. The change in progress, which has claimed the tenant (locking.py), writes a
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -78,6 +77,9 @@ class TenantState:
     rest_address: int
     ring_address: int
     reserved: int  # the first places of the giving order, for min_blocks: their pages never leave
+    placed: frozenset[
+        int
+    ]  # the pages that may be homes of its layers: they have a place in the KV region, where they are zeroed
     max_remappable: int  # the most layers that can be given: all their home pages have a place in the KV region
     pinned: set[int]  # layers that may not be streamed
     host: HostMemory  # page-locked: master copies, where the device needs them so, and KV blocks copied out
@@ -139,6 +141,7 @@ class TenantState:
     # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
     known_growth: tuple[TenantPages, tuple[int, ...], int, PreparedPlan | None] | None = None
     known_free: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages): view.free_pages_of
+    known_homes: tuple[object, frozenset[int], bool] | None = None  # (homes, ...): `_of_homes`
     known_depths: tuple[tuple[int, ...], int, int] | None = None  # (order, ...): view.view_of
     known_times: tuple[LayerTimes, LayerTimes] | None = None  # (alone, beside others): shared_link.SharedLink
     known_turns: tuple[LayerTimes, float, LayerTimes] | None = None  # (as measured, share, beside switches): SharedLink
@@ -503,23 +506,36 @@ class TenantState:
         """Seconds per pass for which the computation would wait at most (`period`)."""
         return max(0.0, self.period(times, target, blocks) - math.fsum(times.compute_s))
 
-    @functools.cached_property
+    @property
     def unplaced(self) -> frozenset[int]:
         """Layers with a page that has no place in the KV region: such a page can only be ring, or lent."""
-        known = self.index_of.keys()
-        return frozenset(layer for layer, home in enumerate(self.pages.homes) if not known >= set(home))
+        return self._of_homes()[0]
 
-    @functools.cached_property
+    @property
     def plain(self) -> bool:
         """Whether any choice of streamable layers can stream: all have equal sizes and a place in the KV region."""
-        sizes = {len(self.pages.homes[layer]) for layer in self.order}
-        return sizes <= {self.pages.buffer_pages} and self.unplaced.isdisjoint(self.order)
+        return self._of_homes()[1]
+
+    def _of_homes(self) -> tuple[frozenset[int], bool]:
+        """(`unplaced`, `plain`), kept while the homes stay the same."""
+        known, pages = self.known_homes, self.pages
+        if known is None or known[0] is not pages.homes:
+            places = self.index_of.keys()
+            unplaced = frozenset(layer for layer, home in enumerate(pages.homes) if not places >= set(home))
+            sizes = {len(pages.homes[layer]) for layer in self.order}
+            plain = sizes <= {pages.buffer_pages} and unplaced.isdisjoint(self.order)
+            known = self.known_homes = (pages.homes, unplaced, plain)
+        return known[1:]
 
     @property
     def streams_suffix(self) -> bool:
         """Whether nothing streams, or exactly the last streamable layers do."""
         present = self.pages.streamed
         return not present or present == tuple(sorted(self.order)[-len(present) :])
+
+    def pages_of(self, layer: int) -> int:
+        """How many pages the layer takes at home."""
+        return self.regions[layer][1] // self.kv.geometry.page_bytes
 
     def lends(self, layer: int) -> bool:
         """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""

@@ -81,6 +81,7 @@ class AllOrNothing:
                 since=before.since,
                 selection=before.selection,
                 by_hand=before.by_hand,
+                kept=before.kept,
             )
             if (before.draining, before.draining_target) != (tenant.draining, tenant.draining_target):
                 changes.drain_again(tenant, before.draining, before.draining_target)

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers without pages: tenants that serve no pass give them up, and activation brings them home, to other pages.
+
+    give up   giver:  params, ring -> free; they are nobody's home any more        no copy, and no driver call in aliased mode
+    bring     tenant: free -> kv (zeroed: they change tenant) -> params, a home again; loaded from the master copies
+
+Lending (lend.py) keeps a giver's claim on its pages, which come home from whoever has them. Here the claim goes as well, so
+any number of models can be attached, and whoever is needed takes what is there: free pages, then unused KV, then layers of the
+models that are needed last, KV of paused ones (which their engines copy to host memory first), and these models' layers, down to
+nothing.
+
+Layers come in the order of use, first one, then more at a time: while one is being copied the next ones' pages are zeroed, and
+the first pass, which waits for each layer by itself, begins when the first has come. A call that fails changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from remap.errors import ArenaBroken, Error, OutOfBlocks, OutOfMemory
+from remap.memory.apply import Changes
+from remap.memory.donors import paused
+from remap.memory.lend import Lending
+from remap.memory.offers import Offers
+from remap.memory.plan import Pages, plan_free_pages, plan_homes, run_of
+from remap.memory.state import TenantState
+from remap.memory.undoing import AllOrNothing
+from remap.sizes import show_size
+
+__all__ = ["Cold"]
+
+
+@dataclass(frozen=True)
+class _Taker:
+    """Whoever takes pages for its layers. number: no tenant's, since other pages suit it than suit a tenant for KV."""
+
+    number: int
+    index_of: Container[int]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """kept: pages for the blocks that a tenant always has; of these kv are to be taken. homes: by layer. short: so many pages are
+    lacking, at least."""
+
+    kept: frozenset[int]
+    kv: Sequence[int]
+    homes: Mapping[int, Pages]
+    short: int
+
+
+class Cold:
+    """One session's. Called with the session's lock held, outside of the passes of the tenants concerned."""
+
+    def __init__(self, tenants: Mapping[str, TenantState], changes: Changes, lending: Lending, offers: Offers) -> None:
+        self._tenants = tenants  # the session's own, as it is now
+        self._changes = changes
+        self._lending = lending
+        self._offers = offers
+        self.borrowed: Container[int] = ()  # pages that other processes may call home, so they become no layer's
+
+    # -- coming ----------------------------------------------------------------------------------------------------
+
+    def bring(self, tenant: TenantState) -> tuple[tuple[int, ...], str]:
+        """Give the tenant's cold layers homes, and load them. Returns these layers, ascending, and "".
+
+        Raises OutOfBlocks (field preempt) if pages can be had only from live blocks of inactive tenants, OutOfMemory (fields
+        requested, free, short, offered) if not even so, and the backend's error; nothing has changed then. If what was done
+        cannot be taken back, the call ends early instead, and the second value says why: some layers may be cold still.
+        """
+        layers = tuple(sorted(tenant.pages.cold))
+        self._require_enough(tenant, layers)
+        applied = self._changes.applied
+        try:
+            with AllOrNothing(self._changes, self._tenants.values()):
+                self._bring(tenant, layers)
+        except ArenaBroken:
+            raise
+        except Error as error:
+            if self._changes.applied == applied:
+                raise
+            return tuple(layer for layer in layers if layer not in tenant.pages.cold), str(error)
+        return layers, ""
+
+    def _bring(self, tenant: TenantState, layers: Sequence[int]) -> None:
+        changes = self._changes
+        changes.cancel_draining(tenant)
+        self._let_go(tenant)
+        choice = self._collect(tenant, layers)
+        if choice.kv:
+            changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, choice.kv, give=True))
+        tenant.write(kept=choice.kept)
+        first, count = 0, 1
+        while first < len(layers):
+            homes = {layer: choice.homes[layer] for layer in layers[first : first + count]}
+            # Two plans, since only as KV a page that somebody else has written becomes zero.
+            changes.reclaim(tenant, frozenset(page for pages in homes.values() for page in pages))
+            changes.apply_and_settle(tenant, plan_homes(tenant.pages, tenant.pages.with_homes(homes), apart="kv"))
+            first, count = first + count, 4 * count
+
+    def _let_go(self, tenant: TenantState) -> None:
+        """Pages that wait for the tenant's layers, since a change that brought them home ended early, are free again."""
+        if tenant.reclaimed:
+            plan = plan_free_pages(tenant.pages, sorted(tenant.reclaimed), give=False)
+            self._changes.apply_and_settle(tenant, plan)
+
+    def _collect(self, tenant: TenantState, layers: Sequence[int]) -> _Choice:
+        """Let others give pages until there are enough."""
+        choice, free = self._choose(tenant, layers), -1
+        while choice.short > 0:  # more than once only if what came did not suit the blocks' places
+            if len(self._changes.arena.free_pages()) <= free:
+                raise self._too_few(tenant, layers, choice.short)
+            free = len(self._changes.arena.free_pages())
+            for give in self._gifts(tenant):
+                give(choice.short)
+                choice = self._choose(tenant, layers)
+                if choice.short <= 0:
+                    break
+        return choice
+
+    def _choose(self, tenant: TenantState, layers: Sequence[int]) -> _Choice:
+        """Of the free pages that are nobody's home: for blocks those that stand first in the KV region, for layers those that
+        stand last, or nowhere."""
+        claimed = self._claimed(self._tenants.values())
+        free = [
+            page
+            for page in self._changes.arena.free_pages()
+            if page in tenant.placed and page not in claimed and page not in self.borrowed
+        ]
+        spec, places = tenant.kv.spec, tenant.index_of
+        for_kv = sorted((page for page in free if page in places), key=places.__getitem__)
+        plain = self._plain(tenant)
+        candidates = [*plain, *for_kv]
+        count = -(-spec.min_blocks * spec.block_bytes // tenant.kv.geometry.page_bytes)
+        while count <= len(candidates) and self._usable(tenant, candidates[:count]) < spec.min_blocks:
+            count += 1
+        enough = count <= len(candidates)
+        kept = frozenset(candidates[:count])
+        kv = for_kv[: max(0, count - len(plain))]
+        taken = set(kv)
+        left = [page for page in free if page not in taken]
+        left.sort(key=lambda page: places.get(page, len(places)))
+        needed = sum(map(tenant.pages_of, layers))
+        chosen = sorted(left[max(0, len(left) - needed) :])
+        short = needed + max(0, count - len(plain)) - len(free)
+        if not enough:
+            short = max(short, 1)
+        homes = {}
+        if short <= 0:
+            at = 0
+            for layer in layers:
+                homes[layer] = run_of(chosen[at : at + tenant.pages_of(layer)])
+                at += tenant.pages_of(layer)
+        return _Choice(kept, kv, homes, short)
+
+    def _plain(self, tenant: TenantState) -> list[int]:
+        """Its KV pages that are nobody's home, in the order of their places."""
+        claimed = self._claimed(self._tenants.values()) | tenant.pages.kv_from_homes
+        slots = tenant.kv.pool.owned_slots()
+        places = sorted(tenant.kv.geometry.giving_indices(slots))
+        return [page for page in map(tenant.giving.__getitem__, places) if page not in claimed]
+
+    @staticmethod
+    def _usable(tenant: TenantState, pages: Sequence[int]) -> int:
+        """How many blocks these pages alone make."""
+        owned, chosen = set(tenant.kv.pool.owned_slots()), set(tenant.slots_of(pages))
+        return tenant.kv.pool.usable_with(sorted(owned - chosen), sorted(chosen - owned))
+
+    @staticmethod
+    def _claimed(tenants: Iterable[TenantState]) -> frozenset[int]:
+        """Pages that have been lent, and come home one day."""
+        return frozenset[int]().union(*(tenant.pages.lent for tenant in tenants))
+
+    # -- who gives -------------------------------------------------------------------------------------------------
+
+    def _givers(self, tenant: TenantState) -> list[TenantState]:
+        """All that may give, inactive ones first, of these who is needed last first."""
+        others = [one for one in self._tenants.values() if one is not tenant and one.config.lends and not one.busy]
+        return [*self._offers.ranked([one for one in others if not one.active]), *(one for one in others if one.active)]
+
+    def _gifts(self, tenant: TenantState) -> list[Callable[[int], None]]:
+        """What others can do, each for so many pages at most, in the order in which it is to be done."""
+        givers = self._givers(tenant)
+        sleeping = [one for one in givers if not one.active]
+        idle, waiting = [one for one in sleeping if not paused(one)], [one for one in sleeping if paused(one)]
+        busy = self._claimed(one for one in self._tenants.values() if one.active or one is tenant)
+        taker = _Taker(-1 - tenant.number, tenant.placed - busy)
+        unused = self._offers.unused_kv
+        gifts: list[Callable[[int], None]] = [partial(self._give_own, tenant)]
+        for one in givers:
+            gifts.append(partial(self._give_unused, one, taker, unused.surplus))
+        gifts += [partial(self.give_layers, one) for one in idle]
+        gifts += [partial(self._give_blocks, one) for one in idle]
+        for one in waiting:
+            gifts.append(partial(self._give_paused, one))
+            gifts.append(partial(self._give_unused, one, taker, unused.unused))
+        gifts += [partial(self.give_layers, one) for one in waiting]
+        gifts += [partial(self._give_blocks, one) for one in waiting]
+        return gifts
+
+    def _give_unused(
+        self, giver: TenantState, taker: _Taker, surplus: Callable[[TenantState], int], pages: int
+    ) -> None:
+        self._lending.free_idle(giver, taker, pages, surplus(giver))
+
+    def _own_unused(self, tenant: TenantState) -> list[int]:
+        """Pages of its own KV that no live block needs, nor its min_blocks: its layers may have them. The last ones first."""
+        if tenant.kv.pool.external or tenant.draining:
+            return []
+        kept = self._choose(tenant, ()).kept
+        pages = [page for page in reversed(self._plain(tenant)) if page not in kept]
+        slot_of = {slot: page for page in pages for slot in tenant.slots_of([page])}
+        return [slot_of[slot] for slot in tenant.kv.pool.vacant(slot_of)]
+
+    def _give_own(self, tenant: TenantState, pages: int) -> None:
+        freed = sorted(self._own_unused(tenant)[:pages])
+        if freed:
+            plan = plan_free_pages(tenant.pages, freed, give=False)
+            self._changes.exchange(tenant, plan, sorted(slot for page in freed for slot in tenant.slots_of([page])))
+
+    def _give_paused(self, giver: TenantState, pages: int) -> None:
+        """Its engine copies so many blocks to host memory."""
+        blocks = -(-pages * giver.kv.geometry.page_bytes // giver.kv.spec.block_bytes) + 1
+        if giver.kv.reclaimable_blocks:
+            giver.kv.reclaim(min(blocks, giver.kv.reclaimable_blocks))
+
+    def give_layers(self, giver: TenantState, pages: int) -> None:
+        """So many pages of layers of a tenant that serves no pass become free, for good: all that stream, then the last ones."""
+        layers = self._layers_to_give(giver)
+        if not layers:
+            return
+        chosen, given = set(giver.streamed), len(giver.pages.ring) * giver.pages.depth + len(giver.pages.lent)
+        for layer in sorted(set(layers) - chosen, reverse=True):
+            if given >= pages:
+                break
+            chosen.add(layer)
+            given += len(giver.pages.homes[layer])
+        self._changes.cancel_draining(giver)
+        self._let_go(giver)
+        there = giver.pages.given_up(chosen)
+        self._changes.apply_and_settle(giver, plan_homes(giver.pages, there, apart="free"))
+
+    def _layers_to_give(self, giver: TenantState) -> list[int]:
+        """Not layers that something wrote into: their bytes are nowhere else. All that stream, or none."""
+        pages = giver.pages
+        if pages.for_good or pages.unfilled or pages.gone != pages.cold or giver.leaving:
+            return []
+        written = giver.source.watch(
+            [layer for layer, home in enumerate(pages.homes) if home and not pages.tails[layer]]
+        )
+        giver.written.update(written)
+        giver.pinned.update(written)
+        if written:
+            giver.write(order=giver.order_of(pages))
+        layers = [layer for layer, home in enumerate(pages.homes) if home and layer not in giver.pinned]
+        return layers if set(pages.streamed) <= set(layers) else []
+
+    def _give_blocks(self, giver: TenantState, pages: int) -> None:
+        """Free so many of the KV pages of a tenant whose layers are cold, in which no live block lies: also those that it has for
+        min_blocks, which come back with its layers."""
+        if not giver.pages.cold or giver.kv.pool.external or giver.draining:
+            return
+        pool, geometry = giver.kv.pool, giver.kv.geometry
+        slots = sorted(list(pool.vacant(reversed(pool.owned_slots())))[:pages])
+        if slots:
+            freed = sorted(map(giver.giving.__getitem__, geometry.giving_indices(slots)))
+            self._changes.exchange(giver, plan_free_pages(giver.pages, freed, give=False), slots)
+
+    def give_all(self, giver: TenantState) -> None:
+        """All layers and blocks that the tenant can do without become free. It serves no pass. Raises the backend's error if
+        nothing has changed; later ones end the call early."""
+        total, applied = self._changes.arena.total_pages, self._changes.applied
+        try:
+            with AllOrNothing(self._changes, (giver,), partly=True):
+                self.give_layers(giver, total)
+                self._give_blocks(giver, total)
+        except ArenaBroken:
+            raise
+        except Error:
+            if self._changes.applied == applied:
+                raise
+
+    # -- is it possible ----------------------------------------------------------------------------------------------
+
+    def _require_enough(self, tenant: TenantState, layers: Sequence[int]) -> None:
+        """Raises as `bring` does if it is known that there will be too few pages. Changes nothing."""
+        short = self._choose(tenant, layers).short
+        offered, blocked = self._offered(tenant)
+        if short <= sum(offered.values()):
+            return
+        if short <= sum(offered.values()) + sum(blocked.values()):
+            preempt = {name: self._tenants[name].kv.pool.live_ids() for name in blocked}
+            raise OutOfBlocks(
+                f"activating {tenant.name!r} takes {short} pages more than are free, others can give {sum(offered.values())}, "
+                f"and {sum(blocked.values())} hold live blocks of {sorted(blocked)}; nothing changed; free these blocks (field "
+                "preempt), or give their tenants host memory for KV",
+                requested=short,
+                free=sum(offered.values()),
+                usable=0,
+                preempt=preempt,
+            )
+        raise self._too_few(tenant, layers, short)
+
+    def _offered(self, tenant: TenantState) -> tuple[dict[str, int], dict[str, int]]:
+        """(giver -> pages that it can give, giver -> pages that live blocks keep it from giving)."""
+        offered, blocked = {}, {}
+        own = len(self._own_unused(tenant))
+        if own:
+            offered[tenant.name] = own
+        busy = self._claimed(one for one in self._tenants.values() if one.active or one is tenant)
+        fits = tenant.placed - busy
+        unused = self._offers.unused_kv
+        for giver in self._givers(tenant):
+            pool, pages = giver.kv.pool, giver.pages
+            if giver.active or pool.external:
+                taker = _Taker(-1 - tenant.number, fits)
+                found = self._lending.idle_slots(giver, taker, len(fits), unused.surplus(giver))
+                its = len(found)
+            else:
+                slots = pool.owned_slots()
+                empty = set(pool.vacant(slots))
+                live = len(slots) - len(empty)
+                its = len(empty)
+                if giver.kv.reclaimable_blocks >= pool.live_blocks:
+                    its, live = its + live, 0
+                if live:
+                    blocked[giver.name] = live
+            if not giver.active and self._layers_to_give(giver):
+                its += sum(page in fits for page in pages.held) + sum(page in fits for page in self._lent_free(giver))
+            if its:
+                offered[giver.name] = its
+        return offered, blocked
+
+    def _lent_free(self, giver: TenantState) -> Collection[int]:
+        lent = giver.pages.lent
+        return [page for page in self._changes.arena.free_pages() if page in lent] if lent else ()
+
+    def _too_few(self, tenant: TenantState, layers: Sequence[int], short: int) -> OutOfMemory:
+        page_bytes = tenant.kv.geometry.page_bytes
+        needed = sum(map(tenant.pages_of, layers))
+        offered, _ = self._offered(tenant)
+        free = len(self._changes.arena.free_pages())
+        givers = ", ".join(f"{name} {count}" for name, count in offered.items()) or "nobody"
+        return OutOfMemory(
+            f"activating {tenant.name!r} takes {needed} pages of {page_bytes} bytes for its layers, and those of "
+            f"{tenant.kv.spec.min_blocks} KV blocks; {free} are free, {short} are lacking, and others can give fewer ({givers}); "
+            f"it stays as it was; deactivate or detach a tenant, or give the session {show_size(short * page_bytes)} more",
+            requested=needed,
+            free=free,
+            short=short,
+            offered=offered,
+            page_bytes=page_bytes,
+        )

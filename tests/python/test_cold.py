@@ -1,0 +1,325 @@
+"""Tenants without pages: attached so, activated by taking pages from others, and given up whole; every byte is looked at."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from arena_worlds import PAGE, forward, make_backend, read_block, session_on, set_times, times_of, visible, write_block
+from sharing_worlds import Engine
+
+import remap
+from remap import _core
+from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory
+from remap.inside import inside
+
+MODES = ("aliased", "strict")
+LAYERS, SIZE = 4, 2  # of each model: 8 pages, and one for its first blocks
+
+
+def session_of(pages: int, mode: str = "aliased", **config: Any) -> remap.Session:
+    knobs = remap.advanced.Knobs(min_idle=0.0, **config)
+    return remap.Session(pages * PAGE, page_bytes=PAGE, mode=mode, config=knobs)
+
+
+class Model(Engine):
+    """All bytes that it ever writes, and its layers, are between 28 `tag` and 28 `tag` + 27."""
+
+    def __init__(self, session: remap.Session, name: str, sizes: list[int], tag: int, **options: Any) -> None:
+        self.base = 28 * tag
+        chunk = bytes(at // 64 % 27 for at in range(64 * 27))
+        data = []
+        for layer, pages in enumerate(sizes):
+            nbytes = pages * PAGE - 100
+            mine = bytes(self.base + (value + layer * 5) % 27 for value in chunk)
+            data.append((mine * (nbytes // len(mine) + 1))[:nbytes])
+        super().__init__(session, name, sizes, tag, data=data, **options)
+        set_times(self.tenant, times_of(len(sizes), 1.0, 0.1), copy_s=0.1)  # so that decisions are always the same
+
+    def allocate(self, count: int) -> None:
+        for block in self.kv.allocate(count):
+            self._next = (self._next + 1) % 27
+            self.sees_own(block)
+            write_block(self.tenant, block, self.base + self._next)
+            self.held[block] = self.base + self._next
+
+    def sees_own(self, block: int) -> None:
+        assert read_block(self.tenant, block) <= {0, *range(self.base, self.base + 28)}, (
+            f"{self.name} sees bytes of others"
+        )
+
+    def poison(self) -> None:
+        for block in set(inside(self.tenant).kv.pool.open_ids()) - set(self.held):
+            self.sees_own(block)
+            write_block(self.tenant, block, self.base + 27)
+
+
+def models(session: remap.Session, count: int, **options: Any) -> dict[str, Model]:
+    options = {"active": False, "pages": "none", **options}
+    return {
+        name: Model(session, name, [SIZE] * LAYERS, tag, **options)
+        for tag, name in enumerate([f"m{i}" for i in range(count)], 1)
+    }
+
+
+def check(session: remap.Session, engines: dict[str, Model]) -> None:
+    remap.advanced.check(session)
+    for engine in engines.values():
+        engine.check()
+        for block in set(inside(engine.tenant).kv.pool.open_ids()) - set(engine.held):
+            engine.sees_own(block)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_more_models_than_memory_take_turns(mode: str) -> None:
+    """Six models in memory for two: each activation takes what the last ones have, and every layer reads as its master copy."""
+    with session_of(20, mode) as session:
+        engines = models(session, 6)
+        seen = session.snapshot()
+        assert seen.pages.free == 20 and all(each.usable_blocks == 0 for each in seen.tenants.values())
+        turns = [*engines, "m0", "m3", "m3", "m1", "m5"]
+        for name in turns:
+            engine = engines[name]
+            with pytest.raises(InvalidState, match="inactive"), engine.tenant.forward():
+                pass
+            report = session.activate(name, alone=True)
+            assert report.activated, report.reason
+            assert engine.kv.usable_blocks >= engine.kv.spec.min_blocks
+            check(session, engines)
+            forward(session, engine.tenant, engine.data)
+            engine.poison()
+            engine.allocate(1)
+            engine.check()
+            engine.free()
+            forward(session, engine.tenant, engine.data)
+            session.deactivate(name)
+        session.detach("m3")
+        del engines["m3"]
+        remap.advanced.check(session)
+        for name in engines:
+            assert session.activate(name, alone=True).activated
+            forward(session, engines[name].tenant, engines[name].data)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_is_given_up_whole_and_comes_back_with_what_it_lent(mode: str) -> None:
+    """Its layers are another tenant's KV, and its ring its own, when it gives up everything: the ring too."""
+    with session_of(30, mode, reload_s=1e9) as session:
+        a = Model(session, "a", [SIZE] * LAYERS, 1, active=False)
+        b = Model(session, "b", [SIZE] * LAYERS, 2)
+        remap.advanced.lend(session, "a", 2, to="b")
+        assert a.tenant.streamed and session.snapshot().tenants["a"].lent_to == {"b": 4}
+        b.fill()
+        session.deactivate("a", pages="none")
+        seen = session.snapshot().tenants
+        assert seen["a"].pages.total == 0 and seen["a"].lent_to == {} and not a.tenant.streamed
+        check(session, {"a": a, "b": b})
+        b.free()
+        assert session.activate("a").activated and session.snapshot().tenants["a"].pages.params == LAYERS * SIZE
+        forward(session, a.tenant, a.data)
+        forward(session, b.tenant, b.data)
+        check(session, {"a": a, "b": b})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pages_come_from_unused_kv_and_live_blocks_stay(mode: str) -> None:
+    with session_of(24, mode) as session:
+        a = Model(session, "a", [SIZE] * LAYERS, 1)
+        engines = {"a": a, **models(session, 1)}
+        session.step({"a": remap.Demand(blocks=40)})
+        assert session.snapshot().pages.free < LAYERS * SIZE
+        a.hold(6)
+        session.step({"a": remap.Demand(blocks=0)})
+        assert session.activate("m0").activated
+        check(session, engines)
+        for engine in engines.values():
+            forward(session, engine.tenant, engine.data)
+
+
+def test_who_finds_too_few_pages_stays_cold_and_is_told_the_numbers() -> None:
+    with session_of(22) as session:
+        a = Model(session, "a", [SIZE] * LAYERS, 1)
+        engines = {"a": a, **models(session, 1)}
+        other = Model(session, "large", [SIZE] * 9, 7, active=False)
+        assert session.snapshot().tenants["large"].pages.total == 0  # by itself: there was no room
+        before = visible(session)
+        with pytest.raises(OutOfMemory, match="activating 'large' takes 18 pages") as caught:
+            session.activate("large")
+        assert caught.value.fields["requested"] == 18 and caught.value.fields["short"] > 0
+        assert visible(session) == before
+        assert session.activate("m0").activated
+        with pytest.raises(OutOfMemory):
+            session.activate("large")
+        assert a.tenant.active and engines["m0"].tenant.active
+        assert session.activate("large", alone=True).activated and not a.tenant.active
+        forward(session, other.tenant, other.data)
+        check(session, {**engines, "large": other})
+
+
+def test_pages_that_somebody_has_lent_become_no_home() -> None:
+    """They are free, but active tenants' layers come home to them."""
+    with session_of(27, reload_s=1e9) as session:
+        a = Model(session, "a", [SIZE] * LAYERS, 1, active=False)
+        engines = {"a": a, **models(session, 1)}
+        remap.advanced.lend(session, "a", 2)
+        lent = set(session._tenants["a"].pages.lent)
+        assert session.activate("m0").activated and lent == set(session._tenants["a"].pages.lent)
+        assert lent.isdisjoint(page for home in session._tenants["m0"].pages.homes for page in home)
+        assert session.activate("a").activated
+        for engine in engines.values():
+            forward(session, engine.tenant, engine.data)
+        check(session, engines)
+
+
+def test_first_blocks_stay_whoever_asks() -> None:
+    """A tenant that came without pages gives its own layers to its KV: what it got for min_blocks is not unused KV for that."""
+    with session_of(24, slowdown=5.0) as session:
+        engines = models(session, 1)
+        b = engines["b"] = Model(session, "b", [SIZE] * LAYERS, 2)
+        m = engines["m0"]
+        assert session.activate("m0").activated
+        kept = session._tenants["m0"].books.kept
+        assert kept and session.snapshot().tenants["m0"].usable_blocks >= m.kv.spec.min_blocks
+        remap.advanced.remap(session, "m0", 2)
+        b.allocate(b.kv.free_blocks)
+        session.step({"b": remap.Demand(blocks=60)})
+        arena = session._arena
+        assert all(arena.tenants()[page] == session._tenants["m0"].number for page in kept)
+        check(session, engines)
+
+
+def test_a_tenants_own_unused_kv_makes_room_for_its_layers() -> None:
+    """What had been KV of its own layers is plain KV when it has given the layers up."""
+    with session_of(20, slowdown=5.0) as session:
+        a = Model(session, "a", [SIZE] * LAYERS, 1)
+        remap.advanced.remap(session, "a", 2)
+        session.step({"a": remap.Demand(blocks=a.kv.free_blocks + 20)})
+        session.deactivate("a")
+        session._cold.give_layers(session._tenants["a"], 20)
+        b = Model(session, "b", [SIZE] * 2, 2, active=False, pages="none")
+        assert session.activate("b").activated and session.snapshot().pages.free < LAYERS * SIZE
+        assert session.activate("a").activated
+        for engine in (a, b):
+            forward(session, engine.tenant, engine.data)
+        check(session, {"a": a, "b": b})
+
+
+def test_live_blocks_in_the_way_are_named() -> None:
+    with session_of(20) as session:
+        a = Model(session, "a", [SIZE] * LAYERS, 1)
+        b = models(session, 1)["m0"]
+        session.step({"a": remap.Demand(blocks=40)})
+        a.fill()
+        b_needs = Model(session, "b", [SIZE] * 6, 2, active=False, pages="none")
+        report = session.activate("b", alone=True)
+        assert not report.activated and set(report.preempt["a"]) <= set(a.held) and not a.tenant.active
+        a.free(report.preempt["a"])
+        assert session.activate("b", alone=True).activated
+        forward(session, b_needs.tenant, b_needs.data)
+        check(session, {"a": a, "b": b_needs, "m0": b})
+
+
+def test_what_cannot_be_attached_without_pages_is_refused() -> None:
+    with session_of(20) as session:
+        for options in ({"active": True, "pages": "none"}, {"active": False, "pages": "some"}, {"pages": 3}):
+            with pytest.raises(InvalidArgument, match="pages"):
+                Model(session, "a", [SIZE] * LAYERS, 1, **options)
+        with pytest.raises(InvalidArgument, match="pages"):
+            session.deactivate("a", pages="some")
+        assert not session.tenants and session.snapshot().pages.free == 20
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_call_of_an_activation_fails(mode: str) -> None:
+    """Whatever fails, once: the model stays as it was and the others keep their bytes; the next try succeeds."""
+    backend = _core.make_fault_backend(make_backend(12 * PAGE))
+    config = remap.advanced.Knobs(min_idle=0.0)
+    with session_on(backend, 12 * PAGE, mode=mode, config=config) as session:
+        engines = models(session, 2)
+        assert session.activate("m0").activated
+        engines["m0"].allocate(1)
+        forward(session, engines["m0"].tenant, engines["m0"].data)
+        engines["m0"].free()
+        session.deactivate("m0")
+        first, second = "m1", "m0"
+        failures = at = 0
+        while at <= 30:
+            at += 1
+            before = visible(session)
+            backend.arm_any(at, False, _core.ErrorKind.driver)
+            try:
+                assert session.activate(first, alone=True).activated
+            except DriverError:
+                backend.disarm()
+                failures += 1
+                after = visible(session)
+                for each in (before, after):  # who took a plan back has another epoch
+                    each.pop("epoch"), each.pop("shown")
+                assert after == before and not engines[first].tenant.active
+                check(session, engines)
+                continue
+            backend.disarm()
+            forward(session, engines[first].tenant, engines[first].data)
+            check(session, engines)
+            session.deactivate(first)
+            first, second = second, first
+            if at > 30:
+                break
+        assert failures > 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_anything_in_any_order(seed: int) -> None:
+    """Five models of several sizes, some warm at first; both modes do the same."""
+    rng = random.Random(seed)
+    sizes = [[rng.randint(1, 3) for _ in range(rng.randint(2, 5))] for _ in range(5)]
+    worlds = []
+    for mode in MODES:
+        session = session_of(max(map(sum, sizes)) + 12, mode, reload_s=1e9)
+        worlds.append((session, {}))
+        for tag, each in enumerate(sizes, 1):
+            worlds[-1][1][f"m{tag}"] = Model(session, f"m{tag}", each, tag, active=False)
+    for _ in range(40):
+        name, verb, count = f"m{rng.randint(1, 5)}", rng.randrange(6), rng.randint(1, 30)
+        alone, whole = rng.random() < 0.6, rng.random() < 0.5
+        said = []
+        for session, engines in worlds:
+            engine = engines[name]
+            try:
+                if verb <= 1:
+                    report = session.activate(name, alone=alone)
+                    for other, moved in report.moved.items():
+                        engines[other].patch(moved)
+                    said.append((report.activated, report.restored, {k: tuple(v) for k, v in report.preempt.items()}))
+                elif verb == 2:
+                    session.deactivate(name, pages="none" if whole else "own")
+                elif verb == 3 and engine.tenant.active:
+                    step = session.step({name: remap.Demand(blocks=count)})
+                    for other, moved in step.moved.items():
+                        engines[other].patch(moved)
+                    said.append(dict(step.added_blocks))
+                elif verb == 4:
+                    engine.allocate(min(count, engine.kv.free_blocks))
+                elif verb == 5:
+                    engine.free()
+                for each in engines.values():
+                    if each.tenant.active:
+                        forward(session, each.tenant, each.data)
+                        each.poison()
+            except OutOfMemory as error:
+                said.append((type(error), error.fields))
+            check(session, engines)
+        assert len(said) in (0, 2) and said[:1] == said[1:]
+        owners = [session._arena.owners() for session, _ in worlds]
+        assert owners[0] == owners[1]
+    for session, engines in worlds:
+        for engine in engines.values():
+            engine.free()
+        for name, engine in engines.items():
+            assert session.activate(name, alone=True).activated
+            forward(session, engine.tenant, engine.data)
+        for name in engines:
+            session.detach(name)
+        assert session.snapshot().pages.free == session.snapshot().pages.total
+        session.close()

@@ -1,0 +1,137 @@
+"""More models than memory under the engine: who is given a turn takes the pages of the others, and every token is the same."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+import remap
+from remap.errors import InvalidState
+from remap.inside import inside
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import kv_spec, make  # noqa: E402
+from sim_world import kv_spec as sim_spec  # noqa: E402
+
+from remap import _core  # noqa: E402
+from remap.engine import LLMEngine, Request, SamplingParams, SharedEngines  # noqa: E402
+from remap.sim.masters import masters  # noqa: E402
+
+PAGE = 16384
+KINDS = ("llama", "qwen3", "llama-odd", "llama", "qwen3")
+
+
+def requests(names: list[str]) -> dict[str, list[Request]]:
+    rng = random.Random(3)
+    made: dict[str, list[Request]] = {name: [] for name in names}
+    for number in range(3 * len(names)):
+        prompt = tuple(rng.randrange(3, 50) for _ in range(rng.randint(4, 24)))
+        made[names[number % len(names)]].append(
+            Request(f"{number}", prompt, SamplingParams(max_tokens=rng.randint(2, 8)))
+        )
+    return made
+
+
+def serve(memory: int | None, quantum_s: float, host_kv: Any = "auto") -> tuple[Any, list[Any], int]:
+    """(tokens, activations, the most models whose layers were all at home at once)."""
+    models = {f"m{i}": make(kind, seed=i) for i, kind in enumerate(KINDS)}
+    knobs = remap.advanced.Knobs(min_idle=0.0)
+    with remap.Session(memory or 64 << 20, page_bytes=PAGE, config=knobs, host_kv=host_kv) as session:
+        engines = {}
+        for name, model in models.items():
+            spec = kv_spec(model, min_blocks=8, max_blocks=4000)
+            tenant = session.attach(
+                model, name=name, kv=spec, active=False, pages="none" if memory else "own", hooks=False
+            )
+            engines[name] = LLMEngine(model, tenant, session=session, max_num_seqs=4, max_batch_tokens=32)
+        shared = SharedEngines(session, engines, quantum_s=quantum_s)
+        home = 0
+
+        def look(*_: Any) -> None:
+            nonlocal home
+            home = max(home, sum(not session._tenants[name].pages.cold for name in models))
+
+        result = shared.run(requests(list(models)), look)
+        remap.advanced.check(session)
+        for name in models:
+            assert inside(engines[name].tenant).stats().abandoned == 0
+        return result.tokens(), list(result.activations), home
+
+
+@pytest.mark.parametrize("quantum_s", [math.inf, 0.003])
+def test_tokens_are_those_of_ample_memory(quantum_s: float) -> None:
+    ample, _, all_of_them = serve(None, quantum_s)
+    tokens, activations, home = serve(2 << 20, quantum_s)
+    assert tokens == ample and all_of_them == len(KINDS) and 1 <= home <= 2  # at once
+    assert {turn.tenant for turn in activations if turn.restored_layers} == {f"m{i}" for i in range(len(KINDS))}
+
+
+def test_a_model_without_pages_reads_as_ever_and_leaves_whole() -> None:
+    """What torch may do with it meanwhile; its tensors' addresses never change, and detaching gives its weights back."""
+    model, other = make("llama"), make("qwen3", seed=1)
+    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    ids = torch.tensor([[5, 7, 9, 11]])
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with remap.Session(2 << 20, page_bytes=PAGE) as session:
+        session.attach(other, name="other", kv=kv_spec(other, min_blocks=8))
+        tenant = session.attach(model, name="m", kv=kv_spec(model, min_blocks=8), active=False, pages="none")
+        assert inside(tenant).cold == tuple(range(tenant.layers)) == session.snapshot().tenants["m"].cold
+        addresses = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+        with pytest.raises(InvalidState):
+            model.generate(ids, max_new_tokens=4, do_sample=False)
+        for parameter in model.parameters():
+            str(parameter.sum())  # whatever it says, the process lives
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert session.activate("m", alone=True).activated and inside(tenant).cold == ()
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+        assert addresses == {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+        session.deactivate("m", pages="none")
+        assert session.activate("other").activated
+        session.detach("m")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("compute_s", [1e-4, 5e-3])
+def test_a_pass_begins_when_the_first_layer_has_come(compute_s: float) -> None:
+    """In virtual time: a cold model's first pass ends by the slower of its load and its computation, and one layer's time. Its
+    pages were another model's; the driver takes its time for each page that is mapped, and zeroes take theirs."""
+    layers, nbytes, rate = 24, 32 << 20, 55e9
+    driver = {"map_s": 2e-6, "set_access_s": 3.6e-5, "unmap_s": 2.6e-5, "copy_setup_s": 1e-5}
+    made = _core.make_sim_backend(
+        capacity_bytes=2 << 30,
+        h2d_bytes_per_s=rate,
+        d2h_bytes_per_s=rate,
+        hbm_bytes_per_s=3e12,
+        contention=False,
+        **driver,
+    )
+    kv = sim_spec(layers, 1, 64, 16, 4, 64)
+    with remap.Session((layers + 6) * nbytes, platform=remap.advanced.Platform(backend=made)) as session:
+        tenants = {
+            name: session.attach_bytes(masters([nbytes] * layers), name=name, kv=kv, active=False, pages="none")
+            for name in ("a", "b")
+        }
+        stream = made.create_stream()
+
+        def first_pass(name: str) -> float:
+            begun = made.now
+            assert session.activate(name, alone=True).activated
+            with tenants[name].forward(stream=stream):
+                for layer in range(layers):
+                    tenants[name].wait(layer)
+                    made.compute(stream, compute_s)
+                    tenants[name].done(layer)
+            made.finish(stream)
+            return float(made.now - begun)
+
+        first_pass("a")
+        seconds = [first_pass(name) for name in ("b", "a", "b")]
+        load_s, computed_s = layers * (nbytes / rate + 1e-5), layers * compute_s
+        bound = max(load_s + compute_s, computed_s + nbytes / rate)
+        assert max(seconds) <= 1.1 * bound, (seconds, load_s, computed_s)
