@@ -177,11 +177,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // A region that shows `pages`, populated and writable. params pages are its home, which it shows for now; also used for what is
   // never streamed. ring pages stay the tenant's ring: a layer without a home shows them for good, and may share them with others.
   RegionId add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& pages);
-  // A region of `slots` with nothing behind it; the ring's own view of its buffers, or the KV cache (one a tenant).
   // A region of `slots` without a home, which is empty until a plan gives it one and points it there (SetHome). stand_in: what all of
   // its slots show meanwhile in aliased mode, so that looking there never ends the process: a params or ring page of the tenant's own,
   // or kNoPage for nothing. Nobody may write there.
   RegionId add_empty_layer_region(TenantId tenant, const std::string& name, std::size_t slots, PageId stand_in = kNoPage);
+  // A region of `slots` with nothing behind it; the ring's own view of its buffers, or the KV cache (one a tenant).
   RegionId add_ring_region(TenantId tenant, std::size_t slots);
   RegionId add_kv_region(TenantId tenant, std::size_t slots);
   // Says which pages, each once, stand at [first_slot, ...) of a KV region whenever they are KV (aliased: maps them now).
