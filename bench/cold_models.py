@@ -104,7 +104,7 @@ def serve(
     whole = sum(sum(p.numel() * 4 for p in model.parameters()) for model in models.values())
     capacity = rest + (2 * whole if ample else room)
     kind = {"ample": remap.Session, "ours": remap.Session, "LRU": LRU, "swap": Whole}[side]
-    knobs = remap.advanced.Knobs(policy="lru", min_idle=0.0)
+    knobs = remap.advanced.Knobs(min_idle=0.0)  # of equal priority, whoever is needed last gives first
     with kind(capacity, device="cpu", page_bytes=PAGE, config=knobs) as session:
         engines = {}
         for name, model in models.items():

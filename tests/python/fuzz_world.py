@@ -190,7 +190,7 @@ class Engine(sharing_worlds.Engine):
         self.base = 1 + number % RANGES * SHARE
         self.data = [self._bytes(index, nbytes) for index, nbytes in enumerate(made["layers"])]
         config = remap.advanced.Knobs(**made["config"]) if "config" in made else None
-        pages = "own" if made["active"] else made["pages"]
+        pages = "own" if made["active"] else made.get("pages", "own")
         more = {"priority": made["priority"], "active": made["active"], "config": config, "pages": pages}
         with with_head(made["headed"]):
             self.tenant = self.session.attach_bytes(self.data, name=name, kv=remap.KVSpec(**made["kv"]), **more)
