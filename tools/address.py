@@ -12,15 +12,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_LINK = re.compile(r"(\]\()([^()\s]+)(\))")
+_LINK = re.compile(
+    r"(!?)(\[[^\[\]]*\]\()([^()\s]+)\)|(\]\()([^()\s]+)\)"
+)  # a picture or a link; the end of one with brackets inside
 
 
 def absolute(readme: str, address: str, version: str) -> str:
     """README.md with absolute links, to the files of that version."""
 
     def link(found: re.Match[str]) -> str:
-        target = found[2]
-        return found[0] if re.match(r"[a-z]+:|#", target) else f"]({address}/blob/v{version}/{target})"
+        picture, target = found[1], found[3] or found[5]
+        if re.match(r"[a-z]+:|#", target):
+            return found[0]
+        return f"{picture or ''}{found[2] or found[4]}{address}/{'raw' if picture else 'blob'}/v{version}/{target})"
 
     return _LINK.sub(link, readme)
 

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "cpp.md": "examples/cpp/README.md",
 }
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^()\s]+)\)")
+_PICTURE = re.compile(r"!\[([^\[\]]*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -44,8 +45,14 @@ def rewritten(text: str, source: str, repository: str = "") -> str:
             return f"[{shown}]({file.removeprefix('docs/')}{mark}{anchor})"
         return f"[{shown}]({repository.rstrip('/')}/blob/main/{file}{mark}{anchor})" if repository else shown
 
+    def picture(found: re.Match[str]) -> str:
+        file = os.path.relpath((ROOT / source).parent / found[2], ROOT)
+        return f"![{found[1]}]({file.removeprefix('docs/')})"  # all pages of the site stand beside the folders of docs/
+
     parts = _FENCE.split(text)
-    return "".join(part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts))
+    return "".join(
+        part if number % 2 else _PICTURE.sub(picture, _LINK.sub(link, part)) for number, part in enumerate(parts)
+    )
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:

@@ -277,8 +277,12 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
   const RegionId id = add_region(RegionKind::layer, tenant, name, pages.size());
   Region& fresh = regions_.at(id);
   try {
-    fresh.home = streams ? std::vector<PageId>(pages.size(), kNoPage) : pages;
+    std::vector<PageId> home = streams ? std::vector<PageId>(pages.size(), kNoPage) : pages;
     fresh.target = pages;
+    fresh.home = std::move(home);
+    for (PageId page : pages) {
+      if (!streams) pages_[page].home = id;
+    }
     std::vector<DirtyPage> dirty;
     for (std::size_t slot = 0; slot < pages.size(); ++slot) {
       if (is_dirty(pages[slot], tenant)) dirty.push_back({id, slot_address(fresh.view, slot), pages[slot], tenant});
@@ -294,14 +298,13 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
     }
     discard({fresh.view.address, fresh.reserved_bytes, {}});
     regions_.erase(id);
+    for (PageId page : pages) {
+      if (!streams) pages_[page].home = kNoRegion;
+    }
     throw;
   }
   for (PageId page : pages) {
-    if (streams) {
-      pages_[page].fixed = true;
-    } else {
-      pages_[page].home = id;
-    }
+    if (streams) pages_[page].fixed = true;
   }
   ++epoch_;
   return id;

@@ -360,7 +360,10 @@ def test_a_step_looks_for_layers_anew_only_when_pages_have_changed_hands(
             lambda: two.step({"two": remap.Demand(2000)}) is not None and len(broker.ledger.lent) >= LENT // 2, "lent"
         )
         until(lambda: two.step({"two": remap.Demand(2000)}) is not None and two.snapshot().pages.free == 0, "taken")
-        taker.kv.allocate(taker.kv.free_blocks)
+        for _ in range(20):  # what comes late too: else live blocks could move there, and all layers come home
+            two.step({"two": remap.Demand(2000)})
+            taker.kv.allocate(taker.kv.free_blocks)
+            time.sleep(0.01)
         one.activate("one")
         until(lambda: one.step({"one": remap.Demand(0)}) is not None and not one._changes.moved, "settled")
         for name in ("gone", "losses"):
@@ -490,8 +493,9 @@ def test_a_session_that_cannot_be_opened_has_left(broker: Broker) -> None:
     if DEVICE == "cpu":
         with pytest.raises(InvalidArgument, match="host_budget is for device 'cuda'"):
             remap.Session(device=f"unix:{broker.path}", host_budget="1GiB")
-    with pytest.raises(InvalidArgument, match="more than 0"):
-        remap.Session(device=f"unix:{broker.path}", host_budget=0)
+    else:
+        with pytest.raises(InvalidArgument, match="more than 0"):
+            remap.Session(device=f"unix:{broker.path}", host_budget=0)
     with pytest.raises(OutOfMemory):
         remap.Session(device=f"unix:{broker.path}", host_kv=1 << 60)
     until(lambda: broker.ledger.held == {}, "both have left")

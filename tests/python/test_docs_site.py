@@ -42,6 +42,8 @@ def test_links_lead_to_pages_of_the_site_or_to_the_repository(tmp_path: Path) ->
     text += "```python\nx[i](docs/adopt.md)\n```\n[e](#install)"
     home = site.rewritten(text, "README.md", "https://host/remap/")
     assert "[a](adopt.md#before-you-ship) [`b`](https://host/remap/blob/main/cpp/core/arena.cpp) [c](https://x)" in home
+    assert "![d](pictures/map.svg)" in home
+    assert site.rewritten("![d](pictures/map.svg)", "docs/results.md") == "![d](pictures/map.svg)"
     assert "x[i](docs/adopt.md)" in home and "[e](#install)" in home
     assert "[a](adopt.md#before-you-ship) `b` [c](https://x)" in site.rewritten(text, "README.md")
     assert (

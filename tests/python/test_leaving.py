@@ -165,3 +165,18 @@ def test_looking_claims_nobody(monkeypatch):
         remap.advanced.check(rig.session)
         rig.session.exclusively(lambda core: seen.append(turn.claimed))
         assert seen == [False, True] and not turn.claimed
+
+
+def test_memory_where_a_dropped_session_was_may_be_a_models(monkeypatch):
+    from remap.model import source
+
+    model = make("llama")
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if each.numel()]
+    stale = [(each.data_ptr() - 64, each.data_ptr() + each.nbytes) for each in tensors]
+    monkeypatch.setattr(source, "_INSTALLED", stale)
+    ids = ids_for(2, 6)
+    expected = logits_of(model, ids)
+    with Rig(model):
+        assert torch.equal(logits_of(model, ids), expected)
+        with pytest.raises(remap.InvalidArgument, match="memory already"):
+            Rig(model).__enter__()

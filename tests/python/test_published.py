@@ -20,6 +20,10 @@ def test_the_descriptions_links_lead_somewhere_from_an_index() -> None:
     assert len(targets) == len(re.findall(r"\]\(([^()\s]+)\)", readme)) > 40
     assert [target for target in targets if not target.startswith("https://")] == []
     assert f"]({HOST}/blob/v1.2.3/docs/results.md)" in made
+    assert (
+        address.absolute("![a](docs/a.png) [`b[0]`](c.md)", HOST, "1")
+        == f"![a]({HOST}/raw/v1/docs/a.png) [`b[0]`]({HOST}/blob/v1/c.md)"
+    )
     assert re.sub(r"\]\(.*?\)", "", made) == re.sub(r"\]\(.*?\)", "", readme)
 
 

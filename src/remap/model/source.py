@@ -138,7 +138,9 @@ def model_source(
     if gathered is not None:
         specs = [spec for spec in specs if spec.path != gathered.path]
     for tensor_path, tensor in everything:
-        if any(first <= tensor.data_ptr() < stop for first, stop in _INSTALLED):
+        inside = [first for first, stop in _INSTALLED if first <= tensor.data_ptr() < stop]
+        # A session that was dropped unclosed leaves its ranges here, and other memory may lie there by now: ours begins with them.
+        if inside and tensor.untyped_storage().data_ptr() in inside:
             raise InvalidArgument(
                 f"{tensor_path} lies in a session's memory already: the model, or a part of it, is attached; nothing "
                 "changed; detach the model from that session first",
