@@ -139,7 +139,7 @@ def model_source(
         specs = [spec for spec in specs if spec.path != gathered.path]
     for tensor_path, tensor in everything:
         inside = [first for first, stop in _INSTALLED if first <= tensor.data_ptr() < stop]
-        # A session that was dropped unclosed leaves its ranges here, and other memory may lie there by now: ours begins with them.
+        # A session that was dropped unclosed leaves its ranges here, and other memory may lie there by now. Ours begins there.
         if inside and tensor.untyped_storage().data_ptr() in inside:
             raise InvalidArgument(
                 f"{tensor_path} lies in a session's memory already: the model, or a part of it, is attached; nothing "
