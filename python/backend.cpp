@@ -193,15 +193,18 @@ void bind_backend(py::module_& module) {
   py::class_<CudaPages, std::shared_ptr<CudaPages>>(module, "CudaPages")
       .def_property_readonly("page_bytes", &CudaPages::page_bytes)
       .def_property_readonly("count", &CudaPages::count)
+      .def_property_readonly("device", &CudaPages::device)
+      .def_property_readonly("uuid", &CudaPages::uuid)
       .def("export_page", &CudaPages::export_page, py::arg("number"), ReleaseGil())
       .def("import_page", &CudaPages::import_page, py::arg("descriptor"), ReleaseGil())
       .def("close", &CudaPages::close, ReleaseGil());
   module.def(
       "make_cuda_pages",
-      [](std::size_t page_bytes, std::size_t count, int device, std::string library) {
-        return make_cuda_pages(CudaPagesOptions{device, std::move(library), page_bytes, count});
+      [](std::size_t page_bytes, std::size_t count, int device, std::string uuid, std::string library) {
+        return make_cuda_pages(CudaPagesOptions{device, std::move(uuid), std::move(library), page_bytes, count});
       },
-      py::arg("page_bytes"), py::arg("count") = 0, py::arg("device") = 0, py::arg("library") = "", ReleaseGil());
+      py::arg("page_bytes"), py::arg("count") = 0, py::arg("device") = 0, py::arg("uuid") = "", py::arg("library") = "",
+      ReleaseGil());
   module.def(
       "make_cuda_backend",
       [](int device, std::string library, ShareableHandle shareable, bool gpu_direct_rdma, std::size_t host_budget_bytes,

@@ -37,6 +37,8 @@ class CudaPages {
   virtual ~CudaPages() = default;
   virtual std::size_t page_bytes() const noexcept = 0;
   virtual std::size_t count() const = 0;
+  virtual int device() const noexcept = 0;  // as this process counts it
+  virtual const std::string& uuid() const noexcept = 0;
   // A new descriptor, the caller's to close. Throws invalid_argument for an unknown number.
   virtual int export_page(std::size_t number) const = 0;
   // The next page, of page_bytes(). The descriptor stays the caller's. Throws driver for one that is no page.
@@ -46,11 +48,13 @@ class CudaPages {
 };
 struct CudaPagesOptions {
   int device = 0;
+  std::string uuid;            // if there is one: the device that has it (CudaDevice::uuid), whatever its number is here
   std::string library;         // as of CudaOptions
   std::size_t page_bytes = 0;  // a multiple of the device's granularity
   std::size_t count = 0;       // to make now; 0: all will be imported
 };
-// Throws as make_cuda_backend does, and out_of_memory (requested, free, capacity).
+// Throws as make_cuda_backend does, out_of_memory (requested, free, capacity), and invalid_state (uuid, devices) if this process does
+// not see the device with that uuid. No other device is opened.
 std::shared_ptr<CudaPages> make_cuda_pages(const CudaPagesOptions& options);
 
 struct CudaOptions {

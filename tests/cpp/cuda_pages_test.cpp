@@ -11,7 +11,7 @@ using namespace remap::testing;
 namespace {
 
 std::shared_ptr<CudaPages> made(std::size_t count) {
-  return make_cuda_pages({0, REMAP_EMULATED_DRIVER_PATH, kPage, count});
+  return make_cuda_pages({0, {}, REMAP_EMULATED_DRIVER_PATH, kPage, count});
 }
 
 std::shared_ptr<CudaPages> imported(const CudaPages& from) {
@@ -99,9 +99,9 @@ CLEAN_TEST(who_closes_them_lets_go_of_each_when_its_backend_does) {
 
 CLEAN_TEST(what_is_refused_changes_nothing) {
   emulate();
-  CHECK_ERROR(ErrorKind::invalid_argument, make_cuda_pages({0, REMAP_EMULATED_DRIVER_PATH, kPage + 1, 1}));
-  CHECK_ERROR(ErrorKind::invalid_argument, make_cuda_pages({0, REMAP_EMULATED_DRIVER_PATH, 0, 1}));
-  CHECK_ERROR(ErrorKind::invalid_argument, make_cuda_pages({1, REMAP_EMULATED_DRIVER_PATH, kPage, 1}));
+  CHECK_ERROR(ErrorKind::invalid_argument, make_cuda_pages({0, {}, REMAP_EMULATED_DRIVER_PATH, kPage + 1, 1}));
+  CHECK_ERROR(ErrorKind::invalid_argument, make_cuda_pages({0, {}, REMAP_EMULATED_DRIVER_PATH, 0, 1}));
+  CHECK_ERROR(ErrorKind::invalid_argument, make_cuda_pages({1, {}, REMAP_EMULATED_DRIVER_PATH, kPage, 1}));
   arm("cuMemCreate", 3, 2);
   const Error error = error_of([&] { (void)made(4); });
   CHECK(error.kind() == ErrorKind::out_of_memory && field(error, "capacity") != nullptr);
@@ -125,12 +125,18 @@ CLEAN_TEST(what_is_refused_changes_nothing) {
 CLEAN_TEST(pages_of_another_device_are_refused) {
   emulate(64 << 20, 2);
   CudaOptions options;
-  options.pages = make_cuda_pages({1, REMAP_EMULATED_DRIVER_PATH, kPage, 1});
+  options.pages = make_cuda_pages({1, {}, REMAP_EMULATED_DRIVER_PATH, kPage, 1});
   CHECK_ERROR(ErrorKind::invalid_argument, open_cuda(options));
   options.device = 1;
   const auto backend = open_cuda(options);
   Range range(*backend, 1);
   range.release();
+  // Others name it by its UUID, and open no other device.
+  const Counted contexts("cuDevicePrimaryCtxRetain");
+  const auto copies = make_cuda_pages({0, options.pages->uuid(), REMAP_EMULATED_DRIVER_PATH, kPage, 0});
+  CHECK(copies->device() == 1 && contexts == 1);
+  const Error error = error_of([&] { (void)make_cuda_pages({0, std::string(32, 'a'), REMAP_EMULATED_DRIVER_PATH, kPage, 0}); });
+  CHECK(error.kind() == ErrorKind::invalid_state && field(error, "devices") != nullptr);
 }
 
 }  // namespace

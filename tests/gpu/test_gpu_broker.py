@@ -4,7 +4,6 @@ The same on the host, and much more of it: tests/python/test_broker.py, which al
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,14 +35,9 @@ def start(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
                 each.kill()
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.005)
-
-
 def test_kv_and_weights_go_from_process_to_process(start: tuple[Any, Callable[[str, int], Any]]) -> None:
+    from broker_member import until
+
     broker, begin = start
     one, two = begin("one", 12), begin("two", 12)
     assert int(one("take", 200, 0)) > 8
@@ -63,6 +57,8 @@ def test_kv_and_weights_go_from_process_to_process(start: tuple[Any, Callable[[s
 
 
 def test_a_member_that_is_killed_gives_all_back_and_others_go_on(start: tuple[Any, Callable[[str, int], Any]]) -> None:
+    from broker_member import until
+
     broker, begin = start
     one, two = begin("one", 4), begin("two", 4)
     assert int(one("take", 100, 0)) == 100

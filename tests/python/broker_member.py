@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,14 @@ def attached(session: remap.Session, name: str) -> remap.Tenant:
     masters = [np.full(LAYER_PAGES * PAGE, layer, dtype=np.uint8) for layer in range(LAYERS)]
     knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0)
     return session.attach_bytes(masters, name=name, kv=make_spec(LAYERS, min_blocks=8, max_blocks=4000), config=knobs)
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Waits for what other threads and processes do."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
 
 
 class Process:

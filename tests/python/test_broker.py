@@ -24,7 +24,7 @@ pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 import broker_garbage
 import numpy as np
 from arena_worlds import make_spec, read_block, write_block
-from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened
+from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened, until
 
 import remap
 from remap.broker.member import join
@@ -63,14 +63,6 @@ def start(broker: Broker) -> Iterator[Start]:
     for each in made:
         if each.process.poll() is None:
             each.kill()
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Waits for what other threads and processes do."""
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.005)
 
 
 # -- processes -----------------------------------------------------------------------------------------------------------
@@ -775,11 +767,11 @@ def test_a_device_has_more_pages_than_go_into_a_message(tmp_path: Path) -> None:
     DEVICE == "cpu", reason="pages of a device: this file runs again on the emulated driver (make test-all)"
 )
 def test_a_member_that_does_not_see_the_device_is_told_which_it_is(broker: Broker, monkeypatch: Any) -> None:
-    seen = {"devices": [{"uuid": "ab" * 16}]}
-    monkeypatch.setattr("remap.memory.shared_pages._core.probe_cuda", lambda: seen)
+    seen = broker._pages.uuid
+    monkeypatch.setattr(broker._pages, "uuid", "ab" * 16)
     with pytest.raises(InvalidState, match="CUDA_VISIBLE_DEVICES") as error:
         join(str(broker.path))
-    assert error.value.fields["devices"] == ["ab" * 16] and len(str(error.value.fields["uuid"])) == 32
+    assert error.value.fields["devices"] == seen and len(seen) == 32 and error.value.fields["uuid"] == "ab" * 16
     until(lambda: broker.ledger.held == {}, "it has left")
 
 

@@ -119,6 +119,18 @@ def test_an_engine_that_closes_or_leaves_is_told(model: Any) -> None:
     assert outcome.problems == ["the engine has closed the session that it was given"]
 
 
+def test_what_an_engine_asserts_and_a_pass_that_it_leaves_open_are_told(model: Any) -> None:
+    def serve(session: remap.Session) -> object:
+        kv = remap.KVSpec(
+            layers=8, kv_heads=2, head_dim=32, block_tokens=16, dtype="float32", min_blocks=6, max_blocks=128
+        )
+        session.attach(model, name="llama", kv=kv, hooks=False).forward().__enter__()
+        raise AssertionError("its own")
+
+    (outcome,) = conformance.check(serve, cases=conformance.CASES[:1], **SESSION)
+    assert outcome.problems == ["AssertionError: its own"]
+
+
 def test_the_reference_engine_conforms(model: Any) -> None:
     from remap.engine import LLMEngine, Request, SamplingParams
 

@@ -52,10 +52,10 @@ CudaDevice checked_device(const Driver& driver, const CudaOptions& options) {
   return device;
 }
 
-std::shared_ptr<SharedPages> shared_of(const CudaOptions& options, Device device) {
+std::shared_ptr<SharedPages> shared_of(const CudaOptions& options) {
   if (options.pages == nullptr) return nullptr;
   const auto shared = std::dynamic_pointer_cast<SharedPages>(options.pages);
-  if (shared != nullptr && shared->device() == device) return shared;
+  if (shared != nullptr && shared->device() == options.device) return shared;
   throw Error(ErrorKind::invalid_argument,
               "cuda backend: the shared pages are not of device " + std::to_string(options.device) + ". Nothing was opened.",
               {{"device", std::int64_t{options.device}}});
@@ -75,7 +75,7 @@ class CudaBackend final : public Backend {
     const AllocationProperties properties =
         allocation_properties(context_->device(), options.shareable, options.gpu_direct_rdma);
     memory_ = std::make_unique<Memory>(*context_, properties, cuda::granularity(driver, properties, kGranularityMinimum),
-                                       shared_of(options, context_->device()));
+                                       shared_of(options));
   }
 
   // Streams first: what they still copy must stay mapped and locked. A forked child has neither the context nor the right to

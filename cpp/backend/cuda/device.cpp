@@ -36,6 +36,18 @@ std::size_t granularity(const Driver& driver, const AllocationProperties& proper
   return bytes;
 }
 
+std::string uuid_of(const Driver& driver, Device device) {
+  Uuid uuid;
+  check(driver, "open", "cuDeviceGetUuid", driver.cuDeviceGetUuid(&uuid, device));
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const char each : uuid.bytes) {
+    const auto byte = static_cast<unsigned char>(each);
+    text += {kDigits[byte >> 4], kDigits[byte & 15]};
+  }
+  return text;
+}
+
 CudaDevice describe(const Driver& driver, int ordinal) {
   const Device device = device_of(driver, ordinal);
   const auto value = [&](int attribute) {
@@ -49,13 +61,7 @@ CudaDevice describe(const Driver& driver, int ordinal) {
   check(driver, "open", "cuDeviceGetName", driver.cuDeviceGetName(name, sizeof(name) - 1, device));
   found.name = name;
   check(driver, "open", "cuDeviceTotalMem", driver.cuDeviceTotalMem(&found.total_bytes, device));
-  Uuid uuid;
-  check(driver, "open", "cuDeviceGetUuid", driver.cuDeviceGetUuid(&uuid, device));
-  constexpr char kDigits[] = "0123456789abcdef";
-  for (const char each : uuid.bytes) {
-    const auto byte = static_cast<unsigned char>(each);
-    found.uuid += {kDigits[byte >> 4], kDigits[byte & 15]};
-  }
+  found.uuid = uuid_of(driver, device);
   found.vmm = value(attribute::kVirtualMemoryManagement) != 0;
   found.posix_fd = value(attribute::kPosixFileDescriptor) != 0;
   found.fabric = value(attribute::kFabric) != 0;

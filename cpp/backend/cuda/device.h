@@ -10,6 +10,9 @@ namespace remap::cuda {
 // Of the device that the driver counts as `ordinal`. Throws invalid_argument (`device`, `devices`) if there is none.
 Device device_of(const Driver& driver, int ordinal);
 
+// 32 hexadecimal digits.
+std::string uuid_of(const Driver& driver, Device device);
+
 // All but free_bytes, which only a context knows.
 CudaDevice describe(const Driver& driver, int ordinal);
 

@@ -25,9 +25,13 @@ AllocationHandle make_allocation(const Driver& driver, const AllocationPropertie
   fail(driver, "create_page", "cuMemCreate", code, std::move(fields));
 }
 
-SharedPages::SharedPages(const Driver& driver, Device device, const CudaPagesOptions& options)
-    : generation_(fork_generation()), page_bytes_(options.page_bytes), context_(std::make_unique<Context>(driver, device)) {
-  const AllocationProperties properties = allocation_properties(device, ShareableHandle::posix_fd, false);
+SharedPages::SharedPages(const Driver& driver, const CudaDevice& device, const CudaPagesOptions& options)
+    : generation_(fork_generation()),
+      index_(device.index),
+      uuid_(device.uuid),
+      page_bytes_(options.page_bytes),
+      context_(std::make_unique<Context>(driver, device_of(driver, device.index))) {
+  const AllocationProperties properties = allocation_properties(context_->device(), ShareableHandle::posix_fd, false);
   const std::size_t grain = granularity(driver, properties, kGranularityMinimum);
   if (page_bytes_ == 0 || page_bytes_ % grain != 0) {
     throw Error(ErrorKind::invalid_argument,
@@ -144,18 +148,36 @@ void SharedPages::import_page(int descriptor) {
 }  // namespace remap::cuda
 
 namespace remap {
+namespace {
+
+int index_of(const cuda::Driver& driver, const std::string& uuid) {
+  int count = 0;
+  cuda::check(driver, "open", "cuDeviceGetCount", driver.cuDeviceGetCount(&count));
+  std::string seen;
+  for (int index = 0; index < count; ++index) {
+    const std::string each = cuda::uuid_of(driver, cuda::device_of(driver, index));
+    if (each == uuid) return index;
+    seen += (seen.empty() ? "" : ", ") + each;
+  }
+  throw Error(ErrorKind::invalid_state,
+              "shared pages: they are of device " + uuid + ", and this process sees " + (seen.empty() ? "none" : seen) +
+                  ". Nothing was opened. Name that device in CUDA_VISIBLE_DEVICES.",
+              {{"uuid", uuid}, {"devices", seen}});
+}
+
+}  // namespace
 
 std::shared_ptr<CudaPages> make_cuda_pages(const CudaPagesOptions& options) {
   const cuda::Driver& driver = cuda::load_driver(options.library);
   cuda::initialize(driver);
-  const CudaDevice device = cuda::describe(driver, options.device);
+  const CudaDevice device = cuda::describe(driver, options.uuid.empty() ? options.device : index_of(driver, options.uuid));
   if (!device.vmm || !device.posix_fd) {
     throw Error(ErrorKind::driver,
                 "shared pages: device " + std::to_string(device.index) + " (" + device.name +
                     ") cannot export pages as file descriptors. Nothing was made. Each process needs an arena of its own there.",
                 {{"device", std::int64_t{device.index}}, {"code", std::int64_t{cuda::result::kNotSupported}}});
   }
-  return std::make_shared<cuda::SharedPages>(driver, cuda::device_of(driver, options.device), options);
+  return std::make_shared<cuda::SharedPages>(driver, device, options);
 }
 
 }  // namespace remap

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "backend/cuda/context.h"
@@ -19,7 +20,7 @@ AllocationHandle make_allocation(const Driver& driver, const AllocationPropertie
 
 class SharedPages final : public CudaPages {
  public:
-  SharedPages(const Driver& driver, Device device, const CudaPagesOptions& options);
+  SharedPages(const Driver& driver, const CudaDevice& device, const CudaPagesOptions& options);
   // The memory goes when no process has it any more. A forked child leaves it alone.
   ~SharedPages() override;
   SharedPages(const SharedPages&) = delete;
@@ -27,11 +28,12 @@ class SharedPages final : public CudaPages {
 
   std::size_t page_bytes() const noexcept override { return page_bytes_; }
   std::size_t count() const override;
+  int device() const noexcept override { return index_; }
+  const std::string& uuid() const noexcept override { return uuid_; }
   int export_page(std::size_t number) const override;
   void import_page(int descriptor) override;
   void close() override;
 
-  Device device() const noexcept { return context_->device(); }
   // A use of the page, until put(). Throws out_of_memory beyond the last one, invalid_argument for another size. Pre: a context is
   // current, for put() too.
   AllocationHandle take(std::size_t number, std::size_t bytes);
@@ -45,6 +47,8 @@ class SharedPages final : public CudaPages {
   void let_go(Page& page) noexcept;
 
   const unsigned generation_;
+  const int index_;
+  const std::string uuid_;
   const std::size_t page_bytes_;
   std::unique_ptr<Context> context_;
   mutable std::mutex lock_;

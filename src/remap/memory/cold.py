@@ -287,6 +287,8 @@ class Cold:
     def _require_enough(self, tenant: TenantState, layers: Sequence[int]) -> None:
         """Raises as `bring` does if it is known that there will be too few pages. Changes nothing."""
         short = self._choose(tenant, layers).short
+        if short <= 0:
+            return
         offered, blocked = self._offered(tenant)
         if short <= sum(offered.values()):
             return

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -67,8 +66,9 @@ class DevicePages:
     file: int | None = None
 
     def __init__(self, index: int, pages: int, page_bytes: int) -> None:
-        self.device, self.uuid = f"cuda:{index}", _uuid_of(index)
-        self._pages: _core.CudaPages | None = _core.make_cuda_pages(page_bytes, pages, index)
+        made = _core.make_cuda_pages(page_bytes, pages, index)
+        self.device, self.uuid = f"cuda:{index}", made.uuid
+        self._pages: _core.CudaPages | None = made
 
     def export(self, first: int) -> list[int]:
         pages = self._pages
@@ -108,7 +108,6 @@ class JoinedPages:
     def __init__(self) -> None:
         self._file = -1
         self._device: _core.CudaPages | None = None
-        self._index = 0
 
     @property
     def empty(self) -> bool:
@@ -122,8 +121,7 @@ class JoinedPages:
     def open_device(self, uuid: str, page_bytes: int) -> None:
         """The pages will be of this device. Raises InvalidState (fields uuid, devices) if this process does not see it,
         DriverError without a usable driver."""
-        self._index = _index_of(uuid)
-        self._device = _core.make_cuda_pages(page_bytes, 0, self._index)
+        self._device = _core.make_cuda_pages(page_bytes, uuid=uuid)
 
     def take(self, file: int) -> None:
         """The file of all pages, or the next page's descriptor. It is this object's from now on."""
@@ -139,7 +137,8 @@ class JoinedPages:
         """Over all of them. host_budget: of a device, bytes of page-locked host memory at most; 0: what the machine can spare."""
         if self._device is None:
             return _core.make_host_backend(pages * page_bytes, page_bytes, copy_threads, file=self._file)
-        return _core.make_cuda_backend(device=self._index, pages=self._device, host_budget_bytes=host_budget)
+        device = self._device
+        return _core.make_cuda_backend(device=device.device, pages=device, host_budget_bytes=host_budget)
 
     def close(self) -> None:
         """Let go of them. A backend over them goes on with those that it has."""
@@ -149,33 +148,6 @@ class JoinedPages:
         if self._device is not None:
             self._device.close()
             self._device = None
-
-
-def _uuid_of(index: int) -> str:
-    """Of the device that this process counts as `index`. Raises InvalidArgument (field device) if there is none."""
-    devices = _uuids()
-    if index >= len(devices):
-        raise InvalidArgument(
-            f"there is no device cuda:{index}: this process sees {len(devices)}; nothing was made", device=index
-        )
-    return devices[index]
-
-
-def _index_of(uuid: str) -> int:
-    """The reverse."""
-    devices = _uuids()
-    if uuid not in devices:
-        raise InvalidState(
-            f"the broker's pages are of device {uuid}, and this process sees {', '.join(devices) or 'none'}; nothing was opened; "
-            "name that device in CUDA_VISIBLE_DEVICES",
-            uuid=uuid,
-            devices=devices,
-        )
-    return devices.index(uuid)
-
-
-def _uuids() -> Sequence[str]:
-    return [str(each["uuid"]) for each in _core.probe_cuda()["devices"]]
 
 
 def _make_file(nbytes: int) -> int:

@@ -79,7 +79,7 @@ class TenantState:
     reserved: int  # the first places of the giving order, for min_blocks: their pages never leave
     placed: frozenset[
         int
-    ]  # the pages that may be homes of its layers: they have a place in the KV region, where they are zeroed
+    ]  # pages that may be homes of its layers: they have a place in the KV region, where they are zeroed
     max_remappable: int  # the most layers that can be given: all their home pages have a place in the KV region
     pinned: set[int]  # layers that may not be streamed
     host: HostMemory  # page-locked: master copies, where the device needs them so, and KV blocks copied out
