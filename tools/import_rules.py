@@ -7,7 +7,8 @@ Python: no two modules import each other, directly or in a circle, imports for a
 package imports from lower floors only (FLOORS). The pure modules import neither torch nor `remap._core`, nor anything here that
 does; `remap._core` is imported in few, named files; adapters and the command line are never imported eagerly from outside
 themselves. "Eagerly" means when the module is imported: at its top level, not inside a function and not under `if
-TYPE_CHECKING`. No module reads another's underscore names: that is ruff's rule SLF001 (pyproject.toml).
+TYPE_CHECKING`. No module reads another's underscore names: that is ruff's rule SLF001 (pyproject.toml). A class name without an
+underscore is the name of one class of the package (NAMED_BY_OTHERS apart).
 
 C++: public headers and the core know neither Python, torch nor the CUDA toolkit, and a lower layer never includes a
 higher one.
@@ -105,6 +106,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "adapters": (*BASE, *CORE),
     # The command line loads what stands on these by a table of names (remap.cli.main.COMMANDS).
     **dict.fromkeys(CLI, (*BASE, *CORE, "adapters", *CLI)),
+}
+
+# Names that users type into an engine's own options, where the engine's word for it is the best one.
+NAMED_BY_OTHERS = {
+    "HostKV": "remap.adapters.vllm.host_kv",  # vLLM's spec_name
+    "Scheduler": "remap.adapters.vllm.scheduler",  # vLLM's --scheduler-cls
 }
 
 CPP_LAYERS = ("backend", "core", "schedule")
@@ -261,6 +268,21 @@ def check_floors(src: Path) -> Iterator[Violation]:
                 )
 
 
+def check_names(src: Path) -> Iterator[Violation]:
+    """Class names that stand for two classes."""
+    known: dict[str, str] = {}
+    for path in sorted((src / PACKAGE).rglob("*.py")):
+        module = ".".join(path.relative_to(src).with_suffix("").parts)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if NAMED_BY_OTHERS.get(node.name) == module:
+                continue
+            other = known.setdefault(node.name, module)
+            if other != module:
+                yield Violation(path, node.lineno, f"class {node.name} has the name of one in {other}")
+
+
 def check_python(src: Path) -> Iterator[Violation]:
     """Violations among the modules below `src`."""
     modules = read_package(src)
@@ -334,7 +356,7 @@ def check_cpp(root: Path) -> Iterator[Violation]:
 def main(root: Path) -> int:
     """Print the violations; the number of them is the exit code's truth."""
     src = root / "src"
-    violations = [*check_python(src), *check_circles(src), *check_floors(src), *check_cpp(root)]
+    violations = [*check_python(src), *check_circles(src), *check_floors(src), *check_names(src), *check_cpp(root)]
     for violation in violations:
         print(violation)
     modules = len(read_package(root / "src"))

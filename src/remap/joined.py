@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from remap.broker.member import Membership
     from remap.report import Snapshot
 
-__all__ = ["UNIX", "Asked", "membership"]
+__all__ = ["UNIX", "AskedSession", "membership"]
 
 UNIX = "unix:"
 STEP_S = 0.2
@@ -37,7 +37,7 @@ STALE_S = 1.0
 _logger = logging.getLogger("remap.broker")
 
 
-class Session(Protocol):
+class JoinedSession(Protocol):
     """The part of `remap.Session` that this calls."""
 
     @property
@@ -70,10 +70,10 @@ def membership(device: object, capacity: object, page_bytes: object, host_budget
     return joined
 
 
-class Asked:
+class AskedSession:
     """What the broker asks of a session (`remap.broker.member.Asked`)."""
 
-    def __init__(self, session: Session, membership: Membership) -> None:
+    def __init__(self, session: JoinedSession, membership: Membership) -> None:
         self._session = weakref.ref(session)
         self._membership = membership
         # For the engine's next step: what was asked last of each kind, and when. Read and written with the session's lock held.

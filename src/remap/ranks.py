@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One model on several ranks (tensor parallelism): rank 0 decides, and all ranks make the same change, or none does.
 
-    Group.step -> rank 0: Session.step decides and changes its arena
+    RankGroup.step -> rank 0: Session.step decides and changes its arena
                -> other ranks: follow -> all agree:   Group reports the change to the engine
                                       -> one refuses: every rank goes back; the engine is not told
 
 Every rank has a session with one tenant of the same layout, so the same (alpha, buffers) opens the same block ids. The
 engine's own allocator holds the blocks of rank 0; the other ranks keep no record of blocks and repeat the change of
-rank 0. `Group` lives in the scheduler's process and calls the ranks through a function `ask` that the engine provides,
+rank 0. `RankGroup` lives in the scheduler's process and calls the ranks through a function `ask` that the engine provides,
 between passes and in the order of the steps. An engine with one rank uses the same two classes; no rank then has to
 follow.
 
@@ -33,7 +33,7 @@ from remap.tenant import Tenant
 
 from . import advanced
 
-__all__ = ["Group", "Rank", "Report", "ids", "runs"]
+__all__ = ["Rank", "RankGroup", "RankReport", "ids", "runs"]
 
 logger = logging.getLogger("remap.ranks")
 
@@ -44,7 +44,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """Rank 0's state after a change.
 
     open: the ids of the blocks that the engine may hand out, as ascending (first, stop) runs; all other blocks have to
@@ -78,7 +78,7 @@ class Rank:
 
     def __init__(self, session: Session, tenant: Tenant, rank: int) -> None:
         self.session, self.tenant, self.rank = session, tenant, rank
-        self._left: Callable[[Report], Sequence[int]] | None = None
+        self._left: Callable[[RankReport], Sequence[int]] | None = None
         self._held: set[int] = set()  # drained; the engine has not returned them yet
         self._fresh: set[int] = set()  # opened by the change under way; the engine does not know of them
         self._undoing = False
@@ -86,7 +86,7 @@ class Rank:
         self._patient_again_s = 0.0
         self._told = False  # the step under way has changed the open ids
 
-    def listen(self, left: Callable[[Report], Sequence[int]] | None) -> None:
+    def listen(self, left: Callable[[RankReport], Sequence[int]] | None) -> None:
         """Hand the blocks of rank 0 to the engine's allocator, and zero the open ones.
 
         left(report): `Rank` calls it whenever the open ids have changed; it returns the ids that have left and are not
@@ -95,11 +95,11 @@ class Rank:
         self._left = left
         self.tenant.kv.subscribe(self._changed, external=self.rank == 0)
 
-    def report(self, unmet: int = 0, reason: str = "") -> Report:
+    def report(self, unmet: int = 0, reason: str = "") -> RankReport:
         """The present state."""
-        return Report(runs(inside(self.tenant).kv.pool.open_ids()), self._target, unmet, reason)
+        return RankReport(runs(inside(self.tenant).kv.pool.open_ids()), self._target, unmet, reason)
 
-    def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> Report | None:
+    def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> RankReport | None:
         """Rank 0 decides (`Session.step`). Returns None on other ranks, and if nothing has changed.
 
         blocks: demand. free: blocks of the engine that are free. anyway: no request can run before there are so many
@@ -142,7 +142,7 @@ class Rank:
             return f"rank {self.rank}: {error}"
         return ""
 
-    def back(self, target: tuple[int, int]) -> Report | None:
+    def back(self, target: tuple[int, int]) -> RankReport | None:
         """Go back to `target`, because another rank could not follow. Rank 0 returns its report."""
         if self._target != tuple(target):
             self._undoing = True
@@ -152,7 +152,7 @@ class Rank:
                 self._undoing = False
         return None if self.rank else self.report()
 
-    def home(self) -> Report | None:
+    def home(self) -> RankReport | None:
         """Bring all layers home, as soon as the blocks that lie in their pages have left. Rank 0 decides.
 
         Logs a change that fails, as `step` does.
@@ -164,7 +164,7 @@ class Rank:
             self._go((0, 0))
         return self.report()
 
-    def wake(self) -> Report:
+    def wake(self) -> RankReport:
         """Let the tenant serve passes again (`Session.activate`). The engine has in use nothing that lies outside of the report's
         ids, and does not return the others: they have come and gone while it slept.
 
@@ -256,7 +256,7 @@ class Rank:
             memory[first * size : stop * size].zero_()
 
 
-class Group:
+class RankGroup:
     """All ranks of a model, for the scheduler. ask(method, *args): calls that method of `Rank` on every rank and
     returns the answers in rank order.
 
@@ -266,7 +266,7 @@ class Group:
     def __init__(self, ask: Callable[..., Sequence[Any]], ranks: int) -> None:
         self._ask = ask
         self.ranks = ranks
-        reports: Sequence[Report] = ask("report")
+        reports: Sequence[RankReport] = ask("report")
         first = reports[0]
         if len(reports) != ranks or any(report.open != first.open for report in reports):
             raise InvalidState(
@@ -280,23 +280,23 @@ class Group:
         self.opened = first.open
         self.refusals = 0  # changes that a rank could not follow
 
-    def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> Report | None:
+    def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> RankReport | None:
         """`Session.step` for all ranks; see `Rank.step`. Returns None if nothing has changed."""
         return self._agree(self._ask("step", blocks, free, anyway, patient)[0])
 
-    def home(self) -> Report | None:
+    def home(self) -> RankReport | None:
         """Bring all layers home on all ranks, as soon as the blocks in their pages have left.
 
         None if nothing has changed.
         """
         return self._agree(self._ask("home")[0])
 
-    def woken(self, reports: Sequence[Report]) -> Runs:
+    def woken(self, reports: Sequence[RankReport]) -> Runs:
         """The blocks that are open after these answers of `Rank.wake`."""
         self.target, self.opened = reports[0].target, reports[0].open
         return self.opened
 
-    def _agree(self, report: Report | None) -> Report | None:
+    def _agree(self, report: RankReport | None) -> RankReport | None:
         if report is None:
             return None
         if self.ranks > 1 and (report.target != self.target or ids(report.open) - ids(self.opened)):

@@ -44,13 +44,13 @@ from remap.arguments import (
 )
 from remap.config import Config, Knobs, invalid, is_amount
 from remap.errors import Error, InvalidArgument, OutOfMemory
-from remap.joined import Asked, membership
+from remap.joined import AskedSession, membership
 from remap.kv.spec import KVSpec
 from remap.locking import Moved, SessionLock, exclusive, outermost
 from remap.memory import device as devices
 from remap.memory.activate import ActivationReport, activate, deactivate
 from remap.memory.apply import Changes
-from remap.memory.attach import Arrivals
+from remap.memory.attach import Attaching
 from remap.memory.cold import Cold
 from remap.memory.core import Core
 from remap.memory.device import Platform
@@ -187,7 +187,7 @@ class Session:
         self._changes = Changes(self._streams, self._arena, self._executor)
         self._lending = Lending(self._tenants, self._changes)
         self._memory = partial(_memory, self._device, self._arena)
-        self._arrivals = Arrivals(
+        self._arrivals = Attaching(
             self._changes,
             self._tenants,
             self._device,
@@ -228,9 +228,9 @@ class Session:
         self._told: list[Moved] = []  # moves in the report of the call in progress
         self._closing = False  # all tenants depart
         self._claiming = False  # whether a call has claimed tenants
-        self._asked: Asked | None = None
+        self._asked: AskedSession | None = None
         if joined is not None:
-            self._asked = Asked(self, joined)
+            self._asked = AskedSession(self, joined)
             joined.serve(self._asked)
         show_if_asked(self)
 

@@ -20,7 +20,7 @@ from bench.lab.ablations.report import METRICS, chart, compare, markdown, to_jso
 from bench.lab.ablations.serving import AblationRun, Settings, busy_rate, run_ablation
 
 import remap
-from remap.cli.shared_world import SMALL, Wiring, World
+from remap.cli.shared_world import SMALL, SharedWorld, Wiring
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim.workload import ALPACA, Arrivals, Load, generate
 
@@ -28,8 +28,8 @@ SETTINGS = Settings(seconds=1.0, runs=3, quick=True)
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return World(SMALL, kv_share=0.06)
+def world() -> SharedWorld:
+    return SharedWorld(SMALL, kv_share=0.06)
 
 
 def made(before, after, claim, **more) -> AblationRun:
@@ -144,7 +144,7 @@ def test_reports_name_what_differs_and_what_was_not_drawn(tmp_path, monkeypatch)
 
 
 def test_a_world_is_the_same_twice_and_its_budget_adds_up(world):
-    again = World(SMALL, kv_share=0.06)
+    again = SharedWorld(SMALL, kv_share=0.06)
     for name in world.names:
         for one, other in zip(world._models[name].parameters(), again._models[name].parameters(), strict=True):
             assert one.equal(other)
@@ -158,7 +158,7 @@ def test_a_world_is_the_same_twice_and_its_budget_adds_up(world):
         # Two of the longest requests fit into a baseline's cache.
         assert 4 * world.longest() <= world.start_blocks[name] * SMALL.block_tokens
     assert len({world.layers(name) for name in world.names}) == 3
-    few = World(SMALL, tenants=1)
+    few = SharedWorld(SMALL, tenants=1)
     assert few.names == world.names[:1]
 
 
@@ -166,7 +166,7 @@ def test_a_world_is_the_same_twice_and_its_budget_adds_up(world):
 @pytest.mark.parametrize("name", ["recompute", "reversion", "static"])
 def test_an_ablation_runs_from_end_to_end(name, world):
     (ablation,) = select([name])
-    mine = world if ablation.tenants is None else World(SMALL, kv_share=0.06, tenants=ablation.tenants)
+    mine = world if ablation.tenants is None else SharedWorld(SMALL, kv_share=0.06, tenants=ablation.tenants)
     settings = Settings(seconds=1.5, runs=1, quick=True, quantum_s=0.1)
     told = []
     # At least this many a second: what a busy machine can serve may be so little that nothing arrives in so short a run.

@@ -21,7 +21,7 @@ from bench.lab.real.one import _Watch, requests, serve
 from near_tokens import Near
 from typer.testing import CliRunner
 
-from remap.cli.shared_world import World, build
+from remap.cli.shared_world import SharedWorld, build
 from remap.engine.request import Output, Request, SamplingParams, Sequence
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim.results import Targets
@@ -59,7 +59,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_policy_serves_tokens_that_are_as_good(measured: Path) -> None:
     """By the models alone, where batches of one policy round otherwise than those of another."""
     for case in QUICK.cases:
-        asked = requests(case, World(case.preset, kv_share=case.kv_share, seed=case.seed))
+        asked = requests(case, SharedWorld(case.preset, kv_share=case.kv_share, seed=case.seed))
         for index, spec in enumerate(case.preset.models):
             model = build(spec, case.preset.dtype, case.seed + index)[0].eval()
             for request in asked[spec.name]:

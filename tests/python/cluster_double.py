@@ -24,16 +24,16 @@ from remap.cluster.front import Lost
 from remap.cluster.ledger import Submission
 from remap.cluster.messages import (
     Abort,
+    BringHome,
+    ChangeRefused,
     Commit,
     Description,
-    Fetch,
     GiveUp,
     GroupPlan,
+    InstanceReport,
     Part,
     Prepare,
     Recover,
-    Refused,
-    Report,
     Tokens,
 )
 from remap.cluster.service import Cancel, Submit
@@ -50,7 +50,7 @@ class _Place:
         self.chaos = Chaos()
         self.offers = ()
         self.poisons: dict[str, int] = {}
-        self.refused: Refused | None = None
+        self.refused: ChangeRefused | None = None
         self.bounced = False
         self.doubles = self
         self._due: list[tuple[float, Callable[[], None]]] = []
@@ -77,7 +77,7 @@ class _Place:
                 call()
 
     def tell(self, event: object) -> None:
-        if isinstance(event, Refused):
+        if isinstance(event, ChangeRefused):
             self.refused = event
 
     def bounce(self, id: str, attempt: int) -> None:
@@ -167,7 +167,7 @@ class TinyInstance:
         self._command(Abort(self._double.name, epoch))
 
     def fetch(self, epoch: int, copies: tuple[Any, ...]) -> None:
-        self._command(Fetch(self._double.name, epoch, copies))
+        self._command(BringHome(self._double.name, epoch, copies))
 
     def recover(self, epoch: int) -> None:
         self._command(Recover(self._double.name, epoch))
@@ -189,7 +189,7 @@ class TinyInstance:
     def give_up(self, id: str) -> None:
         self._command(GiveUp(self._double.name, id))
 
-    def poll(self, timeout_s: float) -> tuple[list[Tokens], Report]:
+    def poll(self, timeout_s: float) -> tuple[list[Tokens], InstanceReport]:
         with self._news:
             self._news.wait_for(lambda: self._double.out, timeout_s)
             out, self._double.out = self._double.out, []

@@ -12,12 +12,12 @@ from remap.policy.cluster.pipeline import Network
 from remap.policy.cluster.placement import (
     Group,
     Instance,
+    InstanceLoad,
     Layer,
-    Load,
-    Model,
     Offer,
     Placement,
-    Stage,
+    PlannedStage,
+    ServedLayers,
     alone,
     check,
 )
@@ -25,14 +25,18 @@ from remap.policy.cluster.placement import (
 # Sixteenths of a second: sums and products with few tokens are exact.
 LINES = st.builds(lambda base, each: Line(base / 16, each / 16), st.integers(0, 8), st.integers(0, 4))
 LAYERS = st.builds(Layer, st.integers(0, 6), st.integers(0, 3), LINES)
-LOADS = st.builds(Load, st.integers(0, 5), st.integers(0, 12), st.lists(st.integers(0, 9), max_size=3).map(tuple))
+LOADS = st.builds(
+    InstanceLoad, st.integers(0, 5), st.integers(0, 12), st.lists(st.integers(0, 9), max_size=3).map(tuple)
+)
 NETWORK = Network(Line(1 / 16, 1 / 16), 2.0, 1.0)
 
 
-def models(most: int = 6) -> st.SearchStrategy[Model]:
+def models(most: int = 6) -> st.SearchStrategy[ServedLayers]:
     """Of at least one layer with KV."""
     layers = st.lists(LAYERS, min_size=1, max_size=most)
-    return layers.filter(lambda drawn: any(layer.kv_bytes for layer in drawn)).map(lambda drawn: Model(tuple(drawn)))
+    return layers.filter(lambda drawn: any(layer.kv_bytes for layer in drawn)).map(
+        lambda drawn: ServedLayers(tuple(drawn))
+    )
 
 
 @st.composite
@@ -67,7 +71,7 @@ def fused(draw: st.DrawFn, most: int = 6, most_layers: int = 5) -> Placement:
             arrived = draw(st.frozensets(st.integers(0, count - 1), max_size=2))
             held = {*range(first, end), *arrived} if draw(st.booleans()) else range(count)
             memory = sum(model.layers[layer].weight_bytes for layer in held) + room + draw(st.integers(0, 30))
-            stages.append(Stage(Instance(name, memory, loads[int(name[1:])]), first, end, arrived))
+            stages.append(PlannedStage(Instance(name, memory, loads[int(name[1:])]), first, end, arrived))
         groups.append(Group(tuple(stages)))
     return Placement(model, tuple(groups), draw(st.integers(0, 9)))
 

@@ -13,27 +13,27 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from remap.cluster.control import Control, Policy
+from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.messages import (
     Abort,
+    BringHome,
+    ChangeRefused,
     Commit,
     Decline,
     Description,
     Died,
     Evict,
-    Fetch,
     Fingerprint,
     GiveUp,
     GroupPlan,
+    InstanceReport,
     Joined,
-    Move,
     Part,
     Prepare,
     Prepared,
     Recover,
-    Refused,
-    Report,
     Reported,
+    TakeAway,
     Tick,
     Tokens,
 )
@@ -44,18 +44,18 @@ from remap.policy.cluster.pipeline import Network
 from remap.policy.cluster.placement import (
     Group,
     Instance,
+    InstanceLoad,
     Layer,
-    Load,
-    Model,
     Offer,
     Placement,
-    Stage,
+    PlannedStage,
+    ServedLayers,
     check,
 )
 from remap.policy.cluster.stages import Splits
 
 LAYERS = 8
-MODEL = Model((Layer(10, 1, Line(0.002, 0.0005)),) * LAYERS)
+MODEL = ServedLayers((Layer(10, 1, Line(0.002, 0.0005)),) * LAYERS)
 MEMORY = 80 + 8 * 40
 """Alone an instance has room for 40 tokens; two together for 45 + 40 each, and so on."""
 NETWORK = Network(Line(0.001, 0.0), 200.0, 50.0)
@@ -72,7 +72,7 @@ def joined(control: Control, *names: str, now_s: float = 0.0) -> None:
     for name in names:
         (recover,) = control.on(Joined(description(name)), now_s)
         assert isinstance(recover, Recover)
-        control.on(Reported(Report(name, recover.epoch)), now_s)
+        control.on(Reported(InstanceReport(name, recover.epoch)), now_s)
 
 
 def token(id: str, place: int) -> int:
@@ -170,7 +170,7 @@ class Double:
                 if 0 < self.fetched <= epoch:
                     self.fetched = 0
                     self.arrived.clear()
-            case Fetch(_, epoch, copies):
+            case BringHome(_, epoch, copies):
                 if epoch <= max(self.epoch, self.ended):
                     return self.refuse(epoch, "StalePlan")
                 if self.world.chance(self.world.chaos.refuse):
@@ -199,7 +199,7 @@ class Double:
             case Cancel(_, id, attempt):
                 if id in self.requests and self.requests[id].attempt <= attempt:
                     del self.requests[id]
-            case Move(_, id):
+            case TakeAway(_, id):
                 if self.stuck is not None and self.stuck[0] == id:
                     self.world.bounce(id, self.requests.pop(id).attempt)
             case GiveUp(_, id):
@@ -209,7 +209,7 @@ class Double:
         return None
 
     def refuse(self, epoch: int, error: str) -> None:
-        self.world.tell(Refused(self.name, epoch, error, "drawn at random"))
+        self.world.tell(ChangeRefused(self.name, epoch, error, "drawn at random"))
 
     def come(self, epoch: int, layer: int) -> None:
         if self.fetched == epoch:
@@ -282,7 +282,8 @@ class Double:
     def capacity(self) -> int:
         """Of its group; alone in it, with what is offered."""
         stages = [
-            Stage(Instance(part.instance, MEMORY), part.first, part.end, offers=self.offers) for part in self.parts
+            PlannedStage(Instance(part.instance, MEMORY), part.first, part.end, offers=self.offers)
+            for part in self.parts
         ]
         return Group(tuple(stages)).capacity(MODEL) if stages else 0
 
@@ -304,10 +305,10 @@ class Double:
         held = next(iter(self.requests.values()))
         return held.ask.id, held.ask.prompt + held.made + 1
 
-    def report(self) -> Report:
+    def report(self) -> InstanceReport:
         running = self.running if self.head else []
         waiting = list(self.requests.values())[len(running) :] if self.head else []
-        load = Load(
+        load = InstanceLoad(
             len(running),
             sum(held.ask.prompt + held.made for held in running),
             tuple(held.ask.prompt + held.made + 1 for held in waiting),
@@ -316,7 +317,7 @@ class Double:
         requests = tuple((held.ask.id, held.attempt) for held in self.requests.values()) if self.head else ()
         arrived = frozenset(self.arrived)
         stuck, counts = self.stuck, {"passes": 7.0, "computing_s": 0.5}
-        return Report(
+        return InstanceReport(
             self.name, self.epoch, self.phase, load, requests, self.capacity, arrived, stuck, self.offers, counts=counts
         )
 
@@ -328,7 +329,7 @@ class World:
     def __init__(
         self,
         instances: int,
-        policy: Policy,
+        policy: GroupPolicy,
         seed: int = 0,
         chaos: Chaos | None = None,
         offers: tuple[Offer, ...] = (),
@@ -498,7 +499,7 @@ class World:
         shape = [(view.epoch, view.stages) for view in self.control.groups]
         if shape != self._checked:
             self._checked = shape
-            stages = [[Stage(Instance(p.instance, MEMORY), p.first, p.end) for p in parts] for _, parts in shape]
+            stages = [[PlannedStage(Instance(p.instance, MEMORY), p.first, p.end) for p in parts] for _, parts in shape]
             check(Placement(MODEL, tuple(Group(tuple(group)) for group in stages), self.control.epoch))
 
     def all_answered(self) -> None:
@@ -520,7 +521,9 @@ class World:
     @property
     def most(self) -> int:
         """Tokens that the largest group has room for which the policy makes of the instances that are left."""
-        instances = [Stage(Instance(name, MEMORY), 0, LAYERS) for name, double in self.doubles.items() if double.alive]
+        instances = [
+            PlannedStage(Instance(name, MEMORY), 0, LAYERS) for name, double in self.doubles.items() if double.alive
+        ]
         sizes = {"alone": 1, "pipeline": self.control.policy.stages}
         size = sizes.get(self.control.policy.name, len(instances))
         return Splits(MODEL).tokens(instances[: size if len(instances) >= size else 1])

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from remap.adapters.block_tables import BlockTable, SharedBlocks
+from remap.adapters.block_tables import BatchTable, SharedBlocks
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
 from remap.kv.pool import BlockPool, KVGeometry, KVSpec
 
@@ -102,16 +102,16 @@ def test_random_calls_read_back_what_each_sequence_wrote(seed: int) -> None:
 
 
 @pytest.fixture
-def table() -> BlockTable:
+def table() -> BatchTable:
     return SharedBlocks(Pool(9)).table()
 
 
-def fill(table: BlockTable, rows: int, tokens: int) -> None:
+def fill(table: BatchTable, rows: int, tokens: int) -> None:
     table.extend(table.plan(rows, tokens))
     table.tokens += tokens
 
 
-def test_of_rows_that_share_a_block_all_but_one_get_a_copy(table: BlockTable) -> None:
+def test_of_rows_that_share_a_block_all_but_one_get_a_copy(table: BatchTable) -> None:
     fill(table, 1, 6)
     table.select([0, 0, 0])
     growth = table.plan(3, 1)

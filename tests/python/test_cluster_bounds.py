@@ -23,12 +23,12 @@ from remap.cluster.app import make_app
 from remap.cluster.guard import hosts_of
 from remap.cluster.http_errors import MOST_TEXT
 from remap.cluster.ledger import Delivery
-from remap.cluster.limits import Limits
+from remap.cluster.limits import FrontLimits
 from remap.cluster.readers import Readers
 from remap.engine.request import Request
 from remap.errors import Error, InvalidArgument
 
-ANY = Limits()
+ANY = FrontLimits()
 
 
 class Hanging(Scripted):
@@ -47,7 +47,7 @@ class Hanging(Scripted):
         raise await self.ended.get()
 
 
-def asked(body: Any, *, limits: Limits = ANY, front: Any = None, **more: Any) -> tuple[int, Any]:
+def asked(body: Any, *, limits: FrontLimits = ANY, front: Any = None, **more: Any) -> tuple[int, Any]:
     """The status of the answer to this completion, and its object, or its events."""
 
     async def run() -> tuple[int, Any]:
@@ -61,7 +61,7 @@ def asked(body: Any, *, limits: Limits = ANY, front: Any = None, **more: Any) ->
 
 
 def test_a_deadline_is_a_status_before_the_first_token_and_an_event_in_a_stream() -> None:
-    limits = Limits(deadline_s=0.05)
+    limits = FrontLimits(deadline_s=0.05)
     for stream in (False, True):
         status, answer = asked({"prompt": "x", "stream": stream}, limits=limits, front=Hanging)
         assert (status, answer["error"]["code"]) == (504, "TooLate")
@@ -77,7 +77,7 @@ def test_a_body_that_does_not_come_is_not_waited_for_longer() -> None:
         yield b"{"
         await asyncio.Event().wait()
 
-    status, answer = asked(None, limits=Limits(deadline_s=0.05), content=slow(), headers=JSON)
+    status, answer = asked(None, limits=FrontLimits(deadline_s=0.05), content=slow(), headers=JSON)
     assert (status, answer["error"]["code"]) == (504, "TooLate")
 
 
@@ -123,15 +123,15 @@ def test_an_error_does_not_echo_a_body(body: dict[str, Any]) -> None:
 
 
 def test_choices_count_as_requests() -> None:
-    status, answer = asked({"prompt": "x", "n": 3}, limits=Limits(requests=2))
+    status, answer = asked({"prompt": "x", "n": 3}, limits=FrontLimits(requests=2))
     assert (status, answer["error"]["code"]) == (429, "Busy")
-    assert asked({"prompt": "x", "n": 3}, limits=Limits(requests=3))[0] == 200
+    assert asked({"prompt": "x", "n": 3}, limits=FrontLimits(requests=3))[0] == 200
 
 
 def test_limits_below_what_can_be_are_refused() -> None:
     for wrong in ({"body_bytes": 0}, {"requests": 0}, {"retry_after_s": 0}, {"deadline_s": 0.0}):
         with pytest.raises(InvalidArgument):
-            Limits(**wrong)  # type: ignore[arg-type]
+            FrontLimits(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_long_prompt_holds_up_no_other_and_each_thread_has_its_tokenizer() -> None:

@@ -21,59 +21,61 @@ from control_worlds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remap.cluster.control import Control, GroupView, NoCopy, OtherModel, Policy
+from remap.cluster.control import Control, GroupPolicy, GroupView, NoCopy, OtherModel
 from remap.cluster.messages import (
     NOTHING,
     Abort,
-    Asked,
+    BringHome,
+    ChangeRefused,
     Command,
     Commit,
     Decline,
     Description,
     Died,
     Evict,
-    Fetch,
     Fingerprint,
     Finished,
     GiveUp,
+    InstanceReport,
     Joined,
-    Move,
+    PlacementAsked,
     Prepare,
     Prepared,
     Recover,
-    Refused,
-    Report,
     Reported,
     Restart,
     Route,
+    TakeAway,
     Tick,
 )
 from remap.cluster.service import MOST_FAULTS, Fatal
 from remap.errors import InvalidArgument, OutOfMemory
 from remap.policy.activations import Line
-from remap.policy.cluster.placement import Layer, Load, Model, Offer
+from remap.policy.cluster.placement import InstanceLoad, Layer, Offer, ServedLayers
 
-REMAP = Policy()
-FULL = Load(4, 38, (20, 20))
+REMAP = GroupPolicy()
+FULL = InstanceLoad(4, 38, (20, 20))
 """Of an instance that has room for 40 tokens alone."""
 
 
-def told(control: Control, name: str, load: Load = NOTHING, now_s: float = 0.0, **more: object) -> list[Command]:
+def told(
+    control: Control, name: str, load: InstanceLoad = NOTHING, now_s: float = 0.0, **more: object
+) -> list[Command]:
     """This instance reports, as a member of the group that it is in."""
     epoch = more.pop("epoch", control.epoch_of(name))
-    return control.on(Reported(Report(name, epoch, load=load, **more)), now_s)
+    return control.on(Reported(InstanceReport(name, epoch, load=load, **more)), now_s)
 
 
-def pair(policy: Policy = REMAP, now_s: float = 0.0) -> tuple[Control, list[Command]]:
+def pair(policy: GroupPolicy = REMAP, now_s: float = 0.0) -> tuple[Control, list[Command]]:
     """Two instances, of which one asks for more than it has: and what control does about it."""
     control = Control(MODEL, NETWORK, policy, TIMEOUT_S)
     joined(control, "a", "b", now_s=now_s)
     told(control, "a", FULL, now_s)
-    told(control, "b", Load(4, 36, (20,)), now_s)
+    told(control, "b", InstanceLoad(4, 36, (20,)), now_s)
     return control, control.on(Tick(), now_s)
 
 
-def merged(policy: Policy = REMAP) -> Control:
+def merged(policy: GroupPolicy = REMAP) -> Control:
     """Two instances that serve together, at second 0."""
     control, prepares = pair(policy)
     epoch = prepares[0].plan.epoch
@@ -95,7 +97,7 @@ def fetching(control: Control, now_s: float = 1.0) -> int:
             told(control, name, now_s=now_s)
         commands = control.on(Tick(), now_s + tick / 100)
         if commands:
-            assert {type(command) for command in commands} == {Fetch}
+            assert {type(command) for command in commands} == {BringHome}
             return commands[0].epoch
     raise AssertionError("the group did not begin to dissolve")
 
@@ -141,7 +143,7 @@ def test_no_request_is_lost_or_answered_twice_whatever_happens(
     delay_s: float,
     offers: tuple[Offer, ...],
 ) -> None:
-    world = World(instances, Policy(policy, 2), seed, Chaos(refuse, die, hang, delay_s, until_s=15.0), offers)
+    world = World(instances, GroupPolicy(policy, 2), seed, Chaos(refuse, die, hang, delay_s, until_s=15.0), offers)
     burst(world, 15 * instances, 10.0)
     world.run(60.0)
     world.all_answered()
@@ -158,7 +160,7 @@ def test_a_request_that_ends_whoever_computes_it_ends_three_instances_and_no_oth
 ) -> None:
     """It ends them at its first token, or at a later one; one of a group, or who is alone."""
     for seed in range(6):
-        world = World(3, Policy(policy, 2), seed, poisons={"poison": place})
+        world = World(3, GroupPolicy(policy, 2), seed, poisons={"poison": place})
         burst(world, 40, 6.0)
         world.later(2.0, lambda world=world: world.ask("poison", 4, 20))
         world.run(60.0)
@@ -171,7 +173,7 @@ def test_a_request_that_ends_whoever_computes_it_ends_three_instances_and_no_oth
 def test_random_worlds_reach_every_phase() -> None:
     phases: set[str] = set()
     for seed in range(6):
-        world = World(4, Policy("remap"), seed, Chaos(0.1, 0.03, 0.02, 0.1, until_s=15.0))
+        world = World(4, GroupPolicy("remap"), seed, Chaos(0.1, 0.03, 0.02, 0.1, until_s=15.0))
         burst(world, 80, 8.0)
         world.run(60.0)
         world.all_answered()
@@ -181,7 +183,7 @@ def test_random_worlds_reach_every_phase() -> None:
 
 def test_a_calm_burst_merges_instances_and_leaves_them_alone_again() -> None:
     for policy in ("remap", "kunserve"):
-        world = World(4, Policy(policy), 1)
+        world = World(4, GroupPolicy(policy), 1)
         burst(world, 100, 4.0)
         world.run(40.0)
         world.all_answered()
@@ -191,7 +193,7 @@ def test_a_calm_burst_merges_instances_and_leaves_them_alone_again() -> None:
 
 def test_equal_seeds_give_equal_worlds() -> None:
     def trace(seed: int) -> object:
-        world = World(3, Policy(), seed, Chaos(0.2, 0.05, 0.05, 0.1, until_s=10.0))
+        world = World(3, GroupPolicy(), seed, Chaos(0.2, 0.05, 0.05, 0.1, until_s=10.0))
         burst(world, 40, 8.0)
         world.run(30.0)
         return world.control.epoch, world.phases, shape(world.control)
@@ -201,7 +203,7 @@ def test_equal_seeds_give_equal_worlds() -> None:
 
 def test_instances_that_do_not_come_back_are_mourned_and_their_requests_served_elsewhere() -> None:
     for seed in range(8):
-        world = World(4, Policy(), seed, Chaos(0.0, 0.1, 0.0, 0.05, until_s=12.0, gone=0.5))
+        world = World(4, GroupPolicy(), seed, Chaos(0.0, 0.1, 0.0, 0.05, until_s=12.0, gone=0.5))
         burst(world, 50, 10.0)
         world.run(60.0)
         left = {part.instance for view in world.control.groups for part in view.stages}
@@ -215,9 +217,9 @@ def test_instances_that_do_not_come_back_are_mourned_and_their_requests_served_e
 def test_a_request_goes_where_the_whole_line_is_shortest() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a", "b")
-    told(control, "a", Load(1, 2, (1, 30)))
-    told(control, "b", Load(1, 10))
-    assert control.on(Asked("r", 1), 0.0) == [Route("r", "b")]
+    told(control, "a", InstanceLoad(1, 2, (1, 30)))
+    told(control, "b", InstanceLoad(1, 10))
+    assert control.on(PlacementAsked("r", 1), 0.0) == [Route("r", "b")]
 
 
 # -- Requests that are too long ------------------------------------------------------------------------------------------------
@@ -225,21 +227,21 @@ def test_a_request_goes_where_the_whole_line_is_shortest() -> None:
 
 def stuck(control: Control, name: str, tokens: int, now_s: float = 0.0) -> list[Command]:
     """This instance has nothing but a request of so many tokens, and no room for it: and what control does about it."""
-    told(control, name, Load(0, 0, (tokens,), tokens), now_s, stuck=("long", tokens))
+    told(control, name, InstanceLoad(0, 0, (tokens,), tokens), now_s, stuck=("long", tokens))
     return control.on(Tick(), now_s)
 
 
 def test_a_request_that_is_too_long_makes_a_group_although_memory_suffices() -> None:
     control = Control(MODEL, NETWORK, REMAP, TIMEOUT_S)
     joined(control, "a", "b", "c")
-    told(control, "b", Load(2, 30))
+    told(control, "b", InstanceLoad(2, 30))
     commands = stuck(control, "a", 41)
     assert [type(command) for command in commands] == [Prepare, Prepare]
     assert {part.instance for part in commands[0].plan.stages} == {"a", "c"}  # c has less to do than b
 
 
 def test_a_request_goes_to_a_group_that_has_room_for_it_already() -> None:
-    control = Control(MODEL, NETWORK, Policy("pipeline", 2), TIMEOUT_S)
+    control = Control(MODEL, NETWORK, GroupPolicy("pipeline", 2), TIMEOUT_S)
     joined(control, "a", "b", "c")
     prepares = control.on(Tick(), 0.0)
     for phase in ("prepared", "exchanging", "serving"):
@@ -248,38 +250,40 @@ def test_a_request_goes_to_a_group_that_has_room_for_it_already() -> None:
                 control.on(Prepared(name, prepares[0].plan.epoch), 0.0)
             else:
                 told(control, name, phase=phase)
-    assert stuck(control, "c", 90) == [Move("c", "long")]
+    assert stuck(control, "c", 90) == [TakeAway("c", "long")]
     assert control.on(Tick(), 0.0) == []  # asked once; until the next report
-    assert control.on(Asked("long", 40), 0.0) == [Route("long", "a")]  # c would have room for these, and had none
+    assert control.on(PlacementAsked("long", 40), 0.0) == [
+        Route("long", "a")
+    ]  # c would have room for these, and had none
     control.on(Finished("long"), 0.0)
-    told(control, "a", Load(1, 20))
-    assert control.on(Asked("long", 40), 0.0) == [Route("long", "c")]  # another request
+    told(control, "a", InstanceLoad(1, 20))
+    assert control.on(PlacementAsked("long", 40), 0.0) == [Route("long", "c")]  # another request
 
 
 def test_a_request_does_not_go_back_to_where_it_was_stuck() -> None:
     """A head may have less room than control counts."""
-    control = Control(MODEL, NETWORK, Policy("alone"), TIMEOUT_S)
+    control = Control(MODEL, NETWORK, GroupPolicy("alone"), TIMEOUT_S)
     for name, memory in (("a", MEMORY), ("b", 2 * MEMORY)):
         (recover,) = control.on(Joined(description(name, memory)), 0.0)
-        control.on(Reported(Report(name, recover.epoch)), 0.0)
-    told(control, "b", Load(1, 60))
-    assert stuck(control, "a", 36) == [Move("a", "long")]
+        control.on(Reported(InstanceReport(name, recover.epoch)), 0.0)
+    told(control, "b", InstanceLoad(1, 60))
+    assert stuck(control, "a", 36) == [TakeAway("a", "long")]
     told(control, "a")
-    assert control.on(Asked("long", 36), 0.0) == [Route("long", "b")]  # where more is wanted than at a
+    assert control.on(PlacementAsked("long", 36), 0.0) == [Route("long", "b")]  # where more is wanted than at a
     assert stuck(control, "b", 36) == [GiveUp("b", "long")]
 
 
 def test_a_request_that_comes_back_is_counted_once() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a", "b")
-    assert control.on(Asked("r", 30), 0.0) == [Route("r", "a")]
-    assert control.on(Asked("r", 30), 0.0) == [Route("r", "a")]  # a had refused it: nothing is there
+    assert control.on(PlacementAsked("r", 30), 0.0) == [Route("r", "a")]
+    assert control.on(PlacementAsked("r", 30), 0.0) == [Route("r", "a")]  # a had refused it: nothing is there
     assert [view.load.wanted for view in control.groups] == [30, 0]
 
 
 @pytest.mark.parametrize("policy", ["remap", "kunserve"])
 def test_groups_that_stand_in_the_way_of_a_larger_one_are_divided_anew(policy: str) -> None:
-    control = Control(MODEL, NETWORK, Policy(policy, restores=False), TIMEOUT_S)
+    control = Control(MODEL, NETWORK, GroupPolicy(policy, restores=False), TIMEOUT_S)
     joined(control, "a", "b", "c", "d")
     prepares = stuck(control, "a", 100)
     names = {command.instance for command in prepares}
@@ -292,13 +296,15 @@ def test_groups_that_stand_in_the_way_of_a_larger_one_are_divided_anew(policy: s
     (other,) = {"a", "b", "c", "d"} - names
     # With one more, stages of three layers remain: room for 123. Four that are divided anew have room for 190.
     commands = stuck(control, other, 147)
-    assert {type(command) for command in commands} == {Fetch} and {command.instance for command in commands} == names
+    assert {type(command) for command in commands} == {BringHome} and {
+        command.instance for command in commands
+    } == names
     assert stuck(control, other, 147) == []  # it waits
 
 
 @pytest.mark.parametrize("policy", ["remap", "kunserve", "alone", "pipeline"])
 def test_a_request_that_no_group_has_room_for_ends(policy: str) -> None:
-    control = Control(MODEL, NETWORK, Policy(policy, 3), TIMEOUT_S)
+    control = Control(MODEL, NETWORK, GroupPolicy(policy, 3), TIMEOUT_S)
     joined(control, "a", "b")
     assert stuck(control, "a", 91) == [GiveUp("a", "long")]  # two together have room for 90
     control.on(Died("b", True), 0.0)
@@ -308,7 +314,7 @@ def test_a_request_that_no_group_has_room_for_ends(policy: str) -> None:
 
 
 def test_a_group_with_a_request_that_is_too_long_for_one_does_not_dissolve() -> None:
-    for policy in (REMAP, Policy("kunserve")):
+    for policy in (REMAP, GroupPolicy("kunserve")):
         for longest in (41, 10):
             control = merged(policy)
             head = control.groups[0].stages[0].instance
@@ -316,9 +322,9 @@ def test_a_group_with_a_request_that_is_too_long_for_one_does_not_dissolve() -> 
             for tick in range(2000):
                 now_s = 1.0 + tick / 10
                 for name in "ab":
-                    told(control, name, Load(1, 4, (), longest) if name == head else NOTHING, now_s)
+                    told(control, name, InstanceLoad(1, 4, (), longest) if name == head else NOTHING, now_s)
                 commands += control.on(Tick(), now_s)
-            assert any(isinstance(command, Fetch) for command in commands) == (longest == 10)
+            assert any(isinstance(command, BringHome) for command in commands) == (longest == 10)
 
 
 # -- Merging ------------------------------------------------------------------------------------------------------------------
@@ -339,13 +345,13 @@ def test_a_cluster_that_lacks_kv_prepares_a_group() -> None:
 
 def test_requests_go_on_being_routed_while_a_group_is_prepared_and_none_while_it_switches() -> None:
     control, prepares = pair()
-    (route,) = control.on(Asked("r", 5), 0.0)
+    (route,) = control.on(PlacementAsked("r", 5), 0.0)
     assert route == Route("r", "b")
     epoch = prepares[0].plan.epoch
     assert control.on(Prepared("a", epoch), 0.0) == []
     assert control.on(Prepared("a", epoch), 0.0) == []  # told twice is told once
     assert control.on(Prepared("b", epoch), 0.0) == [Commit("a", epoch), Commit("b", epoch)]
-    assert control.on(Asked("s", 5), 0.0) == []
+    assert control.on(PlacementAsked("s", 5), 0.0) == []
     assert control.held == 1
     told(control, "a", phase="exchanging")
     assert told(control, "b", phase="exchanging") == [Route("s", "a")]
@@ -368,14 +374,14 @@ def test_layers_come_from_hosts_at_the_least_measured_rate() -> None:
 def test_a_group_that_is_being_made_counts_requests_until_a_report_shows_them() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a", "b")
-    assert control.on(Asked("r", 5), 0.0) == [Route("r", "a")]
+    assert control.on(PlacementAsked("r", 5), 0.0) == [Route("r", "a")]
     told(control, "a")  # older than the submission
-    assert control.groups[0].load == Load(0, 0, (5,), 5)
-    assert control.on(Asked("s", 1), 0.0) == [Route("s", "b")]
-    told(control, "a", Load(1, 6), requests=(("r", 1),))
-    assert control.groups[0].load == Load(1, 6)
+    assert control.groups[0].load == InstanceLoad(0, 0, (5,), 5)
+    assert control.on(PlacementAsked("s", 1), 0.0) == [Route("s", "b")]
+    told(control, "a", InstanceLoad(1, 6), requests=(("r", 1),))
+    assert control.groups[0].load == InstanceLoad(1, 6)
     control.on(Finished("s"), 0.0)
-    assert control.groups[1].load == Load()
+    assert control.groups[1].load == InstanceLoad()
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -383,7 +389,7 @@ def test_a_refusal_leaves_the_placement_as_it_was(first: str) -> None:
     control, prepares = pair()
     before, epoch = shape(control), prepares[0].plan.epoch
     control.on(Prepared("b" if first == "a" else "a", epoch), 0.0)
-    found = control.on(Refused(first, epoch, "OutOfBlocks", "no room"), 0.0)
+    found = control.on(ChangeRefused(first, epoch, "OutOfBlocks", "no room"), 0.0)
     assert found == [Abort("a", epoch), Abort("b", epoch)]
     assert shape(control) == before
     assert control.on(Prepared(first, epoch), 0.0) == []  # too late
@@ -413,13 +419,13 @@ def test_a_death_while_preparing_aborts_and_nothing_happens_to_the_others() -> N
 
 
 def test_alone_never_merges() -> None:
-    assert pair(Policy("alone"))[1] == []
+    assert pair(GroupPolicy("alone"))[1] == []
 
 
 def test_load_that_fits_elsewhere_merges_nobody() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a", "b")
-    told(control, "a", Load(1, 38, (10,)))
+    told(control, "a", InstanceLoad(1, 38, (10,)))
     assert control.on(Tick(), 0.0) == []
 
 
@@ -427,7 +433,7 @@ CHEAP, DEAR = Offer(16, 1e-6), Offer(16, 10.0)
 """Two tokens more than the 40 of an instance alone. Two that merge have 90."""
 
 
-def asking(control: Control, load: Load, offer: Offer, now_s: float = 0.0) -> list[Command]:
+def asking(control: Control, load: InstanceLoad, offer: Offer, now_s: float = 0.0) -> list[Command]:
     """Each of two instances alone reports this; and what control does about it."""
     for name in "ab":
         told(control, name, load, now_s, offers=(offer,))
@@ -437,9 +443,9 @@ def asking(control: Control, load: Load, offer: Offer, now_s: float = 0.0) -> li
 def test_instances_merge_when_they_ask_for_more_than_streaming_gives() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a", "b")
-    assert asking(control, Load(4, 41, (1,)), CHEAP) == []
+    assert asking(control, InstanceLoad(4, 41, (1,)), CHEAP) == []
     assert [view.capacity for view in control.groups] == [42, 42]
-    commands = asking(control, Load(4, 41, (2,)), CHEAP)
+    commands = asking(control, InstanceLoad(4, 41, (2,)), CHEAP)
     assert [type(command) for command in commands] == [Prepare, Prepare]
     # Prepared, it still has what streams; merged, it has not.
     assert [view.capacity for view in control.groups] == [42, 42]
@@ -452,25 +458,25 @@ def test_instances_merge_sooner_where_that_costs_less_than_streaming() -> None:
     for running in (38, 42):  # some of it streams already, since ticks are apart
         control = Control(MODEL, NETWORK)
         joined(control, "a", "b")
-        assert asking(control, Load(4, 38, (2,)), DEAR) == []
-        assert [type(each) for each in asking(control, Load(4, running, (3,)), DEAR)] == [Prepare, Prepare]
+        assert asking(control, InstanceLoad(4, 38, (2,)), DEAR) == []
+        assert [type(each) for each in asking(control, InstanceLoad(4, running, (3,)), DEAR)] == [Prepare, Prepare]
     # More runs in what streams than a group has room for: there is nothing to gain.
     control = Control(MODEL, NETWORK)
     joined(control, "a", "b")
-    assert asking(control, Load(4, 45, (3,)), Offer(48, 10.0)) == []
+    assert asking(control, InstanceLoad(4, 45, (3,)), Offer(48, 10.0)) == []
     assert {view.phase for view in control.groups} == {"serving"}
 
 
 def test_requests_go_where_there_is_room_that_streams() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a", "b")
-    told(control, "a", Load(1, 20))
-    told(control, "b", Load(1, 21), offers=(Offer(80, 0.0),))  # 21 of 50 are a smaller share than 20 of 40
-    assert control.on(Asked("r", 5), 0.0) == [Route("r", "b")]
+    told(control, "a", InstanceLoad(1, 20))
+    told(control, "b", InstanceLoad(1, 21), offers=(Offer(80, 0.0),))  # 21 of 50 are a smaller share than 20 of 40
+    assert control.on(PlacementAsked("r", 5), 0.0) == [Route("r", "b")]
 
 
 def test_pipelines_are_made_of_those_who_are_there() -> None:
-    control = Control(MODEL, NETWORK, Policy("pipeline", 2))
+    control = Control(MODEL, NETWORK, GroupPolicy("pipeline", 2))
     joined(control, "a", "b", "c", "d", "e")
     prepares = control.on(Tick(), 0.0)
     assert [[part.instance for part in command.plan.stages] for command in prepares[::2]] == [["a", "b"], ["c", "d"]]
@@ -504,7 +510,7 @@ def test_a_restoration_is_given_up_when_demand_no_longer_fits_alone() -> None:
     control = merged()
     before, epoch = shape(control), fetching(control)
     head = control.groups[0].stages[0].instance
-    told(control, head, Load(2, 60, (40, 40)), 1.2)
+    told(control, head, InstanceLoad(2, 60, (40, 40)), 1.2)
     assert control.on(Tick(), 1.2) == [Abort(name, epoch) for name in control.members("a")]
     assert shape(control) == before
     assert control.groups[0].phase == "serving"
@@ -513,7 +519,7 @@ def test_a_restoration_is_given_up_when_demand_no_longer_fits_alone() -> None:
 def test_a_refused_fetch_ends_the_restoration_for_a_while() -> None:
     control = merged()
     before, epoch = shape(control), fetching(control)
-    assert {type(each) for each in control.on(Refused("b", epoch, "OutOfBlocks", "live"), 1.2)} == {Abort}
+    assert {type(each) for each in control.on(ChangeRefused("b", epoch, "OutOfBlocks", "live"), 1.2)} == {Abort}
     assert shape(control) == before
     for _ in range(10):
         for name in "ab":
@@ -566,7 +572,7 @@ def test_a_group_that_is_slower_than_its_parts_pays_rent_until_it_dissolves() ->
     for _ in range(2000):
         now_s += 0.1
         for name in "ab":
-            told(control, name, Load(4, 20) if name == head else Load(), now_s)
+            told(control, name, InstanceLoad(4, 20) if name == head else InstanceLoad(), now_s)
         if control.on(Tick(), now_s):
             break
     assert control.groups[0].phase == "fetching"
@@ -579,7 +585,7 @@ def test_a_group_whose_demand_leaves_no_margin_stays() -> None:
     for _ in range(300):
         now_s += 0.1
         for name in "ab":  # 37 of 40 tokens each, and a tenth is the margin
-            told(control, name, Load(4, 74) if name == head else Load(), now_s)
+            told(control, name, InstanceLoad(4, 74) if name == head else InstanceLoad(), now_s)
         assert control.on(Tick(), now_s) == []
 
 
@@ -595,7 +601,7 @@ def test_a_group_dissolves_only_when_its_demand_fits_beside_all_layers_and_does_
             now_s += 0.1
             alone = len(control.groups) > 1
             for name in "ab":
-                share = Load(4, tokens) if alone else Load(8, 2 * tokens) if name == head else NOTHING
+                share = InstanceLoad(4, tokens) if alone else InstanceLoad(8, 2 * tokens) if name == head else NOTHING
                 told(control, name, share, now_s, **({"offers": offers[int(now_s) % 3]} if alone else {}))
             if commands := control.on(Tick(), now_s):
                 return commands
@@ -604,30 +610,30 @@ def test_a_group_dissolves_only_when_its_demand_fits_beside_all_layers_and_does_
     for tokens in (42, 41, 40, 37):  # two of them could stream; or they fit without the margin
         assert pass_time(tokens, now_s + 30.0) == []
     fetches = pass_time(36, now_s + 300.0)
-    assert {type(command) for command in fetches} == {Fetch}
+    assert {type(command) for command in fetches} == {BringHome}
     epoch = fetches[0].epoch
     everything = frozenset(range(LAYERS))
     for name in "ab":
         (part,) = [part for part in control.groups[0].stages if part.instance == name]
-        told(control, name, Load(8, 72) if name == head else NOTHING, now_s,
+        told(control, name, InstanceLoad(8, 72) if name == head else NOTHING, now_s,
              arrived=everything - {*range(part.first, part.end)})  # fmt: skip
     for name in "ab":
         control.on(Prepared(name, epoch), now_s)
     for phase in ("exchanging", "serving"):
         for name in "ab":
-            told(control, name, Load(4, 36), now_s, phase=phase)
+            told(control, name, InstanceLoad(4, 36), now_s, phase=phase)
     assert [view.phase for view in control.groups] == ["serving", "serving"]
     assert pass_time(36, now_s + 30.0) == []
     assert {type(command) for command in pass_time(43, now_s + 1.0)} == {Prepare}
 
 
 def test_the_papers_rule_dissolves_below_half() -> None:
-    control = merged(Policy("kunserve"))
+    control = merged(GroupPolicy("kunserve"))
     head = control.groups[0].stages[0].instance
-    told(control, head, Load(4, 40), 0.1)
+    told(control, head, InstanceLoad(4, 40), 0.1)
     assert control.on(Tick(), 0.1) == []
-    told(control, head, Load(4, 39), 0.2)
-    assert {type(command) for command in control.on(Tick(), 0.2)} == {Fetch}
+    told(control, head, InstanceLoad(4, 39), 0.2)
+    assert {type(command) for command in control.on(Tick(), 0.2)} == {BringHome}
 
 
 # -- Faults -------------------------------------------------------------------------------------------------------------------
@@ -638,7 +644,7 @@ def test_when_a_stage_dies_the_others_serve_alone_and_all_requests_start_again()
     last = control.epoch
     found = control.on(Died("b"), 0.0)
     assert found == [Recover("a", last + 1), Restart(control_names(found))]
-    assert control.on(Asked("r", 5), 0.0) == []  # nobody serves yet
+    assert control.on(PlacementAsked("r", 5), 0.0) == []  # nobody serves yet
     assert told(control, "a", phase="recovering") == []
     assert told(control, "a", epoch=last) == []  # an old report says nothing
     assert told(control, "a") == [Route("r", "a")]
@@ -659,7 +665,7 @@ def test_who_fails_in_what_was_decided_is_evicted(phase: str) -> None:
     if phase == "exchanging":
         for name in "ab":
             told(control, name, phase="exchanging")
-    found = control.on(Refused("b", epoch, "DriverError", "broken"), 0.0)
+    found = control.on(ChangeRefused("b", epoch, "DriverError", "broken"), 0.0)
     assert [type(each) for each in found] == [Evict, Recover, Restart]
     assert found[0].instance == "b"
     assert [(view.phase, view.stages[0].instance) for view in control.groups] == [("recovering", "a")]
@@ -683,7 +689,7 @@ def test_who_is_silent_is_evicted_and_what_it_says_later_is_not_heard() -> None:
     told(control, "a", now_s=TIMEOUT_S)
     found = control.on(Tick(), TIMEOUT_S + 0.01)
     assert [type(each) for each in found] == [Evict, Restart]
-    assert control.on(Reported(Report("b", 2)), TIMEOUT_S + 0.1) == []
+    assert control.on(Reported(InstanceReport("b", 2)), TIMEOUT_S + 0.1) == []
     assert [view.stages[0].instance for view in control.groups] == ["a"]
 
 
@@ -706,14 +712,14 @@ def test_when_nobody_is_left_requests_are_declined_by_name() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a")
     control.on(Died("a"), 0.0)
-    assert control.on(Asked("r", 3), 0.0) == []  # it comes back
+    assert control.on(PlacementAsked("r", 3), 0.0) == []  # it comes back
     (declined,) = control.on(Died("a", returns=False), 0.0)
     assert isinstance(declined, Decline)
     assert isinstance(declined.error, NoCopy)
     assert (declined.id, declined.error.instances) == ("r", 0)
     assert control.held == 0
     joined(control, "a")
-    assert control.on(Asked("s", 3), 0.0) == [Route("s", "a")]
+    assert control.on(PlacementAsked("s", 3), 0.0) == [Route("s", "a")]
 
 
 # -- Who may join ---------------------------------------------------------------------------------------------------------------
@@ -747,7 +753,7 @@ def test_an_instance_of_another_model_is_refused_by_name(other: Fingerprint, dif
 
 def test_an_instance_whose_layers_have_other_sizes_is_refused_by_name() -> None:
     control = Control(MODEL, NETWORK)
-    other = Model((Layer(11, 1, Line(0.0, 0.0)),) * LAYERS)
+    other = ServedLayers((Layer(11, 1, Line(0.0, 0.0)),) * LAYERS)
     with pytest.raises(OtherModel) as caught:
         control.on(Joined(Description("a", FINGERPRINT, other, MEMORY)), 0.0)
     assert caught.value.differs == ("layers' bytes",)
@@ -764,9 +770,9 @@ def test_an_instance_without_room_for_the_model_is_refused() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(InvalidArgument):
-        Policy("better")
+        GroupPolicy("better")
     with pytest.raises(InvalidArgument):
-        Policy("pipeline", 0)
+        GroupPolicy("pipeline", 0)
     with pytest.raises(InvalidArgument):
         Control(MODEL, NETWORK, timeout_s=0.0)
 

@@ -19,19 +19,19 @@ from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import (
     Group,
     Instance,
+    InstanceLoad,
     Layer,
-    Load,
-    Model,
     Offer,
     Placement,
-    Stage,
+    PlannedStage,
+    ServedLayers,
     alone,
     check,
 )
 from remap.policy.cluster.stages import Splits
 
 NEEDS = st.one_of(st.integers(0, 3), st.integers(0, 80), st.just(10_000))
-EVEN = Model((Layer(10, 1, Line(1 / 16, 1 / 64)),) * 12)
+EVEN = ServedLayers((Layer(10, 1, Line(1 / 16, 1 / 64)),) * 12)
 
 
 def dropped(before: Placement, after: Placement) -> dict[str, tuple[int, ...]]:
@@ -52,10 +52,12 @@ def sizes(found: DropPlan) -> list[int]:
     return sorted((len(group.stages) for group in found.placement.groups), reverse=True)
 
 
-def whole(count: int, model: Model = EVEN, spare: int = 60, requests: int = 0) -> Placement:
+def whole(count: int, model: ServedLayers = EVEN, spare: int = 60, requests: int = 0) -> Placement:
     memory = model.weight_bytes(0, len(model.layers)) + spare
     tokens = spare // model.kv_bytes(0, len(model.layers))
-    return alone(model, tuple(Instance(f"i{n}", memory, Load(requests, requests and tokens)) for n in range(count)))
+    return alone(
+        model, tuple(Instance(f"i{n}", memory, InstanceLoad(requests, requests and tokens)) for n in range(count))
+    )
 
 
 def check_plan(before: Placement, need: int, found: DropPlan) -> None:
@@ -196,8 +198,8 @@ def test_as_much_is_freed_as_any_division_of_any_partition_frees(before: Placeme
 
 def test_of_several_offers_those_are_kept_that_cost_less_than_a_drop() -> None:
     """As above, a drop costs 2 x 1/4 s for each token: 20 lent bytes cost nothing, 20 streamed ones too much beyond them."""
-    model, network = Model((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
-    full = alone(model, tuple(Instance(name, 180, Load(5, 5, (3,))) for name in "ab"))
+    model, network = ServedLayers((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
+    full = alone(model, tuple(Instance(name, 180, InstanceLoad(5, 5, (3,))) for name in "ab"))
     lent, cheap, dear = Offer(24, 0.0), Offer(24, 0.05), Offer(24, 0.5)
     for offers, kept in (((lent, cheap), 2), ((lent, dear), 1), ((dear,), 0), ((lent, cheap, dear), 2)):
         assert preferred(with_offers(full, *offers), network) == with_offers(full, *offers[:kept])
@@ -273,7 +275,7 @@ def test_equal_instances_merge_into_groups_of_equal_sizes(count: int) -> None:
 def test_six_instances_and_four_copies() -> None:
     """The paper's greedy makes {4, 2} where {3, 3} is possible: 80 requests wait for four hops and 32 for two, or all 112 for
     three. A layer takes as long for any number of tokens."""
-    model, network = Model((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
+    model, network = ServedLayers((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
     before = whole(6, model, requests=8)
     papers, found = greedy(before, 40, network), plan(before, 40, network)
     assert (sizes(papers), sizes(found)) == ([4, 2], [3, 3])
@@ -284,7 +286,7 @@ def test_six_instances_and_four_copies() -> None:
 
 
 def test_of_equal_plans_the_one_that_moves_the_least_kv() -> None:
-    instances = tuple(Instance(f"i{n}", 180, Load(tokens, tokens)) for n, tokens in enumerate((4, 1, 5, 2)))
+    instances = tuple(Instance(f"i{n}", 180, InstanceLoad(tokens, tokens)) for n, tokens in enumerate((4, 1, 5, 2)))
     found = plan(alone(EVEN, instances), 10, NETWORK)
     assert found.stalled == 3
     assert [[stage.instance.name for stage in group.stages] for group in found.placement.groups] == [
@@ -310,7 +312,7 @@ def test_a_need_beyond_what_is_there_says_what_is_missing() -> None:
     lonely = plan(whole(1), 7, NETWORK)
     assert (lonely.freed, lonely.missing) == (0, 7)
     # More instances than layers: who computes nothing frees nothing.
-    short = Model((Layer(10, 1, Line(1 / 16, 0)),) * 2)
+    short = ServedLayers((Layer(10, 1, Line(1 / 16, 0)),) * 2)
     found = plan(whole(12, short), 10_000, NETWORK)
     assert sizes(found) == [2] * 6
 
@@ -327,7 +329,7 @@ def test_a_cluster_that_is_fused_in_part_goes_on() -> None:
 def test_groups_that_do_not_fit_into_equal_sizes() -> None:
     """Three groups of three: of two groups one has six, though five and four would be equal sizes."""
     thirds = tuple(
-        Group(tuple(Stage(Instance(f"{name}{n}", 180), 4 * n, 4 * n + 4) for n in range(3))) for name in "abc"
+        Group(tuple(PlannedStage(Instance(f"{name}{n}", 180), 4 * n, 4 * n + 4) for n in range(3))) for name in "abc"
     )
     found = plan(Placement(EVEN, thirds), 10, NETWORK)
     check_plan(Placement(EVEN, thirds), 10, found)
@@ -337,8 +339,8 @@ def test_groups_that_do_not_fit_into_equal_sizes() -> None:
 def test_thirds_and_a_whole_copy_do_not_merge() -> None:
     """The greedy's next pair would free nothing: the paper counts a copy of the weights."""
     three = plan(whole(3), 20, NETWORK).placement
-    extra = Instance("x", 180, Load())
-    before = Placement(EVEN, (*three.groups, Group((Stage(extra, 0, 12),))), 1)
+    extra = Instance("x", 180, InstanceLoad())
+    before = Placement(EVEN, (*three.groups, Group((PlannedStage(extra, 0, 12),))), 1)
     for find in (plan, greedy):
         found = find(before, 5, NETWORK)
         assert (found.freed, found.missing) == (0, 5)
@@ -347,9 +349,9 @@ def test_thirds_and_a_whole_copy_do_not_merge() -> None:
 
 def test_running_requests_are_not_pushed_out() -> None:
     """Two small instances and one with a wide room, which is full: as one group they would hold fewer tokens."""
-    model = Model((Layer(10, 1, Line(1 / 16, 0)),) * 2)
-    full = Instance("full", 20 + 200, Load(1, 100))
-    small = [Instance(name, 22, Load(1, 1)) for name in "ab"]
+    model = ServedLayers((Layer(10, 1, Line(1 / 16, 0)),) * 2)
+    full = Instance("full", 20 + 200, InstanceLoad(1, 100))
+    small = [Instance(name, 22, InstanceLoad(1, 1)) for name in "ab"]
     found = plan(alone(model, (*small, full)), 5, NETWORK)
     check(found.placement)
     assert [len(group.stages) for group in found.placement.groups] == [2, 1]
@@ -358,8 +360,10 @@ def test_running_requests_are_not_pushed_out() -> None:
 
 def test_groups_of_equal_size_have_room_for_what_runs() -> None:
     """Ten instances in pairs: a small one beside a large one holds less than both apart, and stays alone."""
-    model = Model((Layer(10, 1, Line(1 / 16, 0)),) * 2)
-    instances = tuple(Instance(f"i{n}", 220 if n % 2 else 22, Load(n // 2, 100 if n % 2 else 1)) for n in range(10))
+    model = ServedLayers((Layer(10, 1, Line(1 / 16, 0)),) * 2)
+    instances = tuple(
+        Instance(f"i{n}", 220 if n % 2 else 22, InstanceLoad(n // 2, 100 if n % 2 else 1)) for n in range(10)
+    )
     before = alone(model, instances)
     for need in (5, 20, 10_000):
         found = plan(before, need, NETWORK)
@@ -396,8 +400,8 @@ def test_what_streams_is_room_that_a_merger_gives_up() -> None:
 def test_a_drop_that_costs_less_than_streaming_comes_first() -> None:
     """A pass takes 3/4 s whatever runs. A pair has 20 tokens where two had 10, and its passes take 1/4 s longer, for two hops:
     for each token 20/10 of a quarter. The 60 bytes that stream make 10 tokens of 5: for each token 10/5 of what they add."""
-    model, network = Model((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
-    full = Load(5, 5, (1,))
+    model, network = ServedLayers((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
+    full = InstanceLoad(5, 5, (1,))
     before = alone(model, tuple(Instance(name, 180, full) for name in "abc"))
     for added_s, kept in ((0.0, True), (0.25, True), (0.26, False)):
         offered = with_offers(before, Offer(60, added_s))
@@ -410,24 +414,24 @@ def test_a_drop_that_costs_less_than_streaming_comes_first() -> None:
         (),
         (),
     ]
-    for load in (Load(), Load(5, 5)):  # nobody asks for more than fits beside all layers
+    for load in (InstanceLoad(), InstanceLoad(5, 5)):  # nobody asks for more than fits beside all layers
         calm = with_offers(alone(model, tuple(Instance(name, 180, load) for name in "abc")), dear)
         assert preferred(calm, network) == calm
     # Where nothing can be dropped, streaming is all there is.
-    single = Model((Layer(120, 12, Line(3 / 4, 0.0)),))
+    single = ServedLayers((Layer(120, 12, Line(3 / 4, 0.0)),))
     stuck = with_offers(alone(single, tuple(Instance(name, 180, full) for name in "ab")), dear)
     assert preferred(stuck, network) == stuck
 
 
 def test_what_runs_in_streaming_that_does_not_count_has_to_fit_as_well() -> None:
     """11 tokens run at each of two, where 5 fit beside all layers: a pair has 20."""
-    load = Load(5, 11, (4,))
+    load = InstanceLoad(5, 11, (4,))
     before = with_offers(alone(EVEN, tuple(Instance(name, 180, load) for name in "ab")), Offer(72, 10.0))
     check(before)
     judged = preferred(before, NETWORK)
     assert capacity(judged) == 10
     assert plan(judged, 10, NETWORK).freed == greedy(judged, 10, NETWORK).freed == 0
-    ten = replace(before, groups=(before.groups[0], alone(EVEN, (Instance("c", 180, Load(5, 4)),)).groups[0]))
+    ten = replace(before, groups=(before.groups[0], alone(EVEN, (Instance("c", 180, InstanceLoad(5, 4)),)).groups[0]))
     found = plan(preferred(ten, NETWORK), 10, NETWORK)
     check(found.placement)
     assert (sizes(found), found.freed) == ([2], 20 - 11 - 5)
@@ -455,11 +459,11 @@ def room_of(placement: Placement, names: set[str]) -> int:
 
 def test_nobody_merges_into_less_room_than_dear_streaming_has() -> None:
     """As above; but 72 bytes stream, 12 tokens at each of two: with them there is room for 34, where a pair has 20."""
-    model, network = Model((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
+    model, network = ServedLayers((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
     dear = Offer(144, 0.9)
 
     def asking(tokens: int) -> Placement:
-        load = Load(5, 5, (tokens - 5,))
+        load = InstanceLoad(5, 5, (tokens - 5,))
         return with_offers(alone(model, tuple(Instance(name, 180, load) for name in "ab")), dear)
 
     before = asking(10)

@@ -27,7 +27,7 @@ from remap.policy.cluster.exchange import (
 )
 from remap.policy.cluster.lookahead import ChunkCost
 from remap.policy.cluster.pipeline import Network
-from remap.policy.cluster.placement import Group, Instance, Layer, Model, Placement, Stage
+from remap.policy.cluster.placement import Group, Instance, Layer, Placement, PlannedStage, ServedLayers
 from remap.policy.cluster.restore import dissolved
 
 LINK = Network(Line(0.0, 0.0), 100.0)
@@ -57,8 +57,8 @@ def test_what_moves_is_what_another_instance_computes(before: Placement, need: i
 
 @pytest.mark.parametrize("g", [1, 2, 3, 4, 6, 12])
 def test_equal_stages_move_all_but_one_share(g: int) -> None:
-    model = Model((Layer(1, 5, Line(0, 0)),) * 12)
-    stages = tuple(Stage(Instance(f"i{n}", 99), n * 12 // g, (n + 1) * 12 // g) for n in range(g))
+    model = ServedLayers((Layer(1, 5, Line(0, 0)),) * 12)
+    stages = tuple(PlannedStage(Instance(f"i{n}", 99), n * 12 // g, (n + 1) * 12 // g) for n in range(g))
     merged = Placement(model, (Group(stages),))
     for single in dissolved(merged, 0).groups:
         for pair in ((single, merged.groups[0]), (merged.groups[0], single)):

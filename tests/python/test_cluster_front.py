@@ -14,10 +14,10 @@ import pytest
 from cluster_double import LocalConnection, TinyInstance
 from control_worlds import MODEL, NETWORK, token
 
-from remap.cluster.control import Control, NoCopy, OtherModel, Policy
+from remap.cluster.control import Control, GroupPolicy, NoCopy, OtherModel
 from remap.cluster.front import Front, InstanceFailed
 from remap.cluster.ledger import Submission
-from remap.cluster.messages import Died, Evict, Report, Tick
+from remap.cluster.messages import Died, Evict, InstanceReport, Tick
 from remap.engine.request import Request, SamplingParams
 from remap.errors import InvalidArgument, InvalidState
 
@@ -29,7 +29,7 @@ def serving(folder: Path, names: str, body: Body, policy: str = "remap", **argum
 
     async def run() -> None:
         connections = [LocalConnection(name, folder=str(folder), **arguments.get(name, {})) for name in names]
-        control = Control(MODEL, NETWORK, Policy(policy, 2), timeout_s=5.0)
+        control = Control(MODEL, NETWORK, GroupPolicy(policy, 2), timeout_s=5.0)
         front = Front[Request](control, connections, lambda request: len(request.prompt))
         try:
             await front.start()
@@ -294,7 +294,7 @@ def test_a_front_that_did_not_run_for_a_while_blames_nobody(tmp_path: Path) -> N
 
     async def run() -> None:
         connections = [LocalConnection(name, folder=str(tmp_path)) for name in "ab"]
-        control = Control(MODEL, NETWORK, Policy("remap"), timeout_s=600.0)
+        control = Control(MODEL, NETWORK, GroupPolicy("remap"), timeout_s=600.0)
         clock = lambda: time.monotonic() + slept[0]  # noqa: E731
         front = Front[Request](control, connections, lambda request: len(request.prompt), clock)
         await front.start()
@@ -447,7 +447,7 @@ def test_a_defect_fails_every_request_and_does_not_hang(tmp_path: Path, caplog: 
             await answer(front, "s")
         assert isinstance(front.failure, ZeroDivisionError) and front.over.is_set()
         assert said(caplog, logging.CRITICAL) == ["the front failed: ZeroDivisionError: "]
-        assert isinstance(front.reports["a"], Report)
+        assert isinstance(front.reports["a"], InstanceReport)
         await front.close()
         connections[0].instance.stop()
 

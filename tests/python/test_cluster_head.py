@@ -12,7 +12,7 @@ pytest.importorskip("msgspec")
 
 from msgspec.structs import replace
 
-from remap.cluster.head import Head, Limits
+from remap.cluster.head import Head, HeadLimits
 from remap.cluster.messages import Tokens
 from remap.cluster.pool import GroupPool
 from remap.cluster.wire import Handed
@@ -20,10 +20,10 @@ from remap.engine import Request, SamplingParams, TokenLogprobs
 from remap.engine.attention import decode_first
 from remap.engine.engine import STUCK_STEPS
 from remap.errors import InvalidArgument, InvalidState
-from remap.policy.cluster.lookahead import Chunk, ChunkCost
+from remap.policy.cluster.lookahead import ChunkCost, QueuedChunk
 
 COST = ChunkCost(0.0, 0.0, 1.0, 0.0, 4.0)
-LIMITS = Limits(vocabulary=100, positions=400, max_num_seqs=4, max_batch_tokens=256)
+LIMITS = HeadLimits(vocabulary=100, positions=400, max_num_seqs=4, max_batch_tokens=256)
 
 
 class Tenant:
@@ -257,7 +257,7 @@ def test_load_is_in_whole_blocks_of_what_runs_and_of_what_waits():
 def bubbles(lanes, arrivals):
     """The share of the time that stages wait for each other, until the last request is answered. arrivals: (second, prompt,
     tokens). Each of the equal stages takes its share of what a microbatch costs."""
-    line = Line(lanes, 10_000, Limits(vocabulary=100, positions=4000, max_num_seqs=64, max_batch_tokens=512))
+    line = Line(lanes, 10_000, HeadLimits(vocabulary=100, positions=4000, max_num_seqs=64, max_batch_tokens=512))
     coming = deque(
         (at, Request(f"r{n}", (1,) * prompt, SamplingParams(max_tokens=tokens)))
         for n, (at, prompt, tokens) in enumerate(arrivals)
@@ -270,7 +270,7 @@ def bubbles(lanes, arrivals):
         while coming and coming[0][0] <= now:
             line.head.submit(coming.popleft()[1], 1)
         if free[0] <= now and line.launch():
-            cost = COST.microbatch(Chunk(0, each.start, each.count) for each in line.launched[-1])
+            cost = COST.microbatch(QueuedChunk(0, each.start, each.count) for each in line.launched[-1])
             end = now
             for stage in range(lanes):
                 free[stage] = end = max(free[stage], end) + cost / lanes

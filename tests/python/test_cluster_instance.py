@@ -34,7 +34,7 @@ from remap.engine import Request, SamplingParams  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState, StalePlan  # noqa: E402
 from remap.policy.activations import Line  # noqa: E402
 from remap.policy.cluster.pipeline import Network  # noqa: E402
-from remap.policy.cluster.placement import IncompleteCopy, Instance, Stage  # noqa: E402
+from remap.policy.cluster.placement import IncompleteCopy, Instance, PlannedStage  # noqa: E402
 from remap.policy.cluster.stages import Splits  # noqa: E402
 
 ANY = remap.Config(slowdown=1e9)
@@ -250,7 +250,9 @@ def merged(cluster, rng, groups):
         names = rng.sample([part.instance for part in parts], len(parts))
         return tuple(zip(names, [*sorted(rng.randrange(LAYERS + 1) for _ in names[1:]), LAYERS]))
     model = cluster.instances["i0"].describe().model
-    stages = [Stage(Instance(part.instance, model.weight_bytes(0, LAYERS) * 2), part.first, part.end) for part in parts]
+    stages = [
+        PlannedStage(Instance(part.instance, model.weight_bytes(0, LAYERS) * 2), part.first, part.end) for part in parts
+    ]
     return tuple((stage.instance.name, stage.end) for stage in Splits(model).split(stages, 1.0))
 
 
@@ -1017,7 +1019,7 @@ def test_a_prepare_that_was_overtaken_leaves_the_newer_one_alone(monkeypatch):
     meet = lambda plan, *_: SimpleNamespace(plan=plan, open=lambda ears: None, close=lambda: closed.append(plan.epoch))  # noqa: E731
     monkeypatch.setattr(change, "meet", meet)
     monkeypatch.setattr(change, "_check_plan", lambda *_: None)
-    changes = change.Changes("a", "127.0.0.1", None, 1.0)
+    changes = change.InstanceChanges("a", "127.0.0.1", None, 1.0)
     older, newer = (SimpleNamespace(epoch=epoch) for epoch in (5, 7))
 
     def quicker():

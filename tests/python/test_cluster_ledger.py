@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remap.cluster.ledger import Delivery, Ledger
+from remap.cluster.ledger import Delivery, RequestLedger
 from remap.cluster.messages import Tokens
 from remap.errors import InvalidArgument
 
 
-def sent(ledger: Ledger[str], id: str = "r", instance: str = "a") -> None:
+def sent(ledger: RequestLedger[str], id: str = "r", instance: str = "a") -> None:
     ledger.add(id, "question")
     assert ledger.send(id, instance) is not None
 
@@ -20,7 +20,7 @@ def sent(ledger: Ledger[str], id: str = "r", instance: str = "a") -> None:
 @given(st.data())
 def test_each_token_is_delivered_once_and_in_order(data: st.DataObject) -> None:
     """Attempts that are cut off anywhere, whose pieces come in any order, twice, or too late."""
-    ledger, given_, length = Ledger[str](), list[int](), data.draw(st.integers(1, 12))
+    ledger, given_, length = RequestLedger[str](), list[int](), data.draw(st.integers(1, 12))
     ledger.add("r", "question")
     late: list[Tokens] = []
     ended = 0
@@ -49,7 +49,7 @@ def test_each_token_is_delivered_once_and_in_order(data: st.DataObject) -> None:
 
 
 def test_what_an_older_attempt_says_is_not_delivered() -> None:
-    ledger = Ledger[str]()
+    ledger = RequestLedger[str]()
     sent(ledger)
     assert ledger.take(Tokens("r", 1, 0, (5,))) == Delivery(0, (5,), None)
     assert ledger.restart({"a"}) == ["r"]
@@ -63,7 +63,7 @@ def test_what_an_older_attempt_says_is_not_delivered() -> None:
 
 
 def test_tokens_behind_a_gap_of_an_attempt_that_was_lost_are_forgotten() -> None:
-    ledger = Ledger[str]()
+    ledger = RequestLedger[str]()
     sent(ledger)
     assert ledger.take(Tokens("r", 1, 1, (6, 7), "stop")) is None
     ledger.restart({"a"})
@@ -73,13 +73,13 @@ def test_tokens_behind_a_gap_of_an_attempt_that_was_lost_are_forgotten() -> None
 
 
 def test_a_request_without_a_token_can_end() -> None:
-    ledger = Ledger[str]()
+    ledger = RequestLedger[str]()
     sent(ledger)
     assert ledger.take(Tokens("r", 1, 0, (), "abort")) == Delivery(0, (), "abort")
 
 
 def test_who_has_a_request_is_who_shows_its_last_attempt() -> None:
-    ledger = Ledger[str]()
+    ledger = RequestLedger[str]()
     sent(ledger)
     ledger.located("b", [("r", 1), ("unknown", 1)])
     assert ledger.where("r") == "b"
@@ -93,7 +93,7 @@ def test_who_has_a_request_is_who_shows_its_last_attempt() -> None:
 
 
 def test_lost_requests_start_again_in_the_order_in_which_they_came() -> None:
-    ledger = Ledger[str]()
+    ledger = RequestLedger[str]()
     for number in range(5):
         sent(ledger, f"r{number}", "ab"[number % 2])
     ledger.add("new", "question")
@@ -102,7 +102,7 @@ def test_lost_requests_start_again_in_the_order_in_which_they_came() -> None:
 
 
 def test_ids_are_unique_among_unfinished_requests() -> None:
-    ledger = Ledger[str]()
+    ledger = RequestLedger[str]()
     sent(ledger)
     with pytest.raises(InvalidArgument) as caught:
         ledger.add("r", "another")

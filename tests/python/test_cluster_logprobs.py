@@ -31,12 +31,12 @@ from transformers import AutoModelForCausalLM
 from remap.cluster import served_model
 from remap.cluster.answers import Deadline, pieces
 from remap.cluster.app import make_app
-from remap.cluster.control import Control, Policy
+from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.front import Front, Lost
-from remap.cluster.ledger import Ledger
+from remap.cluster.ledger import RequestLedger
 from remap.cluster.logprobs import LogprobText, joined
 from remap.cluster.messages import Part, Tokens
-from remap.cluster.metrics import Metrics
+from remap.cluster.metrics import ClusterMetrics
 from remap.cluster.openai import Completion, parse
 from remap.cluster.prompts import Served
 from remap.cluster.vocabulary import Vocabulary, shown
@@ -106,7 +106,7 @@ def test_logprobs_are_the_same_after_a_merger_and_the_loss_of_an_instance() -> N
 
 
 def test_the_ledger_delivers_logprobs_once_and_with_their_tokens() -> None:
-    ledger, notes = Ledger[str](), [TokenLogprobs(place, -float(place), ()) for place in range(4)]
+    ledger, notes = RequestLedger[str](), [TokenLogprobs(place, -float(place), ()) for place in range(4)]
     ledger.add("r", "x")
     ledger.send("r", "a")
     assert ledger.take(Tokens("r", 1, 2, (2,), None, (notes[2],))) is None
@@ -231,7 +231,7 @@ def test_a_killed_instance_and_a_pipeline_change_no_token_and_no_logprob(tmp_pat
         """The choice, put together; `then` is called when it has some of its tokens."""
         asked = parse(json.dumps(body | more).encode(), Completion, served)
         text, tokens, parts, called = "", [], [], False
-        async for piece in pieces(front, served, Metrics(front), asked, Deadline(60.0)):
+        async for piece in pieces(front, served, ClusterMetrics(front), asked, Deadline(60.0)):
             text, tokens = text + piece.text, tokens + piece.tokens
             parts.append(piece.logprobs)
             if len(tokens) >= 8 and not called:
@@ -244,7 +244,7 @@ def test_a_killed_instance_and_a_pipeline_change_no_token_and_no_logprob(tmp_pat
         described = connections[0].instance.describe()
         network = served_model.ASSUMED
         front = Front[Request](
-            Control(described.model, network, Policy(policy, 2), 60.0), connections, lambda one: len(one.prompt)
+            Control(described.model, network, GroupPolicy(policy, 2), 60.0), connections, lambda one: len(one.prompt)
         )
         found = []
         try:

@@ -17,9 +17,9 @@ from reference.flow_shop import bubble_share, makespan
 from remap.errors import InvalidArgument
 from remap.policy.cluster import lookahead as module
 from remap.policy.cluster.lookahead import (
-    Chunk,
     ChunkCost,
     Microbatch,
+    QueuedChunk,
     Waiting,
     balanced,
     fit,
@@ -38,7 +38,7 @@ Divided = list[Microbatch]
 
 def by_tokens(requests: list[Waiting], budget: int, grain: int) -> Divided:
     """As Sarathi-Serve divides: microbatches of at most `budget` tokens, or of one piece, filled in order."""
-    found, room = list[list[Chunk]](), 0
+    found, room = list[list[QueuedChunk]](), 0
     for piece in lookahead_brute.places(requests, grain):
         number, first = piece[0]
         if len(piece) > room:
@@ -49,7 +49,7 @@ def by_tokens(requests: list[Waiting], budget: int, grain: int) -> Divided:
         if microbatch and microbatch[-1].request == number:
             microbatch[-1] = replace(microbatch[-1], tokens=microbatch[-1].tokens + len(piece))
         else:
-            microbatch.append(Chunk(number, requests[number].prefix + first, len(piece)))
+            microbatch.append(QueuedChunk(number, requests[number].prefix + first, len(piece)))
     return [tuple(each) for each in found]
 
 
@@ -92,7 +92,7 @@ def check_division(divided: Divided, requests: list[Waiting], grain: int) -> Non
 @settings(max_examples=200, deadline=None)
 @given(QUEUES, COSTS)
 def test_a_microbatch_costs_what_its_tokens_cost(requests: list[Waiting], cost: ChunkCost) -> None:
-    chunks = [Chunk(number, each.prefix, each.tokens) for number, each in enumerate(requests) if each.tokens]
+    chunks = [QueuedChunk(number, each.prefix, each.tokens) for number, each in enumerate(requests) if each.tokens]
     tokens = [(number, token) for number, each in enumerate(requests) for token in range(each.tokens)]
     assert cost.microbatch(chunks) == lookahead_brute.seconds(tokens, requests, cost)
     # The paper's form: the sum of whole chunks less what all but one load again.
@@ -171,10 +171,13 @@ def test_halves_of_halves() -> None:
     queue = [Waiting(0, 6), Waiting(0, 4)]
     shares = [[sum(chunk.tokens for chunk in each) for each in halved(queue, TOKENS_ONLY, n)] for n in (1, 2, 3, 4, 20)]
     assert shares == [[10], [5, 5], [3, 3, 4], [2, 3, 2, 3], [1] * 10]
-    assert halved(queue, TOKENS_ONLY, 2)[1] == (Chunk(0, 5, 1), Chunk(1, 0, 4))
+    assert halved(queue, TOKENS_ONLY, 2)[1] == (QueuedChunk(0, 5, 1), QueuedChunk(1, 0, 4))
     assert [len(halved([], TOKENS_ONLY, n)) for n in (1, 3)] == [0, 0]
     # One long request and a short one: no cut within a grain.
-    assert halved([Waiting(0, 3), Waiting(0, 1)], TOKENS_ONLY, 2, 4) == [(Chunk(0, 0, 3),), (Chunk(1, 0, 1),)]
+    assert halved([Waiting(0, 3), Waiting(0, 1)], TOKENS_ONLY, 2, 4) == [
+        (QueuedChunk(0, 0, 3),),
+        (QueuedChunk(1, 0, 1),),
+    ]
 
 
 def test_counting_tokens_makes_bubbles_that_costs_do_not() -> None:
@@ -226,10 +229,13 @@ def test_what_is_no_queue_is_refused(wrong: tuple[list[Waiting], int]) -> None:
 # ------------------------------------------------------------------------------------------------------- the fit
 
 
-def drawn(seed: int, count: int) -> list[list[Chunk]]:
+def drawn(seed: int, count: int) -> list[list[QueuedChunk]]:
     rng = random.Random(seed)
     return [
-        [Chunk(n, rng.choice([0, rng.randrange(8000)]), rng.randrange(1, 2000)) for n in range(rng.randrange(1, 9))]
+        [
+            QueuedChunk(n, rng.choice([0, rng.randrange(8000)]), rng.randrange(1, 2000))
+            for n in range(rng.randrange(1, 9))
+        ]
         for _ in range(count)
     ]
 
@@ -258,7 +264,7 @@ def test_the_fit_predicts_other_passes_and_tokens_alone_do_not() -> None:
 
 
 def test_too_few_passes_or_none_that_took_time_are_refused() -> None:
-    chunk = [Chunk(0, 0, 1)]
+    chunk = [QueuedChunk(0, 0, 1)]
     for passes in ([(chunk, 1.0)] * 4, [(chunk, 1.0)] * 4 + [(chunk, 0.0)], [(chunk, math.nan)] * 5, [([], 1.0)] * 5):
         with pytest.raises(InvalidArgument) as caught:
             fit(passes)

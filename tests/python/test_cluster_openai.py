@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from cluster_folder import byte_tokenizer
 
-from remap.cluster.asked import Asked, Piece
+from remap.cluster.asked import AnswerAsked, AnswerPiece
 from remap.cluster.control import NoCopy
 from remap.cluster.http_errors import UnknownModel, error_of, status_of
 from remap.cluster.openai import Chat, Completion, parse
@@ -26,11 +26,11 @@ BARE = Served("tiny", None, 100, frozenset(), 0)
 HELLO = tuple(byte_tokenizer().encode("hello"))
 
 
-def completion(served: Served = SERVED, **body: Any) -> Asked:
+def completion(served: Served = SERVED, **body: Any) -> AnswerAsked:
     return parse(json.dumps({"prompt": "hello"} | body).encode(), Completion, served)
 
 
-def chat(served: Served = SERVED, **body: Any) -> Asked:
+def chat(served: Served = SERVED, **body: Any) -> AnswerAsked:
     messages = [{"role": "user", "content": "hi"}]
     return parse(json.dumps({"messages": messages} | body).encode(), Chat, served)
 
@@ -146,7 +146,7 @@ def test_the_best_of_several_are_asked_for_with_their_logprobs() -> None:
     assert (asked.n, asked.tries, len(asked.requests), asked.logprobs) == (2, 3, 6, False)
     assert {one.sampling.logprobs for one in asked.requests} == {0}
     tried = [
-        Piece(number, str(number), [0] * size, "length", None, logprob)
+        AnswerPiece(number, str(number), [0] * size, "length", None, logprob)
         for number, (size, logprob) in enumerate([(1, -3.0), (4, -4.0), (2, -1.0), (1, -2.0), (1, -2.0), (1, -2.5)])
     ]
     found = asked.answer(tried)

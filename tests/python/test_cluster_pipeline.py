@@ -14,7 +14,7 @@ from reference.flow_shop import bubble_share, makespan
 from remap.errors import InvalidArgument
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network, equal_stages_s, group_round_s, round_s
-from remap.policy.cluster.placement import Instance, Layer, Model, Stage
+from remap.policy.cluster.placement import Instance, Layer, PlannedStage, ServedLayers
 
 # Sixteenths: sums are exact.
 SECONDS = st.integers(0, 64).map(lambda n: n / 16)
@@ -65,11 +65,11 @@ def test_an_empty_queue_takes_nothing() -> None:
 @settings(max_examples=200, deadline=None)
 @given(models(), st.integers(0, 12), st.integers(1, 5), st.data())
 def test_a_group_takes_the_best_number_of_microbatches(
-    model: Model, requests: int, size: int, data: st.DataObject
+    model: ServedLayers, requests: int, size: int, data: st.DataObject
 ) -> None:
     count = len(model.layers)
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, count), min_size=size - 1, max_size=size - 1))), count]
-    stages = [Stage(Instance(f"i{n}", 0), first, end) for n, (first, end) in enumerate(zip(cuts, cuts[1:]))]
+    stages = [PlannedStage(Instance(f"i{n}", 0), first, end) for n, (first, end) in enumerate(zip(cuts, cuts[1:]))]
     found = group_round_s(model, stages, requests, NETWORK)
     if not requests:
         assert found == 0.0
@@ -82,21 +82,21 @@ def test_a_group_takes_the_best_number_of_microbatches(
         rounds.append(round_s(stage_s, NETWORK.hop_s(tokens), microbatches))
     assert found == min(rounds)
     # Alone, all requests are one microbatch.
-    assert group_round_s(model, [Stage(Instance("x", 0), 0, count)], requests, NETWORK) == sum(
+    assert group_round_s(model, [PlannedStage(Instance("x", 0), 0, count)], requests, NETWORK) == sum(
         layer.seconds(requests) for layer in model.layers
     )
 
 
 def test_what_a_pipeline_costs() -> None:
     """Two stages instead of one, each with half of the layers: the weights are read as often, and each token hops twice."""
-    model = Model((Layer(1, 1, Line(1.0, 1 / 8)),) * 8)
+    model = ServedLayers((Layer(1, 1, Line(1.0, 1 / 8)),) * 8)
     network = Network(Line(0.25, 0.0), 1.0)
     instance = Instance("x", 0)
-    alone = group_round_s(model, [Stage(instance, 0, 8)], 8, network)
-    pair = group_round_s(model, [Stage(instance, 0, 4), Stage(instance, 4, 8)], 16, network)
+    alone = group_round_s(model, [PlannedStage(instance, 0, 8)], 8, network)
+    pair = group_round_s(model, [PlannedStage(instance, 0, 4), PlannedStage(instance, 4, 8)], 16, network)
     assert (alone, pair) == (16.0, 16.5)
     # Unequal stages: the busier one has both microbatches.
-    assert group_round_s(model, [Stage(instance, 0, 3), Stage(instance, 3, 8)], 16, network) == 20.0
+    assert group_round_s(model, [PlannedStage(instance, 0, 3), PlannedStage(instance, 3, 8)], 16, network) == 20.0
 
 
 @settings(max_examples=50, deadline=None)

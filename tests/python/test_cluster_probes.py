@@ -19,7 +19,7 @@ from remap.cluster.probes import Probe, cost_of, probes, rows_of
 from remap.cluster.resources import Resources, fingerprint_of
 from remap.errors import InvalidState
 from remap.policy.activations import Line
-from remap.policy.cluster.lookahead import Chunk, ChunkCost
+from remap.policy.cluster.lookahead import ChunkCost, QueuedChunk
 from remap.policy.cluster.pipeline import Network
 
 
@@ -48,10 +48,14 @@ FACTOR = st.floats(1e-6, 1e-2)
 @given(st.builds(ChunkCost, *[FACTOR] * 5), st.integers(100, 2000))
 def test_a_cost_is_found_again(cost: ChunkCost, most: int) -> None:
     def seconds(probe: Probe) -> float:
-        return cost.microbatch([Chunk(n, probe.prefix, probe.tokens) for n in range(probe.rows)])
+        return cost.microbatch([QueuedChunk(n, probe.prefix, probe.tokens) for n in range(probe.rows)])
 
     found = cost_of(seconds, most, 512)
-    for other in ([Chunk(0, 300, 100)], [Chunk(n, 40 * n, 1 + n % 3) for n in range(20)], [Chunk(0, 0, 512)]):
+    for other in (
+        [QueuedChunk(0, 300, 100)],
+        [QueuedChunk(n, 40 * n, 1 + n % 3) for n in range(20)],
+        [QueuedChunk(0, 0, 512)],
+    ):
         assert found.microbatch(other) == pytest.approx(cost.microbatch(other), rel=1e-3)
 
 
@@ -60,14 +64,14 @@ def test_an_instance_measures_its_own_and_keeps_no_block(blocks: int) -> None:
     with attached(make("llama"), "m", blocks) as (session, tenant, model):
         has = Resources("m", model, session, tenant, Network(Line(0.0, 0.0), 1e9), 6, 64, 0)
         assert tenant.kv.live_blocks == 0
-        assert has.cost.microbatch([Chunk(0, 0, 8)]) > 0.0
+        assert has.cost.microbatch([QueuedChunk(0, 0, 8)]) > 0.0
         # What its own calls move of others, somebody has to hear.
         assert has.tell({"m": {1: 2}, "b": {}}) is None
         with pytest.raises(InvalidState) as lost:
             has.tell({"m": {1: 2}, "b": {3: 4}})
         assert lost.value.fields["moved"] == {"b": {3: 4}}
         # A round of one request, as plans see it, is a pass over it.
-        assert has.model.seconds(0, LAYERS, 1) == pytest.approx(has.cost.microbatch([Chunk(0, 256, 1)]))
+        assert has.model.seconds(0, LAYERS, 1) == pytest.approx(has.cost.microbatch([QueuedChunk(0, 256, 1)]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -14,7 +14,7 @@ from test_cluster_front import answer, expected, until
 
 pytest.importorskip("ray")
 
-from remap.cluster.control import Control, Policy
+from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.front import Front, InstanceFailed
 from remap.cluster.ray_cluster import RayInstances
 from remap.engine.request import Request
@@ -33,7 +33,7 @@ def instances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def front_of(instances: RayInstances, policy: str = "remap") -> Front[Request]:
-    control = Control(MODEL, NETWORK, Policy(policy, 2), timeout_s=10.0)
+    control = Control(MODEL, NETWORK, GroupPolicy(policy, 2), timeout_s=10.0)
     return Front[Request](control, instances.connections, lambda request: len(request.prompt))
 
 

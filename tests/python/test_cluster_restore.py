@@ -17,12 +17,12 @@ from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import (
     Group,
     Instance,
+    InstanceLoad,
     Layer,
-    Load,
-    Model,
     Offer,
     Placement,
-    Stage,
+    PlannedStage,
+    ServedLayers,
     alone,
     check,
 )
@@ -38,8 +38,8 @@ from remap.policy.cluster.restore import (
 )
 from remap.policy.rental import Rental
 
-EVEN = Model((Layer(10, 1, Line(1 / 16, 1 / 64)),) * 12)
-IDLE = Load()
+EVEN = ServedLayers((Layer(10, 1, Line(1 / 16, 1 / 64)),) * 12)
+IDLE = InstanceLoad()
 NETWORKS = st.builds(
     lambda rate, host: Network(Line(1 / 16, 0), rate / 4, host / 4), st.integers(1, 16), st.integers(0, 16)
 )
@@ -58,10 +58,12 @@ def arrived(placement: Placement, come: Collection[Copy]) -> Placement:
     return Placement(placement.model, groups, placement.epoch + 1)
 
 
-def pair(load: Load = IDLE) -> Placement:
+def pair(load: InstanceLoad = IDLE) -> Placement:
     memory = 180
     return Placement(
-        EVEN, (Group((Stage(Instance("a", memory, load), 0, 6), Stage(Instance("b", memory, load), 6, 12))),), 3
+        EVEN,
+        (Group((PlannedStage(Instance("a", memory, load), 0, 6), PlannedStage(Instance("b", memory, load), 6, 12))),),
+        3,
     )
 
 
@@ -115,7 +117,7 @@ def test_each_layer_takes_the_way_that_is_sooner() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
 def test_equal_instances_receive_from_each_other_in_turn(size: int) -> None:
     """Each lacks (g - 1) / g of 120 bytes, and nobody waits for a sender."""
-    stages = tuple(Stage(Instance(f"i{n}", 200), n * 12 // size, (n + 1) * 12 // size) for n in range(size))
+    stages = tuple(PlannedStage(Instance(f"i{n}", 200), n * 12 // size, (n + 1) * 12 // size) for n in range(size))
     before = Placement(EVEN, (Group(stages),))
     assert seconds(before, all_alone(before), Network(Line(0, 0), 10.0)) == 12.0 * (size - 1) / size
 
@@ -123,7 +125,7 @@ def test_equal_instances_receive_from_each_other_in_turn(size: int) -> None:
 def test_what_nobody_else_holds_comes_from_the_host_or_not_at_all() -> None:
     left = Group(pair().groups[0].stages[:1])  # the other instance has failed
     before = Placement(EVEN, (left,), 3)
-    after = Placement(EVEN, (Group((Stage(left.stages[0].instance, 0, 12),)),), 4)
+    after = Placement(EVEN, (Group((PlannedStage(left.stages[0].instance, 0, 12),)),), 4)
     found = copies(before, after, Network(Line(0, 0), 10.0, 5.0))
     assert {copy.source for copy in found} == {None}
     assert found[-1].end_s == 12.0
@@ -176,7 +178,7 @@ def test_fits_is_room_alone_for_the_demand_and_the_margin(before: Placement, mar
 
 def test_who_serves_alone_again_fits_beside_all_of_its_layers() -> None:
     """Whatever could stream then: layers come home, and KV to them, before anything streams."""
-    load = Load(4, 6)  # 5 tokens fit alone, and 9 where 48 bytes stream
+    load = InstanceLoad(4, 6)  # 5 tokens fit alone, and 9 where 48 bytes stream
     apart = alone(EVEN, tuple(Instance(name, 180, load) for name in "ab"))
     offered = replace(
         apart,
@@ -188,13 +190,13 @@ def test_who_serves_alone_again_fits_beside_all_of_its_layers() -> None:
         with pytest.raises(OutOfMemory):
             check(placement)
     assert not fits(pair(load), 0, 0)
-    assert fits(pair(Load(4, 5)), 0, 0)
+    assert fits(pair(InstanceLoad(4, 5)), 0, 0)
 
 
 def test_the_rent_of_a_pipeline_brings_its_layers_back() -> None:
     network = Network(Line(1 / 8, 0), 10.0)  # halves come back in 6 s
-    group = pair(Load(4, 1))
-    alone_s = group_round_s(EVEN, [Stage(Instance("x", 0), 0, 12)], 4, network)
+    group = pair(InstanceLoad(4, 1))
+    alone_s = group_round_s(EVEN, [PlannedStage(Instance("x", 0), 0, 12)], 4, network)
     together_s = group_round_s(EVEN, group.groups[0].stages, 8, network)
     assert income_of(group, 0, network) == pytest.approx((together_s - alone_s) / 6.0)
     # Ski rental: after as many rounds as cost one restoration, and not while a burst lasts.
@@ -203,19 +205,19 @@ def test_the_rent_of_a_pipeline_brings_its_layers_back() -> None:
         rounds += 1
         assert rounds < 1000
     assert rounds + 1 == pytest.approx(6.0 / (together_s - alone_s), abs=1.0)
-    busy = pair(Load(4, 4))  # 5 tokens fit alone
+    busy = pair(InstanceLoad(4, 4))  # 5 tokens fit alone
     assert fits(busy, 0, 1)
     assert not fits(busy, 0, 2)
     assert not rental.accrue(1.0, fits(busy, 0, 2))
     # The paper's rule: below half of 10 tokens.
-    assert half_used(pair(Load(1, 2)), 0)
-    assert not half_used(pair(Load(1, 3)), 0)
+    assert half_used(pair(InstanceLoad(1, 2)), 0)
+    assert not half_used(pair(InstanceLoad(1, 3)), 0)
 
 
 def test_nobody_waits_less_alone_with_badly_spread_requests() -> None:
     """One instance has all requests: alone it would be slower than the pair. There is no rent to pay."""
     network = Network(Line(0, 0), 10.0)
-    a, b = Instance("a", 180, Load(32)), Instance("b", 180)
-    group = Placement(EVEN, (Group((Stage(a, 0, 6), Stage(b, 6, 12))),))
+    a, b = Instance("a", 180, InstanceLoad(32)), Instance("b", 180)
+    group = Placement(EVEN, (Group((PlannedStage(a, 0, 6), PlannedStage(b, 6, 12))),))
     assert income_of(group, 0, network) == 0.0
     assert income_of(alone(EVEN, (a,)), 0, network) == 1.0  # nothing to copy

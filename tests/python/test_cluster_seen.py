@@ -30,11 +30,11 @@ from test_cluster_server import SERVED, Listening, Scripted, client_of, deliveri
 
 from remap.cluster import server
 from remap.cluster.app import make_app
-from remap.cluster.control import Policy
+from remap.cluster.control import GroupPolicy
 from remap.cluster.counts import Counts
 from remap.cluster.front import Front
-from remap.cluster.messages import Part, Report
-from remap.cluster.metrics import Metrics
+from remap.cluster.messages import InstanceReport, Part
+from remap.cluster.metrics import ClusterMetrics
 from remap.engine.request import Request
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster-metrics.md"
@@ -48,12 +48,12 @@ def test_the_page_says_what_metrics_gives() -> None:
     front: Any = SimpleNamespace(
         service=SimpleNamespace(control=control),
         groups=[view],
-        reports={"a": Report("a", 1, counts=Counts().as_dict())},
+        reports={"a": InstanceReport("a", 1, counts=Counts().as_dict())},
         restarts=0,
         unfinished=0,
         up={"a": True},
     )
-    metrics = Metrics(front)
+    metrics = ClusterMetrics(front)
     metrics.ended("stop", 1, 2, 0.1, 0.2)
     found = {
         family.name: (family.type, {label for one in family.samples for label in one.labels} - {"le"})
@@ -108,7 +108,7 @@ def test_a_death_and_what_starts_again_are_lines(tmp_path: Path, caplog: pytest.
 
 
 def test_a_change_says_why_it_begins_and_why_it_is_aborted() -> None:
-    world = World(4, Policy("remap"), 1)
+    world = World(4, GroupPolicy("remap"), 1)
     burst(world, 100, 4.0)
     world.run(40.0)
     news = list(world.control.news)
@@ -121,7 +121,7 @@ def test_a_change_says_why_it_begins_and_why_it_is_aborted() -> None:
     assert all(re.search(r"\d+ tokens of KV", each.why) for each in news if each.step != "aborted")
     first = next(each for each in news if each.kind == "merge")
     assert re.match(r"epoch \d+: merge of i\d( \| i\d)+ is begun: \d+ requests ask for", str(first)), first
-    world = World(4, Policy("remap"), 1, Chaos(refuse=0.5, until_s=15.0))
+    world = World(4, GroupPolicy("remap"), 1, Chaos(refuse=0.5, until_s=15.0))
     burst(world, 100, 4.0)
     world.run(40.0)
     aborted = [each.why for each in world.control.news if each.step == "aborted"]

@@ -31,10 +31,10 @@ from test_cluster_front import until
 
 from remap.cluster import openai, server
 from remap.cluster.app import make_app
-from remap.cluster.control import Control, Policy
+from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.front import Front
 from remap.cluster.ledger import Delivery
-from remap.cluster.limits import Limits
+from remap.cluster.limits import FrontLimits
 from remap.cluster.prompts import Served
 from remap.engine.request import Request, TokenLogprobs
 from remap.errors import Error, InvalidState
@@ -54,7 +54,7 @@ def serving(folder: Path, body: Body, names: str = "a") -> None:
 
     async def run() -> None:
         connections = [LocalConnection(name, folder=str(folder)) for name in names]
-        control = Control(MODEL, NETWORK, Policy("remap"), timeout_s=5.0)
+        control = Control(MODEL, NETWORK, GroupPolicy("remap"), timeout_s=5.0)
         front = Front[Request](control, connections, lambda request: len(request.prompt))
         try:
             await front.start()
@@ -543,7 +543,7 @@ def test_a_large_body_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyP
             yield b"x" * 100
 
     async def run() -> None:
-        app = make_app(Scripted(), SERVED, Limits(body_bytes=1000))  # type: ignore[arg-type]
+        app = make_app(Scripted(), SERVED, FrontLimits(body_bytes=1000))  # type: ignore[arg-type]
         async with client_of(app) as client:
             answer = await client.post("/v1/completions", content=parts() if chunked else b"x" * 1001, headers=JSON)
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TooLarge")
@@ -555,7 +555,7 @@ def test_a_large_body_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("stream", [False, True])
 def test_more_requests_than_the_limit_are_told_to_come_again(tmp_path: Path, stream: bool) -> None:
     async def body(_: httpx.AsyncClient, front: Front[Request], __: list[LocalConnection]) -> None:
-        app, leave = make_app(front, SERVED, Limits(requests=2, retry_after_s=3)), asyncio.Event()
+        app, leave = make_app(front, SERVED, FrontLimits(requests=2, retry_after_s=3)), asyncio.Event()
         asked = {"prompt": [1, 2], "max_tokens": 90, "stream": stream}
         callers = [asyncio.create_task(ask_and_leave(app, asked, leave)) for _ in range(2)]
         await until(lambda: front.unfinished == 2)

@@ -8,7 +8,19 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from remap.cluster.messages import Asked, Command, Decline, Died, Event, Report, Reported, Restart, Route, Tick, Tokens
+from remap.cluster.messages import (
+    Command,
+    Decline,
+    Died,
+    Event,
+    InstanceReport,
+    PlacementAsked,
+    Reported,
+    Restart,
+    Route,
+    Tick,
+    Tokens,
+)
 from remap.cluster.service import MOST_FAULTS, TRIAL_TOKENS, Cancel, Fatal, Service, Submit
 
 
@@ -21,7 +33,7 @@ class Control:
     def on(self, event: Event, now_s: float) -> list[Command]:
         if isinstance(event, Died):
             return [Restart((event.instance,))]
-        return [Route(event.id, self.next)] if isinstance(event, Asked) else []
+        return [Route(event.id, self.next)] if isinstance(event, PlacementAsked) else []
 
     def epoch_of(self, instance: str) -> int:
         return 0
@@ -31,7 +43,7 @@ class Control:
 
 
 def reported(instance: str, *requests: tuple[str, int]) -> Reported:
-    return Reported(Report(instance, 0, "serving", requests=requests))
+    return Reported(InstanceReport(instance, 0, "serving", requests=requests))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from remap.cluster.slots import Departure, Slots, Whole
 from remap.errors import InvalidArgument, OutOfBlocks
 from remap.policy.activations import Line
-from remap.policy.cluster.placement import Instance, Layer, Model, Stage
+from remap.policy.cluster.placement import Instance, Layer, PlannedStage, ServedLayers
 
 GROWTHS = st.lists(st.sets(st.integers(0, 30), max_size=12), max_size=5)
 
@@ -51,9 +51,9 @@ def test_capacity_is_that_of_the_placement(layers, data, blocks):
     slots = Slots(layers, count)
     for block in range(blocks):  # one after another, as they become free
         slots.grow([block])
-    model = Model(tuple(Layer(0, 1, Line(0.0, 0.0)) for _ in range(layers)))
+    model = ServedLayers(tuple(Layer(0, 1, Line(0.0, 0.0)) for _ in range(layers)))
     # Memory for so many blocks of all layers, with one byte of KV a token and layer.
-    assert slots.capacity == Stage(Instance("i", blocks * layers), 0, count).capacity(model)
+    assert slots.capacity == PlannedStage(Instance("i", blocks * layers), 0, count).capacity(model)
 
 
 @given(st.integers(1, 5), st.data(), GROWTHS, st.sets(st.integers(0, 30), max_size=10))

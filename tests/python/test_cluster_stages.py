@@ -8,11 +8,20 @@ from hypothesis import strategies as st
 
 from reference import cluster_brute
 from remap.policy.activations import Line
-from remap.policy.cluster.placement import UNLIMITED, Group, Instance, Layer, Model, Placement, Stage, alone
+from remap.policy.cluster.placement import (
+    UNLIMITED,
+    Group,
+    Instance,
+    Layer,
+    Placement,
+    PlannedStage,
+    ServedLayers,
+    alone,
+)
 from remap.policy.cluster.stages import Splits
 
 
-def all_stages(placement: Placement) -> list[Stage]:
+def all_stages(placement: Placement) -> list[PlannedStage]:
     return [stage for group in placement.groups for stage in group.stages]
 
 
@@ -54,7 +63,11 @@ def test_one_order_only_still_divides_whatever_serves_now(placement: Placement, 
     # At least what the best group had without the others, which may compute nothing.
     for group in placement.groups:
         kept = Group(
-            tuple(Stage(stage.instance, stage.first, stage.end) for stage in group.stages if stage.first < stage.end)
+            tuple(
+                PlannedStage(stage.instance, stage.first, stage.end)
+                for stage in group.stages
+                if stage.first < stage.end
+            )
         )
         assert tokens >= kept.capacity(placement.model)
 
@@ -67,8 +80,10 @@ def test_the_order_of_equal_instances_does_not_matter(placement: Placement) -> N
 
 
 def test_eight_different_instances() -> None:
-    model = Model((Layer(3, 0, Line(0, 0)), *[Layer(10, 2, Line(1 / 4, 1 / 16))] * 16, Layer(5, 0, Line(1.0, 0))))
-    stages = [Stage(Instance(f"d{n}", 200 + 7 * n), 0, 18) for n in range(8)]
+    model = ServedLayers(
+        (Layer(3, 0, Line(0, 0)), *[Layer(10, 2, Line(1 / 4, 1 / 16))] * 16, Layer(5, 0, Line(1.0, 0)))
+    )
+    stages = [PlannedStage(Instance(f"d{n}", 200 + 7 * n), 0, 18) for n in range(8)]
     tokens = Splits(model).tokens(stages)
     assert Group(Splits(model).split(stages, 4)).capacity(model) == tokens
     assert (
@@ -79,8 +94,8 @@ def test_eight_different_instances() -> None:
 
 
 def test_a_thousand_equal_instances() -> None:
-    model = Model((Layer(3, 0, Line(0, 0)), *[Layer(10, 2, Line(1 / 4, 1 / 16))] * 16))
-    stages = [Stage(Instance(f"e{n}", 400), 0, 17) for n in range(1024)]
+    model = ServedLayers((Layer(3, 0, Line(0, 0)), *[Layer(10, 2, Line(1 / 4, 1 / 16))] * 16))
+    stages = [PlannedStage(Instance(f"e{n}", 400), 0, 17) for n in range(1024)]
     assert Splits(model).tokens(stages) == (400 - 10) // 2  # one layer each; the others compute nothing
     runs = [(stage.first, stage.end) for stage in Splits(model).split(stages, 4) if stage.end > stage.first]
     assert all(end - first == 1 for first, end in runs)
@@ -88,35 +103,35 @@ def test_a_thousand_equal_instances() -> None:
 
 def test_among_equal_tokens_the_slowest_stage_is_the_quickest() -> None:
     kv, none = Layer(1, 1, Line(1.0, 0)), Layer(0, 0, Line(1.0, 0))
-    equal = [Stage(Instance(name, 100), 0, 4) for name in "ab"]
-    assert [(s.first, s.end) for s in Splits(Model((kv, none, none, kv))).split(equal, 1)] == [(0, 2), (2, 4)]
+    equal = [PlannedStage(Instance(name, 100), 0, 4) for name in "ab"]
+    assert [(s.first, s.end) for s in Splits(ServedLayers((kv, none, none, kv))).split(equal, 1)] == [(0, 2), (2, 4)]
     # Tokens come first: the head is as long as all four layers, and stays with two of them.
     head = Layer(0, 0, Line(4.0, 0))
-    equal = [Stage(Instance(name, 100), 0, 5) for name in "ab"]
-    assert [(s.first, s.end) for s in Splits(Model((kv, kv, kv, kv, head))).split(equal, 1)] == [(0, 2), (2, 5)]
+    equal = [PlannedStage(Instance(name, 100), 0, 5) for name in "ab"]
+    assert [(s.first, s.end) for s in Splits(ServedLayers((kv, kv, kv, kv, head))).split(equal, 1)] == [(0, 2), (2, 5)]
 
 
 def test_a_layer_without_kv_has_no_limit() -> None:
-    model = Model((Layer(3, 0, Line(0, 0)),))
+    model = ServedLayers((Layer(3, 0, Line(0, 0)),))
     assert Splits(model).tokens(all_stages(alone(model, (Instance("a", 3),)))) == UNLIMITED
 
 
 def test_a_small_instance_stands_where_another_two_meet() -> None:
     """Halves and a whole copy: the whole one takes the middle, so all three have a third, and nothing is copied."""
-    model = Model((Layer(10, 1, Line(1 / 16, 0)),) * 6)
+    model = ServedLayers((Layer(10, 1, Line(1 / 16, 0)),) * 6)
     a, b, c = (Instance(name, 60) for name in "abc")
-    stages = [Stage(c, 0, 6), Stage(b, 3, 6), Stage(a, 0, 3)]
+    stages = [PlannedStage(c, 0, 6), PlannedStage(b, 3, 6), PlannedStage(a, 0, 3)]
     found = Splits(model).split(stages, 1)
     assert [(stage.instance.name, stage.first, stage.end) for stage in found] == [("a", 0, 2), ("c", 2, 4), ("b", 4, 6)]
     # Thirds and a whole copy: one third stays as it is, so the fourth instance brings nothing.
-    thirds = [Stage(a, 0, 2), Stage(b, 2, 4), Stage(c, 4, 6)]
-    fourth = Stage(Instance("d", 60), 0, 6)
+    thirds = [PlannedStage(a, 0, 2), PlannedStage(b, 2, 4), PlannedStage(c, 4, 6)]
+    fourth = PlannedStage(Instance("d", 60), 0, 6)
     assert Splits(model).tokens([*thirds, fourth]) == Splits(model).tokens(thirds)
 
 
 def test_an_instance_that_is_too_small_for_the_model_helps_others() -> None:
-    model = Model((Layer(10, 1, Line(1 / 16, 0)),) * 4)
-    small, large = Stage(Instance("small", 25), 0, 4), Stage(Instance("large", 60), 0, 4)
+    model = ServedLayers((Layer(10, 1, Line(1 / 16, 0)),) * 4)
+    small, large = PlannedStage(Instance("small", 25), 0, 4), PlannedStage(Instance("large", 60), 0, 4)
     assert Splits(model).tokens([small]) == -1
     assert Splits(model).tokens([small, large]) == 10  # one layer and 15 tokens, three and 10
     assert [stage.end - stage.first for stage in Splits(model).split([large, small], 1)] in ([1, 3], [3, 1])

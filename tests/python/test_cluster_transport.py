@@ -21,7 +21,7 @@ pytest.importorskip("msgspec")
 import torch.distributed as dist  # noqa: E402
 
 from remap.cluster import transport  # noqa: E402
-from remap.cluster.transport import FRAME, Link, PeerLost, ServedStore, bytes_of, connect, tensor_of  # noqa: E402
+from remap.cluster.transport import FRAME, GroupLink, PeerLost, ServedStore, bytes_of, connect, tensor_of  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 
 LIMIT_S = 60.0
@@ -35,8 +35,8 @@ def address():
     del store
 
 
-def links(address, prefix, names) -> list[Link]:
-    found: dict[str, Link] = {}
+def links(address, prefix, names) -> list[GroupLink]:
+    found: dict[str, GroupLink] = {}
 
     def join(name):
         found[name] = connect(address, prefix, names, name, HOST, LIMIT_S)
@@ -105,7 +105,7 @@ def test_a_store_listens_at_its_host_alone_and_members_at_theirs():
     port = client_of(store).port
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port), LIMIT_S)
-    found: dict[str, Link] = {}
+    found: dict[str, GroupLink] = {}
 
     def join(name: str, host: str) -> None:
         found[name] = connect(store.address, "hosts", ["a", "b"], name, host, LIMIT_S)
@@ -254,7 +254,7 @@ def test_a_thread_that_has_nothing_more_to_do_is_known_until_it_has_ended():
 
     running = {}
     link = SimpleNamespace(_prefix="ends", names=("a",), rank=0)
-    transport.Link._start(link, running, None, lambda given: begin.wait(LIMIT_S), Slow())
+    transport.GroupLink._start(link, running, None, lambda given: begin.wait(LIMIT_S), Slow())
     begin.set()  # from here on the thread alone has it
     while running:
         time.sleep(0.001)

@@ -28,7 +28,7 @@ from remap.cli.demo_report import (
     worse_figures,
     worse_sentence,
 )
-from remap.engine.metrics import Sample
+from remap.engine.metrics import StepSample
 from remap.errors import InvalidArgument
 
 TOKENS = tuple(tuple(range(i, i + 20)) for i in range(48))
@@ -37,7 +37,7 @@ TOKENS = tuple(tuple(range(i, i + 20)) for i in range(48))
 def make_run(kind: str, **changes: object) -> RunResult:
     gave = [6 if kind == "remap" and i > 100 else 0 for i in range(300)]
     points = tuple(
-        Sample(i * 0.1, min(i, 200), 210 + 15 * gave[i], gave[i], min(i, 20), max(48 - i, 0), 0, 8, 0.1)
+        StepSample(i * 0.1, min(i, 200), 210 + 15 * gave[i], gave[i], min(i, 20), max(48 - i, 0), 0, 8, 0.1)
         for i in range(300)
     )
     times = {"ttft_s": tuple(0.1 * i for i in range(1, 49)), "tbt_s": tuple(0.05 + 0.0001 * i for i in range(48 * 19))}
@@ -158,8 +158,8 @@ def test_the_page_says_whose_answers_differ_and_why() -> None:
 
 
 def test_sparkline_holds_values_between_points() -> None:
-    def at(time_s: float, layers: int) -> Sample:
-        return Sample(time_s, 0, 0, layers, 0, 0, 0, 0, 0.0)
+    def at(time_s: float, layers: int) -> StepSample:
+        return StepSample(time_s, 0, 0, layers, 0, 0, 0, 0, 0.0)
 
     assert sparkline([at(0, 0), at(2, 8), at(9, 0), at(10, 0)], top=8, width=10) == "▁▁████████"
     assert sparkline([at(0, 0), at(10, 0)], top=8, width=4) == "▁▁▁▁"
@@ -228,7 +228,7 @@ def test_the_script_gets_the_lines_that_are_drawn() -> None:
 
 
 def test_thin_keeps_both_ends() -> None:
-    points = [Sample(float(i), 0, 0, 0, 0, 0, 0, 0, 0.0) for i in range(5 * MAX_POINTS + 3)]
+    points = [StepSample(float(i), 0, 0, 0, 0, 0, 0, 0, 0.0) for i in range(5 * MAX_POINTS + 3)]
     kept = thin(points)
     assert len(kept) <= MAX_POINTS + 1 and (kept[0], kept[-1]) == (points[0], points[-1])
     assert thin(points[:10]) == points[:10]

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from remap import _core
 from remap.cli import doctor, doctor_cuda, doctor_link
 from remap.cli.check import Check
-from remap.cli.doctor_cuda import Seen
-from remap.cli.doctor_link import Link
+from remap.cli.doctor_cuda import DriverAnswers
+from remap.cli.doctor_link import MeasuredLink
 from remap.cli.main import app
 from remap.errors import DriverError, Error, InvalidArgument, LimitExceeded, OutOfMemory
 
@@ -28,16 +28,16 @@ BUDGET = {"host_budget_bytes": 200 * GIB, "host_limited_by": "machine"}
 PROBE = {"library": "libcuda.so.1", "driver_version": 13000, "emulated": False, **BUDGET, "devices": [DEVICE]}
 SPEED = {"current_link_speed": "32.0 GT/s PCIe", "max_link_speed": "32.0 GT/s PCIe"}
 SLOT = {**SPEED, "current_link_width": "16", "max_link_width": "16"}
-GOOD_LINK = Link(32 * MIB, 55e9, 54e9, True)
+GOOD_LINK = MeasuredLink(32 * MIB, 55e9, 54e9, True)
 
 
-def seen(device: Any = None, probe: Any = None, **changes: Any) -> Seen:
+def seen(device: Any = None, probe: Any = None, **changes: Any) -> DriverAnswers:
     """A machine with one good device, changed as told."""
     whole = {**PROBE, "devices": [{**DEVICE, **(device or {})}], **(probe or {})}
-    return Seen(**{"probe": whole, "links": {0: GOOD_LINK}, "slots": {0: SLOT}, **changes})
+    return DriverAnswers(**{"probe": whole, "links": {0: GOOD_LINK}, "slots": {0: SLOT}, **changes})
 
 
-def by_subject(state: Seen) -> dict[str, Check]:
+def by_subject(state: DriverAnswers) -> dict[str, Check]:
     found = list(doctor_cuda.checks(state))
     assert len({check.what for check in found}) == len(found)
     # What is not as it should be says what to do about it.
@@ -66,14 +66,17 @@ MISSING = DriverError("cannot load libcuda.so.1: no such file", library="libcuda
 @pytest.mark.parametrize(
     ("state", "advice"),
     [
-        (Seen(error=MISSING), "for device='cuda' only: install NVIDIA's driver"),
-        (Seen(error=MISSING, device_files=True), "docker run --gpus all"),
-        (Seen(error=MISSING, environment={"REMAP_LIBCUDA": "/a/b.so"}), "REMAP_LIBCUDA=/a/b.so names"),
-        (Seen(error=DriverError("cuInit: no device", call="cuInit", code=100)), "nvidia-smi"),
-        (Seen(error=DriverError("too old", library="x.so", found=11020, needed=12000)), "update NVIDIA's driver"),
+        (DriverAnswers(error=MISSING), "for device='cuda' only: install NVIDIA's driver"),
+        (DriverAnswers(error=MISSING, device_files=True), "docker run --gpus all"),
+        (DriverAnswers(error=MISSING, environment={"REMAP_LIBCUDA": "/a/b.so"}), "REMAP_LIBCUDA=/a/b.so names"),
+        (DriverAnswers(error=DriverError("cuInit: no device", call="cuInit", code=100)), "nvidia-smi"),
+        (
+            DriverAnswers(error=DriverError("too old", library="x.so", found=11020, needed=12000)),
+            "update NVIDIA's driver",
+        ),
     ],
 )
-def test_no_driver_is_a_note_with_the_way_out(state: Seen, advice: str) -> None:
+def test_no_driver_is_a_note_with_the_way_out(state: DriverAnswers, advice: str) -> None:
     found = by_subject(state)
     assert set(found) == {"cuda driver", SESSION}
     assert (found["cuda driver"].level, found["cuda driver"].found) == ("note", str(state.error))
@@ -98,10 +101,10 @@ FULL = seen({"free_bytes": 0}, links={0: OutOfMemory("device full")})  # another
 GH200 = seen(environment={"REMAP_DEVICE": "sim:GH200-96GB"})
 
 # (what the machine is like, of what, level, pattern of what was found, pattern of what to do about it)
-JUDGED: list[tuple[Seen, str, str, str, str]] = [
-    (Seen(error=MISSING, environment=asked("cuda")), "cuda driver", "bad", "", ""),
-    (Seen(error=MISSING, environment=asked("cuda")), SESSION, "bad", "^REMAP_DEVICE=cuda, .* are: none$", ""),
-    (Seen(error=WRONG_SETTING), "cuda settings", "bad", "^REMAP_HOST_BUDGET must be a size$", ""),
+JUDGED: list[tuple[DriverAnswers, str, str, str, str]] = [
+    (DriverAnswers(error=MISSING, environment=asked("cuda")), "cuda driver", "bad", "", ""),
+    (DriverAnswers(error=MISSING, environment=asked("cuda")), SESSION, "bad", "^REMAP_DEVICE=cuda, .* are: none$", ""),
+    (DriverAnswers(error=WRONG_SETTING), "cuda settings", "bad", "^REMAP_HOST_BUDGET must be a size$", ""),
     # A device without virtual memory management is not usable, which is bad only where it was asked for.
     (seen(**NO_VMM), "cuda:0 virtual memory", "note", "", ""),
     (seen(**NO_VMM), SESSION, "ok", "", "^$"),
@@ -127,7 +130,7 @@ JUDGED: list[tuple[Seen, str, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("state", "subject", "level", "found", "fix"), JUDGED)
-def test_what_is_judged_how(state: Seen, subject: str, level: str, found: str, fix: str) -> None:
+def test_what_is_judged_how(state: DriverAnswers, subject: str, level: str, found: str, fix: str) -> None:
     check = by_subject(state)[subject]
     assert check.level == level
     assert re.search(found, check.found) and re.search(fix, check.fix), check
@@ -139,7 +142,7 @@ def test_what_does_not_concern_a_machine_is_not_said() -> None:
     for capability in ((6, 0), (7, 5)):
         assert "cuda:0 re-pointing" not in by_subject(seen({"compute_capability": capability}))
     assert "GB/s" not in by_subject(seen(probe=EMULATED))["cuda:0 link"].found, "an emulated driver has no speeds"
-    coherent = by_subject(seen({"coherent": True}, links={0: Link(32 * MIB, 300e9, 290e9, True)}))
+    coherent = by_subject(seen({"coherent": True}, links={0: MeasuredLink(32 * MIB, 300e9, 290e9, True)}))
     assert "PCIe" not in coherent["cuda:0 link"].found, "its slot is not its link"
     assert "spare" not in by_subject(seen(probe=SET_BUDGET))["page-locked memory"].found
 
@@ -147,14 +150,19 @@ def test_what_does_not_concern_a_machine_is_not_said() -> None:
 @pytest.mark.parametrize(
     ("link", "slot", "level", "text"),
     [
-        (Link(MIB, 55e9, 54e9, True), {}, "ok", "55.0 GB/s"),
-        (Link(MIB, 25e9, 25e9, True), {**SLOT, "current_link_width": "8"}, "note", "32.0 GT/s x8 carries 31.5"),
-        (Link(MIB, 25e9, 25e9, True), {**SLOT, "current_link_speed": "16.0 GT/s PCIe"}, "note", "16.0 GT/s x16"),
-        (Link(MIB, 20e9, 55e9, True), SLOT, "note", "carries 63.0"),
+        (MeasuredLink(MIB, 55e9, 54e9, True), {}, "ok", "55.0 GB/s"),
+        (MeasuredLink(MIB, 25e9, 25e9, True), {**SLOT, "current_link_width": "8"}, "note", "32.0 GT/s x8 carries 31.5"),
+        (
+            MeasuredLink(MIB, 25e9, 25e9, True),
+            {**SLOT, "current_link_speed": "16.0 GT/s PCIe"},
+            "note",
+            "16.0 GT/s x16",
+        ),
+        (MeasuredLink(MIB, 20e9, 55e9, True), SLOT, "note", "carries 63.0"),
         # A virtual machine's files may describe anything: a link that carried more than they allow is not theirs.
-        (Link(MIB, 55e9, 54e9, True), {**SLOT, "current_link_width": "1"}, "ok", "55.0 GB/s"),
-        (Link(MIB, 55e9, 54e9, True), {**SLOT, "current_link_speed": "Unknown"}, "ok", "55.0 GB/s"),
-        (Link(MIB, 55e9, 54e9, False), SLOT, "bad", "came back different"),
+        (MeasuredLink(MIB, 55e9, 54e9, True), {**SLOT, "current_link_width": "1"}, "ok", "55.0 GB/s"),
+        (MeasuredLink(MIB, 55e9, 54e9, True), {**SLOT, "current_link_speed": "Unknown"}, "ok", "55.0 GB/s"),
+        (MeasuredLink(MIB, 55e9, 54e9, False), SLOT, "bad", "came back different"),
         (None, SLOT, "note", "not measured"),
         (OutOfMemory("device full"), SLOT, "note", "not measured: device full"),
         (LimitExceeded("host budget"), SLOT, "note", "not measured: host budget"),

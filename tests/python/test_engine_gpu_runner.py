@@ -34,7 +34,7 @@ from remap.engine.captured import buckets_up_to  # noqa: E402
 from remap.engine.chunk import Chunk  # noqa: E402
 from remap.engine.gpu_runner import GpuRunner  # noqa: E402
 from remap.engine.inputs import TokenInputs  # noqa: E402
-from remap.engine.request import Sequence, State  # noqa: E402
+from remap.engine.request import RequestState, Sequence  # noqa: E402
 from remap.engine.runner import ModelRunner  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 
@@ -117,7 +117,7 @@ def _decode_pass(kind, streaming, graphs, sizes=(5, 9, 3)):
     texts = prompts(len(sizes), seed=3, low=9, high=9)
     sequences = sequences_for(tenant, [prompt[:size] for prompt, size in zip(texts, sizes)])
     for sequence in sequences:
-        sequence.state = State.RUNNING
+        sequence.state = RequestState.RUNNING
     _, tokens = runner.run([Chunk(sequence, 0, len(sequence.tokens)) for sequence in sequences])
     for sequence, token in zip(sequences, tokens, strict=True):
         sequence.tokens.append(token)
@@ -203,7 +203,7 @@ def test_limits_are_kept():
     runner = GpuRunner(model, tenant, max_num_seqs=2, max_batch_tokens=8, max_model_len=8)
     (long,), short = sequences_for(tenant, [(1,) * 12]), sequences_for(tenant, [(1,)] * 3)
     for one in short:
-        one.state = State.RUNNING
+        one.state = RequestState.RUNNING
     request = Request("long", (1,) * 15, SamplingParams(max_tokens=7))
     for call, argument, fields in (
         (engine.add_request, request, {"needed": 21, "limit": 20}),
@@ -239,7 +239,7 @@ def test_the_block_table_follows_whatever_happens_to_the_blocks(steps, rng):
     for action, pick in steps:
         if action <= 2 and len(running) < most:
             running.append(waiting.pop() if waiting and action == 0 else Sequence.of(Request("x", (1,)), 0))
-            running[-1].state, running[-1].blocks = State.RUNNING, []
+            running[-1].state, running[-1].blocks = RequestState.RUNNING, []
         elif action <= 5 and running:
             blocks = running[pick % len(running)].blocks
             blocks += [next(serial) for _ in range(min(pick, width - len(blocks)))]
@@ -248,7 +248,7 @@ def test_the_block_table_follows_whatever_happens_to_the_blocks(steps, rng):
                 sequence.blocks = [next(serial) for _ in sequence.blocks]
         elif action in (7, 8) and running:
             sequence = running.pop(pick % len(running))
-            sequence.state, sequence.blocks = State.WAITING if action == 7 else State.FINISHED, []
+            sequence.state, sequence.blocks = RequestState.WAITING if action == 7 else RequestState.FINISHED, []
             waiting += [sequence] if action == 7 else []
         passed = [sequence for sequence in running if rng.random() < 0.7]
         rows = inputs.table.rows_of(passed)

@@ -11,8 +11,8 @@ from fakes import CountingPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remap.engine.metrics import Metrics, Sample, percentile
-from remap.engine.request import Request, SamplingParams, Sequence, State
+from remap.engine.metrics import Metrics, StepSample, percentile
+from remap.engine.request import Request, RequestState, SamplingParams, Sequence
 from remap.engine.scheduler import Scheduler
 from remap.errors import InvalidArgument
 
@@ -162,7 +162,7 @@ def test_any_load_finishes_and_every_invariant_holds(loads, blocks, block_tokens
         for chunk in schedule.chunks:
             assert chunk.count >= 1 and chunk.sequence not in schedule.preempted
             computed.update((chunk.sequence.order, token) for token in range(chunk.start, chunk.end))
-        assert all(seq.state is State.WAITING and seq.computed == 0 for seq in schedule.preempted)
+        assert all(seq.state is RequestState.WAITING and seq.computed == 0 for seq in schedule.preempted)
         for seq in scheduler.running:
             assert seq.computed < len(seq.tokens) and seq.computed <= len(seq.blocks) * block_tokens
         finished += ended
@@ -211,7 +211,7 @@ def test_metrics_by_hand():
     a, b = (Sequence.of(Request(id, (1, 2)), 0, arrived) for id, arrived in (("a", 10.0), ("b", 11.0)))
     for ready, now in (((a,), 10.5), ((a,), 10.7), ((), 11.0), ((b, a), 12.0)):
         metrics.tokens(ready, now)
-    metrics.timeline.append(Sample(0.5, 3, 6, 2, 1, 0, 0, 3, 0.5))
+    metrics.timeline.append(StepSample(0.5, 3, 6, 2, 1, 0, 0, 3, 0.5))
     summary = metrics.summary()
     assert metrics.ttft_s == [0.5, 1.0]
     assert metrics.tbt_s == pytest.approx([0.2, 1.3])
@@ -255,5 +255,8 @@ def test_finishing_again_after_an_interrupt_finishes(monkeypatch):
         scheduler.finish(sequence, pool)
     scheduler.finish(sequence, pool)
     assert (
-        not scheduler.running and not scheduler.waiting and pool.live_blocks == 0 and sequence.state is State.FINISHED
+        not scheduler.running
+        and not scheduler.waiting
+        and pool.live_blocks == 0
+        and sequence.state is RequestState.FINISHED
     )

@@ -19,7 +19,7 @@ from remap.errors import InvalidArgument, OutOfMemory
 from remap.policy import hybrid, minibatches
 from remap.policy.activations import BlockBytes, Line, activations_of, block_bytes, next_is_activations, ratios
 from remap.policy.hardware import model, models
-from remap.policy.minibatches import Limits, Mix, total
+from remap.policy.minibatches import BufferLimits, Mix, total
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 import hybrid_brute as brute
@@ -110,7 +110,7 @@ MIXES = st.lists(st.builds(Mix, st.integers(0, 6), st.integers(0, 4), st.integer
 LINES = st.builds(Line, st.floats(0.0, 2.0), st.floats(0.01, 3.0))
 
 
-def check(packing: minibatches.Packing, mixes: list[Mix], limits: Limits) -> None:
+def check(packing: minibatches.Packing, mixes: list[Mix], limits: BufferLimits) -> None:
     assert sorted(at for each in packing for at in each) == list(range(len(mixes)))
     assert all(limits.holds(total(mixes[at] for at in each)) for each in packing)
 
@@ -118,7 +118,7 @@ def check(packing: minibatches.Packing, mixes: list[Mix], limits: Limits) -> Non
 @RELAXED
 @given(MIXES, st.integers(24, 60), LINES, LINES, LINES)
 def test_every_request_is_packed_once_and_fits(mixes: list[Mix], most: int, make: Line, load: Line, half: Line) -> None:
-    limits = Limits(most, 2, 2, 1)
+    limits = BufferLimits(most, 2, 2, 1)
     papers = packings.as_in_the_paper(mixes, limits, make, load)
     tried = packings.candidates(mixes, limits, make, load, half)
     for packing in tried:
@@ -141,7 +141,7 @@ def test_every_request_is_packed_once_and_fits(mixes: list[Mix], most: int, make
 def test_equal_requests_fill_mini_batches_under_either_packing(
     kv: int, activations: int, count: int, size: int
 ) -> None:
-    limits, mixes = Limits(size, 1, 1, 1), [Mix(kv, activations)] * count
+    limits, mixes = BufferLimits(size, 1, 1, 1), [Mix(kv, activations)] * count
     fit = size // (kv + activations)
     for packing in (
         packings.as_in_the_paper(mixes, limits, Line(1.0, 2.0), Line(1.0, 3.0)),
@@ -157,7 +157,7 @@ def test_what_the_paper_leaves_open_about_f_b() -> None:
     assert packings.imbalance(Mix(2, 1, 2), make, load) == 1.0  # held activations are made into K and V too
     assert packings.imbalance(Mix(1, 3), make, load) == packings.imbalance(Mix(4, 3), make, load) == 2.0
     mixes = [Mix(4, 1), Mix(1, 4), Mix(4, 1)]  # the second balances the first, the third would not
-    assert packings.as_in_the_paper(mixes, Limits(99, 1, 1, 1), Line(0, 1), Line(0, 1)) == ((0, 1), (2,))
+    assert packings.as_in_the_paper(mixes, BufferLimits(99, 1, 1, 1), Line(0, 1), Line(0, 1)) == ((0, 1), (2,))
 
 
 def test_a_bound_on_the_difference_keeps_requests_of_one_sort_apart() -> None:
@@ -166,7 +166,7 @@ def test_a_bound_on_the_difference_keeps_requests_of_one_sort_apart() -> None:
     def apart(mix: Mix) -> float:
         return float(mix.activations - mix.kv)
 
-    limits = Limits(16, 1, 1, 1)
+    limits = BufferLimits(16, 1, 1, 1)
     assert minibatches.first_fit(mixes, limits, range(4)) == ((0, 1, 2, 3),)
     assert minibatches.first_fit(mixes, limits, range(4), apart, 0.0) == ((0, 2), (1, 3))
 
@@ -175,7 +175,7 @@ def test_a_request_that_fits_nowhere_is_named_with_the_numbers() -> None:
     mixes = [Mix(1, 1), Mix(2, 3, 2)]
     for pack in (packings.as_in_the_paper, lambda *given: packings.candidates(*given, Line(0, 1))):
         with pytest.raises(InvalidArgument) as raised:
-            pack(mixes, Limits(10, 2, 2, 1), Line(0, 1), Line(0, 1))
+            pack(mixes, BufferLimits(10, 2, 2, 1), Line(0, 1), Line(0, 1))
         assert (raised.value.request, raised.value.taken, raised.value.most) == (1, 12, 10)
 
 

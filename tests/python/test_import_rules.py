@@ -15,7 +15,7 @@ rules = load_tool("import_rules")
 
 def test_the_sources_keep_the_rules() -> None:
     found = [*rules.check_cpp(ROOT)]
-    for check in (rules.check_python, rules.check_circles, rules.check_floors):
+    for check in (rules.check_python, rules.check_circles, rules.check_floors, rules.check_names):
         found += check(ROOT / "src")
     assert [str(each) for each in found] == []
     modules = rules.read_package(ROOT / "src")  # and they are really read
@@ -86,6 +86,15 @@ def test_planted_imports_that_go_up_are_found(tmp_path: Path, name: str, text: s
     files = {f"{other}.py": "" for other in others} | {name: text}
     files |= {f"{other.split('/')[0]}/__init__.py": "" for other in (*others, name) if "/" in other}
     assert (not list(rules.check_floors(_package(tmp_path, files)))) is good
+
+
+def test_a_class_name_is_given_once(tmp_path: Path) -> None:
+    files = {
+        "a.py": "class Plan: ...\nclass _Entry: ...\ndef f():\n    class Plan: ...",
+        "b.py": "class Plan: ...\nclass _Entry: ...\nclass Change: ...",
+    }
+    found = [v.message for v in rules.check_names(_package(tmp_path, files))]
+    assert found == ["class Plan has the name of one in remap.a"]
 
 
 def test_lazy_and_annotation_imports_are_allowed(tmp_path: Path) -> None:

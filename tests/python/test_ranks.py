@@ -19,7 +19,7 @@ import remap
 from remap import _core
 from remap.errors import InvalidState
 from remap.inside import inside
-from remap.ranks import Group, Rank, Report, ids, runs
+from remap.ranks import Rank, RankGroup, RankReport, ids, runs
 
 pytest.importorskip("torch")
 
@@ -47,7 +47,7 @@ class World:
             self.ranks.append(Rank(session, session.attach_bytes(self.layers, name="m", kv=kv), rank))
             set_times(self.ranks[-1], times_of(LAYERS, 1.0, 0.1))
         self.local, self.opened, self.used, self.leaving = local, set[int](), dict[int, int](), set[int]()
-        self.group = Group(self.ask, count)
+        self.group = RankGroup(self.ask, count)
         self.opened = ids(self.group.opened)
         self.ask("listen", self.heard if local else None)
         if not extra:
@@ -56,7 +56,7 @@ class World:
     def ask(self, method: str, *args: Any) -> list[Any]:
         return [getattr(rank, method)(*args) for rank in self.ranks]
 
-    def heard(self, report: Report) -> list[int]:
+    def heard(self, report: RankReport) -> list[int]:
         """The engine's books. Returns what has left and is in no use."""
         wanted = ids(report.open)
         self.leaving = (self.leaving | self.opened) - wanted
@@ -68,12 +68,12 @@ class World:
         self.leaving -= set(found)
         return found
 
-    def take(self, report: Report | None) -> Report | None:
+    def take(self, report: RankReport | None) -> RankReport | None:
         if report is not None and not self.local:
             self.ask("returned", self.heard(report))
         return report
 
-    def step(self, wanted: int, anyway: bool = False) -> Report | None:
+    def step(self, wanted: int, anyway: bool = False) -> RankReport | None:
         return self.take(self.group.step(wanted, len(self.free), anyway))
 
     @property
@@ -269,7 +269,7 @@ def test_ranks_start_alike(worlds: Any) -> None:
     assert caught.value.fields["ranks"] == 2
     world = worlds(2)
     with pytest.raises(InvalidState) as caught:
-        Group(lambda method, *args: [getattr(world.ranks[0], method)(*args)], 2)
+        RankGroup(lambda method, *args: [getattr(world.ranks[0], method)(*args)], 2)
     assert caught.value.fields["answers"] == 1
 
 

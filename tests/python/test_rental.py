@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remap.policy.rental import Guard, Rental, income
+from remap.policy.rental import HeadroomGuard, Rental, income
 
 Step = tuple[int, bool]  # income in sixteenths of a reload, whether the surplus condition holds
 
@@ -102,7 +102,7 @@ def test_the_factors_are_reached() -> None:
 
 
 def test_the_guard_step_by_step() -> None:
-    guard = Guard()
+    guard = HeadroomGuard()
     assert guard.clip(10**9, 7) == 7
     guard.arm(level=20, headroom=5)
     assert [guard.clip(20, 9), guard.clip(0, 3), guard.clip(20, 5)] == [5, 3, 5]

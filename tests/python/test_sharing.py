@@ -24,7 +24,7 @@ from test_engine_runner import LAYERS, VOCAB, make_model  # noqa: E402
 
 from remap.cli.shared_world import SMALL, build  # noqa: E402
 from remap.engine import LLMEngine, Request, SamplingParams, Scheduler, SharedEngines  # noqa: E402
-from remap.engine.request import Sequence, State  # noqa: E402
+from remap.engine.request import RequestState, Sequence  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks  # noqa: E402
 
 KINDS = {"a": "llama", "b": "qwen3", "c": "opt"}
@@ -473,7 +473,7 @@ def test_preempting_anybody_keeps_both_queues_in_order(seed, blocks):
         if scheduler.running and rng.random() < 0.3:
             victim = rng.choice(scheduler.running)
             scheduler.preempt(victim, pool)
-            assert victim.state is State.WAITING
+            assert victim.state is RequestState.WAITING
             assert not victim.blocks
             assert victim.computed == 0
         for chunk in scheduler.schedule(pool).chunks:

@@ -20,7 +20,7 @@ from remap.cli.demo_config import MOST_TENANTS, DemoConfig
 from remap.cli.demo_html import page
 from remap.cli.demo_report import RunResult, table_rows
 from remap.cli.main import app
-from remap.cli.shared_world import LARGE, SMALL, Wiring, World
+from remap.cli.shared_world import LARGE, SMALL, SharedWorld, Wiring
 from remap.errors import InvalidArgument
 from remap.sim.workload import ALPACA, Arrivals, Load, generate
 
@@ -65,7 +65,7 @@ def test_refusals(small):
 
 
 def test_runs_of_several_tenants_add_up(small):
-    world = World(SMALL, kv_share=0.06)
+    world = SharedWorld(SMALL, kv_share=0.06)
     items = generate([Load(name, Arrivals(8.0), world.lengths(ALPACA, 1.0)) for name in world.names], 1.0, 3)
     requests = world.requests(items, at_once=True)
     reports = []

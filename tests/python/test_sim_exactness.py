@@ -29,7 +29,7 @@ from remap.sim.engine import SimEngine
 from remap.sim.masters import masters
 from remap.sim.passes import SessionPass
 from remap.sim.scheduling import PrefillFirst
-from remap.sim.sequences import Sequence as Request
+from remap.sim.sequences import SimSequence as Request
 from remap.sim.workload import Item
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))

@@ -25,7 +25,7 @@ from remap.engine.chunk import Chunk
 from remap.policy.hardware import Machine, machine
 from remap.sim.passes import PiePass
 from remap.sim.pools import PiePool
-from remap.sim.sequences import Sequence as Request
+from remap.sim.sequences import SimSequence as Request
 from remap.sim.serving import Setup, TenantSetup, simulate
 from remap.sim.workload import Item
 

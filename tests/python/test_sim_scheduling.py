@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from remap.engine.engine import Engine
 from remap.engine.request import Request as RealRequest
-from remap.engine.request import SamplingParams, State
+from remap.engine.request import RequestState, SamplingParams
 from remap.engine.request import Sequence as RealSequence
 from remap.engine.scheduler import Schedule, Scheduler
 from remap.errors import InvalidArgument
@@ -22,7 +22,7 @@ from remap.sim.engine import SimEngine
 from remap.sim.passes import Pass
 from remap.sim.pools import CountedPool
 from remap.sim.scheduling import PrefillFirst, make_scheduling
-from remap.sim.sequences import Sequence as Request
+from remap.sim.sequences import SimSequence as Request
 from remap.sim.sequences import Work
 from remap.sim.workload import Item
 
@@ -205,7 +205,7 @@ def test_every_pass_is_that_of_the_slow_model(requests, waits, blocks, most, bud
         assert seen == slow.step()
         if not arriving and not scheduler.running and not scheduler.waiting:
             break
-    assert all(one.state is State.FINISHED and one.length == one.end for one in everybody)
+    assert all(one.state is RequestState.FINISHED and one.length == one.end for one in everybody)
     assert admitted == sorted(admitted)  # first come, first served
     assert (preempted, recomputed) == (slow.preempted, slow.recomputed) and pool.live_blocks == 0
 

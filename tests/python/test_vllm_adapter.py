@@ -244,9 +244,9 @@ class Rank:
     """One rank behind remote calls."""
 
     def __init__(self) -> None:
-        from remap.ranks import Report
+        from remap.ranks import RankReport
 
-        self._report = Report(((0, 4),), (0, 0))
+        self._report = RankReport(((0, 4),), (0, 0))
 
     def __call__(self, method: str, args: Any = ()) -> list[Any]:
         if method == "remap_call":
@@ -255,17 +255,17 @@ class Rank:
 
 
 def test_a_link_tells_whether_its_rank_is_local() -> None:
-    from remap.adapters.vllm.link import Link
+    from remap.adapters.vllm.link import RankLink
 
     books: Any = SimpleNamespace(open_now=lambda runs: [])
     parallel = SimpleNamespace(world_size=1)
-    assert not Link(SimpleNamespace(parallel_config=parallel, collective_rpc=Rank()), books).local
+    assert not RankLink(SimpleNamespace(parallel_config=parallel, collective_rpc=Rank()), books).local
     ask = Rank()
     worker = SimpleNamespace(
         **{name: lambda *args, n=name: ask(n, args)[0] for name in ("remap_call", "remap_manifest", "remap_may_move")}
     )
     driver = SimpleNamespace(worker=worker)
-    assert Link(SimpleNamespace(parallel_config=parallel, driver_worker=driver), books).local
+    assert RankLink(SimpleNamespace(parallel_config=parallel, driver_worker=driver), books).local
 
 
 # -- the worker ------------------------------------------------------------------------------------------------------

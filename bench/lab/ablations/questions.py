@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from remap.cli.shared_world import Wiring, World
+from remap.cli.shared_world import SharedWorld, Wiring
 from remap.sim.workload import ALPACA, SHAREGPT, Arrivals, Lengths, Load
 
 __all__ = ["ABLATIONS", "Ablation", "Claim", "Side", "select"]
@@ -61,7 +61,7 @@ class Ablation:
     question: str
     sides: tuple[Side, ...]
     claims: tuple[Claim, ...]
-    loads: Callable[[World, float, float], list[Load]]
+    loads: Callable[[SharedWorld, float, float], list[Load]]
     mode: str = "temporal"
     tenants: int | None = None
     load: float = 0.8
@@ -80,7 +80,7 @@ REMAP = Side("remap", _remap())
 CROWD = 40
 
 
-def _mix(world: World, rate: float, seconds: float) -> list[Load]:
+def _mix(world: SharedWorld, rate: float, seconds: float) -> list[Load]:
     """As many tokens a second for each tenant; chats for the first and every other one, instructions for the rest."""
     made = []
     for index, name in enumerate(world.names):
@@ -89,23 +89,23 @@ def _mix(world: World, rate: float, seconds: float) -> list[Load]:
     return made
 
 
-def _relative(world: World, lengths: Lengths) -> float:
+def _relative(world: SharedWorld, lengths: Lengths) -> float:
     """How many requests of these lengths ask for as many tokens as one of ALPACA's."""
     return world.lengths(ALPACA, 1.0).output.cut_mean / lengths.output.cut_mean
 
 
-def _chat(world: World) -> Lengths:
+def _chat(world: SharedWorld) -> Lengths:
     return world.lengths(SHAREGPT, 0.3)
 
 
-def _chats(world: World, rate: float, seconds: float) -> list[Load]:
+def _chats(world: SharedWorld, rate: float, seconds: float) -> list[Load]:
     """One burst after the other of chats, whose answers need the most memory."""
     chat = _chat(world)
     fewer = rate / len(world.names) * _relative(world, chat)
     return [Load(name, BURSTY.at(fewer), chat) for name in world.names]
 
 
-def _phases(world: World, rate: float, seconds: float) -> list[Load]:
+def _phases(world: SharedWorld, rate: float, seconds: float) -> list[Load]:
     """Each tenant in its own part of the time, as if it were alone: bursts of chats, while the other models are idle."""
     chat = _chat(world)
     part = seconds / len(world.names)
@@ -116,7 +116,7 @@ def _phases(world: World, rate: float, seconds: float) -> list[Load]:
     ]
 
 
-def _unequal(world: World, rate: float, seconds: float) -> list[Load]:
+def _unequal(world: SharedWorld, rate: float, seconds: float) -> list[Load]:
     """The first tenant asks four times as often as each of the others."""
     parts = [4.0] + [1.0] * (len(world.names) - 1)
     return [
@@ -125,7 +125,7 @@ def _unequal(world: World, rate: float, seconds: float) -> list[Load]:
     ]
 
 
-def _long_and_short(world: World, rate: float, seconds: float) -> list[Load]:
+def _long_and_short(world: SharedWorld, rate: float, seconds: float) -> list[Load]:
     """Long requests for the first tenant, short ones for the others: 1734 to 634 tokens, as in the paper."""
     share = rate / len(world.names)
     made = []
@@ -135,7 +135,7 @@ def _long_and_short(world: World, rate: float, seconds: float) -> list[Load]:
     return made
 
 
-def _peak_then_quiet(world: World, rate: float, seconds: float) -> list[Load]:
+def _peak_then_quiet(world: SharedWorld, rate: float, seconds: float) -> list[Load]:
     """A peak, then a fifth of its rate (section 7.6.1)."""
     end = 0.4 * seconds
     lengths = _chat(world)

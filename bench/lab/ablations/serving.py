@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from remap.cli.shared_world import LARGE, SMALL, Wiring, World
+from remap.cli.shared_world import LARGE, SMALL, SharedWorld, Wiring
 from remap.engine.metrics import percentile
 from remap.sim.workload import ALPACA, Arrivals, Load, generate, summary
 
@@ -61,20 +61,20 @@ class AblationRun:
     )  # tenant -> seconds to copy a layer / to compute it
 
 
-def worlds(settings: Settings) -> Callable[[int | None], World]:
+def worlds(settings: Settings) -> Callable[[int | None], SharedWorld]:
     """number of tenants -> their world, built once."""
-    built: dict[int | None, World] = {}
+    built: dict[int | None, SharedWorld] = {}
 
-    def world(tenants: int | None) -> World:
+    def world(tenants: int | None) -> SharedWorld:
         if tenants not in built:
             preset = SMALL if settings.quick else LARGE
-            built[tenants] = World(preset, kv_share=settings.kv_share, tenants=tenants, seed=settings.seed)
+            built[tenants] = SharedWorld(preset, kv_share=settings.kv_share, tenants=tenants, seed=settings.seed)
         return built[tenants]
 
     return world
 
 
-def busy_rate(world: World, max_num_seqs: int | None = None) -> float:
+def busy_rate(world: SharedWorld, max_num_seqs: int | None = None) -> float:
     """Requests a second of ALPACA's lengths that keep the machine busy, all tenants together, with memory for all of them."""
     per_tenant = max_num_seqs or world.preset.max_num_seqs
     lengths = world.lengths(ALPACA, 0.4)
@@ -93,7 +93,7 @@ def busy_rate(world: World, max_num_seqs: int | None = None) -> float:
 
 def run_ablation(
     ablation: Ablation,
-    world: World,
+    world: SharedWorld,
     settings: Settings,
     rate: float,
     on_progress: Callable[[str, int], None] | None = None,

@@ -10,7 +10,7 @@ from functools import partial
 from bench.lab.rounds import Suite, find_in
 
 from remap.cli.shared_world import ModelSpec
-from remap.cluster.control import Policy as Control
+from remap.cluster.control import GroupPolicy as Control
 from remap.engine.request import Request, SamplingParams
 
 __all__ = ["POLICIES", "SUITES", "Case", "Policy", "find"]

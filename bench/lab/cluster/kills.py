@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from remap.cli.shared_world import build
-from remap.cluster.control import Control, Policy
+from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.front import Front, Lost
 from remap.cluster.ray_cluster import RayInstances
 from remap.cluster.service import Fatal
@@ -193,7 +193,7 @@ async def _run(case: Case, instances: RayInstances, kills: int, seed: int) -> di
     wanted = engine_answers(case, pool)
     model, _ = build(case.model, case.dtype, case.seed)
     described = await instances.connections[0].call("describe")
-    control = Control(described.model, ASSUMED, Policy("remap"), timeout_s=60.0)
+    control = Control(described.model, ASSUMED, GroupPolicy("remap"), timeout_s=60.0)
     heard = _Heard()
     logging.getLogger("remap").addHandler(heard)
     front = Front[Request](control, instances.connections, lambda request: len(request.prompt))

@@ -22,9 +22,9 @@ from bench.lab.seeds import Point
 from remap.policy import hybrid
 from remap.policy.activations import Line, Ratio, block_bytes
 from remap.policy.hardware import machine, model
-from remap.policy.hybrid import Costs, Plan, Room
+from remap.policy.hybrid import Costs, HybridPlan, HybridRoom
 from remap.policy.maxplus import copied_uses
-from remap.policy.minibatches import Limits, Mix, first_fit, total
+from remap.policy.minibatches import BufferLimits, Mix, first_fit, total
 from remap.sim.loads import SHAREGPT_PAPER
 from remap.sim.roofline import Roofline, prefill_pairs
 
@@ -46,7 +46,7 @@ SAMPLED = (16, 64, 256, 1024, 4096)
 SHAREGPT = 0
 """Instead of a number of prompt tokens: as ShareGPT's, drawn with the seed."""
 
-System = Callable[[Sequence[int], Costs, Room], Plan]
+System = Callable[[Sequence[int], Costs, HybridRoom], HybridPlan]
 Passes = Sequence[tuple[int, Sequence[int]]]
 """How many there are in which the requests have these blocks."""
 
@@ -135,12 +135,12 @@ def _fixed(ratio: Ratio) -> System:
     return lambda blocks, costs, room: hybrid.fixed(blocks, ratio, costs, room)
 
 
-def _best(passes: Passes, costs: Costs, room: Room) -> System:
+def _best(passes: Passes, costs: Costs, room: HybridRoom) -> System:
     """The ratio is decided once, for all passes; mini-batches are formed for each."""
     return _fixed(division.best_ratio(passes, costs, room))
 
 
-SYSTEMS: dict[str, Callable[[Passes, Costs, Room], System]] = {
+SYSTEMS: dict[str, Callable[[Passes, Costs, HybridRoom], System]] = {
     "KV": lambda passes, costs, room: _fixed((0, 1)),
     "activations": lambda passes, costs, room: _fixed((1, 0)),
     "1:1": lambda passes, costs, room: _fixed((1, 1)),
@@ -154,12 +154,14 @@ def _blocks(prompts: Sequence[int], made: int) -> list[int]:
     return [-(-(prompt + made) // BLOCK_TOKENS) for prompt in prompts]
 
 
-def _prefill_s(prompts: Sequence[int], plan: Plan, found: Setup) -> float:
+def _prefill_s(prompts: Sequence[int], plan: HybridPlan, found: Setup) -> float:
     """Seconds of the pass over all prompts, which writes all blocks. plan: of the first pass after it."""
     costs, room, roofline = found.costs, found.room, found.roofline
     where = roofline.machine
     groups = first_fit(
-        [Mix(tokens, 0) for tokens in prompts], Limits(max(PREFILL_TOKENS, *prompts), 1, 1, 1), range(len(prompts))
+        [Mix(tokens, 0) for tokens in prompts],
+        BufferLimits(max(PREFILL_TOKENS, *prompts), 1, 1, 1),
+        range(len(prompts)),
     )
     row = []
     for group in groups:

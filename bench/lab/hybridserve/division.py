@@ -16,9 +16,9 @@ from bench.lab.hybridserve import packing
 from bench.lab.hybridserve.layerwise import Part, pass_seconds
 
 from remap.policy.activations import Ratio, ratios
-from remap.policy.hybrid import Costs, Plan, Room, algorithm_1, better_ratio, fixed
+from remap.policy.hybrid import Costs, HybridPlan, HybridRoom, algorithm_1, better_ratio, fixed
 from remap.policy.maxplus import copied_uses
-from remap.policy.minibatches import Limits, Mix, Packing, total
+from remap.policy.minibatches import BufferLimits, Mix, Packing, total
 
 __all__ = ["LayerwiseCosts", "LayerwiseRoom", "as_in_the_paper", "best", "best_ratio"]
 
@@ -50,7 +50,7 @@ class LayerwiseCosts(Costs):
         inner = [self.part(mix) for mix in mixes]
         return [*([inner] * (self.layers - 1)), [self.part(mix, last=True) for mix in mixes]]
 
-    def packings(self, mixes: Sequence[Mix], limits: Limits) -> list[Packing]:
+    def packings(self, mixes: Sequence[Mix], limits: BufferLimits) -> list[Packing]:
         """Ways to form mini-batches, of which the one with the shortest pass is taken. Errors as `packing.candidates`."""
         return packing.candidates(mixes, limits, self.recompute, self.load_kv, self.load_activations)
 
@@ -69,17 +69,17 @@ class LayerwiseCosts(Costs):
 
 
 @dataclass(frozen=True)
-class LayerwiseRoom(Room):
-    """As `Room`. buffer_bytes: two buffers of KV, two of activations, and K and V that are made again."""
+class LayerwiseRoom(HybridRoom):
+    """As `HybridRoom`. buffer_bytes: two buffers of KV, two of activations, and K and V that are made again."""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> BufferLimits:
         """Of one mini-batch."""
         kv, activations = self.block.kv, self.block.activations
-        return Limits(self.buffer_bytes, _BUFFERS * kv, _BUFFERS * activations + kv, kv)
+        return BufferLimits(self.buffer_bytes, _BUFFERS * kv, _BUFFERS * activations + kv, kv)
 
 
-def best(blocks: Sequence[int], costs: Costs, room: Room) -> Plan:
+def best(blocks: Sequence[int], costs: Costs, room: HybridRoom) -> HybridPlan:
     """Of all divisions that any ratio gives, the one with the least certified seconds of a pass; of equal ones the one with
     the fewest activations.
 
@@ -89,7 +89,7 @@ def best(blocks: Sequence[int], costs: Costs, room: Room) -> Plan:
     return fixed(blocks, best_ratio([(1, blocks)], costs, room), costs, room)
 
 
-def best_ratio(passes: Sequence[tuple[int, Sequence[int]]], costs: Costs, room: Room) -> Ratio:
+def best_ratio(passes: Sequence[tuple[int, Sequence[int]]], costs: Costs, room: HybridRoom) -> Ratio:
     """The ratio with which all passes together take the least certified seconds; of equal ones the one with the fewest
     activations. passes: how many there are in which the requests have these blocks; 0: the blocks only have to fit. Exact.
 
@@ -102,11 +102,11 @@ def best_ratio(passes: Sequence[tuple[int, Sequence[int]]], costs: Costs, room: 
     return found or (1, 0)
 
 
-def as_in_the_paper(blocks: Sequence[int], costs: Costs, room: Room) -> Plan:
+def as_in_the_paper(blocks: Sequence[int], costs: Costs, room: HybridRoom) -> HybridPlan:
     """HybridServe: the ratio by `algorithm_1`, mini-batches by its greedy packing, seconds by our certificate. Errors as
     for `fixed`."""
     ratio = algorithm_1(costs, room)
     mixes = room.held_by_host(blocks, ratio)
     found = packing.as_in_the_paper(mixes, room.limits, costs.recompute, costs.load_kv)
     seconds = costs.seconds([total(mixes[at] for at in each) for each in found], room.streamed(total(mixes)))
-    return Plan(ratio, tuple(mixes), found, seconds)
+    return HybridPlan(ratio, tuple(mixes), found, seconds)

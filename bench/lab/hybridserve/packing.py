@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from remap.policy.activations import Line
-from remap.policy.minibatches import Limits, Mix, Packing, fewest, first_fit, require_room, total
+from remap.policy.minibatches import BufferLimits, Mix, Packing, fewest, first_fit, require_room, total
 
 __all__ = ["as_in_the_paper", "candidates", "imbalance"]
 
@@ -28,7 +28,7 @@ def imbalance(mix: Mix, recompute: Line, load_kv: Line) -> float:
     return max(make / load, load / make) if make and load else math.inf
 
 
-def as_in_the_paper(mixes: Sequence[Mix], limits: Limits, recompute: Line, load_kv: Line) -> Packing:
+def as_in_the_paper(mixes: Sequence[Mix], limits: BufferLimits, recompute: Line, load_kv: Line) -> Packing:
     """HybridServe's greedy packing: a mini-batch takes, in the order given, each request that fits and that does not raise
     its F_b; then the next one begins.
 
@@ -52,7 +52,7 @@ def as_in_the_paper(mixes: Sequence[Mix], limits: Limits, recompute: Line, load_
 
 
 def candidates(
-    mixes: Sequence[Mix], limits: Limits, recompute: Line, load_kv: Line, load_activations: Line
+    mixes: Sequence[Mix], limits: BufferLimits, recompute: Line, load_kv: Line, load_activations: Line
 ) -> list[Packing]:
     """Ways to pack all requests, the paper's first; `least` chooses.
 
@@ -79,7 +79,7 @@ def candidates(
     return list(dict.fromkeys(tried))
 
 
-def _even(mixes: Sequence[Mix], limits: Limits, count: int, seconds: Callable[[Mix], float]) -> Packing | None:
+def _even(mixes: Sequence[Mix], limits: BufferLimits, count: int, seconds: Callable[[Mix], float]) -> Packing | None:
     """Each request, the longest first, into the mini-batch of `count` that has the least `seconds` of those that it fits
     into. None if one fits into none of them."""
     packed, sums = [list[int]() for _ in range(count)], [total(())] * count

@@ -11,23 +11,23 @@ from typing import Any
 
 from bench.lab.kunserve.twin.setup import CLUSTER_A
 
-from remap.cluster.control import Control, Policy
+from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.messages import (
-    Asked,
+    BringHome,
     Commit,
     Description,
-    Fetch,
     Fingerprint,
+    InstanceReport,
     Joined,
+    PlacementAsked,
     Prepare,
     Prepared,
     Recover,
-    Report,
     Reported,
     Tick,
 )
 from remap.policy.cluster import drop, restore
-from remap.policy.cluster.placement import Instance, Load, alone
+from remap.policy.cluster.placement import Instance, InstanceLoad, alone
 
 __all__ = ["SIZES", "measure"]
 
@@ -46,10 +46,10 @@ def _median(call: Callable[[], object]) -> list[float]:
     return [statistics.median(found), min(found), max(found)]
 
 
-def _load(number: int, waiting: int) -> Load:
+def _load(number: int, waiting: int) -> InstanceLoad:
     """Full, and so many requests wait; not two instances are quite the same."""
     tokens = CLUSTER_A.capacity - 64 * (number % 7)
-    return Load(tokens // 6000, tokens, (6000,) * waiting)
+    return InstanceLoad(tokens // 6000, tokens, (6000,) * waiting)
 
 
 def _one(instances: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _one(instances: int) -> dict[str, Any]:
 def _messages(names: list[str]) -> dict[str, Any]:
     """A whole change there and back under control: messages of each kind but reports, and how long a tick takes."""
     hardware, now = CLUSTER_A, 0.0
-    control = Control(hardware.model, hardware.network, Policy("remap"), timeout_s=60.0)
+    control = Control(hardware.model, hardware.network, GroupPolicy("remap"), timeout_s=60.0)
     fingerprint = Fingerprint(hardware.model_name, "bfloat16", "", len(hardware.model.layers), "", 64)
     epochs: dict[str, int] = {}
     arrived: dict[str, frozenset[int]] = {}
@@ -97,7 +97,7 @@ def _messages(names: list[str]) -> dict[str, Any]:
                     arrived.pop(instance, None)
                 case Prepare(instance, plan):
                     tell(Prepared(instance, plan.epoch))
-                case Fetch(instance, _, copies):
+                case BringHome(instance, _, copies):
                     arrived[instance] = frozenset(each.layer for each in copies if each.instance == instance)
 
     for name in names:
@@ -106,13 +106,13 @@ def _messages(names: list[str]) -> dict[str, Any]:
         now = period * _PERIOD_S
         full = period < 10
         for number, name in enumerate(names):
-            load = _load(number, 6) if full and control.members(name)[:1] == (name,) else Load()
-            tell(Reported(Report(name, epochs[name], "serving", load, (), 0, arrived.get(name, frozenset()))))
+            load = _load(number, 6) if full and control.members(name)[:1] == (name,) else InstanceLoad()
+            tell(Reported(InstanceReport(name, epochs[name], "serving", load, (), 0, arrived.get(name, frozenset()))))
         begin = time.perf_counter()
         tell(Tick())
         ticks.append(1e3 * (time.perf_counter() - begin))
     begin = time.perf_counter()
-    tell(Asked("x", 6000))
+    tell(PlacementAsked("x", 6000))
     return {
         "messages": sum(messages.values()) - 2 - messages["Recover"],
         "kinds": dict(messages),

@@ -23,7 +23,7 @@ from remap.cli.machine import machine_now
 from remap.cli.shared_world import build
 from remap.engine.pairs import PAIR
 from remap.engine.scheduler import TILE
-from remap.engine.throughput import Chosen, ThroughputEngine
+from remap.engine.throughput import ChosenRatio, ThroughputEngine
 from remap.engine.throughput_layout import lay_out
 from remap.errors import InvalidArgument
 from remap.inside import inside
@@ -47,7 +47,7 @@ class _Named(ThroughputEngine):
     name = "best"
     choosing_s = 0.0
 
-    def _choose(self) -> Chosen:
+    def _choose(self) -> ChosenRatio:
         begun = time.perf_counter()
         chosen = super()._choose()
         self.choosing_s = time.perf_counter() - begun

@@ -15,7 +15,7 @@ from bench.lab.hybridserve.batches import BLOCK_TOKENS, OUTPUT, Batch, setup
 from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
 
 from remap.policy import kv_stream
-from remap.policy.hybrid import Plan
+from remap.policy.hybrid import HybridPlan
 from remap.policy.minibatches import total
 
 __all__ = ["Order", "order"]
@@ -56,22 +56,22 @@ def order(batch: Batch) -> Order:
     )
 
 
-def _plan(blocks: int, size: int, batches: int, costs: LayerwiseCosts, room: LayerwiseRoom) -> Plan:
+def _plan(blocks: int, size: int, batches: int, costs: LayerwiseCosts, room: LayerwiseRoom) -> HybridPlan:
     return division.best([blocks] * math.ceil(size / batches), costs, room)
 
 
-def _fits(plan: Plan, room: LayerwiseRoom) -> bool:
+def _fits(plan: HybridPlan, room: LayerwiseRoom) -> bool:
     return _wanted(plan, room) <= room.buffer_bytes
 
 
-def _wanted(plan: Plan, room: LayerwiseRoom) -> int:
+def _wanted(plan: HybridPlan, room: LayerwiseRoom) -> int:
     """Bytes of the two buffers for a layer's blocks, and of what one mini-batch makes again."""
     mix = total(plan.mixes)
     made = max(total(plan.mixes[at] for at in each).recomputed for each in plan.packing)
     return _BUFFERS * (mix.kv * room.block.kv + mix.activations * room.block.activations) + made * room.block.kv
 
 
-def _whole_s(plan: Plan, costs: LayerwiseCosts, room: LayerwiseRoom) -> float:
+def _whole_s(plan: HybridPlan, costs: LayerwiseCosts, room: LayerwiseRoom) -> float:
     mix = total(plan.mixes)
     parts = [costs.part(total(plan.mixes[at] for at in each)) for each in plan.packing]
     computed = math.fsum(part.recompute_s + part.forward_s for part in parts)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from remap.cli.machine import machine_now
-from remap.cli.shared_world import World
+from remap.cli.shared_world import SharedWorld
 from remap.sim.results import Targets
 from remap.sim.workload import SHAREGPT, Load, generate
 
@@ -52,7 +52,7 @@ class _Watch:
         return not late and sequence.last_s - sequence.first_s <= self.targets.tpot_s * after
 
 
-def requests(case: Case, world: World) -> Any:
+def requests(case: Case, world: SharedWorld) -> Any:
     """The case's requests by tenant: prompts of random tokens, greedy answers of a fixed length."""
     lengths = world.lengths(SHAREGPT, case.lengths)
     return world.requests(
@@ -70,7 +70,7 @@ def serve(suite_name: str, case_name: str, policy_name: str) -> dict[str, Any]:
     suite, case = find(suite_name, case_name)
     policy = POLICIES[policy_name]
     torch.set_num_threads(suite.threads)
-    world = World(case.preset, kv_share=case.kv_share, seed=case.seed)
+    world = SharedWorld(case.preset, kv_share=case.kv_share, seed=case.seed)
     watch = _Watch(case.targets)
     load = machine_now()["load_1min"]
     made: list[Any] = []

@@ -22,7 +22,7 @@ from typing import Protocol
 from remap.errors import InvalidArgument, InvalidState
 from remap.kv.spec import KVSpec
 
-__all__ = ["BlockTable", "Follower", "Growth", "Pool", "SharedBlocks"]
+__all__ = ["BatchTable", "Follower", "Growth", "Pool", "SharedBlocks"]
 
 
 class Pool(Protocol):
@@ -66,14 +66,14 @@ class SharedBlocks:
         self._pool = pool
         self.block_tokens = pool.spec.block_tokens
         self._shown: Counter[int] = Counter()  # block -> rows that show it
-        self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
+        self._tables: weakref.WeakSet[BatchTable] = weakref.WeakSet()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         # Rows of tables that have ended, on any thread and at any moment. Only `collect` and `relocate` use them.
         self._left: deque[list[list[int]]] = deque()
 
-    def table(self) -> BlockTable:
+    def table(self) -> BatchTable:
         """A table without sequences. After it has ended, `collect` frees its blocks."""
-        table = BlockTable(self)
+        table = BatchTable(self)
         self._tables.add(table)
         weakref.finalize(table, self._left.append, table.rows).atexit = False
         return table
@@ -130,7 +130,7 @@ class SharedBlocks:
         self._pool.free(gone)
 
 
-class BlockTable:
+class BatchTable:
     """rows: for each sequence of a batch, its blocks in the order of tokens. All sequences have `tokens` tokens."""
 
     def __init__(self, blocks: SharedBlocks) -> None:

@@ -78,7 +78,7 @@ _PADDING = 2  # sectors at the start of the tensor that padding tokens read and 
 _ALIGNMENT = 128  # transformers rounds the bytes of sectors up to a multiple
 
 
-class Attached(Protocol):
+class AttachedBatching(Protocol):
     """The part of `transformers.Attached` that this module uses."""
 
     blocks: Any
@@ -89,8 +89,8 @@ class Attached(Protocol):
     def ask(self, blocks: int, /) -> Any: ...
 
 
-def configuration(attached: Attached, **options: Any) -> ContinuousBatchingConfig:
-    """See `Attached.continuous_batching`."""
+def configuration(attached: AttachedBatching, **options: Any) -> ContinuousBatchingConfig:
+    """See `AttachedBatching.continuous_batching`."""
     spec = attached.tenant.kv.spec
     fixed: dict[str, Any] = {
         "scheduler_type": f"remap-{id(attached):x}",
@@ -121,7 +121,7 @@ def configuration(attached: Attached, **options: Any) -> ContinuousBatchingConfi
     return ContinuousBatchingConfig(**{"safety_margin": 0.0, "max_batch_tokens": 256, **options, **fixed})
 
 
-def withdraw(attached: Attached) -> None:
+def withdraw(attached: AttachedBatching) -> None:
     """Remove the scheduler of a model that is being detached."""
     _SCHEDULERS.pop(f"remap-{id(attached):x}", None)
 
@@ -129,7 +129,7 @@ def withdraw(attached: Attached) -> None:
 class BlockSectors(CachePool):
     """The pool of a paged cache: its sectors are the blocks of a tenant's KV pool, which grows and shrinks."""
 
-    def __init__(self, attached: Attached, cache: PagedAttentionCache) -> None:
+    def __init__(self, attached: AttachedBatching, cache: PagedAttentionCache) -> None:
         # The base's __init__ would make a list of all sectors.
         self.num_sectors = attached.tenant.kv.max_blocks - _PADDING
         self.num_allocators, self.num_reserved_sectors = 1, _PADDING
@@ -205,7 +205,7 @@ class BlockSectors(CachePool):
 class BlockScheduler(FIFOScheduler):
     """transformers' FIFO scheduler, over the blocks of a tenant."""
 
-    def __init__(self, attached: Attached, cache: PagedAttentionCache, **options: Any) -> None:
+    def __init__(self, attached: AttachedBatching, cache: PagedAttentionCache, **options: Any) -> None:
         self._attached = attached
         _adopt(attached, cache)
         super().__init__(cache=cache, **options)
@@ -238,7 +238,7 @@ def _tokens_of(state: RequestState) -> int:
     return len(pending)
 
 
-def _adopt(attached: Attached, cache: PagedAttentionCache) -> None:
+def _adopt(attached: AttachedBatching, cache: PagedAttentionCache) -> None:
     """Make the KV region the cache's tensor, and the tenant's blocks its sectors."""
     kv = attached.tenant.kv
     spec = kv.spec

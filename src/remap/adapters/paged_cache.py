@@ -24,7 +24,7 @@ from remap.errors import InvalidArgument, InvalidState
 if TYPE_CHECKING:
     from remap.kv.public import KVCache
 
-    from .block_tables import BlockTable, Growth
+    from .block_tables import BatchTable, Growth
 
 __all__ = ["BlockLayer", "BlockStore", "PagedCache"]
 
@@ -100,7 +100,7 @@ class Batch:
     collection.
     """
 
-    def __init__(self, store: BlockStore, table: BlockTable) -> None:
+    def __init__(self, store: BlockStore, table: BatchTable) -> None:
         self.store = store
         self.table = table
         self.slots: tuple[int, int] | None = None  # (first, count): tokens of the prepared pass
@@ -269,9 +269,9 @@ class PagedCache(Cache):
     def __init__(
         self,
         store: BlockStore,
-        table: BlockTable,
+        table: BatchTable,
         windows: Sequence[int | None],
-        ready: Callable[[BlockTable, int, int], Growth],
+        ready: Callable[[BatchTable, int, int], Growth],
         copy: Callable[[Sequence[tuple[int, int]]], None],
     ) -> None:
         self.table = table

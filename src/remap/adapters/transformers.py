@@ -52,7 +52,7 @@ from remap.report import StepReport, TenantSnapshot
 from remap.session import Session
 from remap.tenant import Tenant
 
-from .block_tables import BlockTable, Growth, SharedBlocks
+from .block_tables import BatchTable, Growth, SharedBlocks
 from .kv_of_config import kv_shape
 from .paged_cache import BlockStore, PagedCache
 from .touched import Touched, admit, prove
@@ -316,7 +316,7 @@ class Attached:
 
         return prepared
 
-    def _room(self, table: BlockTable, rows: int, tokens: int) -> Growth:
+    def _room(self, table: BatchTable, rows: int, tokens: int) -> Growth:
         wanted, kv = table.plan(rows, tokens).blocks, self.tenant.kv
         self._step(wanted)
         if wanted > kv.free_blocks and self._measure():

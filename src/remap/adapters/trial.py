@@ -23,7 +23,7 @@ _PROMPT, _NEW = 3, 3  # tokens
 _CLOSE = 0.02
 
 
-class Attached(Protocol):
+class AttachedOnTrial(Protocol):
     """The part of `transformers.Attached` that this module uses."""
 
     model: Any
@@ -34,7 +34,7 @@ class Attached(Protocol):
     def cache(self) -> Any: ...
 
 
-def differs(attached: Attached) -> str:
+def differs(attached: AttachedOnTrial) -> str:
     """What differs between a few tokens of the attached model with its cache and with transformers' own; "" if nothing.
 
     Both runs draw the same random numbers (dropout of a model in training mode), and so do the caller's next ones.
@@ -60,7 +60,7 @@ def differs(attached: Attached) -> str:
     return ""
 
 
-def _generated(attached: Attached, bare: bool) -> torch.Tensor:
+def _generated(attached: AttachedOnTrial, bare: bool) -> torch.Tensor:
     """Logits of the new tokens, shape (new tokens, 1, vocabulary), in float32."""
     ids = _prompt(attached)
     # All that the model's own configuration could set otherwise, so that there is one cache, written in two kinds of pass.
@@ -83,7 +83,7 @@ def _generated(attached: Attached, bare: bool) -> torch.Tensor:
     return torch.stack(list(out.logits)).float()
 
 
-def _called(attached: Attached, bare: bool) -> torch.Tensor:
+def _called(attached: AttachedOnTrial, bare: bool) -> torch.Tensor:
     """The model's first output for the last position of each call, shape (calls, 1, width), in float32."""
     model, ids = attached.model, _prompt(attached)
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -92,5 +92,5 @@ def _called(attached: Attached, bare: bool) -> torch.Tensor:
     return torch.stack([model(input_ids=each, use_cache=True, **{name: cache})[0][:, -1] for each in calls]).float()
 
 
-def _prompt(attached: Attached) -> torch.Tensor:
+def _prompt(attached: AttachedOnTrial) -> torch.Tensor:
     return torch.arange(_PROMPT, device=attached.model.device)[None]

@@ -23,8 +23,8 @@ from .errors import FAILED, exit_on_error, needed
 from .options import MaxBatchTokens, MaxNumSeqs
 
 if TYPE_CHECKING:
-    from remap.cluster.control import Policy
-    from remap.cluster.limits import Limits
+    from remap.cluster.control import GroupPolicy
+    from remap.cluster.limits import FrontLimits
     from remap.cluster.prompts import Served
     from remap.cluster.ray_cluster import RayInstances
     from remap.policy.cluster.pipeline import Network
@@ -113,15 +113,15 @@ def serve(
             needed(package, "cluster", "`remap cluster serve`")
         for package in ("torch", "transformers"):
             needed(package, "transformers", "`remap cluster serve`")
-        from remap.cluster.control import Policy
+        from remap.cluster.control import GroupPolicy
         from remap.cluster.guard import hosts_of
-        from remap.cluster.limits import Limits
+        from remap.cluster.limits import FrontLimits
         from remap.cluster.ray_cluster import RayInstances
 
-        chosen = Policy(policy, instances)  # type: ignore[arg-type]  # it refuses other names
+        chosen = GroupPolicy(policy, instances)  # type: ignore[arg-type]  # it refuses other names
         budget = None if memory is None else parse_size(memory, "memory")
         room = 0 if host_kv is None else parse_size(host_kv, "host_kv")
-        limits = Limits(parse_size(max_body, "max-body"), max_requests, deadline_s=deadline)
+        limits = FrontLimits(parse_size(max_body, "max-body"), max_requests, deadline_s=deadline)
         network = _network(bandwidth, latency_ms)
         if instances > 1 and (bandwidth is None or latency_ms is None):
             text = (
@@ -243,12 +243,12 @@ def _listening(host: str, port: int) -> socket.socket:
 
 async def _serve(
     instances: RayInstances,
-    policy: Policy,
+    policy: GroupPolicy,
     network: Network,
     served: Served,
     listening: socket.socket,
     console: Console,
-    http: tuple[Limits, frozenset[str] | None, bool],
+    http: tuple[FrontLimits, frozenset[str] | None, bool],
 ) -> None:
     from remap.cluster.control import Control
     from remap.cluster.front import Front

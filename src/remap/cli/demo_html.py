@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remap.engine.metrics import Sample
+from remap.engine.metrics import StepSample
 
 from .demo_report import (
     DemoResult,
@@ -42,7 +42,7 @@ class Series:
     """One line of a chart: its value at a point, and its drawing."""
 
     name: str
-    value: Callable[[Sample], float]
+    value: Callable[[StepSample], float]
     style: str  # CSS class: "line", "area", "limit" or "soft"
 
 
@@ -91,7 +91,7 @@ def ticks(top: float, count: int = 4, integer: bool = True) -> list[float]:
     return [step * i for i in range(max(math.ceil(top / step - 1e-9), 1) + 1)]
 
 
-def thin(points: Sequence[Sample], limit: int = MAX_POINTS) -> list[Sample]:
+def thin(points: Sequence[StepSample], limit: int = MAX_POINTS) -> list[StepSample]:
     """At most about `limit` points, the first and the last among them."""
     if len(points) <= limit:
         return list(points)
@@ -114,7 +114,7 @@ class Axes:
     def y(self, value: float) -> float:
         return round(FRAME["bottom"] - (FRAME["bottom"] - FRAME["top"]) * value / self.marks[-1], 1)
 
-    def path(self, timeline: Sequence[Sample], series: Series) -> str:
+    def path(self, timeline: Sequence[StepSample], series: Series) -> str:
         """A step plot, as SVG's path commands: each value holds until the next point. An area is closed at 0."""
         points = thin(timeline)
         closed = series.style in ("area", "soft")

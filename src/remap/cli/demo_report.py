@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from remap.engine.metrics import Sample, percentile
+from remap.engine.metrics import StepSample, percentile
 from remap.errors import InvalidArgument
 from remap.sizes import show_size
 
@@ -57,7 +57,7 @@ class RunResult:
     layers_remapped_peak: float
     stall_fraction: float  # time spent waiting for layers / wall_s
     tokens: tuple[tuple[int, ...], ...]  # per request: generated ids
-    timeline: tuple[Sample, ...]
+    timeline: tuple[StepSample, ...]
     tenants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of several: each one's numbers
 
     @property
@@ -79,7 +79,7 @@ class RunResult:
         fields["tbt_s"] = tuple(fields["tbt_s"])
         fields["tpot_s"] = tuple(fields["tpot_s"])
         fields["tokens"] = tuple(tuple(ids) for ids in fields["tokens"])
-        fields["timeline"] = tuple(Sample(**point) for point in fields["timeline"])
+        fields["timeline"] = tuple(StepSample(**point) for point in fields["timeline"])
         return cls(**fields)
 
 
@@ -294,7 +294,7 @@ def differing_answers(result: DemoResult) -> str:
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(points: Sequence[Sample], top: float, width: int = 11) -> str:
+def sparkline(points: Sequence[StepSample], top: float, width: int = 11) -> str:
     """Layers remapped over time, as `width` characters; every character is the highest value of its share of time."""
     if not points or top <= 0:
         return ""

@@ -60,7 +60,7 @@ def kv_limits(kind: str, config: DemoConfig, weight_pages: int, block_bytes: int
 
 
 @dataclass(frozen=True)
-class Serving:
+class DemoServing:
     """The demo's model on an arena, and an engine that has made its first passes.
 
     shape: the model's transformers config.
@@ -77,7 +77,7 @@ class Serving:
 
 
 @contextmanager
-def serving(kind: str, config: DemoConfig) -> Iterator[Serving]:
+def serving(kind: str, config: DemoConfig) -> Iterator[DemoServing]:
     """Prepare everything before the demo's requests are served; the session is closed at the end.
 
     Raises the errors of loading, attaching and serving.
@@ -133,7 +133,7 @@ def serving(kind: str, config: DemoConfig) -> Iterator[Serving]:
         tokens = tuple(range(1000, 1000 + length))
         warm = [Request(f"warm-{i}", tokens[i:], SamplingParams(max_tokens=WARM_TOKENS)) for i in range(2)]
         engine.run(warm)
-        yield Serving(session, tenant, engine, shape, requests, warm, capacity, start)
+        yield DemoServing(session, tenant, engine, shape, requests, warm, capacity, start)
 
 
 def _room(config: DemoConfig, weight_pages: int, block_bytes: int, requests: Sequence[Request]) -> None:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from remap.engine.metrics import Sample
+from remap.engine.metrics import StepSample
 from remap.errors import InvalidArgument
 from remap.sizes import show_size
 
 from .demo_config import MOST_TENANTS, DemoConfig, Progress
 from .demo_report import RunResult
-from .shared_world import LARGE, Wiring, World
+from .shared_world import LARGE, SharedWorld, Wiring
 
 if TYPE_CHECKING:
     from remap.engine import Request, SharedEngines, SharedResult
@@ -39,7 +39,7 @@ def model_name(tenants: int) -> str:
     return f"SmolLM2-135M-Instruct and {tenants - 1} random Llama{'s' if tenants > 2 else ''} in turns"
 
 
-def build_world(config: DemoConfig) -> World:
+def build_world(config: DemoConfig) -> SharedWorld:
     """The models, and KV caches that together fill the budget.
 
     The budget is config.budget_bytes; 0 means the weights and a tenth of them. Raises InvalidArgument (fields tenants,
@@ -59,7 +59,7 @@ def build_world(config: DemoConfig) -> World:
         max_batch_tokens=config.max_batch_tokens,
         decode_cost=config.decode_cost,
     )
-    world = World(preset, kv_share=KV_SHARE, tenants=config.tenants)
+    world = SharedWorld(preset, kv_share=KV_SHARE, tenants=config.tenants)
     if config.budget_bytes:
         weights = sum(map(world.weight_bytes, world.names))
         # A page each may be lost to rounding.
@@ -78,7 +78,7 @@ def build_world(config: DemoConfig) -> World:
     return world
 
 
-def make_room(world: World, requests: Mapping[str, list[Request]], config: DemoConfig) -> None:
+def make_room(world: SharedWorld, requests: Mapping[str, list[Request]], config: DemoConfig) -> None:
     """Give each model's KV cache room for the longest of its requests, which the engine could not serve otherwise.
 
     Without a budget of the user's the arena grows by what is missing; else the models with more than they need have less.
@@ -108,7 +108,7 @@ def make_room(world: World, requests: Mapping[str, list[Request]], config: DemoC
     world.start_blocks = grown
 
 
-def make_requests(world: World, config: DemoConfig) -> dict[str, list[Request]]:
+def make_requests(world: SharedWorld, config: DemoConfig) -> dict[str, list[Request]]:
     """The demo's prompts, given to the tenants in turn.
 
     A model with random weights reads the same ids, as far as its vocabulary has them.
@@ -151,7 +151,7 @@ def run_tenants(kind: str, config: DemoConfig, report: Callable[[Progress], None
     return summed(kind, world, requests, result)
 
 
-def summed(kind: str, world: World, requests: Mapping[str, list[Request]], result: SharedResult) -> RunResult:
+def summed(kind: str, world: SharedWorld, requests: Mapping[str, list[Request]], result: SharedResult) -> RunResult:
     """One RunResult for all tenants.
 
     It adds numbers of blocks, although a block of one model is larger than a block of another.
@@ -159,7 +159,7 @@ def summed(kind: str, world: World, requests: Mapping[str, list[Request]], resul
     numbers = result.summary()
     duration = numbers["duration_s"]
     timeline = tuple(
-        Sample(
+        StepSample(
             time_s=sample.time_s,
             kv_used_blocks=sum(one.kv_used_blocks for one in sample.tenants.values()),
             kv_usable_blocks=sum(one.kv_usable_blocks for one in sample.tenants.values()),

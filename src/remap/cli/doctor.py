@@ -23,7 +23,7 @@ __all__ = ["Check", "checks", "report"]
 PAGE_BYTES = 2 << 20
 
 
-def checks(seen: doctor_cuda.Seen) -> Iterator[Check]:
+def checks(seen: doctor_cuda.DriverAnswers) -> Iterator[Check]:
     """All checks, the host's first.
 
     Opens a small arena for a moment; changes nothing. seen: the state of CUDA (`look`).
@@ -39,7 +39,7 @@ def checks(seen: doctor_cuda.Seen) -> Iterator[Check]:
     yield _model()
 
 
-def report(seen: doctor_cuda.Seen, found: list[Check]) -> dict[str, Any]:
+def report(seen: doctor_cuda.DriverAnswers, found: list[Check]) -> dict[str, Any]:
     """The report of `remap doctor --json`: {"remap", "ok", "checks": [{level, what, found, fix}], "cuda"}, where "cuda"
     has the probe as it came and the measured links, in bytes and seconds."""
     import remap

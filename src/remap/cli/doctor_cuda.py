@@ -16,13 +16,13 @@ from remap.memory import device as devices
 from remap.sizes import show_size
 
 from .check import Check, read_text
-from .doctor_link import Link, check_link, measure_link, read_slot
+from .doctor_link import MeasuredLink, check_link, measure_link, read_slot
 
-__all__ = ["Seen", "checks", "look"]
+__all__ = ["DriverAnswers", "checks", "look"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class DriverAnswers:
     """The answers that `look` got.
 
     probe: `_core.probe_cuda()`; None if it raised `error`. The other mappings are by device index.
@@ -30,7 +30,7 @@ class Seen:
 
     probe: Mapping[str, Any] | None = None
     error: DriverError | InvalidArgument | None = None
-    links: Mapping[int, Link | Error] = field(default_factory=dict)
+    links: Mapping[int, MeasuredLink | Error] = field(default_factory=dict)
     slots: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # doctor_link.read_slot
     environment: Mapping[str, str] = field(default_factory=dict)
     kernel_module: str = ""  # first line of /proc/driver/nvidia/version
@@ -63,7 +63,7 @@ class Seen:
 SETTINGS = ("REMAP_DEVICE", "REMAP_MODE", "REMAP_LIBCUDA", "REMAP_HOST_BUDGET", "CUDA_VISIBLE_DEVICES")
 
 
-def look() -> Seen:
+def look() -> DriverAnswers:
     """Ask the driver, and copy a little on every device that can hold an arena.
 
     Raises nothing: errors are in the result.
@@ -78,8 +78,8 @@ def look() -> Seen:
     try:
         probe = _core.probe_cuda()
     except (DriverError, InvalidArgument) as error:
-        return Seen(error=error, **common)
-    links: dict[int, Link | Error] = {}
+        return DriverAnswers(error=error, **common)
+    links: dict[int, MeasuredLink | Error] = {}
     slots = {}
     for device in probe["devices"]:
         if device["vmm"]:
@@ -88,10 +88,10 @@ def look() -> Seen:
             except Error as error:
                 links[device["index"]] = error
         slots[device["index"]] = read_slot(*device["pcie"])
-    return Seen(probe=probe, links=links, slots=slots, **common)
+    return DriverAnswers(probe=probe, links=links, slots=slots, **common)
 
 
-def checks(seen: Seen) -> Iterator[Check]:
+def checks(seen: DriverAnswers) -> Iterator[Check]:
     """The checks of these answers.
 
     A missing driver or device is a note, unless REMAP_DEVICE asks for CUDA: then it is bad.
@@ -111,7 +111,7 @@ def checks(seen: Seen) -> Iterator[Check]:
     yield _choice(seen)
 
 
-def _no_driver(seen: Seen, level: str) -> Check:
+def _no_driver(seen: DriverAnswers, level: str) -> Check:
     if isinstance(seen.error, InvalidArgument):
         return Check("bad", "cuda settings", str(seen.error), "no session opens on device='cuda' with it")
     library = seen.environment.get("REMAP_LIBCUDA", "")
@@ -134,7 +134,7 @@ def _no_driver(seen: Seen, level: str) -> Check:
     return Check(level, "cuda driver", str(seen.error), fix)
 
 
-def _driver(seen: Seen, probe: Mapping[str, Any]) -> Check:
+def _driver(seen: DriverAnswers, probe: Mapping[str, Any]) -> Check:
     version = "CUDA {}.{}".format(probe["driver_version"] // 1000, probe["driver_version"] % 1000 // 10)
     if probe["emulated"]:
         return Check(
@@ -147,7 +147,7 @@ def _driver(seen: Seen, probe: Mapping[str, Any]) -> Check:
     return Check("ok", "cuda driver", ", ".join(filter(None, (probe["library"], version, seen.kernel_module))))
 
 
-def _no_device(seen: Seen, level: str) -> Check:
+def _no_device(seen: DriverAnswers, level: str) -> Check:
     visible = seen.environment.get("CUDA_VISIBLE_DEVICES")
     found = "the driver counts no device"
     if visible is not None:
@@ -155,7 +155,7 @@ def _no_device(seen: Seen, level: str) -> Check:
     return Check(level, "cuda devices", found, "give the process a GPU (docker run --gpus all)")
 
 
-def _device(seen: Seen, device: Mapping[str, Any], emulated: bool, blocked: str) -> Iterator[Check]:
+def _device(seen: DriverAnswers, device: Mapping[str, Any], emulated: bool, blocked: str) -> Iterator[Check]:
     name = f"cuda:{device['index']}"
     major, minor = device["compute_capability"]
     free = device["free_bytes"]
@@ -229,7 +229,7 @@ def _budget(probe: Mapping[str, Any]) -> Check:
     return Check("ok", "page-locked memory", found)
 
 
-def _choice(seen: Seen) -> Check:
+def _choice(seen: DriverAnswers) -> Check:
     """The device of a session that names none."""
     what = "device of a session"
     chosen = seen.environment.get("REMAP_DEVICE") or "cpu"

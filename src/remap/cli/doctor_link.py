@@ -16,7 +16,7 @@ from remap.sizes import show_size
 
 from .check import Check, read_text
 
-__all__ = ["Link", "check_link", "lane_rate", "measure_link", "read_slot"]
+__all__ = ["MeasuredLink", "check_link", "lane_rate", "measure_link", "read_slot"]
 
 # One copy of the measurement: large against what starting a copy costs, small against any GPU. And for how long it may
 # repeat.
@@ -29,7 +29,7 @@ SLOT_FILES = ("current_link_speed", "current_link_width", "max_link_speed", "max
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """A page-locked copy there and back, the fastest of a few. Rates in bytes per second of the device's own clock."""
 
     bytes: int
@@ -38,7 +38,7 @@ class Link:
     equal: bool  # the bytes came back as they were sent
 
 
-def measure_link(backend: Any, nbytes: int = LINK_BYTES, seconds: float = LINK_SECONDS) -> Link:
+def measure_link(backend: Any, nbytes: int = LINK_BYTES, seconds: float = LINK_SECONDS) -> MeasuredLink:
     """Copy `nbytes` (rounded up to the granularity) to one page of the backend and back, at least once, for about
     `seconds`.
 
@@ -87,7 +87,7 @@ def measure_link(backend: Any, nbytes: int = LINK_BYTES, seconds: float = LINK_S
             if time.monotonic() >= end:
                 break
         equal = ctypes.string_at(returned, nbytes) == pattern
-        return Link(nbytes, nbytes / to_device, nbytes / to_host, equal)
+        return MeasuredLink(nbytes, nbytes / to_device, nbytes / to_host, equal)
 
 
 def read_slot(domain: int, bus: int, device: int) -> dict[str, str]:
@@ -97,7 +97,9 @@ def read_slot(domain: int, bus: int, device: int) -> dict[str, str]:
     return {name: text for name, text in read.items() if text is not None}
 
 
-def check_link(what: str, link: Link | Error | None, slot: Mapping[str, str], emulated: bool, blocked: str) -> Check:
+def check_link(
+    what: str, link: MeasuredLink | Error | None, slot: Mapping[str, str], emulated: bool, blocked: str
+) -> Check:
     """The check of a measured link. A link slower than the card's, or rates far below those of its lanes, are notes.
 
     slot: the kernel's files about the PCI device, read just after the copies, because an idle card lowers its speed.

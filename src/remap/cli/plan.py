@@ -18,9 +18,9 @@ from rich.table import Table
 from remap.policy.hardware import Model, namesakes
 from remap.policy.hardware import machine as machine_of
 from remap.sim.hf_config import find_model
-from remap.sim.planning import MAX_REQUESTS, Plan, memory_of
+from remap.sim.planning import MAX_REQUESTS, MachinePlan, memory_of
 from remap.sim.planning import plan as make_plan
-from remap.sim.planning_numbers import Donor, Reload
+from remap.sim.planning_numbers import IdleDonor, Reload
 from remap.sizes import show_size
 
 from .errors import exit_on_error
@@ -84,7 +84,7 @@ def _model(name: str, tables: Path | None, dtype: str | None, assumed: list[str]
     return found
 
 
-def show(found: Plan, console: Console) -> None:
+def show(found: MachinePlan, console: Console) -> None:
     """Print the plan: first the answer, then the tables, then the arithmetic and the sources."""
 
     def say(text: str = "", style: str | None = None) -> None:
@@ -152,7 +152,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _limits(found: Plan) -> Table:
+def _limits(found: MachinePlan) -> Table:
     table = _table(
         f"Layers hidden by a decode pass; copying one takes {found.limits[0].copy_s * 1e3:.3f} ms",
         *("tokens", "batch", "layer ms", "whole", "by", "slices", "Eq. 5", "fits"),
@@ -173,7 +173,7 @@ def _limits(found: Plan) -> Table:
     return table
 
 
-def _what_if(found: Plan) -> Table:
+def _what_if(found: MachinePlan) -> Table:
     table = _table(
         "With so many layers remapped and the KV cache full", "layers", "requests", "ms a token", "stall ms", "tokens/s"
     )
@@ -203,7 +203,7 @@ def _reloads(reloads: Sequence[Reload]) -> Table:
     return table
 
 
-def _donors(donors: Sequence[Donor]) -> Table:
+def _donors(donors: Sequence[IdleDonor]) -> Table:
     table = _table(
         "What idle models give: what a prefill of 512 tokens hides the reload of, and half",
         *("donor", "layers", "KV tokens", "half", "KV tokens"),

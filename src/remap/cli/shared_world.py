@@ -4,7 +4,7 @@
 The models are SmolLM2-135M and two Llamas with random weights of a fixed seed, which differ from it in depth and width,
 as in the combinations of Oneiros' Table 1. `SMALL` are three small models of the same shapes, for tests and quick runs.
 
-A `World` holds the models; each `serve` opens its own session, attaches the models, serves, and detaches them. The
+A `SharedWorld` holds the models; each `serve` opens its own session, attaches the models, serves, and detaches them. The
 arena has room for all weights and for a KV cache of `kv_share` of each tenant's weights: Oneiros' combinations leave
 0.04 (OPT-30b of C2) to 0.38 (OPT-13b of C1).
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request, SharedEngines, SharedResult
     from remap.sim.workload import Item, Lengths
 
-__all__ = ["LARGE", "SMALL", "ModelSpec", "Preset", "Wiring", "World", "build"]
+__all__ = ["LARGE", "SMALL", "ModelSpec", "Preset", "SharedWorld", "Wiring", "build"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def build(spec: ModelSpec, dtype: str, seed: int) -> tuple[Any, Any]:
     return torch.nn.Module.to(model, dtype=getattr(torch, dtype)), None
 
 
-class World:
+class SharedWorld:
     """The models of a preset (or the first `tenants` of them), and the memory that they share.
 
     kv_share: KV cache of each tenant at the start, as a share of its weights. seed: of random weights and prompts.
@@ -363,7 +363,7 @@ class World:
 
 
 def _copied(session: Session) -> dict[str, dict[str, int]]:
-    """As `World.copied`, since the tenants were attached."""
+    """As `SharedWorld.copied`, since the tenants were attached."""
     return {
         name: {
             "weights_in": one.copied_bytes,

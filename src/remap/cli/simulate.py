@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from remap.sim.workload import Item
 
 
-__all__ = ["Options", "Prepared", "prepare", "run", "simulate"]
+__all__ = ["Options", "SimulateInputs", "prepare", "run", "simulate"]
 
 MOST_REQUESTS = 10_000_000
 """Drawing more requests would take hours, and they would not fit in memory."""
@@ -52,7 +52,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class SimulateInputs:
     """All inputs, checked before anything runs."""
 
     setup: Setup
@@ -81,7 +81,7 @@ def _rates(text: str) -> list[float]:
         ) from None
 
 
-def prepare(options: Options) -> Prepared:
+def prepare(options: Options) -> SimulateInputs:
     """Look up all names and draw the requests.
 
     Raises InvalidArgument for the first wrong option; for an unknown name it lists the known ones.
@@ -131,10 +131,12 @@ def prepare(options: Options) -> Prepared:
         seed=options.seed,
         context={tenant.name: tenant.model.context for tenant in tenants},
     )
-    return Prepared(setup, items, chosen, targets, _configuration(options, setup, items), _title(options, setup, rates))
+    return SimulateInputs(
+        setup, items, chosen, targets, _configuration(options, setup, items), _title(options, setup, rates)
+    )
 
 
-def _notes(options: Options, prepared: Prepared) -> list[str]:
+def _notes(options: Options, prepared: SimulateInputs) -> list[str]:
     """The assumptions about the machine and the models, in sentences."""
     from remap.policy.hardware import namesakes
     from remap.sim.planning_checks import fit_note
@@ -188,7 +190,7 @@ def _configuration(options: Options, setup: Setup, items: Sequence[Item]) -> dic
     }
 
 
-def run(prepared: Prepared, progress: Console) -> list[PolicyResult]:
+def run(prepared: SimulateInputs, progress: Console) -> list[PolicyResult]:
     """One result for each policy, in their order, each with a bar on `progress`."""
     from rich.progress import (
         BarColumn,

@@ -14,20 +14,20 @@ import msgspec
 from remap.errors import Error, OutOfBlocks
 
 from .answer_text import AnswerText
-from .asked import Piece
+from .asked import AnswerPiece
 from .http_errors import TooLate, error_of
 from .logprobs import LogprobText, joined
 
 if TYPE_CHECKING:
     from remap.engine.request import Request as EngineRequest
 
-    from .asked import Asked
+    from .asked import AnswerAsked
     from .front import Front
     from .ledger import Delivery
-    from .metrics import Metrics
+    from .metrics import ClusterMetrics
     from .prompts import Served
 
-__all__ = ["Deadline", "Piece", "events", "pieces", "whole"]
+__all__ = ["AnswerPiece", "Deadline", "events", "pieces", "whole"]
 
 ValueT = TypeVar("ValueT")
 
@@ -58,28 +58,32 @@ class Deadline:
 
 
 def pieces(
-    front: Front[EngineRequest], served: Served, metrics: Metrics, asked: Asked, deadline: Deadline
-) -> AsyncGenerator[Piece, None]:
+    front: Front[EngineRequest], served: Served, metrics: ClusterMetrics, asked: AnswerAsked, deadline: Deadline
+) -> AsyncGenerator[AnswerPiece, None]:
     """The answer as it comes. Who closes this cancels its requests, and so does the end of one of them by an error."""
     return _merged([_choice(front, served, metrics, asked, number, deadline) for number in range(len(asked.requests))])
 
 
-async def whole(asked: Asked, found: AsyncGenerator[Piece, None]) -> dict[str, Any]:
+async def whole(asked: AnswerAsked, found: AsyncGenerator[AnswerPiece, None]) -> dict[str, Any]:
     """All of it as one object."""
-    tried: list[list[Piece]] = [[] for _ in asked.requests]
+    tried: list[list[AnswerPiece]] = [[] for _ in asked.requests]
     async for piece in found:
         tried[piece.choice].append(piece)
     return asked.answer([_one(pieces) for pieces in tried])
 
 
-def _one(pieces: Sequence[Piece]) -> Piece:
+def _one(pieces: Sequence[AnswerPiece]) -> AnswerPiece:
     """All pieces of a choice."""
     text, tokens = "".join(each.text for each in pieces), [token for each in pieces for token in each.tokens]
     logprobs = joined([each.logprobs for each in pieces if each.logprobs is not None])
-    return Piece(pieces[0].choice, text, tokens, pieces[-1].reason, logprobs, sum(each.logprob for each in pieces))
+    return AnswerPiece(
+        pieces[0].choice, text, tokens, pieces[-1].reason, logprobs, sum(each.logprob for each in pieces)
+    )
 
 
-async def events(asked: Asked, first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+async def events(
+    asked: AnswerAsked, first: AnswerPiece, rest: AsyncGenerator[AnswerPiece, None]
+) -> AsyncGenerator[bytes, None]:
     """All of it as server-sent events; an error is one of them, for the status was sent long ago."""
     begun = {first.choice}
     yield _event(asked.chunk(first, True))
@@ -102,8 +106,13 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 async def _choice(
-    front: Front[EngineRequest], served: Served, metrics: Metrics, asked: Asked, number: int, deadline: Deadline
-) -> AsyncGenerator[Piece, None]:
+    front: Front[EngineRequest],
+    served: Served,
+    metrics: ClusterMetrics,
+    asked: AnswerAsked,
+    number: int,
+    deadline: Deadline,
+) -> AsyncGenerator[AnswerPiece, None]:
     request = asked.requests[number]
     text, echo = AnswerText(served.tokenizer, asked.stops), asked.echo(number)
     written = LogprobText(served.vocabulary, asked.chat) if asked.logprobs else None
@@ -132,7 +141,7 @@ async def _choice(
                 logprobs = [] if written is None else [part async for part in _prompt(written, request, delivery)]
                 if asked.echo_only and delivery.tokens:
                     outcome = "length"
-                    yield Piece(number, echo, [], outcome, joined(logprobs))
+                    yield AnswerPiece(number, echo, [], outcome, joined(logprobs))
                     return
                 part, count = text.take(delivery.tokens, reason is not None)
                 part, echo = echo + part, ""
@@ -142,7 +151,7 @@ async def _choice(
                 if written is not None:
                     logprobs.append(written.of(noted))
                 likely = sum(one.logprob for one in noted)
-                yield Piece(number, part, list(delivery.tokens[:count]), reason, joined(logprobs), likely)
+                yield AnswerPiece(number, part, list(delivery.tokens[:count]), reason, joined(logprobs), likely)
                 if reason is not None:
                     return
     except Error as error:

@@ -26,8 +26,8 @@ from .access_log import AccessLog
 from .answers import Deadline, events, pieces, whole
 from .guard import Guard
 from .http_errors import UnknownModel, error_of, status_of
-from .limits import Admission, Busy, Limits, read_body
-from .metrics import Metrics
+from .limits import Admission, Busy, FrontLimits, read_body
+from .metrics import ClusterMetrics
 from .openai import Chat, Completion
 from .prompts import Served
 from .readers import Readers
@@ -50,7 +50,7 @@ GONE = 499
 LATE_S = 2.0
 """Seconds behind its deadline that a stream's caller has to take the event that says so."""
 
-DEFAULT = Limits()
+DEFAULT = FrontLimits()
 
 ValueT = TypeVar("ValueT")
 
@@ -87,7 +87,7 @@ class _EventStream(StreamingResponse):
 def make_app(
     front: Front[EngineRequest],
     served: Served,
-    limits: Limits = DEFAULT,
+    limits: FrontLimits = DEFAULT,
     hosts: Collection[str] | None = None,
     access_log: bool = False,
 ) -> FastAPI:
@@ -96,7 +96,7 @@ def make_app(
     app.add_middleware(Guard, hosts=hosts)
     if access_log:
         app.add_middleware(AccessLog)
-    metrics = Metrics(front)
+    metrics = ClusterMetrics(front)
     readers = Readers(served)
     admission = Admission(limits)
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
     from remap.engine.request import Request
 
-__all__ = ["Asked", "Piece"]
+__all__ = ["AnswerAsked", "AnswerPiece"]
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """A part of a choice. reason: None unless it is the last. logprobs: as OpenAI writes them; None if nobody asked. logprob: of
     its tokens together, 0 unless they were noted."""
 
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnswerAsked:
     """id: of the answer. requests: of the engine, one for each try, those of one prompt together. n: choices of each prompt, the
     likeliest of its `tries`. echoes: the text that each prompt's choices begin with. logprobs: whether the answer has any.
     echo_only: it has no tokens, and ends with the echo."""
@@ -55,7 +55,7 @@ class Asked:
         """The text that this try begins with."""
         return self.echoes[number // self.tries]
 
-    def answer(self, tried: Sequence[Piece]) -> dict[str, Any]:
+    def answer(self, tried: Sequence[AnswerPiece]) -> dict[str, Any]:
         """The whole answer, of all tries, each as one piece."""
         made: list[dict[str, Any]] = []
         for first in range(0, len(tried), self.tries):
@@ -68,7 +68,7 @@ class Asked:
                 made.append(self._choice(len(made), key, value, piece))
         return self._object(made, False) | {"usage": self.usage_of(sum(len(piece.tokens) for piece in tried))}
 
-    def chunk(self, piece: Piece, first: bool) -> dict[str, Any]:
+    def chunk(self, piece: AnswerPiece, first: bool) -> dict[str, Any]:
         """A part of a streamed answer. first: of its choice."""
         delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
         key, value = ("delta", delta) if self.chat else ("text", piece.text)
@@ -83,7 +83,7 @@ class Asked:
         prompt = sum(len(one.prompt) for one in self.requests[:: self.tries])
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
-    def _choice(self, number: int, key: str, value: Any, piece: Piece) -> dict[str, Any]:
+    def _choice(self, number: int, key: str, value: Any, piece: AnswerPiece) -> dict[str, Any]:
         found = {"index": number, key: value, "finish_reason": piece.reason, "logprobs": piece.logprobs}
         return found | {"token_ids": piece.tokens}
 

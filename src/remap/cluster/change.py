@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from remap.cluster.prepared import Ears, Prepared, meet
+from remap.cluster.prepared import Ears, PreparedGroup, meet
 from remap.errors import InvalidArgument, InvalidState, StalePlan
-from remap.policy.cluster.placement import Group, Instance, Placement, Stage, check
+from remap.policy.cluster.placement import Group, Instance, Placement, PlannedStage, check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from remap.cluster.member import Member
     from remap.cluster.messages import GroupPlan
 
-__all__ = ["Changes"]
+__all__ = ["InstanceChanges"]
 
 NEVER_AGAIN = 1 << 62
 """An epoch above all others."""
 
 
-class Changes:
+class InstanceChanges:
     """Of the instance with this name. host: under which others reach it. ears: who hears the links of what is prepared.
     timeout_s: for others to come."""
 
@@ -36,7 +36,7 @@ class Changes:
         self._ears = ears
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedGroup | None = None
         self._meeting = 0
         self._committed = 0
         self._aborted = 0
@@ -78,7 +78,7 @@ class Changes:
         with self._lock:
             return self._meeting > 0 or self._prepared is not None or self._committed != epoch
 
-    def commit(self, epoch: int) -> Prepared | None:
+    def commit(self, epoch: int) -> PreparedGroup | None:
         """What the instance has to switch to; None the second time. Raises StalePlan (fields plan_epoch, epoch) if this epoch is
         not prepared; nothing changed then."""
         with self._lock:
@@ -88,7 +88,7 @@ class Changes:
                 raise self._stale(epoch)
             return self._take()
 
-    def ended(self, epoch: int) -> Prepared | None:
+    def ended(self, epoch: int) -> PreparedGroup | None:
         """The ring has ended for this epoch. So it was decided, whether or not the commit came here yet: what to switch to, if
         `commit` did not return it already."""
         with self._lock:
@@ -133,14 +133,14 @@ class Changes:
 
     # -- under the lock ------------------------------------------------------------------------------------------------------
 
-    def _replaced(self, epoch: int) -> Prepared | None:
+    def _replaced(self, epoch: int) -> PreparedGroup | None:
         """What this epoch takes the place of. Raises StalePlan if a call for a later one was quicker."""
         older = self._prepared
         if older is not None and older.plan.epoch > epoch:
             raise self._stale(epoch)
         return older
 
-    def _take(self) -> Prepared:
+    def _take(self) -> PreparedGroup:
         prepared, self._prepared = self._prepared, None
         assert prepared is not None
         self._committed = prepared.plan.epoch
@@ -179,7 +179,9 @@ def _check_plan(plan: GroupPlan, now: Member, committed: int) -> None:
             expected=has.fingerprint,
             got=plan.fingerprint,
         )
-    stages = tuple(Stage(Instance(part.instance, has.memory_bytes), part.first, part.end) for part in plan.stages)
+    stages = tuple(
+        PlannedStage(Instance(part.instance, has.memory_bytes), part.first, part.end) for part in plan.stages
+    )
     check(Placement(has.model, (Group(stages),), plan.epoch))
     before = {part.instance for group in plan.before for part in group}
     mine_now = next((group for group in plan.before if any(part.instance == has.name for part in group)), ())

@@ -55,14 +55,24 @@ from remap.errors import Error, InvalidArgument, OutOfMemory
 from remap.policy.cluster import drop, restore
 from remap.policy.cluster.dispatch import dispatch
 from remap.policy.cluster.pipeline import Network, group_round_s
-from remap.policy.cluster.placement import Group, Instance, Load, Model, Offer, Placement, Stage, check
+from remap.policy.cluster.placement import (
+    Group,
+    Instance,
+    InstanceLoad,
+    Offer,
+    Placement,
+    PlannedStage,
+    ServedLayers,
+    check,
+)
 from remap.policy.cluster.stages import Splits
 from remap.policy.rental import Rental
 
 from .messages import (
     NOTHING,
     Abort,
-    Asked,
+    BringHome,
+    ChangeRefused,
     Command,
     Commit,
     Decline,
@@ -70,27 +80,26 @@ from .messages import (
     Died,
     Event,
     Evict,
-    Fetch,
     Fingerprint,
     Finished,
     GiveUp,
     GroupPlan,
+    InstanceReport,
     Joined,
-    Move,
     News,
     Part,
+    PlacementAsked,
     Prepare,
     Prepared,
     Recover,
-    Refused,
-    Report,
     Reported,
     Restart,
     Route,
+    TakeAway,
     Tick,
 )
 
-__all__ = ["MARGIN", "Control", "GroupView", "NoCopy", "OtherModel", "Phase", "Policy", "PolicyName"]
+__all__ = ["MARGIN", "Control", "GroupPolicy", "GroupView", "NoCopy", "OtherModel", "Phase", "PolicyName"]
 
 MARGIN = 0.1
 """Share of an instance's KV, alone, that must stay free when a group dissolves under "remap"."""
@@ -114,7 +123,7 @@ class NoCopy(Error):
 
 
 @dataclass(frozen=True)
-class Policy:
+class GroupPolicy:
     """When groups change (see the module). stages: instances of a group of "pipeline"; the others ignore it. restores: whether
     groups dissolve at all, which ablations turn off.
 
@@ -135,7 +144,7 @@ class Policy:
             )
 
 
-REMAP = Policy()
+REMAP = GroupPolicy()
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,7 @@ class GroupView:
     changing: int | None
     phase: Phase
     stages: tuple[Part, ...]
-    load: Load
+    load: InstanceLoad
     capacity: int
 
 
@@ -175,11 +184,11 @@ class _Change:
 class _Group:
     """A group as it serves now. reported: the load that its head reported last; offers: likewise, of one alone. sent: tokens
     of requests that were routed to it and that no report has shown yet. stuck: a request that its head cannot begin
-    (`Report.stuck`). quiet_s: before this time no change begins with it, for one was just aborted."""
+    (`InstanceReport.stuck`). quiet_s: before this time no change begins with it, for one was just aborted."""
 
     group: Group
     epoch: int
-    reported: Load = NOTHING
+    reported: InstanceLoad = NOTHING
     offers: tuple[Offer, ...] = ()
     sent: dict[str, int] = field(default_factory=dict)
     stuck: tuple[str, int] | None = None
@@ -210,11 +219,11 @@ class _Group:
         return self.phase not in ("recovering", "switching")
 
     @property
-    def load(self) -> Load:
+    def load(self) -> InstanceLoad:
         longest = max((self.reported.longest, *self.sent.values()))
         return replace(self.reported, waiting=(*self.reported.waiting, *self.sent.values()), longest=longest)
 
-    def capacity(self, model: Model) -> int:
+    def capacity(self, model: ServedLayers) -> int:
         """Tokens of KV, with what is offered. Asked for at every request."""
         return (self._offering() if self.offers else self.group).capacity(model)
 
@@ -238,7 +247,9 @@ class Control:
     Raises InvalidArgument (fields timeout_s) unless the timeout is above 0.
     """
 
-    def __init__(self, model: Model, network: Network, policy: Policy = REMAP, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, model: ServedLayers, network: Network, policy: GroupPolicy = REMAP, timeout_s: float = 10.0
+    ) -> None:
         if not timeout_s > 0:
             raise InvalidArgument(
                 f"the timeout must be above 0 s, got {timeout_s!r}; nothing was created", timeout_s=timeout_s
@@ -323,9 +334,9 @@ class Control:
                 self._report(report, now_s)
             case Prepared(instance, epoch):
                 self._prepared(instance, epoch, now_s)
-            case Refused(instance, epoch, error, reason):
+            case ChangeRefused(instance, epoch, error, reason):
                 self._refused(instance, epoch, f"{error}: {reason}", now_s)
-            case Asked(id, tokens):
+            case PlacementAsked(id, tokens):
                 for each in self._groups:
                     each.sent.pop(id, None)  # it was sent there, and came back
                 self._held[id] = max(tokens, self._moved.get(id, 0))
@@ -346,7 +357,7 @@ class Control:
         name = description.name
         self._require_same(description)
         instance = Instance(name, description.memory_bytes)
-        whole = Group((Stage(instance, 0, len(self.model.layers)),))
+        whole = Group((PlannedStage(instance, 0, len(self.model.layers)),))
         check(Placement(self.model, (whole,), self.epoch))  # it has room for the model
         if name in self._of:
             self._lose(name, now_s)  # it was started again before its death was noticed
@@ -385,7 +396,7 @@ class Control:
         if instance in self._of:
             self._lose(instance, now_s)
 
-    def _report(self, report: Report, now_s: float) -> None:
+    def _report(self, report: InstanceReport, now_s: float) -> None:
         group = self._of.get(report.instance)
         if group is None:
             return  # evicted, or not joined yet
@@ -537,7 +548,7 @@ class Control:
             each.quiet_s = now_s + self.timeout_s if quiet else each.quiet_s
         self._commands += [Abort(name, change.epoch) for name in change.members if name != lost]
 
-    def _arrived(self, group: _Group, report: Report, now_s: float) -> None:
+    def _arrived(self, group: _Group, report: InstanceReport, now_s: float) -> None:
         """Layers have come home to this instance; the last of them lets the group dissolve."""
         change = group.change
         assert change is not None  # its phase is "fetching"
@@ -579,7 +590,7 @@ class Control:
         # Last: when these requests are asked for again, nobody must still count as able to serve them who is not.
         self._commands.append(Restart(tuple(names)))
 
-    def _recover(self, stages: Sequence[Stage], now_s: float) -> None:
+    def _recover(self, stages: Sequence[PlannedStage], now_s: float) -> None:
         """These instances serve alone from a new epoch on, once they report so."""
         if not stages:
             return
@@ -647,7 +658,7 @@ class Control:
             ready, group = self._ready(now_s), None
             if any(other.routable and other.capacity(self.model) >= least for other in self._groups):
                 self._moved[id] = least
-                self._unstick(each, Move(each.names[0], id))
+                self._unstick(each, TakeAway(each.names[0], id))
                 continue
             if self.policy.name in ("remap", "kunserve") and each in ready:
                 group = drop.wider(self._placement(ready), ready.index(each), tokens)
@@ -662,7 +673,7 @@ class Control:
         if self.policy.name not in ("remap", "kunserve"):
             return False
         count = len(self.model.layers)
-        whole = [Stage(stage.instance, 0, count) for each in self._groups for stage in each.group.stages]
+        whole = [PlannedStage(stage.instance, 0, count) for each in self._groups for stage in each.group.stages]
         if self._splits.tokens(whole) < tokens:
             return False
         several = [each for each in ready if len(each.names) > 1]
@@ -676,7 +687,7 @@ class Control:
         """Whether the group may dissolve. Where a request is stuck nobody runs, and nobody behind it will before it can."""
         return each.stuck is not None or restore.fits(self._placement([each]), 0, 0)
 
-    def _unstick(self, each: _Group, command: Move | GiveUp) -> None:
+    def _unstick(self, each: _Group, command: TakeAway | GiveUp) -> None:
         """The head of this group's line goes: nobody is to make room for it until a report shows it again."""
         self._commands.append(command)
         each.stuck, each.reported = None, replace(each.reported, waiting=each.reported.waiting[1:])
@@ -737,7 +748,7 @@ class Control:
             change.slowest_s = max((copy.end_s - copy.begin_s for copy in copies), default=0.0)
             self._enter(change, "fetching", now_s)
             self._commands += [
-                Fetch(name, change.epoch, tuple(copy for copy in copies if copy.instance == name))
+                BringHome(name, change.epoch, tuple(copy for copy in copies if copy.instance == name))
                 for name in each.names
             ]
 
@@ -747,7 +758,7 @@ class Control:
         if self.policy.name == "kunserve":
             return restore.half_used(here, 0) and restore.fits(here, 0, 0)
         group, count = here.groups[0], len(self.model.layers)
-        alone = min(Stage(stage.instance, 0, count).capacity(self.model) for stage in group.stages)
+        alone = min(PlannedStage(stage.instance, 0, count).capacity(self.model) for stage in group.stages)
         fits = restore.fits(here, 0, round(MARGIN * alone))
         requests = group.load.requests
         if not requests or before_s is None:
@@ -779,21 +790,21 @@ def _parts(group: Group) -> tuple[Part, ...]:
     return tuple(Part(stage.instance.name, stage.first, stage.end) for stage in group.stages)
 
 
-def _bare(stage: Stage) -> Stage:
+def _bare(stage: PlannedStage) -> PlannedStage:
     """Without load and offers, which `_Group` keeps, and without layers that it does not compute."""
     instance = replace(stage.instance, load=NOTHING)
     return replace(stage, instance=instance, arrived=frozenset(), offers=())
 
 
-def _together(loads: Iterable[Load]) -> Load:
+def _together(loads: Iterable[InstanceLoad]) -> InstanceLoad:
     """Of groups that merge, with the heads of their lines first."""
-    return Group(tuple(Stage(Instance("", 0, load), 0, 0) for load in loads)).load
+    return Group(tuple(PlannedStage(Instance("", 0, load), 0, 0) for load in loads)).load
 
 
-def _spread(load: Load, parts: int) -> list[Load]:
+def _spread(load: InstanceLoad, parts: int) -> list[InstanceLoad]:
     """Into parts that are as equal as whole requests and tokens allow; together they are `load`."""
     return [
-        Load(
+        InstanceLoad(
             load.running * (part + 1) // parts - load.running * part // parts,
             load.tokens * (part + 1) // parts - load.tokens * part // parts,
             load.waiting[part::parts],

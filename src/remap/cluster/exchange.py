@@ -15,8 +15,8 @@ An instance is through when it has handed everything on and every new head said 
 pieces are sent from a copy by a thread of their own, and received in full before they are looked at.
 
 The loop thread of the instance owns this object; `sent` is called by it too, when the sender thread says so. It calls the new
-group's head (`Taker`) and nobody above: physical blocks that the old group does not need any more are for who asks for them
-(`take_freed`), and then `pump` may find room.
+group's head (`RequestTaker`), and nothing above. Physical blocks that the old group does not need any more are fetched with
+`take_freed`, and then `pump` may find room.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from remap.cluster.slots import Departure, Places
 from remap.cluster.transport import bytes_of, tensor_of
-from remap.cluster.wire import Done, Forget, Handed, Handover, Message, Move, Over, Piece
+from remap.cluster.wire import Forget, Handed, Handover, KVComplete, Message, Move, Over, Piece
 from remap.errors import InvalidState
 from remap.policy.cluster.exchange import Running, resumptions
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from remap.policy.cluster.lookahead import ChunkCost
     from remap.policy.cluster.pipeline import Network
 
-__all__ = ["Exchange", "Run", "Taker"]
+__all__ = ["Exchange", "RequestTaker", "Run"]
 
 
 class Run(NamedTuple):
@@ -50,7 +50,7 @@ class Run(NamedTuple):
     end: int
 
 
-class Taker(Protocol):
+class RequestTaker(Protocol):
     """What a new head (`head.Head`) does with the requests that it takes over."""
 
     @property
@@ -105,7 +105,7 @@ class Exchange:
         runs: dict[int, list[Run]],
         new: StageKV,
         places: Places,
-        taker: Taker | None,
+        taker: RequestTaker | None,
         send: Callable[[int, Message, torch.Tensor | None], None],
         network: Network,
         cost: ChunkCost,
@@ -187,7 +187,7 @@ class Exchange:
                     self._leaves(source, message)
             case Piece() if payload is not None:
                 self._write(message, tensor_of(payload, message.shape, message.dtype))
-            case Done(id):
+            case KVComplete(id):
                 self._done(id)
             case Over():
                 self._takers.discard(source)
@@ -271,7 +271,7 @@ class Exchange:
         if piece.owner == self._rank:
             self._done(piece.id)
         else:
-            self._send(piece.owner, Done(piece.id), None)
+            self._send(piece.owner, KVComplete(piece.id), None)
 
     # -- as a new head -------------------------------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class Exchange:
             self._said_over = True
             self._tell(Over())
 
-    def _decide(self, taker: Taker, give_up: bool) -> None:
+    def _decide(self, taker: RequestTaker, give_up: bool) -> None:
         while self._queue:
             id, again = self._queue[0]
             if id not in self._coming:  # cancelled
@@ -346,7 +346,7 @@ class Exchange:
             self._transit[id] = handed, blocks, stages
             self._tell(Move(id, blocks))
 
-    def _anew(self, taker: Taker, id: str) -> None:
+    def _anew(self, taker: RequestTaker, id: str) -> None:
         """This request is computed again, if it was not cancelled."""
         if id not in self._coming:
             return

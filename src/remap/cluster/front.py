@@ -25,21 +25,21 @@ from .control import Control, GroupView
 from .ledger import Delivery
 from .messages import (
     Abort,
+    BringHome,
+    ChangeRefused,
     Commit,
     Decline,
     Description,
     Died,
     Evict,
-    Fetch,
     GiveUp,
+    InstanceReport,
     Joined,
-    Move,
     Prepare,
     Prepared,
     Recover,
-    Refused,
-    Report,
     Reported,
+    TakeAway,
     Tick,
     Tokens,
 )
@@ -102,7 +102,7 @@ class Front(Generic[RequestT]):
         """What ended a task that must not end: a defect. Every request is answered with it."""
         self.over = asyncio.Event()
         """Nobody will be served any more: there is a failure, or every instance is `rejected` or gone for good."""
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, InstanceReport] = {}
         """The last one of each instance that has a process."""
         self.restarts = 0
         """Submissions of a request beyond its first: it was lost, or had come to an instance that was no head any more."""
@@ -263,7 +263,7 @@ class Front(Generic[RequestT]):
     async def _poll(self, connection: Connection) -> None:
         while True:
             outputs: list[Tokens]
-            report: Report
+            report: InstanceReport
             outputs, report = await connection.call("poll", POLL_S)
             # Tokens first: control may act on the report as if they had been delivered.
             for tokens in outputs:
@@ -337,13 +337,13 @@ class Front(Generic[RequestT]):
                     await self._ask_of(connection, epoch, "commit", epoch)
                 case Abort(_, epoch):
                     await self._ask_of(connection, epoch, "abort", epoch)
-                case Fetch(_, epoch, copies):
+                case BringHome(_, epoch, copies):
                     await self._ask_of(connection, epoch, "fetch", epoch, copies)
                 case Recover(_, epoch):
                     await self._ask_of(connection, epoch, "recover", epoch)
                 case Cancel(_, id, attempt):
                     await connection.call("cancel", id, attempt)
-                case Move(_, id):
+                case TakeAway(_, id):
                     released: int | None = await connection.call("release", id)
                     if released is not None:
                         self._carry_out(self.service.bounced(id, released, self._now()))
@@ -366,7 +366,7 @@ class Front(Generic[RequestT]):
             raise
         except Error as error:
             LOG.info("instance %s refused to %s epoch %d: %s", connection.name, method, epoch, error)
-            self._event(Refused(connection.name, epoch, type(error).__name__, str(error)))
+            self._event(ChangeRefused(connection.name, epoch, type(error).__name__, str(error)))
             return
         if method == "prepare":
             self._event(Prepared(connection.name, epoch))

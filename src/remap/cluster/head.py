@@ -20,7 +20,7 @@ from remap.cluster.counts import Counts
 from remap.cluster.lanes import Lane, Lanes
 from remap.cluster.messages import Tokens
 from remap.engine.engine import Engine
-from remap.engine.request import Sequence, State
+from remap.engine.request import RequestState, Sequence
 from remap.engine.scheduler import TILE, Schedule
 from remap.errors import InvalidState, OutOfBlocks
 from remap.inside import inside
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from remap.engine.chunk import Chunk
     from remap.engine.request import Request
     from remap.policy.cluster.lookahead import ChunkCost
-    from remap.policy.cluster.placement import Load
+    from remap.policy.cluster.placement import InstanceLoad
 
-__all__ = ["Head", "Launch", "Limits"]
+__all__ = ["Head", "HeadLimits", "Launch"]
 
 MEASURED_STEPS = 4096
 """Passes of a lane until its metrics begin anew."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class HeadLimits:
     """What requests and passes are held to. vocabulary, positions: of the model. max_num_seqs: running at once, for each
     lane that there is. max_batch_tokens: of a microbatch. decode_cost: see `Scheduler`."""
 
@@ -70,7 +70,7 @@ class _Lane(Engine):
         tenant: Any,
         session: Any,
         scheduler: Lane,
-        limits: Limits,
+        limits: HeadLimits,
         live: dict[str, Sequence],
         blocked: Callable[[], bool],
     ) -> None:
@@ -119,7 +119,7 @@ class Head:
         tenant: Any,
         session: Any,
         lanes: int,
-        limits: Limits,
+        limits: HeadLimits,
         cost: ChunkCost,
         *,
         kv: Any = None,
@@ -246,7 +246,7 @@ class Head:
         """Of an unfinished request; None for others."""
         return self._attempts.get(id)
 
-    def load(self, stalled: Iterable[int] = ()) -> Load:
+    def load(self, stalled: Iterable[int] = ()) -> InstanceLoad:
         """See `Lanes.load`: of all requests, and of those that are stalled, by their lengths in tokens."""
         return self._schedulers.load(stalled)
 
@@ -354,7 +354,7 @@ class Head:
             if sequence.id in self._cancelled:
                 self._cancelled.discard(sequence.id)
                 found += self.cancel(sequence.id)
-            elif chunk.count > 1 and sequence.state is State.RUNNING:
+            elif chunk.count > 1 and sequence.state is RequestState.RUNNING:
                 self._schedulers.settle(number, sequence)
         return found
 

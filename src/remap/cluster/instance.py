@@ -40,9 +40,9 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from remap.cluster import beside, own_layers, passes, room
-from remap.cluster.change import Changes
+from remap.cluster.change import InstanceChanges
 from remap.cluster.member import Member, alone
-from remap.cluster.messages import Description, GroupPlan, Report, Tokens
+from remap.cluster.messages import Description, GroupPlan, InstanceReport, Tokens
 from remap.cluster.prepared import Ears
 from remap.cluster.resources import KVLost, Resources
 from remap.cluster.switch import switch
@@ -55,7 +55,7 @@ from remap.cluster.wire import (
     Microbatch,
     Room,
     Shrink,
-    Want,
+    WantLayer,
     decode,
     encode,
     require_sendable,
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from remap.cluster.own_layers import ReportT
-    from remap.cluster.prepared import Prepared
+    from remap.cluster.prepared import PreparedGroup
     from remap.cluster.resources import Others
     from remap.engine.request import Request
     from remap.policy.cluster.pipeline import Network
@@ -123,7 +123,7 @@ class ClusterInstance:
         )
         self._store = ServedStore(host)
         self._timeout_s = timeout_s
-        self._changes = Changes(name, host, Ears(self._from_ring, self._from_mesh, self._peer_lost), timeout_s)
+        self._changes = InstanceChanges(name, host, Ears(self._from_ring, self._from_mesh, self._peer_lost), timeout_s)
         # Shared with callers' threads, under this lock: what `poll` takes.
         self._lock = threading.Condition()
         self._outputs: list[Tokens] = []
@@ -219,15 +219,15 @@ class ClusterInstance:
         self._inbox.put(partial(self._cancel, id, attempt))
 
     def release(self, id: str) -> int | None:
-        """Forget a request without an answer, if it is still stuck (`Report.stuck`): its attempt. None for others."""
+        """Forget a request without an answer, if it is still stuck (`InstanceReport.stuck`): its attempt. None for others."""
         attempt: int | None = self._ask(partial(self._release, id))
         return attempt
 
     def give_up(self, id: str) -> None:
-        """End a request with the reason "out_of_blocks", if it is still stuck (`Report.stuck`). Others are ignored."""
+        """End a request with the reason "out_of_blocks", if it is still stuck (`InstanceReport.stuck`). Others are ignored."""
         self._inbox.put(partial(self._give_up, id))
 
-    def poll(self, timeout_s: float = 0.0) -> tuple[list[Tokens], Report]:
+    def poll(self, timeout_s: float = 0.0) -> tuple[list[Tokens], InstanceReport]:
         """What has been computed since the last call, and how things are. Waits for so long for any tokens.
 
         Raises what ended the loop's work, after the tokens before it were taken: the instance has to `recover`, or go. And
@@ -486,7 +486,7 @@ class ClusterInstance:
 
     def _on_mesh(self, source: int, header: bytes, payload: torch.Tensor | None) -> None:
         now, message = self._now, decode(header)
-        if isinstance(message, Want | LayerPart | Cannot):
+        if isinstance(message, WantLayer | LayerPart | Cannot):
             came = None if now.copies is None else now.copies.on(source, message, payload)
             if came is not None:
                 own_layers.came(now, *came)
@@ -586,7 +586,7 @@ class ClusterInstance:
         }
         own_layers.fetch(now, epoch, sources)
 
-    def _begin_switch(self, prepared: Prepared) -> None:
+    def _begin_switch(self, prepared: PreparedGroup) -> None:
         if prepared.plan.epoch <= self._now.epoch:  # it has recovered since
             prepared.close()
             return
@@ -594,7 +594,7 @@ class ClusterInstance:
         if self._now.head is not None:
             self._now.head.draining = True
 
-    def _switch(self, prepared: Prepared) -> None:
+    def _switch(self, prepared: PreparedGroup) -> None:
         epoch = prepared.plan.epoch
         self._become(switch(self._now, prepared, partial(self._piece_sent, epoch)))
         for item in self._early.pop(epoch, ()):

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap.engine.scheduler import Scheduler
 from remap.policy.cluster.lookahead import Waiting
-from remap.policy.cluster.placement import Load
+from remap.policy.cluster.placement import InstanceLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -125,7 +125,7 @@ class Lanes:
         chunks = chain.from_iterable(schedule.chunks for schedule in self.flying.values())
         return any(chunk.sequence is sequence and chunk.samples for chunk in chunks)
 
-    def load(self, stalled: Iterable[int] = ()) -> Load:
+    def load(self, stalled: Iterable[int] = ()) -> InstanceLoad:
         """In whole blocks: that is what requests take of the pool, or will. stalled: lengths of requests, in tokens, that hold
         blocks and are not here yet."""
         size = self.lanes[0].block_tokens
@@ -133,7 +133,7 @@ class Lanes:
         waiting = sorted((one.order, one.length) for line in self.lines for one in line)
         running = [-(-length // size) * size for length in held]
         asked = tuple(-(-length // size) * size for _, length in waiting)
-        return Load(len(held), sum(running), asked, max((*running, *asked), default=0))
+        return InstanceLoad(len(held), sum(running), asked, max((*running, *asked), default=0))
 
     # -- passes ------------------------------------------------------------------------------------------------------------
 

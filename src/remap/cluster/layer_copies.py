@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from remap import advanced
-from remap.cluster.wire import Cannot, LayerPart, Want
+from remap.cluster.wire import Cannot, LayerPart, WantLayer
 from remap.errors import InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class _Send(NamedTuple):
     """What is left to send of a layer, from `offset` on."""
 
     to: int
-    want: Want
+    want: WantLayer
     offset: int
 
 
@@ -74,7 +74,7 @@ class LayerCopies:
         self._epoch = epoch
         for layer, rank in sources.items():
             self._wanted[layer] = rank, 0
-            self._send(rank, Want(epoch, layer, self._layer_bytes(layer)), None)
+            self._send(rank, WantLayer(epoch, layer, self._layer_bytes(layer)), None)
 
     def drop(self, epoch: int) -> None:
         """Nobody needs what was asked for in this epoch, here or elsewhere."""
@@ -84,10 +84,10 @@ class LayerCopies:
 
     # -- messages ------------------------------------------------------------------------------------------------------------
 
-    def on(self, source: int, message: Want | LayerPart | Cannot, payload: torch.Tensor | None) -> Came | None:
+    def on(self, source: int, message: WantLayer | LayerPart | Cannot, payload: torch.Tensor | None) -> Came | None:
         """Take a message. What came of it, if anything did."""
         match message:
-            case Want():
+            case WantLayer():
                 self._asked.append(_Send(source, message, 0))
             case LayerPart() if payload is not None and self._expects(source, message):
                 return self._fill(message, payload)

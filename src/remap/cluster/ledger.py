@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .messages import Tokens
 
-__all__ = ["Delivery", "Ledger", "Submission"]
+__all__ = ["Delivery", "RequestLedger", "Submission"]
 
 RequestT = TypeVar("RequestT")
 """What a caller asks for: `engine.Request` in production; the ledger passes it on."""
@@ -64,7 +64,7 @@ class _Entry(Generic[RequestT]):
     faults: int = 0
 
 
-class Ledger(Generic[RequestT]):
+class RequestLedger(Generic[RequestT]):
     """All unfinished requests by their id. Not thread-safe: one thread owns it."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from remap.errors import Error, InvalidArgument
 
-__all__ = ["Admission", "Busy", "Limits", "TooLarge", "longest_token", "read_body"]
+__all__ = ["Admission", "Busy", "FrontLimits", "TooLarge", "longest_token", "read_body"]
 
 
 class TooLarge(Error):
@@ -26,7 +26,7 @@ class Busy(Error):
 
 
 @dataclass(frozen=True)
-class Limits:
+class FrontLimits:
     """body_bytes: of one body. requests: open at once, of all callers together. retry_after_s: what a caller is told who comes
     when there are as many. deadline_s: from the first byte of a request to the last of its answer.
 
@@ -53,7 +53,7 @@ class Limits:
 class Admission:
     """The open requests. Not thread-safe: one event loop owns it."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: FrontLimits) -> None:
         self.limits = limits
         self.open = 0
 

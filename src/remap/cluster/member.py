@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from remap.cluster.head import Head
-from remap.cluster.messages import Part, Report
+from remap.cluster.messages import InstanceReport, Part
 from remap.cluster.pool import GroupPool
 from remap.cluster.slots import Places, Slots, Whole
 from remap.cluster.stage import Stage
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from remap.cluster.exchange import Exchange
     from remap.cluster.layer_copies import LayerCopies
     from remap.cluster.messages import GroupPlan
-    from remap.cluster.prepared import Prepared
+    from remap.cluster.prepared import PreparedGroup
     from remap.cluster.resources import Resources
-    from remap.cluster.transport import Link, PeerLost
+    from remap.cluster.transport import GroupLink, PeerLost
 
 __all__ = ["Member", "alone", "stage_of"]
 
@@ -44,11 +44,11 @@ class Member:
     slots: Slots | None
     stage: Stage
     head: Head | None
-    ring: Link | None
+    ring: GroupLink | None
     # How it became this: KV that moves since the last change, and the link of the instances of that change; which a group of
     # several keeps, for layers that come home from each other (`copies`).
     exchange: Exchange | None = None
-    mesh: Link | None = None
+    mesh: GroupLink | None = None
     copies: LayerCopies | None = None
     # Its layers: whether the pages of all are here; those that it does not compute and that have come (or are on their way from
     # the host: a pass that needs one waits for it); those that are to come from other instances (from which, by ranks in the
@@ -66,7 +66,7 @@ class Member:
     shrinking: bool = False
     launched: dict[int, list[Any]] = field(default_factory=dict)
     # What ends it: the change that was decided, the epoch for which the ring has ended, a peer that is gone.
-    next: Prepared | None = None
+    next: PreparedGroup | None = None
     ended: int = 0
     lost: PeerLost | None = None
 
@@ -114,18 +114,18 @@ class Member:
             if each is not None:
                 each.close()
 
-    def report(self) -> Report:
+    def report(self) -> InstanceReport:
         """How things are."""
         name, head, exchange = self.has.name, self.head, self.exchange
         phase: Literal["serving", "exchanging"] = "serving" if exchange is None else "exchanging"
         rate = self.has.throughput.bytes_per_s
         if head is None:
-            return Report(name, self.epoch, phase, arrived=self.arrived, bytes_per_s=rate)
+            return InstanceReport(name, self.epoch, phase, arrived=self.arrived, bytes_per_s=rate)
         stalled = [] if exchange is None else exchange.stalled
         load = head.load(each.length for each in stalled)
         requests = head.requests + tuple((each.id, each.attempt) for each in stalled)
         capacity = head.kv.usable_blocks * self.has.tenant.kv.spec.block_tokens
-        return Report(name, self.epoch, phase, load, requests, capacity, self.arrived, head.stuck, (), rate)
+        return InstanceReport(name, self.epoch, phase, load, requests, capacity, self.arrived, head.stuck, (), rate)
 
 
 def alone(has: Resources, epoch: int) -> Member:
@@ -136,7 +136,7 @@ def alone(has: Resources, epoch: int) -> Member:
     return Member(has, epoch, (Part(has.name, 0, has.layers),), 0, kv, places, None, stage, head, None)
 
 
-def stage_of(has: Resources, plan: GroupPlan, ring: Link) -> Member:
+def stage_of(has: Resources, plan: GroupPlan, ring: GroupLink) -> Member:
     """A stage of a group of several; without blocks yet."""
     part = plan.part(has.name)
     place = plan.stages.index(part)

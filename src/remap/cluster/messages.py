@@ -20,20 +20,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from remap.policy.cluster.placement import Load
+from remap.policy.cluster.placement import InstanceLoad
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from remap.engine.request import TokenLogprobs
     from remap.errors import Error
-    from remap.policy.cluster.placement import Model, Offer
+    from remap.policy.cluster.placement import Offer, ServedLayers
     from remap.policy.cluster.restore import Copy
 
 __all__ = [
     "NOTHING",
     "Abort",
-    "Asked",
+    "BringHome",
+    "ChangeRefused",
     "Command",
     "Commit",
     "Decline",
@@ -41,28 +42,27 @@ __all__ = [
     "Died",
     "Event",
     "Evict",
-    "Fetch",
     "Fingerprint",
     "Finished",
     "GiveUp",
     "GroupPlan",
+    "InstanceReport",
     "Joined",
-    "Move",
     "News",
     "Part",
+    "PlacementAsked",
     "Prepare",
     "Prepared",
     "Recover",
-    "Refused",
-    "Report",
     "Reported",
     "Restart",
     "Route",
+    "TakeAway",
     "Tick",
     "Tokens",
 ]
 
-NOTHING = Load()
+NOTHING = InstanceLoad()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Description:
 
     name: str
     fingerprint: Fingerprint
-    model: Model
+    model: ServedLayers
     memory_bytes: int
     rendezvous: str = ""
     pid: int = 0
@@ -146,7 +146,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Report:
+class InstanceReport:
     """How things are at an instance. epoch: of the group that it serves in; it rises when the instance switches.
 
     phase: "exchanging" from the switch until every old head of the change has handed its requests over, and all KV has moved
@@ -162,7 +162,7 @@ class Report:
     instance: str
     epoch: int
     phase: Literal["serving", "exchanging"] = "serving"
-    load: Load = NOTHING
+    load: InstanceLoad = NOTHING
     requests: tuple[tuple[str, int], ...] = ()
     capacity: int = 0
     arrived: frozenset[int] = frozenset()
@@ -200,7 +200,7 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class Fetch:
+class BringHome:
     """Bring these layers home, behind all else, when there is room; who is named as their source is asked for them."""
 
     instance: str
@@ -234,7 +234,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Move:
+class TakeAway:
     """Take this request away from this instance, if it is still stuck there: another has room. Answered by its attempt, which is
     then asked for again (`Service.bounced`)."""
 
@@ -265,7 +265,7 @@ class Decline:
     error: Error
 
 
-Command = Prepare | Commit | Abort | Fetch | Recover | Evict | Route | Restart | Move | GiveUp | Decline
+Command = Prepare | Commit | Abort | BringHome | Recover | Evict | Route | Restart | TakeAway | GiveUp | Decline
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Died:
 class Reported:
     """A report came."""
 
-    report: Report
+    report: InstanceReport
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Refused:
+class ChangeRefused:
     """The instance refused, or failed in, what it was asked for this epoch. error: the name of the error's class."""
 
     instance: str
@@ -328,7 +328,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlacementAsked:
     """A request has to be placed: a new one, one that is started again, or one whose instance was not a head any more.
     tokens: of KV that it asks for now."""
 
@@ -348,4 +348,4 @@ class Tick:
     """Time passed: look at deadlines and loads. Control acts on loads at ticks only."""
 
 
-Event = Joined | Died | Reported | Prepared | Refused | Asked | Finished | Tick
+Event = Joined | Died | Reported | Prepared | ChangeRefused | PlacementAsked | Finished | Tick

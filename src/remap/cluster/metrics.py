@@ -13,14 +13,14 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from .front import Front
 
-__all__ = ["Metrics"]
+__all__ = ["ClusterMetrics"]
 
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 TPOT_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
-class Metrics:
+class ClusterMetrics:
     """In a registry of its own, so that a process may have several. The event loop that owns the front calls all of it."""
 
     def __init__(self, front: Front[Any]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from remap.engine.request import MOST_LOGPROBS, Request, SamplingParams
 from remap.errors import InvalidArgument
 
-from .asked import Asked
+from .asked import AnswerAsked
 from .http_errors import UnknownModel
 from .prompts import Served, Wanted, always, encoded, ids_of, refused, still
 
@@ -117,7 +117,7 @@ class Chat(_Body, kw_only=True):
     nothing: ClassVar[dict[str, Any]] = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
 
 
-def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wanted = always) -> Asked:
+def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wanted = always) -> AnswerAsked:
     """A body. wanted: asked between steps; CancelledError is raised when nobody waits any more.
 
     Raises InvalidArgument (field param, where one is at fault) for a body that is not as it must be, and UnknownModel.
@@ -147,7 +147,7 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wa
             requests.append(Request(name, prompt, replace(sampling, seed=seed)))
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     stops, now = tuple(body.stops), int(time.time())
-    return Asked(
+    return AnswerAsked(
         id,
         tuple(requests),
         n,
@@ -295,7 +295,7 @@ def _sampling(body: Completion | Chat, prompt: int, served: Served, logprobs: in
         most = body.max_completion_tokens if body.max_completion_tokens is not None else most
         most = max(1, served.positions - prompt) if most is None else most
     elif most == 0 and echo:
-        most = 1  # an engine has no passes without a token; this one is nobody's (`Asked.echo_only`)
+        most = 1  # an engine has no passes without a token; this one is nobody's (`AnswerAsked.echo_only`)
     return SamplingParams(
         max_tokens=COMPLETION_TOKENS if most is None else most,
         temperature=1.0 if body.temperature is None else body.temperature,

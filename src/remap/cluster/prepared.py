@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from remap.cluster.transport import Link, PeerLost, connect
+from remap.cluster.transport import GroupLink, PeerLost, connect
 from remap.errors import Error
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from remap.cluster.messages import GroupPlan
 
-__all__ = ["Ears", "Prepared", "meet"]
+__all__ = ["Ears", "PreparedGroup", "meet"]
 
 
 class Ears(NamedTuple):
@@ -30,13 +30,13 @@ class Ears(NamedTuple):
 
 
 @dataclass(eq=False)
-class Prepared:
+class PreparedGroup:
     """ring: of the stages, in their order; None for a group of one. mesh: of all instances of the change; None for one
     alone."""
 
     plan: GroupPlan
-    ring: Link | None
-    mesh: Link | None
+    ring: GroupLink | None
+    mesh: GroupLink | None
 
     def open(self, ears: Ears) -> None:
         """Hear what comes from now on: a peer may switch before this instance does."""
@@ -57,13 +57,13 @@ class Prepared:
                 link.close()
 
 
-def meet(plan: GroupPlan, name: str, host: str, timeout_s: float) -> Prepared:
+def meet(plan: GroupPlan, name: str, host: str, timeout_s: float) -> PreparedGroup:
     """Connect to the other instances of the change, which reach this one under `host`; waits for them, for timeout_s at most for
     each link. Raises what `connect`
     raises; nothing is left open then."""
     members = [part.instance for group in plan.before for part in group]
     stages = [part.instance for part in plan.stages]
-    made = Prepared(plan, None, None)
+    made = PreparedGroup(plan, None, None)
     try:
         if len(members) > 1:
             made.mesh = connect(plan.rendezvous, f"{plan.epoch}/mesh", members, name, host, timeout_s)

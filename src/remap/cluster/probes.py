@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from remap.cluster.stage import Row
-from remap.policy.cluster.lookahead import Chunk, ChunkCost, fit
+from remap.policy.cluster.lookahead import ChunkCost, QueuedChunk, fit
 
 if TYPE_CHECKING:
     from remap.cluster.stage import Stage
@@ -56,7 +56,7 @@ def probes(most_tokens: int, batch_tokens: int) -> list[Probe]:
 def cost_of(seconds: Callable[[Probe], float], most_tokens: int, batch_tokens: int) -> ChunkCost:
     """Fitted to what `seconds` says of each probe. Raises what `lookahead.fit` raises."""
     return fit(
-        ([Chunk(number, each.prefix, each.tokens) for number in range(each.rows)], seconds(each))
+        ([QueuedChunk(number, each.prefix, each.tokens) for number in range(each.rows)], seconds(each))
         for each in probes(most_tokens, batch_tokens)
     )
 

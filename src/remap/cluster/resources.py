@@ -12,7 +12,7 @@ import torch
 import remap
 from remap.cluster import probes
 from remap.cluster.counts import Counts
-from remap.cluster.head import Limits
+from remap.cluster.head import HeadLimits
 from remap.cluster.messages import Fingerprint
 from remap.cluster.slots import Whole
 from remap.cluster.stage import Stage
@@ -22,7 +22,7 @@ from remap.engine.models import decoder_of
 from remap.errors import InvalidArgument, InvalidState
 from remap.inside import inside
 from remap.policy.activations import Line
-from remap.policy.cluster.placement import Layer, Model
+from remap.policy.cluster.placement import Layer, ServedLayers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -95,7 +95,7 @@ class Resources:
         self.session, self.tenant, self.throughput = session, tenant, Throughput(network)
         self._others = others
         self.layers = len(self.decoder.layers)
-        self.limits = Limits(
+        self.limits = HeadLimits(
             self.decoder.vocabulary, self.decoder.max_tokens, max_num_seqs, max_batch_tokens, decode_cost
         )
         self.own_blocks = frozenset(inside(tenant).kv.pool.open_ids())
@@ -113,7 +113,7 @@ class Resources:
         token_bytes = spec.block_bytes // spec.layers // tenant.kv.spec.block_tokens
         # Plans weigh rounds of requests that decode.
         line = Line(self.cost.batch_s / self.layers, self.cost.chunk(TYPICAL_TOKENS, 1) / self.layers)
-        self.model = Model(tuple(Layer(size, token_bytes, line) for size in sizes))
+        self.model = ServedLayers(tuple(Layer(size, token_bytes, line) for size in sizes))
 
     def layer_bytes(self, layer: int) -> int:
         """Of this layer."""

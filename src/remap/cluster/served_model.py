@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from remap.policy.cluster.pipeline import Network
 
-__all__ = ["Layout", "Tokenizer", "check_files", "ends_of", "layout_of", "make", "shapes", "tokenizer_of"]
+__all__ = ["InstanceLayout", "Tokenizer", "check_files", "ends_of", "layout_of", "make", "shapes", "tokenizer_of"]
 
 KV_TOKENS = 8192
 """Without a given memory there is KV for so many tokens beside the weights."""
@@ -40,7 +40,7 @@ Tokenizer = Any
 
 
 @dataclass(frozen=True)
-class Layout:
+class InstanceLayout:
     """An instance's session: its bytes, its pages, its KV. positions: tokens of a prompt and its answer, at most."""
 
     capacity: int
@@ -96,7 +96,7 @@ def ends_of(name: str, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(ends - {None})
 
 
-def layout_of(model: nn.Module, memory: int | None, swap: int = 0) -> Layout:
+def layout_of(model: nn.Module, memory: int | None, swap: int = 0) -> InstanceLayout:
     """memory: bytes for weights and KV together; None: KV of KV_TOKENS. swap: bytes of host memory for preempted KV.
 
     All of it has places in the KV region: so pages of layers can be KV while others compute these.
@@ -138,7 +138,7 @@ def layout_of(model: nn.Module, memory: int | None, swap: int = 0) -> Layout:
             minimum=block.block_bytes,
         )
     spec = remap.KVSpec(**common, min_blocks=blocks, max_blocks=most, host_blocks=host)
-    return Layout(capacity, page_bytes, spec, decoder.max_tokens)
+    return InstanceLayout(capacity, page_bytes, spec, decoder.max_tokens)
 
 
 def make(

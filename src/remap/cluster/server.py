@@ -18,7 +18,7 @@ import uvicorn
 from remap.errors import Error, InvalidState
 
 from .app import make_app
-from .limits import Limits
+from .limits import FrontLimits
 
 if TYPE_CHECKING:
     import socket
@@ -40,7 +40,7 @@ GRACE_S = 10
 LEAVE_S = 2
 """Seconds that callers have to take that error; then their connections are cut."""
 
-DEFAULT = Limits()
+DEFAULT = FrontLimits()
 
 
 class NobodyLeft(Error):
@@ -56,7 +56,7 @@ async def serve(
     served: Served,
     listening: socket.socket,
     ready: Callable[[], None],
-    limits: Limits = DEFAULT,
+    limits: FrontLimits = DEFAULT,
     hosts: Collection[str] | None = None,
     access_log: bool = False,
     broken: Callable[[], Coroutine[Any, Any, str]] | None = None,

@@ -25,23 +25,23 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from remap.errors import Error
 
-from .ledger import Delivery, Ledger, Submission
+from .ledger import Delivery, RequestLedger, Submission
 from .messages import (
     Abort,
-    Asked,
+    BringHome,
     Commit,
     Decline,
     Event,
     Evict,
-    Fetch,
     Finished,
     GiveUp,
-    Move,
+    PlacementAsked,
     Prepare,
     Recover,
     Reported,
     Restart,
     Route,
+    TakeAway,
     Tokens,
 )
 
@@ -98,7 +98,9 @@ class Cancel:
     attempt: int
 
 
-Action = Prepare | Commit | Abort | Fetch | Recover | Evict | Submit[RequestT] | Cancel | Move | GiveUp | Decline
+Action = (
+    Prepare | Commit | Abort | BringHome | Recover | Evict | Submit[RequestT] | Cancel | TakeAway | GiveUp | Decline
+)
 
 
 class Service(Generic[RequestT]):
@@ -109,7 +111,7 @@ class Service(Generic[RequestT]):
 
     def __init__(self, control: Control, size: Callable[[RequestT], int]) -> None:
         self.control = control
-        self.ledger = Ledger[RequestT]()
+        self.ledger = RequestLedger[RequestT]()
         self._size = size
         self._suspects = deque[str]()  # that wait for their trial
         self._trial: _Trial | None = None
@@ -123,13 +125,13 @@ class Service(Generic[RequestT]):
     def ask(self, id: str, request: RequestT, now_s: float) -> list[Action[RequestT]]:
         """A new request. Raises InvalidArgument, with nothing changed, if an unfinished one has its id."""
         self.ledger.add(id, request)
-        return self.on(Asked(id, self._tokens(id)), now_s)
+        return self.on(PlacementAsked(id, self._tokens(id)), now_s)
 
     def bounced(self, id: str, attempt: int, now_s: float) -> list[Action[RequestT]]:
-        """The instance that this attempt was submitted to refused it, or let go of it (`Move`): it goes elsewhere."""
+        """The instance that this attempt was submitted to refused it, or let go of it (`TakeAway`): it goes elsewhere."""
         if not self.is_last(id, attempt):
             return []
-        return self.on(Asked(id, self._tokens(id)), now_s)
+        return self.on(PlacementAsked(id, self._tokens(id)), now_s)
 
     def is_last(self, id: str, attempt: int) -> bool:
         """Whether the request is unfinished and this is its last attempt: what comes of older ones is nobody's."""
@@ -168,7 +170,7 @@ class Service(Generic[RequestT]):
                             elif self._suspected(id):
                                 self._suspects.append(id)
                             else:
-                                events.append(Asked(id, self._tokens(id)))
+                                events.append(PlacementAsked(id, self._tokens(id)))
                     case Route(id, instance):
                         submission = self.ledger.send(id, instance)
                         if submission is not None:
@@ -200,7 +202,7 @@ class Service(Generic[RequestT]):
             if self._suspected(id):
                 more = TRIAL_TOKENS ** (self.ledger.faults(id) - MOST_FAULTS + 2)
                 self._trial = _Trial(id, len(self.ledger.tokens(id)) + more)
-                events.append(Asked(id, self._tokens(id)))
+                events.append(PlacementAsked(id, self._tokens(id)))
                 return True
         return False
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from remap.cluster.member import Member
     from remap.cluster.messages import GroupPlan
-    from remap.cluster.prepared import Prepared
+    from remap.cluster.prepared import PreparedGroup
     from remap.cluster.resources import Resources
-    from remap.cluster.transport import Link
+    from remap.cluster.transport import GroupLink
 
     Send = Callable[[int, Message, torch.Tensor | None], None]
 
@@ -33,7 +33,7 @@ MOST_BYTES = 256 << 20
 """Of KV or layers on their way from an instance, and so in memory twice, but for the last piece."""
 
 
-def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
+def switch(old: Member, prepared: PreparedGroup, sent: Callable[[], None]) -> Member:
     """What the plan says. Nothing of the old group is in flight here. sent: called in another thread, each time that a piece of
     KV or of a layer has left."""
     has, plan, kv = old.has, prepared.plan, inside(old.has.tenant).kv
@@ -71,7 +71,7 @@ def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
 
 
 def _send(
-    has: Resources, mesh: Link, sent: Callable[[], None], to: int, message: Message, payload: torch.Tensor | None
+    has: Resources, mesh: GroupLink, sent: Callable[[], None], to: int, message: Message, payload: torch.Tensor | None
 ) -> None:
     if payload is None:
         mesh.post(to, encode(message))
@@ -86,7 +86,7 @@ def _send(
     mesh.post(to, encode(message), payload, left)
 
 
-def _exchange(old: Member, new: Member, plan: GroupPlan, mesh: Link, held: set[int], send: Send) -> Exchange:
+def _exchange(old: Member, new: Member, plan: GroupPlan, mesh: GroupLink, held: set[int], send: Send) -> Exchange:
     """held: the physical blocks in which the old group's KV lies."""
     has = old.has
     ranks = {name: rank for rank, name in enumerate(mesh.names)}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages and tensors between the instances of a group or of a change, over torch.distributed's gloo process groups.
 
-A `Link` is one process group that belongs to nobody else: made from a store and a prefix, never the default group. A message is
+A `GroupLink` is one process group of its own: made from a store and a prefix, never the default group. A message is
 a header of bytes (wire.py), and perhaps a tensor. Nothing is pickled.
 
 What ends a wait: the message, the end of the peer's process (its connections close), or the peer's own `close`, which says so
@@ -37,7 +37,7 @@ from remap.errors import Error, InvalidArgument
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
 
-__all__ = ["ASSUMED", "FRAME", "Deliver", "Link", "PeerLost", "ServedStore", "bytes_of", "connect", "tensor_of"]
+__all__ = ["ASSUMED", "FRAME", "Deliver", "GroupLink", "PeerLost", "ServedStore", "bytes_of", "connect", "tensor_of"]
 
 LOG = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class PeerLost(Error):
     """
 
 
-class Link:
+class GroupLink:
     """One process group. names: of the members, in the order of their ranks. Nothing is sent or received before `open`."""
 
     def __init__(self, group: dist.ProcessGroup, prefix: str, names: Sequence[str], rank: int) -> None:
@@ -236,7 +236,7 @@ class ServedStore:
             )
 
 
-def connect(address: str, prefix: str, names: Sequence[str], name: str, host: str, timeout_s: float) -> Link:
+def connect(address: str, prefix: str, names: Sequence[str], name: str, host: str, timeout_s: float) -> GroupLink:
     """The link of these members, of whom each calls this. Waits for all.
 
     address: "host:port" of a torch.distributed.TCPStore, or "host:port/space" for keys that begin with a space.
@@ -272,7 +272,7 @@ def connect(address: str, prefix: str, names: Sequence[str], name: str, host: st
             peer="",
             link=prefix,
         ) from error
-    return Link(group, prefix, names, rank)
+    return GroupLink(group, prefix, names, rank)
 
 
 @atexit.register

@@ -18,11 +18,11 @@ from remap.errors import InvalidArgument
 __all__ = [
     "Cannot",
     "Chosen",
-    "Done",
     "End",
     "Forget",
     "Handed",
     "Handover",
+    "KVComplete",
     "LayerPart",
     "Message",
     "Microbatch",
@@ -31,7 +31,7 @@ __all__ = [
     "Piece",
     "Room",
     "Shrink",
-    "Want",
+    "WantLayer",
     "decode",
     "encode",
     "require_sendable",
@@ -164,7 +164,7 @@ class Piece(msgspec.Struct, frozen=True, tag=True):
     dtype: str = ""
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class KVComplete(msgspec.Struct, frozen=True, tag=True):
     """Mesh, to the request's new head: this stage has all of its KV."""
 
     id: str
@@ -180,7 +180,7 @@ class Over(msgspec.Struct, frozen=True, tag=True):
     """Mesh, from a new head, to all: it waits for no KV any more."""
 
 
-class Want(msgspec.Struct, frozen=True, tag=True):
+class WantLayer(msgspec.Struct, frozen=True, tag=True):
     """Mesh, to a stage that has this layer: send its bytes, so many; they are to come home for this epoch."""
 
     epoch: int
@@ -212,10 +212,10 @@ Message = (
     | Handover
     | Move
     | Piece
-    | Done
+    | KVComplete
     | Forget
     | Over
-    | Want
+    | WantLayer
     | LayerPart
     | Cannot
 )

@@ -41,7 +41,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from remap.engine.metrics import Metrics, Sample
+from remap.engine.metrics import Metrics, StepSample
 from remap.engine.request import Output, Request, SamplingParams, TokenLogprobs
 from remap.engine.scheduler import Scheduler
 from remap.engine.shared_metrics import SharedResult
@@ -63,12 +63,12 @@ __all__ = [
     "Output",
     "Request",
     "Result",
-    "Sample",
     "SamplingParams",
     "Scheduler",
     "SharedEngines",
     "SharedResult",
     "StepOutput",
+    "StepSample",
     "ThroughputEngine",
     "TokenLogprobs",
     "generate_offline",

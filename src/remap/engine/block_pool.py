@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["BlockPool"]
+__all__ = ["SchedulerBlocks"]
 
 
-class BlockPool(Protocol):
+class SchedulerBlocks(Protocol):
     """What the scheduler needs of `tenant.kv`."""
 
     @property

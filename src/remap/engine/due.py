@@ -16,7 +16,7 @@ from remap.errors import Error
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from remap.engine.block_pool import BlockPool
+    from remap.engine.block_pool import SchedulerBlocks
 
 __all__ = ["Due"]
 
@@ -39,7 +39,7 @@ class Due:
             ids = [moved.get(block, block) for block in self.ids[0]], self.ids[1]
             self.ids, self.relocated = ids, number
 
-    def give(self, pool: BlockPool) -> None:
+    def give(self, pool: SchedulerBlocks) -> None:
         """Give all of it back: host blocks behind the blocks that show them. Raises the pool's error if a copy from or to the
         blocks has failed; they go with the next call then."""
         blocks, hosts = self.ids
@@ -52,7 +52,7 @@ class Due:
                 pool.free_host(hosts)
             self.ids = [], []
 
-    def give_surely(self, pool: BlockPool) -> None:
+    def give_surely(self, pool: SchedulerBlocks) -> None:
         """As `give`, where a copy that has failed concerns nobody here: those whose KV it was learn of it when they ask
         (`kept`, `arrived`). None is in flight any more then, so the second try does it."""
         try:

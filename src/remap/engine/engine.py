@@ -15,7 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from remap.engine.chunk import Chunk
-from remap.engine.metrics import Metrics, Sample
+from remap.engine.metrics import Metrics, StepSample
 from remap.engine.reports import Reports
 from remap.engine.request import Output, Request, Sequence
 from remap.engine.scheduler import TILE, Schedule, Scheduler
@@ -317,7 +317,7 @@ class Engine(ABC):
         remapped = self.tenant.remapped if self._probe is None else self._probe()
         self.metrics.steps += 1
         self.metrics.timeline.append(
-            Sample(
+            StepSample(
                 time_s=now - self.metrics.started_s,
                 kv_used_blocks=self.scheduler.used_blocks,
                 kv_usable_blocks=self._kv.usable_blocks,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from remap.engine.request import State
+from remap.engine.request import RequestState
 from remap.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class BlockTable:
 
     def _sweep(self, wanted: int) -> None:
         """Take back the rows of sequences that do not run any more."""
-        for sequence in [one for one in self._rows if one.state is not State.RUNNING]:
+        for sequence in [one for one in self._rows if one.state is not RequestState.RUNNING]:
             self._free.append(self._rows.pop(sequence).index)
         if wanted > len(self._free):
             raise InvalidArgument(

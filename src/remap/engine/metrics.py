@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from remap.engine.request import Sequence
 
-__all__ = ["Metrics", "Sample", "percentile"]
+__all__ = ["Metrics", "StepSample", "percentile"]
 
 
 def percentile(values: Listed[float], q: float) -> float:
@@ -33,7 +33,7 @@ def percentile(values: Listed[float], q: float) -> float:
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """The state after one engine step. `time_s` counts from the start of the run, `preemptions` are cumulative,
     `layers_remapped` may be fractional (slices)."""
 
@@ -69,7 +69,7 @@ class Metrics:
     ttft_s: list[float] = field(default_factory=list)
     gaps: Counter[float] = field(default_factory=Counter)
     tpot_s: list[float] = field(default_factory=list)
-    timeline: list[Sample] = field(default_factory=list)
+    timeline: list[StepSample] = field(default_factory=list)
 
     def tokens(self, sequences: Listed[Sequence], now_s: float) -> None:
         """Each of them has a token more, at one time. A preempted request's gap is counted in full: the user waits for it."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from remap.errors import InvalidArgument
 
-__all__ = ["MOST_LOGPROBS", "Output", "Request", "SamplingParams", "Sequence", "State", "TokenLogprobs"]
+__all__ = ["MOST_LOGPROBS", "Output", "Request", "RequestState", "SamplingParams", "Sequence", "TokenLogprobs"]
 
 MOST_LOGPROBS = 20
 """Alternatives of a token whose logprobs a request may ask for."""
@@ -130,7 +130,7 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class State(Enum):
+class RequestState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -159,7 +159,7 @@ class Sequence:
     order: int
     tokens: list[int]
     arrived_s: float = 0.0
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     computed: int = 0
     high_water: int = 0
     blocks: list[int] = field(default_factory=list)

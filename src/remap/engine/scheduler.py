@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from remap.engine import streaming
 from remap.engine.chunk import Chunk
 from remap.engine.due import Due
-from remap.engine.request import Sequence, State
+from remap.engine.request import RequestState, Sequence
 from remap.errors import Error, InvalidArgument, OutOfBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from remap.engine.block_pool import BlockPool
+    from remap.engine.block_pool import SchedulerBlocks
 
 __all__ = ["TILE", "Schedule", "Scheduler"]
 
@@ -118,7 +118,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._arriving: dict[Sequence, int] = {}
         # Who goes to another queue, to which (its state then), and the ticket if its KV is being copied in: see `_move`.
-        self._moving: tuple[Sequence, State, int | None] | None = None
+        self._moving: tuple[Sequence, RequestState, int | None] | None = None
 
     @property
     def running(self) -> list[Sequence]:
@@ -150,7 +150,7 @@ class Scheduler:
 
     def adopt(self, sequence: Sequence) -> None:
         """A sequence runs on whose blocks hold the KV of its `computed` tokens: it came from another scheduler."""
-        self._move(sequence, State.RUNNING)
+        self._move(sequence, RequestState.RUNNING)
 
     @property
     def used_blocks(self) -> int:
@@ -196,7 +196,7 @@ class Scheduler:
                 sequence.blocks, sequence.homing, sequence.relocated = blocks, homing, number
         self._relocating = None
 
-    def _mend(self, pool: BlockPool) -> None:
+    def _mend(self, pool: SchedulerBlocks) -> None:
         """Do what an interrupt has left undone."""
         self._relocate()
         self.due.give_surely(pool)
@@ -205,7 +205,7 @@ class Scheduler:
         """Who does not run yet, in the order in which they will."""
         return self.waiting
 
-    def schedule(self, pool: BlockPool) -> Schedule:
+    def schedule(self, pool: SchedulerBlocks) -> Schedule:
         """Choose the chunks of the next pass and allocate their blocks. Counts as nothing until `commit`: repeating is
         harmless. Raises the pool's error if copies in have failed: their sequences wait again, with their KV in host memory.
         """
@@ -229,7 +229,7 @@ class Scheduler:
         again = self._schedule(pool)
         return again._replace(preempted=(*found.preempted, *again.preempted))
 
-    def _schedule(self, pool: BlockPool) -> Schedule:
+    def _schedule(self, pool: SchedulerBlocks) -> Schedule:
         """`schedule`, of those who run and wait."""
         budget = self.max_batch_tokens
         decoding = sum(1 for sequence in self.running if sequence.length - sequence.computed == 1)
@@ -272,7 +272,7 @@ class Scheduler:
                 self._fetch(sequence, pool)
                 continue  # it arrives, or is computed anew, from its first chunk
             chunks.append(Chunk(sequence, 0, count))
-            self._move(sequence, State.RUNNING)
+            self._move(sequence, RequestState.RUNNING)
             budget -= count
             prompt -= count
         return Schedule(tuple(chunks), tuple(preempted), self.max_batch_tokens - budget)
@@ -288,13 +288,13 @@ class Scheduler:
         sequence.high_water = max(sequence.high_water, end)
         return recomputed
 
-    def preempt(self, sequence: Sequence, pool: BlockPool) -> None:
+    def preempt(self, sequence: Sequence, pool: SchedulerBlocks) -> None:
         """Take the blocks of a sequence away that runs or arrives; it waits in the place of its age. Its KV goes to host
         memory, or is recomputed. Raises the pool's error if it cannot begin to copy; the sequence stays where it is then."""
         self._mend(pool)
         self._put_back(sequence, pool)
 
-    def save(self, pool: BlockPool, complete: bool = False) -> None:
+    def save(self, pool: SchedulerBlocks, complete: bool = False) -> None:
         """Copy out what host memory does not have yet of those who run, while there is room, the youngest first: so their
         blocks can go at once when somebody needs them. Between turns, when nobody writes; during a turn only `complete`
         blocks."""
@@ -303,7 +303,7 @@ class Scheduler:
             if sequence.computed and not self._save(sequence, pool, (), complete):
                 return
 
-    def bring_back(self, pool: BlockPool) -> None:
+    def bring_back(self, pool: SchedulerBlocks) -> None:
         """Start copying the KV of those back who are next and have it in host memory, while there is room: before their turn."""
         self._mend(pool)
         while self.waiting and self.waiting[0].host and self._held < self.max_num_seqs:
@@ -312,7 +312,7 @@ class Scheduler:
                 return
             self._fetch(sequence, pool)
 
-    def leave_host(self, pool: BlockPool, spare: int) -> None:
+    def leave_host(self, pool: SchedulerBlocks, spare: int) -> None:
         """Have nothing in host memory any more, but for what streams: what there is room for, with so many blocks to spare, comes
         back, the oldest first, and runs; the rest is computed again. Waits for the copies. Raises the pool's error if they have
         failed: then those who waited for them wait again, with their KV in host memory."""
@@ -328,11 +328,11 @@ class Scheduler:
         for sequence in self.running:
             self._forget_host(sequence, 0, pool)
 
-    def finish(self, sequence: Sequence, pool: BlockPool) -> None:
+    def finish(self, sequence: Sequence, pool: SchedulerBlocks) -> None:
         """Take a sequence out, wherever it is, and free its blocks. Can be called again."""
         self._relocate()
         self._drop(sequence, pool)  # first: blocks that are in no queue are not told that they moved
-        self._move(sequence, State.FINISHED)
+        self._move(sequence, RequestState.FINISHED)
 
     def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
         """How many tokens of `sequence` `schedule` computes next: all that is known, else up to a multiple of `chunk_align`. A
@@ -351,14 +351,14 @@ class Scheduler:
             return aligned
         return 0 if budget < self.max_batch_tokens else count
 
-    def _room(self, blocks: int, pool: BlockPool) -> bool:
+    def _room(self, blocks: int, pool: SchedulerBlocks) -> bool:
         """Whether so many blocks are free, or could be made free by letting others stream."""
         short = blocks - pool.free_blocks
         if short <= 0 or not self.stream:
             return short <= 0
         return streaming.make_room(self.running, short, pool, self.block_tokens, self.due)
 
-    def _seat(self, sequence: Sequence, tokens: int, blocks: int, pool: BlockPool) -> bool:
+    def _seat(self, sequence: Sequence, tokens: int, blocks: int, pool: SchedulerBlocks) -> bool:
         """Give a waiting sequence its blocks for so many tokens, if `blocks` are free or can be made free. Where they are not,
         its own blocks in host memory stream first: that costs no copy now."""
         if self.stream and not sequence.blocks:
@@ -371,7 +371,7 @@ class Scheduler:
                 self._drop(sequence, pool, kept=True)
         return seated
 
-    def _reserve(self, sequence: Sequence, tokens: int, pool: BlockPool) -> bool:
+    def _reserve(self, sequence: Sequence, tokens: int, pool: SchedulerBlocks) -> bool:
         missing = self.blocks_for(tokens) - len(sequence.blocks)
         if missing > 0:
             self._room(missing, pool)
@@ -381,21 +381,21 @@ class Scheduler:
                 return False
         return True
 
-    def _put_back(self, sequence: Sequence, pool: BlockPool) -> None:
+    def _put_back(self, sequence: Sequence, pool: SchedulerBlocks) -> None:
         kept = self._save(sequence, pool, [other for other in self.running if other is not sequence])
         sequence.preemptions += 1
         self._retire(sequence, pool, kept)
 
-    def _retire(self, sequence: Sequence, pool: BlockPool, kept: bool) -> None:
+    def _retire(self, sequence: Sequence, pool: SchedulerBlocks, kept: bool) -> None:
         """It waits, without blocks; with its KV in host memory if that is `kept`."""
         # What has KV goes first, so that nobody computes with blocks that it lost; what has none, when it has none.
         if kept:
-            self._move(sequence, State.WAITING)
+            self._move(sequence, RequestState.WAITING)
         self._drop(sequence, pool, kept)
         if not kept:
-            self._move(sequence, State.WAITING)
+            self._move(sequence, RequestState.WAITING)
 
-    def _settle(self, pool: BlockPool) -> None:
+    def _settle(self, pool: SchedulerBlocks) -> None:
         """What streams is there to be read, or its sequence waits."""
         if self.stream:
             for sequence in streaming.settle(self.running, pool, self.due):
@@ -403,7 +403,7 @@ class Scheduler:
 
     # -- who is where ------------------------------------------------------------------------------------------------
 
-    def _move(self, sequence: Sequence, state: State, ticket: int | None = None) -> None:
+    def _move(self, sequence: Sequence, state: RequestState, ticket: int | None = None) -> None:
         """A sequence goes to the queue of this state, in the place of its age; with a ticket it arrives. It has happened as soon
         as that is written down: what an interrupt leaves undone, whoever looks at the queues next does."""
         if self._moving is not None:
@@ -422,10 +422,10 @@ class Scheduler:
         sequence.state = state
         if ticket is not None:
             self._arriving[sequence] = ticket
-        elif state is State.RUNNING:
+        elif state is RequestState.RUNNING:
             # At the end, unless `preempt` took out a sequence that is older than some that go on running.
             insort(self._running, sequence, key=_order)
-        elif state is State.WAITING:
+        elif state is RequestState.WAITING:
             insort(self._line_of(sequence), sequence, key=_order)
         self._moving = None
 
@@ -444,7 +444,9 @@ class Scheduler:
         """Sequences that have blocks."""
         return len(self.running) + len(self.arriving)
 
-    def _save(self, sequence: Sequence, pool: BlockPool, others: Iterable[Sequence], complete: bool = False) -> bool:
+    def _save(
+        self, sequence: Sequence, pool: SchedulerBlocks, others: Iterable[Sequence], complete: bool = False
+    ) -> bool:
         """Copy what host memory does not have yet of its KV out, or of its complete blocks. False if it has no room, or nothing
         is computed. others: whose copies may go for it."""
         if not self.swap or not sequence.computed:
@@ -464,7 +466,7 @@ class Scheduler:
                 return True
         return False
 
-    def _fetch(self, sequence: Sequence, pool: BlockPool) -> bool:
+    def _fetch(self, sequence: Sequence, pool: SchedulerBlocks) -> bool:
         """Start copying its KV back into its new blocks: it arrives. False if a copy out has failed: then it has no KV any more.
         Without a copy in flight it has no blocks either, so that nobody waits for those."""
         host, streamed = sequence.host, sequence.streamed
@@ -472,17 +474,17 @@ class Scheduler:
         try:
             if kept:
                 self._move(
-                    sequence, State.WAITING, pool.copy_in(host[streamed:], sequence.blocks[streamed : len(host)])
+                    sequence, RequestState.WAITING, pool.copy_in(host[streamed:], sequence.blocks[streamed : len(host)])
                 )
         finally:
             if sequence not in self.arriving:
                 self._drop(sequence, pool, kept)
         return kept
 
-    def _forget_host(self, sequence: Sequence, keep: int, pool: BlockPool) -> None:
+    def _forget_host(self, sequence: Sequence, keep: int, pool: SchedulerBlocks) -> None:
         streaming.forget_host(sequence, keep, pool, self.due)
 
-    def _arrive(self, pool: BlockPool, behind: int | None = None) -> list[Sequence]:
+    def _arrive(self, pool: SchedulerBlocks, behind: int | None = None) -> list[Sequence]:
         """Let those run whose KV has arrived. The host keeps complete blocks, which nobody writes any more. behind: the pass
         comes behind this ticket and those before it."""
         try:
@@ -494,11 +496,11 @@ class Scheduler:
                 self.preempt(sequence, pool)  # its host blocks are as they were
             raise
         for sequence in there:
-            self._move(sequence, State.RUNNING)
+            self._move(sequence, RequestState.RUNNING)
             self._forget_host(sequence, sequence.computed // self.block_tokens if self.overlap else 0, pool)
         return there
 
-    def _drop(self, sequence: Sequence, pool: BlockPool, kept: bool = False) -> None:
+    def _drop(self, sequence: Sequence, pool: SchedulerBlocks, kept: bool = False) -> None:
         """Take its blocks away, and its KV in host memory unless that is `kept`. In one statement: it never has KV that is not
         its own."""
         blocks = sequence.blocks if sequence.homing is None else [*sequence.blocks, *sequence.homing[1]]

@@ -16,7 +16,7 @@ from remap.errors import Error
 if TYPE_CHECKING:
     from collections.abc import Sequence as Listed
 
-    from remap.engine.block_pool import BlockPool
+    from remap.engine.block_pool import SchedulerBlocks
     from remap.engine.chunk import Chunk
     from remap.engine.due import Due
     from remap.engine.request import Sequence
@@ -36,7 +36,7 @@ def streamed(chunks: Listed[Chunk]) -> list[int]:
     return found
 
 
-def make_room(running: Listed[Sequence], blocks: int, pool: BlockPool, block_tokens: int, due: Due) -> bool:
+def make_room(running: Listed[Sequence], blocks: int, pool: SchedulerBlocks, block_tokens: int, due: Due) -> bool:
     """Free so many blocks by letting complete ones of these sequences stream, the oldest's first, as far as the passes'
     certificate (`pool.streamable_blocks`) goes. False if that was not enough; what has been freed stays free. Raises the
     pool's error; every sequence is consistent then."""
@@ -50,7 +50,7 @@ def make_room(running: Listed[Sequence], blocks: int, pool: BlockPool, block_tok
     return freed >= blocks
 
 
-def show(sequence: Sequence, blocks: int, pool: BlockPool, block_tokens: int) -> None:
+def show(sequence: Sequence, blocks: int, pool: SchedulerBlocks, block_tokens: int) -> None:
     """Let complete blocks of a sequence that has none of the pool stream, its first, up to `blocks` of them: as many of their
     host blocks as are below the certificate's bound. Nothing is copied. Raises the pool's error; nothing has changed then."""
     most = min(blocks, sequence.computed // block_tokens)
@@ -61,7 +61,7 @@ def show(sequence: Sequence, blocks: int, pool: BlockPool, block_tokens: int) ->
             sequence.blocks, sequence.streamed = pool.stream(have[:count]), count
 
 
-def bring_home(running: Listed[Sequence], spare: int, pool: BlockPool, due: Due) -> None:
+def bring_home(running: Listed[Sequence], spare: int, pool: SchedulerBlocks, due: Due) -> None:
     """Start copying blocks that stream back, up to `spare`, the youngest's first and of each the last. Raises the pool's
     error; the rest stays as it is then."""
     for sequence in reversed(running):
@@ -74,7 +74,7 @@ def bring_home(running: Listed[Sequence], spare: int, pool: BlockPool, due: Due)
             spare -= count
 
 
-def settle(running: Listed[Sequence], pool: BlockPool, due: Due) -> list[Sequence]:
+def settle(running: Listed[Sequence], pool: SchedulerBlocks, due: Due) -> list[Sequence]:
     """Let what has come back be the sequences' own blocks again. Returns those of which bytes that stream never reached host
     memory: they have to be computed anew. Raises the pool's error if copies back have failed; what streams goes on."""
     for sequence in running:
@@ -96,7 +96,7 @@ def settle(running: Listed[Sequence], pool: BlockPool, due: Due) -> list[Sequenc
     return [one for one in running if one.streamed and not pool.kept(one.host[: one.streamed])]
 
 
-def forget_host(sequence: Sequence, keep: int, pool: BlockPool, due: Due) -> None:
+def forget_host(sequence: Sequence, keep: int, pool: SchedulerBlocks, due: Due) -> None:
     """Free its host blocks but for the first `keep`, and those that stream."""
     keep = max(keep, sequence.streamed)
     if len(sequence.host) > keep:
@@ -104,7 +104,7 @@ def forget_host(sequence: Sequence, keep: int, pool: BlockPool, due: Due) -> Non
         due.give(pool)
 
 
-def _stream(sequence: Sequence, count: int, pool: BlockPool, due: Due) -> int:
+def _stream(sequence: Sequence, count: int, pool: SchedulerBlocks, due: Due) -> int:
     """Let its next blocks stream, at most `count`. Returns how many do: those whose host blocks are below the certificate's
     bound, or can be."""
     if not pool.kept(sequence.host):

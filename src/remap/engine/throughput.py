@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from remap.engine.chunk import Chunk
 from remap.engine.engine import Engine
 from remap.engine.pairs import END, PAIR, Kept, Pair
-from remap.engine.request import Request, Sequence, State
+from remap.engine.request import Request, RequestState, Sequence
 from remap.engine.scheduler import TILE, Schedule, Scheduler
 from remap.errors import InvalidArgument
 from remap.inside import inside
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from remap.engine.block_pool import BlockPool
+    from remap.engine.block_pool import SchedulerBlocks
     from remap.engine.throughput_runner import ThroughputRunner
     from remap.engine.throughput_times import Times
     from remap.policy.activations import Ratio
     from remap.policy.offline import Option
 
-__all__ = ["Chosen", "ThroughputEngine", "ThroughputScheduler"]
+__all__ = ["ChosenRatio", "ThroughputEngine", "ThroughputScheduler"]
 
 
 class ThroughputScheduler(Scheduler):
@@ -74,7 +74,7 @@ class ThroughputScheduler(Scheduler):
         blocks = self.blocks_for(self.chunk_align)
         return END + blocks + blocks // PAIR + 2
 
-    def most_at_once(self, pool: BlockPool) -> int:
+    def most_at_once(self, pool: SchedulerBlocks) -> int:
         """Requests that run at once at most, whatever host memory has."""
         return min(self.max_num_seqs, (pool.usable_blocks - self.least_blocks) // END + 1)
 
@@ -82,12 +82,12 @@ class ThroughputScheduler(Scheduler):
     def used_blocks(self) -> int:
         return sum(map(self._in_pool, self.held)) + len(self.due.ids[0])
 
-    def schedule(self, pool: BlockPool) -> Schedule:
+    def schedule(self, pool: SchedulerBlocks) -> Schedule:
         """As `Scheduler.schedule`. Raises the pool's error if a copy out has failed: its sequences wait again, from their
         first token."""
         self.due.give(pool)
         for sequence in [one for one in self.running if not pool.kept(self._host_blocks(one))]:
-            self._move(sequence, State.WAITING)
+            self._move(sequence, RequestState.WAITING)
             self._take_back(sequence)
         for sequence in self.running:
             self._put_out(sequence, pool)
@@ -110,12 +110,12 @@ class ThroughputScheduler(Scheduler):
                 taken, budget = taken - before + after, budget - count
         return Schedule(tuple(chunks), (), self.max_batch_tokens - budget)
 
-    def finish(self, sequence: Sequence, pool: BlockPool) -> None:
-        self._move(sequence, State.FINISHED)
+    def finish(self, sequence: Sequence, pool: SchedulerBlocks) -> None:
+        self._move(sequence, RequestState.FINISHED)
         self._take_back(sequence)
         self.due.give_surely(pool)
 
-    def _admit(self, pool: BlockPool) -> None:
+    def _admit(self, pool: SchedulerBlocks) -> None:
         promised = sum(kept.promised for kept in self.held.values())
         while self.waiting and len(self.running) < self.most_at_once(pool):
             sequence = self.waiting[0]
@@ -126,7 +126,7 @@ class ThroughputScheduler(Scheduler):
             self._take_back(sequence)  # what it has still where an interrupt came when it was put back
             sequence.computed = 0
             self.held[sequence] = Kept(promised=need)
-            self._move(sequence, State.RUNNING)
+            self._move(sequence, RequestState.RUNNING)
 
     def _in_pool(self, sequence: Sequence) -> int:
         """Blocks of the pool that it holds."""
@@ -143,7 +143,7 @@ class ThroughputScheduler(Scheduler):
         staging = sum(pair.activations for pair in self._new_pairs(sequence, tokens))
         return max(0, self.blocks_for(tokens) - len(sequence.blocks)) + staging
 
-    def _grow(self, sequence: Sequence, tokens: int, pool: BlockPool) -> None:
+    def _grow(self, sequence: Sequence, tokens: int, pool: SchedulerBlocks) -> None:
         kept, new, before = self.held[sequence], self._new_pairs(sequence, tokens), self.due.ids
         missing = self._missing(sequence, tokens)
         self.due.ids = [*before[0], *pool.allocate(missing)], before[1]  # until they are in the tables
@@ -156,7 +156,7 @@ class ThroughputScheduler(Scheduler):
     def _host_blocks(self, sequence: Sequence) -> list[int]:
         return [block for pair in self.held[sequence].pairs for block in pair.host]
 
-    def _put_out(self, sequence: Sequence, pool: BlockPool) -> None:
+    def _put_out(self, sequence: Sequence, pool: SchedulerBlocks) -> None:
         """Let its complete pairs stream: they leave the pool."""
         kept = self.held[sequence]
         complete = sequence.computed // (PAIR * self.block_tokens)
@@ -187,7 +187,7 @@ class ThroughputScheduler(Scheduler):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenRatio:
     """Which ratio of (activations, KV) an engine keeps, and why. times, options: what was measured and what follows from it
     (`remap.policy.offline.choose`), if the engine chose among ratios."""
 
@@ -259,11 +259,11 @@ class ThroughputEngine(Engine):
                 least=scheduler.least_blocks,
             )
         runner = ThroughputRunner(model, tenant, scheduler.held)
-        self.chosen: Chosen | None = None if ratio is None else Chosen(ratio, "as asked for")
+        self.chosen: ChosenRatio | None = None if ratio is None else ChosenRatio(ratio, "as asked for")
         if activations:
             require_block_activations(runner.decoder)
         elif ratio is None and (why := _kv_alone(runner)) is not None:
-            self.chosen = Chosen((0, 1), why)
+            self.chosen = ChosenRatio((0, 1), why)
         super().__init__(tenant, scheduler, runner, clock=clock)
         self._numbers = count()
 
@@ -274,7 +274,7 @@ class ThroughputEngine(Engine):
             self.scheduler.ratio = self.chosen.ratio
         return super().launch()
 
-    def _choose(self) -> Chosen:
+    def _choose(self) -> ChosenRatio:
         from remap.engine.throughput_times import costs_of, measure, room_of
 
         scheduler, spec, tenant = self.scheduler, self.tenant.kv.spec, self.tenant
@@ -289,7 +289,9 @@ class ThroughputEngine(Engine):
         costs = costs_of(times, layers, spec.block_tokens, max(1, inside(tenant).buffers))
         options = choose(lengths, pair_tokens, costs, room, most)
         said = [f"{name} {option}" for name, option in options.items() if name != "best"]
-        return Chosen(options["best"].ratio, f"by measured times: {options['best']}; {', '.join(said)}", times, options)
+        return ChosenRatio(
+            options["best"].ratio, f"by measured times: {options['best']}; {', '.join(said)}", times, options
+        )
 
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
         """Queue a request. Raises InvalidArgument (nothing was queued) if its id is in use, or it could never run: longer than

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from remap.model.footprint import Footprint
     from remap.policy.activations import Ratio
 
-__all__ = ["Layout", "lay_out"]
+__all__ = ["ThroughputLayout", "lay_out"]
 
 _RING = 2
 
 
 @dataclass(frozen=True)
-class Layout:
+class ThroughputLayout:
     """resident_layers: as in `Session.attach`. spec: the KV cache. num_seqs: requests that have room at once."""
 
     resident_layers: int | None
@@ -43,7 +43,7 @@ def lay_out(
     batch_tokens: int,
     chunk_align: int,
     ratio: Ratio | None,
-) -> Layout:
+) -> ThroughputLayout:
     """The layout with the most requests at once (`num_seqs` at most), of those the one with the most host blocks (`host_bytes` at
     most), and then as many layers as fit. longest_tokens: of one request. batch_tokens, chunk_align: see `Scheduler`.
     ratio: None: room for whichever the engine chooses, so host blocks for KV alone and scratch blocks for activations alone.
@@ -90,10 +90,10 @@ def lay_out(
             other = rest + geometry.pages_for_blocks(pool) + geometry.buffer_pages
             left = budget - other
             if left >= sum(layers):
-                return Layout(None, made, seqs)
+                return ThroughputLayout(None, made, seqs)
             left -= _RING * max(layers)
             if left >= 0 and len(layers) > _RING:
-                return Layout(min(left // max(layers), len(layers) - _RING - 1), made, seqs)
+                return ThroughputLayout(min(left // max(layers), len(layers) - _RING - 1), made, seqs)
             needed = other + min(sum(layers), _RING * max(layers) if len(layers) > _RING else sum(layers))
     raise InvalidArgument(
         f"memory must be {show_size(needed * page_bytes)} at least: for two layers' buffers, what no layer holds, and the KV of "

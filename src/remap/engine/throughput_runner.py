@@ -22,7 +22,7 @@ from remap.engine.runner import check_fits
 from remap.engine.sampling import sample
 from remap.errors import InvalidArgument
 from remap.inside import inside
-from remap.policy.minibatches import Limits, Mix, fewest
+from remap.policy.minibatches import BufferLimits, Mix, fewest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,7 +112,7 @@ class ThroughputRunner:
     def _packed(self, chunks: Listed[Chunk]) -> list[list[Chunk]]:
         """Mini-batches, as few as `minibatches.fewest` finds: each makes another product of the layer's keys and values."""
         mixes = [Mix(0, self._remade_blocks(chunk)) for chunk in chunks]
-        packing = fewest(mixes, Limits(len(inside(self.tenant).kv.scratch), kv=0, activations=1, held=1))
+        packing = fewest(mixes, BufferLimits(len(inside(self.tenant).kv.scratch), kv=0, activations=1, held=1))
         return [decode_first([chunks[at] for at in each]) for each in packing]
 
     def _remade_blocks(self, chunk: Chunk) -> int:

@@ -41,7 +41,7 @@ def _require_call(name: str, call: object) -> None:
         raise invalid(name, call, "a function")
 
 
-class Copies(Protocol):
+class BlockCopies(Protocol):
     """What moves the bytes of blocks: remap.memory.kv_copies."""
 
     def copy(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
@@ -70,7 +70,7 @@ class TenantKV:
         self,
         geometry: KVGeometry,
         address: int,
-        copies: Copies,
+        copies: BlockCopies,
         memory: Any,
         turn: Turn,
         host: HostBlocks,

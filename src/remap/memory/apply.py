@@ -63,7 +63,7 @@ class _Saved:
     planned: Books | None = None  # the books that it was made for: `books`, less the slots that drained until then
 
 
-class Taker(Protocol):
+class JournalTaker(Protocol):
     """Who has opened the journal (undoing.py). take_back: called again if it was interrupted."""
 
     def take_back(self) -> None: ...
@@ -90,7 +90,7 @@ class Changes:
         # What can be taken back, in the order of happening: changes with a plan, of which those that are decided stand.
         self._journal: list[_Saved] = []
         self._raised: Exception | None = None  # by a listener while the journal was open: the first one
-        self._takers: list[Taker] = []  # who will take back since when, unless it ends well; the outermost first
+        self._takers: list[JournalTaker] = []  # who will take back since when, unless it ends well; the outermost first
 
     @property
     def epoch(self) -> int:
@@ -427,11 +427,11 @@ class Changes:
             self._journal.clear()
         return len(self._journal)
 
-    def open_journal(self, taker: Taker) -> None:
+    def open_journal(self, taker: JournalTaker) -> None:
         """From now on plans can be taken back, until `close_journal`."""
         self._takers.append(taker)
 
-    def close_journal(self, taker: Taker) -> Exception | None:
+    def close_journal(self, taker: JournalTaker) -> Exception | None:
         """What was done since `open_journal` stays, or has been taken back. Returns, to the last one, the first error of a
         listener: it comes behind the change, which it does not end."""
         del self._takers[self._takers.index(taker) :]

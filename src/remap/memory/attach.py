@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attach a tenant: give its layers pages, give each page one place in the KV region, and make the tenant's state.
 
-If any step fails, `Arrivals.undo` undoes all effects on the arena. The model's tensors are re-pointed last: all or
+If any step fails, `Attaching.undo` undoes all effects on the arena. The model's tensors are re-pointed last: all or
 none.
 """
 
@@ -36,7 +36,7 @@ from remap.policy import schedule
 from remap.policy.controller import Controller
 from remap.sizes import MOST_BYTES, show_size, shown
 
-__all__ = ["Arrivals", "level_by_level"]
+__all__ = ["Attaching", "level_by_level"]
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Arrival:
     installing: bool = False  # the model's tensors may have been re-pointed
 
 
-class Arrivals:
+class Attaching:
     """A session's arriving tenants. Called with the session's lock held."""
 
     def __init__(

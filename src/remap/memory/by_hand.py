@@ -13,7 +13,7 @@ from typing import Any
 from remap.errors import ArenaBroken, Error, InvalidArgument
 from remap.memory.apply import Changes
 from remap.memory.entries import Entries, Entry, ended_early, merge
-from remap.memory.lend import Lending, Returned
+from remap.memory.lend import BroughtHome, Lending
 from remap.memory.plan import MAX_BUFFERS
 from remap.memory.restream import continue_draining, refuse_in_use, take_free_pages
 from remap.memory.state import TenantState
@@ -71,7 +71,7 @@ def remap_by_hand(
         with AllOrNothing(changes, lending.tenants.values()):
             if draining:  # the same call again: the engine may have returned the withdrawn blocks by now
                 moved = continue_draining(changes, tenant)
-                result = Returned({tenant.name: moved} if moved else {})
+                result = BroughtHome({tenant.name: moved} if moved else {})
             else:
                 if not drain:
                     refuse_in_use(changes, tenant, amount, buffers, selection)
@@ -82,7 +82,7 @@ def remap_by_hand(
     except Error as error:
         if changes.applied == applied:
             raise
-        result = Returned(problem=str(error))
+        result = BroughtHome(problem=str(error))
     tenant.write(by_hand=bool(tenant.streamed))
     added = max(0, tenant.kv.usable_blocks - before)
     report = {tenant.name: Entry(added, 0, tenant.predicted_stall_s, ended_early(reason, result.problem))}

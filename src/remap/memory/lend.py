@@ -29,13 +29,13 @@ from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
 
-__all__ = ["Lending", "Returned"]
+__all__ = ["BroughtHome", "Lending"]
 
 Moves = dict[str, dict[int, int]]
 
 
 @dataclass
-class Returned:
+class BroughtHome:
     """The result of bringing pages home. moved: tenant -> {old block: new block}. problem: what ended it early."""
 
     moved: Moves = field(default_factory=dict)
@@ -281,7 +281,7 @@ class Lending:
         *,
         predicted_stall_s: float = 0.0,
         drain: bool = False,
-    ) -> Returned:
+    ) -> BroughtHome:
         """`restream`, after fetching from their holders the lent pages that come home.
 
         Raises OutOfBlocks (field preempt: tenant -> block ids) if live blocks have no room to move, or the backend's
@@ -304,7 +304,7 @@ class Lending:
                 usable=0,
                 preempt={},
             )
-        result = Returned()
+        result = BroughtHome()
         applied = changes.applied
         try:
             with AllOrNothing(changes, self.tenants.values()):
@@ -393,7 +393,7 @@ class Lending:
         donor: TenantState,
         lent: frozenset[int],
         extra: Mapping[TenantState, Sequence[int]],
-        result: Returned,
+        result: BroughtHome,
     ) -> None:
         """Make the lent pages the donor's KV. Adds each holder's moves to the result."""
         changes = self._changes

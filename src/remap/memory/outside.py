@@ -37,7 +37,7 @@ from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.state import TenantState
 
-__all__ = ["Membership", "Outside"]
+__all__ = ["MembershipCalls", "Outside"]
 
 IDLE_S = 1.0
 """Without a pass for so long a tenant counts as inactive."""
@@ -51,7 +51,7 @@ CALLED_S = 1.0
 """For how long a page that others have called is theirs as soon as no live block lies in it."""
 
 
-class Membership(Protocol):
+class MembershipCalls(Protocol):
     """`remap.broker.member.Membership`, as this uses it."""
 
     pages: int
@@ -85,7 +85,7 @@ class Outside:
         changes: Changes,
         lending: Lending,
         offers: Offers,
-        membership: Membership,
+        membership: MembershipCalls,
         clock: Callable[[], float],
     ) -> None:
         self._tenants = tenants

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["TenantState"]
 
 
-class Link(Protocol):
+class TenantLink(Protocol):
     """`shared_link.SharedLink`, which knows all tenants."""
 
     def times(self, tenant: TenantState) -> LayerTimes | None: ...
@@ -90,7 +90,7 @@ class TenantState:
     compute: ComputeStream
     turn: Turn
     timing: PassTimes  # the pass's
-    link: Link  # the session's
+    link: TenantLink  # the session's
     copy_setup_s: float = field(default=0.0, init=False)  # of any copy, at least; measured if KV blocks stream
     chunk_bytes: int  # layers are copied in chunks of so many bytes; 0: each as a whole
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["OURS", "AttachedHooks", "Tenant", "attach_hooks", "call_shape"]
+__all__ = ["OURS", "AttachedHooks", "HookedTenant", "attach_hooks", "call_shape"]
 
 OURS = "_put_in_by_remap"
 """True as an attribute of every function that is put into a module: copies of the module are made without them."""
 
 
-class Tenant(Protocol):
+class HookedTenant(Protocol):
     """The part of a tenant that the hooks use."""
 
     name: str
@@ -49,8 +49,8 @@ class Tenant(Protocol):
 class AttachedHooks:
     """The hooks of `attach_hooks`. `remove()`, or leaving the `with` block, takes them out; twice does no harm."""
 
-    def __init__(self, tenant: Tenant) -> None:
-        self._tenant: Tenant | None = tenant
+    def __init__(self, tenant: HookedTenant) -> None:
+        self._tenant: HookedTenant | None = tenant
         self._handles: list[RemovableHandle] = []
         self._model: nn.Module | None = None
         self._bracket: Any = None
@@ -97,7 +97,7 @@ class AttachedHooks:
         self.remove()
 
 
-def attach_hooks(layers: Iterable[nn.Module], tenant: Tenant, model: nn.Module | None = None) -> AttachedHooks:
+def attach_hooks(layers: Iterable[nn.Module], tenant: HookedTenant, model: nn.Module | None = None) -> AttachedHooks:
     """Make layer i call `tenant.wait(i)` before its forward and `tenant.done(i)` after: for `attach(..., hooks=False)`.
 
     layers: exactly the attached modules, in their order, `extra_layers` last. With `model`, every call of it is a pass:
@@ -155,7 +155,7 @@ def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _before(tenant: Tenant, index: int) -> Callable[..., Any]:
+def _before(tenant: HookedTenant, index: int) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any) -> None:
         if not tenant.in_pass and tenant.streaming:
             raise InvalidState(
@@ -169,7 +169,7 @@ def _before(tenant: Tenant, index: int) -> Callable[..., Any]:
     return _ours(hook)
 
 
-def _after(tenant: Tenant, index: int) -> Callable[..., Any]:
+def _after(tenant: HookedTenant, index: int) -> Callable[..., Any]:
     def refuse(grad: Any) -> None:
         if not tenant.at_home(index):
             raise InvalidState(
@@ -190,7 +190,7 @@ def _after(tenant: Tenant, index: int) -> Callable[..., Any]:
     return _ours(hook)
 
 
-def _bracket(forward: Callable[..., Any], tenant: Tenant, hooks: AttachedHooks) -> Callable[..., Any]:
+def _bracket(forward: Callable[..., Any], tenant: HookedTenant, hooks: AttachedHooks) -> Callable[..., Any]:
     # `wraps` keeps the signature, which `generate()` inspects.
     @functools.wraps(forward)
     def bracketed(*args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from remap.config import Knobs
 from remap.policy.batch_time import BatchTime
 from remap.policy.donors.supply import Quote, choose
 from remap.policy.link import spared
-from remap.policy.rental import Guard, Rental, income
+from remap.policy.rental import HeadroomGuard, Rental, income
 from remap.policy.views import NONE, Decision, Demand, LayerSeconds, NeedQuotes, Take, TenantView
 from remap.policy.watermark import Watermark, horizon
 
@@ -71,7 +71,7 @@ class Controller:
         self._bound, self._stall, self._longest = bound, stall, longest
         self._possible = possible
         self._watermark = Watermark(smoothing=self.config.smoothing)
-        self._guard = Guard()
+        self._guard = HeadroomGuard()
         self._batch = BatchTime()
         self._rental = Rental(self.config.dwell)
         self._headroom = 0  # L of the last step

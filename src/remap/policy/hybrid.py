@@ -22,9 +22,9 @@ from heapq import heappop, heappush
 from remap.errors import InvalidArgument, OutOfMemory
 from remap.policy import minibatches
 from remap.policy.activations import BlockBytes, Line, Ratio, activations_of_each
-from remap.policy.minibatches import Limits, Mix, Packing, total
+from remap.policy.minibatches import BufferLimits, Mix, Packing, total
 
-__all__ = ["Costs", "Plan", "Room", "algorithm_1", "better_ratio", "fixed"]
+__all__ = ["Costs", "HybridPlan", "HybridRoom", "algorithm_1", "better_ratio", "fixed"]
 
 _ROUNDING = 1e-9
 """Seconds that differ by less than this share may be the same sum in another order."""
@@ -52,7 +52,7 @@ class Costs(ABC):
     ring: int = 2
 
     @abstractmethod
-    def packings(self, mixes: Sequence[Mix], limits: Limits) -> list[Packing]:
+    def packings(self, mixes: Sequence[Mix], limits: BufferLimits) -> list[Packing]:
         """Ways to form mini-batches, of which the one with the shortest pass is taken. Errors as `minibatches.fewest`."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Costs(ABC):
 
 
 @dataclass(frozen=True)
-class Room(ABC):
+class HybridRoom(ABC):
     """Memory for blocks. block: bytes of one in one layer. host_bytes: for blocks in host memory. device_bytes: for
     activations that stay on the device, then weights, then KV. weight_bytes: of one layer. buffer_bytes: for one layer's
     blocks of the mini-batches.
@@ -141,12 +141,12 @@ class Room(ABC):
 
     @property
     @abstractmethod
-    def limits(self) -> Limits:
+    def limits(self) -> BufferLimits:
         """Of one mini-batch."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class HybridPlan:
     """A division of all requests' blocks, mini-batches, and the seconds of a pass that they certify."""
 
     ratio: Ratio
@@ -155,7 +155,7 @@ class Plan:
     seconds: float
 
 
-def fixed(blocks: Sequence[int], ratio: Ratio, costs: Costs, room: Room) -> Plan:
+def fixed(blocks: Sequence[int], ratio: Ratio, costs: Costs, room: HybridRoom) -> HybridPlan:
     """The plan of one ratio: of `Costs.packings` the one with the shortest pass.
 
     blocks: of each request, at least one request. Raises OutOfMemory (fields requested, free; bytes) if host memory cannot
@@ -168,13 +168,13 @@ def fixed(blocks: Sequence[int], ratio: Ratio, costs: Costs, room: Room) -> Plan
         return costs.seconds([total(mixes[at] for at in each) for each in packing], streamed)
 
     found, packing = minibatches.least(costs.packings(mixes, room.limits), seconds)
-    return Plan(ratio, tuple(mixes), packing, found)
+    return HybridPlan(ratio, tuple(mixes), packing, found)
 
 
 def better_ratio(
     passes: Sequence[tuple[int, Sequence[int]]],
     costs: Costs,
-    room: Room,
+    room: HybridRoom,
     among: Sequence[Ratio],
     below_s: float = math.inf,
 ) -> Ratio | None:
@@ -183,7 +183,7 @@ def better_ratio(
     `below_s` together. passes: how many there are in which the requests have these blocks; 0: the blocks only have to fit.
 
     Exact. A range of the ratios is left out if a lower bound of their seconds is above the best that was found: no ratio of
-    the range loads less K and V than its last one, nor makes less again than its first one (`Room.least`). The range with
+    the range loads less K and V than its last one, nor makes less again than its first one (`HybridRoom.least`). The range with
     the lowest bound is halved first.
     """
     looked = _Looked(passes, costs, room)
@@ -205,7 +205,7 @@ def better_ratio(
 class _Looked:
     """Seconds of all passes at a ratio, and bounds of them. Ratios that divide a pass's blocks equally share its seconds."""
 
-    def __init__(self, passes: Sequence[tuple[int, Sequence[int]]], costs: Costs, room: Room) -> None:
+    def __init__(self, passes: Sequence[tuple[int, Sequence[int]]], costs: Costs, room: HybridRoom) -> None:
         self._passes, self._costs, self._room = passes, costs, room
         self._known: list[dict[tuple[int, ...], float]] = [{} for _ in passes]
 
@@ -236,7 +236,7 @@ class _Looked:
         return seconds
 
 
-def algorithm_1(costs: Costs, room: Room) -> Ratio:
+def algorithm_1(costs: Costs, room: HybridRoom) -> Ratio:
     """HybridServe's Algorithm 1: how many blocks of activations and of KV host memory is divided into.
 
     It balances T_load_w + T_load_kv(KV) with T_kv_gen(activations in host memory and on the device) for a host memory that

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from remap.errors import InvalidArgument
 
 __all__ = [
-    "Limits",
+    "BufferLimits",
     "Mix",
     "Packing",
     "fewest",
@@ -52,7 +52,7 @@ Packing = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Limits:
+class BufferLimits:
     """What the buffers on the device hold of one mini-batch. most: bytes; kv, activations, held: what one block takes of
     them. HybridServe has a maximum for each kind instead, which leaves one buffer empty where requests differ."""
 
@@ -82,7 +82,7 @@ def total(mixes: Iterable[Mix]) -> Mix:
 
 def first_fit(
     mixes: Sequence[Mix],
-    limits: Limits,
+    limits: BufferLimits,
     order: Iterable[int],
     apart: Callable[[Mix], float] = lambda mix: 0.0,
     most_s: float = math.inf,
@@ -113,7 +113,7 @@ def first_fit(
     return tuple(tuple(sorted(each)) for each in packed)
 
 
-def fewest(mixes: Sequence[Mix], limits: Limits) -> Packing:
+def fewest(mixes: Sequence[Mix], limits: BufferLimits) -> Packing:
     """First-fit decreasing: at most 2 f + 1 mini-batches where all requests fill the buffers f times, as two mini-batches
     never fit into one. Raises InvalidArgument (fields request, taken, most; bytes) if a request fits into no mini-batch."""
     return first_fit(mixes, limits, sorted(range(len(mixes)), key=lambda at: (-limits.taken(mixes[at]), at)))
@@ -125,7 +125,7 @@ def least(packings: Sequence[Packing], seconds: Callable[[Packing], float]) -> t
     return min(timed, key=lambda each: (each[0], len(each[1])))
 
 
-def require_room(mixes: Sequence[Mix], limits: Limits) -> None:
+def require_room(mixes: Sequence[Mix], limits: BufferLimits) -> None:
     """Raises InvalidArgument, as `fewest`."""
     for at, mix in enumerate(mixes):
         if not limits.holds(mix):

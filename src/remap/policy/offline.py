@@ -24,9 +24,9 @@ from typing import NoReturn
 
 from remap.policy import hybrid, kv_stream
 from remap.policy.activations import Ratio, ratios
-from remap.policy.hybrid import Costs, Room
+from remap.policy.hybrid import Costs, HybridRoom
 from remap.policy.maxplus import copied_uses
-from remap.policy.minibatches import Limits, Mix, Packing, fewest, total
+from remap.policy.minibatches import BufferLimits, Mix, Packing, fewest, total
 
 __all__ = ["OfflineCosts", "OfflineRoom", "Option", "at_once", "choose"]
 
@@ -44,7 +44,7 @@ class OfflineCosts(Costs):
 
     weights: tuple[float, ...] = ()
 
-    def packings(self, mixes: Sequence[Mix], limits: Limits) -> list[Packing]:
+    def packings(self, mixes: Sequence[Mix], limits: BufferLimits) -> list[Packing]:
         """The engine's."""
         return [fewest(mixes, limits)]
 
@@ -77,13 +77,13 @@ class OfflineCosts(Costs):
 
 
 @dataclass(frozen=True)
-class OfflineRoom(Room):
-    """As `Room`. buffer_bytes: of one layer, where a mini-batch's K and V are made again; what is copied in needs none of it."""
+class OfflineRoom(HybridRoom):
+    """As `HybridRoom`. buffer_bytes: of one layer, where a mini-batch's K and V are made again; copies need none of it."""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> BufferLimits:
         """Of one mini-batch."""
-        return Limits(self.buffer_bytes, kv=0, activations=self.block.kv, held=self.block.kv)
+        return BufferLimits(self.buffer_bytes, kv=0, activations=self.block.kv, held=self.block.kv)
 
 
 @dataclass(frozen=True)

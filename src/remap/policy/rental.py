@@ -42,7 +42,7 @@ Hence a growth takes *demand* that rose by more than sigma since the last shrink
 
 from __future__ import annotations
 
-__all__ = ["TOLERANCE", "Guard", "Rental", "income"]
+__all__ = ["TOLERANCE", "HeadroomGuard", "Rental", "income"]
 
 TOLERANCE = 1e-9
 """Share of a reload forgiven, so that ten tenths do not need an eleventh."""
@@ -104,7 +104,7 @@ class Rental:
         self._steps = 0
 
 
-class Guard:
+class HeadroomGuard:
     """Keep one holder's headroom from asking back the blocks that it just gave (claim 3). All numbers are blocks."""
 
     __slots__ = ("_headroom", "_level")

@@ -17,7 +17,7 @@ from remap.inside import inside
 from remap.policy.views import Demand
 from remap.sim.passes import Pass
 from remap.sim.results import TenantResult, ascending
-from remap.sim.sequences import Sequence
+from remap.sim.sequences import SimSequence
 from remap.sim.workload import Item
 
 __all__ = ["EMPTY_S", "SimEngine"]
@@ -72,7 +72,7 @@ class SimEngine(Engine):
             self.refused += 1
         else:
             arrived_s = self._virtual.now if arrived_s is None else arrived_s
-            self._queue(Sequence(next(self._orders), prompt, output, arrived_s))
+            self._queue(SimSequence(next(self._orders), prompt, output, arrived_s))
 
     def give_up(self) -> bool:
         """Refuse the request whose turn it is, if it has the engine to itself and still is too long for the memory. Whether it

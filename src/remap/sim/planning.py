@@ -31,7 +31,7 @@ from remap.policy.slices import slices_freed
 from .model_variants import sharded
 from .planning_advice import Advice, Step, advise, arithmetic
 from .planning_checks import assumptions, check_fit, donated, least_batch, memory_beside, memory_of, short
-from .planning_numbers import KINDS, Balance, Donor, Limit, Numbers, Reload, Selection, WhatIf
+from .planning_numbers import KINDS, Balance, IdleDonor, Limit, Numbers, Reload, Selection, WhatIf
 from .roofline import Roofline, prefill_pairs
 
 __all__ = [
@@ -39,10 +39,10 @@ __all__ = [
     "MAX_REQUESTS",
     "PAGE_BYTES",
     "Balance",
-    "Donor",
+    "IdleDonor",
     "Limit",
+    "MachinePlan",
     "Numbers",
-    "Plan",
     "Reload",
     "WhatIf",
     "balance",
@@ -63,7 +63,7 @@ WHAT_IF = (0, 2, 4, 8, 15)
 
 
 @dataclass(frozen=True)
-class Plan(Numbers):
+class MachinePlan(Numbers):
     """The answer. steps: each number with its formula and what was put in. advice: whether streaming active layers pays here,
     and which settings follow, each with its reason. assumed: what the plan takes for granted, in sentences."""
 
@@ -275,14 +275,14 @@ def _reload(machine: Machine, model: Model, prefills: Iterable[int] = PREFILLS) 
     return Reload(model.name, n, copy_s, n * copy_s, tuple(hidden), tuple(late))
 
 
-def _donor(machine: Machine, giver: Model, taker: Model) -> Donor:
+def _donor(machine: Machine, giver: Model, taker: Model) -> IdleDonor:
     reload = _reload(machine, giver)
     free, half = reload.hidden[0][1], giver.layers // 2
 
     def tokens(layers: int) -> int:
         return layers * giver.layer_bytes // taker.kv_bytes_per_token
 
-    return Donor(giver.name, giver.weight_bytes, reload, free, tokens(free), half, tokens(half))
+    return IdleDonor(giver.name, giver.weight_bytes, reload, free, tokens(free), half, tokens(half))
 
 
 # ---------------------------------------------------------------------------------------------- all of it
@@ -300,7 +300,7 @@ def plan(
     max_requests: int = MAX_REQUESTS,
     tp: int = 1,
     assumed: Sequence[str] = (),
-) -> Plan:
+) -> MachinePlan:
     """What remapping would do. memory_bytes: of one device, for weights and KV cache; by default what 90 % of it leaves beside
     the donors' weights. context: tokens that a decoding request has on average. batch: one more row of the table. donors: other
     models on the same devices that are idle. max_requests: that run at once. tp: devices that share every layer. assumed: what
@@ -364,4 +364,4 @@ def plan(
     )
     values = {each.name: getattr(numbers, each.name) for each in fields(numbers)}
     taken = (*assumed, *assumptions(numbers, whole, donors, default_memory=memory_bytes is None))
-    return Plan(**values, steps=arithmetic(numbers), advice=advise(numbers, PAGE_BYTES), assumed=taken)
+    return MachinePlan(**values, steps=arithmetic(numbers), advice=advise(numbers, PAGE_BYTES), assumed=taken)

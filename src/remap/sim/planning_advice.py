@@ -13,7 +13,7 @@ from remap.model.footprint import DEVICE_PAGE_SIZES, DEVICE_WASTE, Footprint
 from remap.policy.hardware import Model
 from remap.sizes import show_size
 
-from .planning_numbers import Donor, Numbers
+from .planning_numbers import IdleDonor, Numbers
 from .roofline import Roofline, prefill_pairs
 
 __all__ = ["Advice", "Setting", "Step", "advise", "arithmetic"]
@@ -268,7 +268,7 @@ def _why_active(numbers: Numbers, *, active: bool, full: bool) -> str:
     )
 
 
-def _why_donors(donors: Sequence[Donor]) -> str:
+def _why_donors(donors: Sequence[IdleDonor]) -> str:
     if not donors:
         return (
             "Idle models on the same machine would be the donors (name them to see what they give): they cost only their "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from remap.policy.hardware import Machine, Model
 from remap.policy.hidden import Selection
 
-__all__ = ["KINDS", "Balance", "Donor", "Limit", "Numbers", "Reload", "Selection", "WhatIf"]
+__all__ = ["KINDS", "Balance", "IdleDonor", "Limit", "Numbers", "Reload", "Selection", "WhatIf"]
 
 KINDS: tuple[Selection, ...] = ("uniform", "nested")
 
@@ -83,7 +83,7 @@ class Reload:
 
 
 @dataclass(frozen=True)
-class Donor:
+class IdleDonor:
     """What an idle model on the same machine can give.
 
     weight_bytes: of one device. tokens_free: KV tokens of the layers that its 512-token prefill hides the reload of;
@@ -119,4 +119,4 @@ class Numbers:
     balance: Balance
     what_if: tuple[WhatIf, ...]
     reload: Reload
-    donors: tuple[Donor, ...]
+    donors: tuple[IdleDonor, ...]

@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from remap.engine.block_pool import BlockPool
+from remap.engine.block_pool import SchedulerBlocks
 from remap.engine.chunk import Chunk
-from remap.engine.request import Sequence, State
+from remap.engine.request import RequestState, Sequence
 from remap.engine.scheduler import Schedule, Scheduler
 from remap.errors import InvalidArgument
 
@@ -60,7 +60,7 @@ class PrefillFirst(Scheduler):
         )
         self.swapped: deque[Sequence] = deque()  # in the order of arrival
 
-    def _schedule(self, pool: BlockPool) -> Schedule:
+    def _schedule(self, pool: SchedulerBlocks) -> Schedule:
         """The next pass; its blocks are allocated. Without chunks if nothing can run."""
         if self.overlap:
             self._swap_in(pool)
@@ -75,13 +75,13 @@ class PrefillFirst(Scheduler):
             rows += [Chunk(one, one.computed, one.length - one.computed) for one in self._arrive(pool, last)]
         return Schedule(tuple(rows), tuple(preempted), sum(row.count for row in rows))
 
-    def bring_back(self, pool: BlockPool) -> None:
+    def bring_back(self, pool: SchedulerBlocks) -> None:
         self._swap_in(pool)
 
     def queued(self) -> Iterable[Sequence]:
         return chain(self.swapped, self.waiting)
 
-    def _admit(self, pool: BlockPool) -> list[Chunk]:
+    def _admit(self, pool: SchedulerBlocks) -> list[Chunk]:
         """Whole prompts."""
         chunks: list[Chunk] = []
         budget = self.max_batch_tokens
@@ -93,12 +93,12 @@ class PrefillFirst(Scheduler):
             if sequence.length > budget or not self._room(blocks + (spare if self.running else 0), pool):
                 break
             sequence.blocks = pool.allocate(blocks)
-            self._move(sequence, State.RUNNING)
+            self._move(sequence, RequestState.RUNNING)
             chunks.append(Chunk(sequence, 0, sequence.length))
             budget -= sequence.length
         return chunks
 
-    def _decode(self, pool: BlockPool) -> tuple[list[Chunk], list[Sequence]]:
+    def _decode(self, pool: SchedulerBlocks) -> tuple[list[Chunk], list[Sequence]]:
         """A token of everybody who runs, and a block for whoever needs one more; the latest ones, in the end itself, are
         preempted for it: (chunks, those)."""
         running, size = self.running, self.block_tokens
@@ -121,7 +121,7 @@ class PrefillFirst(Scheduler):
     def _queues(self) -> tuple[list[Sequence] | deque[Sequence], ...]:
         return *super()._queues(), self.swapped
 
-    def _swap_in(self, pool: BlockPool) -> None:
+    def _swap_in(self, pool: SchedulerBlocks) -> None:
         """Whoever has room comes back. With `overlap` room is a block for each of those who have some, too: somebody who takes
         the last one is preempted again before he has paid for his copy."""
         spare = int(self.watermark * pool.usable_blocks)
@@ -132,7 +132,7 @@ class PrefillFirst(Scheduler):
             if not self._seat(sequence, sequence.length, blocks + left, pool):
                 break
             if not self._fetch(sequence, pool):
-                self._move(sequence, State.WAITING)  # computed anew
+                self._move(sequence, RequestState.WAITING)  # computed anew
 
 
 def make_scheduling(

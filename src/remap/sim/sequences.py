@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from remap.engine.chunk import Chunk
-from remap.engine.request import Output, State
+from remap.engine.request import Output, RequestState
 from remap.engine.request import Sequence as EngineSequence
 
-__all__ = ["Sequence", "Work"]
+__all__ = ["SimSequence", "Work"]
 
 
-class Sequence(EngineSequence):
+class SimSequence(EngineSequence):
     """A sequence of the engine of which only the lengths are known: `prompt_tokens` at first, `length` now, `end` at the end.
 
     There are no values, so it has neither `request` nor `tokens`: what needs them cannot be simulated.
@@ -31,7 +31,7 @@ class Sequence(EngineSequence):
         self.arrived_s = arrived_s
         self.prompt_tokens = self.length = prompt
         self.end = prompt + output
-        self.state = State.WAITING
+        self.state = RequestState.WAITING
         self.computed = self.high_water = self.preemptions = 0
         self.blocks: list[int] = []
         self.host: list[int] = []

@@ -20,7 +20,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from remap.adapters.vllm import internals
-from remap.adapters.vllm.link import Books, Link
+from remap.adapters.vllm.link import PoolIds, RankLink
 from remap.ranks import runs
 
 BLOCKS, FIRST = 24, 6
@@ -42,7 +42,7 @@ class Pool(RuleBasedStateMachine):
     def start(self) -> None:
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)
         self.scheduler = scheduler_of(self.pool)
-        self.books = Books(self.scheduler)
+        self.books = PoolIds(self.scheduler)
         self.requests: list[list[Any]] = []  # blocks; some belong to several
         self.contents: dict[int, int] = {}  # by id, as memory has it
         self.expected: dict[int, int] = {}  # by id(block object): what its requests wrote
@@ -97,7 +97,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def move(self) -> None:
-        """As `Link.leave` does."""
+        """As `RankLink.leave` does."""
         self.books.collect()
         leaving = sorted(self.books.leaving)
         free = [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
@@ -166,7 +166,7 @@ def test_an_exchange_keeps_what_is_cached_of_the_one_that_moves_only() -> None:
 def test_ids_beyond_the_pool_go_back_as_soon_as_they_are_withdrawn() -> None:
     """A ceiling inside of a layer: the layer's other blocks are open, and nobody uses them."""
     pool = BlockPool(8, enable_caching=True, hash_block_size=16)
-    books = Books(scheduler_of(pool))
+    books = PoolIds(scheduler_of(pool))
     assert books.open_now(((0, 5),)) == [5, 6, 7]
     assert books.open_now(((0, 12),)) == []
     assert pool.num_gpu_blocks == 8 and pool.get_num_free_blocks() == 7
@@ -179,9 +179,9 @@ def test_ids_beyond_the_pool_go_back_as_soon_as_they_are_withdrawn() -> None:
     assert books.open_now(((0, 5),)) == []
 
 
-def link_over(books: Books, asked: list[Any], *, sharing: bool) -> Link:
+def link_over(books: PoolIds, asked: list[Any], *, sharing: bool) -> RankLink:
     """A link whose ranks only write down what they are asked."""
-    link = Link.__new__(Link)
+    link = RankLink.__new__(RankLink)
     link.books, link._sharing, link._asleep, link._local = books, sharing, False, None
     link.group = SimpleNamespace(target=(1, 1), home=lambda: asked.append(("home",)), woken=tuple)
     link._ask = lambda *call: asked.append(call) or []
@@ -192,7 +192,7 @@ def link_over(books: Books, asked: list[Any], *, sharing: bool) -> Link:
 def test_what_has_left_goes_back_before_an_idle_engine_rests(sharing: bool) -> None:
     """The last request's blocks were withdrawn under it: with them the layers could not come home, nor others get theirs."""
     pool = BlockPool(8, enable_caching=True, hash_block_size=16)
-    books, asked = Books(scheduler_of(pool)), []
+    books, asked = PoolIds(scheduler_of(pool)), []
     held = pool.get_new_blocks(7)
     assert books.open_now(((0, 4),)) == []
     assert books.leaving == {4, 5, 6, 7}
@@ -234,7 +234,7 @@ def test_blocks_that_are_copied_to_the_host_leave_afterwards() -> None:
     """They are free, and their pages would be a layer's when the connector reads them."""
     pool = BlockPool(8, enable_caching=True, hash_block_size=16)
     scheduler = scheduler_of(pool)
-    side, books = connector_of(scheduler), Books(scheduler)
+    side, books = connector_of(scheduler), PoolIds(scheduler)
     side._jobs = {1: job(4)}
     side._req_status = {
         "ended, its last job comes": state(5, finished=True, signaled=False),
@@ -259,7 +259,7 @@ def test_blocks_that_are_being_loaded_count_as_copied() -> None:
 def test_neither_end_of_a_move_is_being_copied_and_the_connector_learns_the_new_ids() -> None:
     pool = BlockPool(8, enable_caching=True, hash_block_size=16)
     scheduler, asked = scheduler_of(pool), []
-    side, books = connector_of(scheduler), Books(scheduler)
+    side, books = connector_of(scheduler), PoolIds(scheduler)
     held = pool.get_new_blocks(7)
     books.open_now(((0, 6),))
     pool.free_blocks([held[0], held[1]])  # the blocks 1 and 2

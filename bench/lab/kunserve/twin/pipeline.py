@@ -15,14 +15,13 @@ from operator import attrgetter
 
 from remap.cluster.lanes import Lane, Lanes
 from remap.cluster.messages import Part
+from remap.engine.request import RequestState
 from remap.engine.request import Sequence as EngineSequence
-from remap.engine.request import State
 from remap.engine.scheduler import Schedule
 from remap.policy.cluster.exchange import Priority
-from remap.policy.cluster.placement import Load
+from remap.policy.cluster.placement import InstanceLoad
 from remap.sim.pools import CountedPool
-from remap.sim.sequences import Sequence as SimSequence
-from remap.sim.sequences import Work
+from remap.sim.sequences import SimSequence, Work
 
 from .events import Events
 from .lanes import Cut, OwnLines, allowances, vllm_lane
@@ -98,7 +97,7 @@ class Pipeline:
         """A request without KV. It goes to the lane with the least to do."""
         request.lane = self._least()
         lane = self.lanes[request.lane]
-        request.state = State.WAITING
+        request.state = RequestState.WAITING
         # At the end, unless it came before some that wait: it ran elsewhere.
         insort(lane.waiting, request, key=_order)
         self.pump()
@@ -111,7 +110,7 @@ class Pipeline:
     def resume(self, request: Request) -> None:
         """Its KV has come."""
         del self.stalled[request]
-        request.state = State.RUNNING
+        request.state = RequestState.RUNNING
         lane = self._schedulers.emptiest() if self._shares else self.lanes[request.lane]
         insort(lane.running, request, key=_order)
         self.pump()
@@ -141,7 +140,7 @@ class Pipeline:
         return sorted([*found, *self.stalled], key=_order)  # type: ignore[list-item]
 
     @property
-    def load(self) -> Load:
+    def load(self) -> InstanceLoad:
         """As a head reports it."""
         return self._schedulers.load(one.length for one in self.stalled)
 

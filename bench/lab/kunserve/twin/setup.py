@@ -16,7 +16,7 @@ from functools import cached_property
 from remap.policy.activations import Line
 from remap.policy.cluster.lookahead import ChunkCost
 from remap.policy.cluster.pipeline import Network
-from remap.policy.cluster.placement import Layer, Model
+from remap.policy.cluster.placement import Layer, ServedLayers
 from remap.policy.hardware import Machine, machine, model
 from remap.policy.hardware import Model as Sizes
 from remap.sim.model_variants import sharded
@@ -99,13 +99,13 @@ class Hardware:
         return 2.0 * (self.sum_setup_s + moved / self.sum_bytes_per_s)
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> ServedLayers:
         """What the planner knows of it: layers without embedding and head."""
         one, many = self._decode_s(1), self._decode_s(256)
         each = (many - one) / 255
         line = Line(max(0.0, one - each), each)
         kv = self.whole.kv_bytes_per_token_layer
-        return Model(tuple(Layer(self.whole.layer_bytes, kv, line) for _ in range(self.whole.layers)))
+        return ServedLayers(tuple(Layer(self.whole.layer_bytes, kv, line) for _ in range(self.whole.layers)))
 
     def _decode_s(self, rows: int) -> float:
         return self.layers_s(1, Work(0, 0, rows, rows * self.context, rows))

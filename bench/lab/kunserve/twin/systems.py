@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remap.cluster.control import Policy
+from remap.cluster.control import GroupPolicy
 
 from .lanes import Cut
 
 __all__ = ["SYSTEMS", "System"]
 
-_ALONE = Policy("alone")
+_ALONE = GroupPolicy("alone")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class System:
     otherwise a request stays in its lane."""
 
     name: str
-    policy: Policy = _ALONE
+    policy: GroupPolicy = _ALONE
     cut: Cut = "tokens"
     coordinated: bool = True
     swap: bool = False
@@ -33,17 +33,17 @@ SYSTEMS = {
     one.name: one
     for one in (
         System("vllm"),
-        System("vllm-pp", Policy("pipeline", 2)),
+        System("vllm-pp", GroupPolicy("pipeline", 2)),
         System("infercept", swap=True),
         System("llumnix", migrates=True),
-        System("kunserve", Policy("kunserve"), "halved", shares=True),
-        System("remap", Policy("remap"), "balanced", shares=True),
-        System("remap-sticky", Policy("remap"), "balanced"),
-        System("remap-tokens", Policy("remap"), "tokens", shares=True),
+        System("kunserve", GroupPolicy("kunserve"), "halved", shares=True),
+        System("remap", GroupPolicy("remap"), "balanced", shares=True),
+        System("remap-sticky", GroupPolicy("remap"), "balanced"),
+        System("remap-tokens", GroupPolicy("remap"), "tokens", shares=True),
         # KunServe's own steps (its Figure 14, and 16).
-        System("drop", Policy("kunserve", restores=False), "tokens", coordinated=False, shares=True),
-        System("drop+exchange", Policy("kunserve", restores=False), "tokens", shares=True),
-        System("drop+exchange+lookahead", Policy("kunserve", restores=False), "halved", shares=True),
+        System("drop", GroupPolicy("kunserve", restores=False), "tokens", coordinated=False, shares=True),
+        System("drop+exchange", GroupPolicy("kunserve", restores=False), "tokens", shares=True),
+        System("drop+exchange+lookahead", GroupPolicy("kunserve", restores=False), "halved", shares=True),
     )
 }
 """vllm: each instance alone, preemption by recompute. vllm-pp: fixed pairs. infercept, llumnix: the essentials of swapping and of

@@ -14,26 +14,26 @@ from collections.abc import Callable, Iterable, Sequence
 from remap.cluster.control import Control
 from remap.cluster.messages import (
     Abort,
-    Asked,
+    BringHome,
     Commit,
     Description,
     Event,
-    Fetch,
     Fingerprint,
     Finished,
     GroupPlan,
+    InstanceReport,
     Joined,
     Part,
+    PlacementAsked,
     Prepare,
     Prepared,
     Recover,
-    Report,
     Reported,
     Route,
     Tick,
 )
 from remap.policy.cluster.exchange import Priority, Running, chunk_bytes, moves, resumptions, takers
-from remap.policy.cluster.placement import Group, Instance, Load, Stage
+from remap.policy.cluster.placement import Group, Instance, InstanceLoad, PlannedStage
 from remap.policy.cluster.restore import Copy
 from remap.sim.pools import CountedPool
 from remap.sim.workload import Item
@@ -127,14 +127,14 @@ class World:
             self.answers[number] = Answer(item, None, None, 0)
             return
         self._requests[request.id] = request
-        self._tell(Asked(request.id, request.length))
+        self._tell(PlacementAsked(request.id, request.length))
 
     def _submit(self, id: str, instance: str) -> None:
         pipeline = self.pipelines[instance]
         if pipeline.names[0] == instance:
             pipeline.add(self._requests[id])
         else:  # it is no head any more
-            self._tell(Asked(id, self._requests[id].length))
+            self._tell(PlacementAsked(id, self._requests[id].length))
 
     def _token(self, request: Request, ended: bool) -> None:
         self._generated += 1
@@ -164,7 +164,7 @@ class World:
                 self.events.after(PREPARE_S, lambda: self._tell(Prepared(instance, plan.epoch)))
             case Commit(_, epoch):
                 self._commit(epoch)
-            case Fetch(instance, epoch, copies):
+            case BringHome(instance, epoch, copies):
                 self._fetch(instance, epoch, [copy for copy in copies if copy.instance == instance])
             case Abort(instance, epoch):
                 self._abort(instance, epoch)
@@ -190,11 +190,11 @@ class World:
         head = pipeline.names[0] == name
         self._tell(
             Reported(
-                Report(
+                InstanceReport(
                     name,
                     epoch,
                     "exchanging" if self._moving[epoch] else "serving",
-                    pipeline.load if head else Load(),
+                    pipeline.load if head else InstanceLoad(),
                     tuple((one.id, 1) for one in pipeline.requests) if head else (),
                     pipeline.pool.usable_blocks * BLOCK_TOKENS,
                     self._arrived.get(name, frozenset()),
@@ -234,7 +234,7 @@ class World:
     def _capacity(self, parts: Iterable[Part], arrived: frozenset[int] = frozenset()) -> int:
         """Tokens of KV of a group, if its instances hold these layers besides."""
         memory = self.hardware.memory_bytes
-        stages = (Stage(Instance(part.instance, memory), part.first, part.end, arrived) for part in parts)
+        stages = (PlannedStage(Instance(part.instance, memory), part.first, part.end, arrived) for part in parts)
         return Group(tuple(stages)).capacity(self.hardware.model)
 
     def _commit(self, epoch: int) -> None:
@@ -390,4 +390,4 @@ class World:
 
 
 def _group(parts: Iterable[Part]) -> Group:
-    return Group(tuple(Stage(Instance(part.instance, 0), part.first, part.end) for part in parts))
+    return Group(tuple(PlannedStage(Instance(part.instance, 0), part.first, part.end) for part in parts))

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from remap.ranks import Group, Report, Runs, ids
+from remap.ranks import RankGroup, RankReport, Runs, ids
 
 from . import internals
 
-__all__ = ["Books", "Link"]
+__all__ = ["PoolIds", "RankLink"]
 
 
-class Books:
+class PoolIds:
     """The ids of vLLM's pool. opened: ids that vLLM may hand out; leaving: drained ids that are still in use.
 
     The tenant may open ids beyond the pool: a layer that leaves gives all its pages, and vLLM's cache may have a ceiling
@@ -65,18 +65,18 @@ class Books:
         internals.show_blocks(self._scheduler, len(self.opened) + len(self.leaving))
 
 
-class Link:
+class RankLink:
     """One engine's ranks; its scheduler calls these methods between steps.
 
     moved: number of blocks that were moved out of ids that had to leave.
     """
 
-    def __init__(self, executor: Any, books: Books) -> None:
+    def __init__(self, executor: Any, books: PoolIds) -> None:
         self._executor, self.books, self.moved = executor, books, 0
         ranks = executor.parallel_config.world_size
         # The worker, if it lives in this process: it then reports changes that other tenants cause at once.
         self._local = getattr(getattr(executor, "driver_worker", None), "worker", None) if ranks == 1 else None
-        self.group = Group(self._ask, ranks)
+        self.group = RankGroup(self._ask, ranks)
         books.open_now(self.group.opened)  # ids that this parks never had pages: there is nothing to return
         self._ask("listen", self._heard if self._local is not None else None)
         self.may_move = all(self._rpc("remap_may_move"))
@@ -136,10 +136,10 @@ class Link:
                 self.moved += len(moves)
                 self._give_back(self.books.collect())
 
-    def _heard(self, report: Report) -> list[int]:
+    def _heard(self, report: RankReport) -> list[int]:
         return self.books.open_now(report.open)
 
-    def _take(self, report: Report | None) -> None:
+    def _take(self, report: RankReport | None) -> None:
         if report is not None and self._local is None:
             self._give_back(self.books.open_now(report.open))
 

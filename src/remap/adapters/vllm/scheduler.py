@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler, which asks for the memory of layers before it preempts requests, and gives it back when it can.
 
-schedule            reports the demand of running and waiting requests (`Link.step`); leaving blocks drain or move
+schedule            reports the demand of running and waiting requests (`RankLink.step`); leaving blocks drain or move
 allocation fails    reports the missing blocks; vLLM then tries once more, and preempts only if that fails, too
 last request ends   brings all layers home
 """
@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from . import internals
-from .link import Books, Link
+from .link import PoolIds, RankLink
 
 __all__ = ["Scheduler"]
 
@@ -25,7 +25,7 @@ class Scheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.remap: Link | None = None
+        self.remap: RankLink | None = None
         self._step_tokens = max(1, self.block_size)
 
     def bind(self, executor: Any) -> None:
@@ -34,7 +34,7 @@ class Scheduler(AsyncScheduler):
         `internals` calls it on a complete engine.
         """
         internals.check_connector(self)
-        self.remap = Link(executor, Books(self))
+        self.remap = RankLink(executor, PoolIds(self))
         internals.on_failed_allocation(self, self._grow)
 
     # -- before each step ------------------------------------------------------------------------------------------

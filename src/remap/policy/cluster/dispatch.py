@@ -12,12 +12,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from .placement import Group, Model, Placement
+from .placement import Group, Placement, ServedLayers
 
 __all__ = ["dispatch", "load_share", "needed", "overloaded"]
 
 
-def load_share(model: Model, group: Group) -> float:
+def load_share(model: ServedLayers, group: Group) -> float:
     """The group's demand as a share of its capacity; inf without capacity."""
     return _share(group.load.demand, group.capacity(model))
 

@@ -46,7 +46,7 @@ from functools import cache, partial
 
 from .dispatch import load_share, needed, overloaded
 from .pipeline import Network, group_round_s
-from .placement import Group, Load, Model, Offer, Placement, Stage
+from .placement import Group, InstanceLoad, Offer, Placement, PlannedStage, ServedLayers
 from .stages import ORDERS, Splits
 
 __all__ = ["EXACT", "DropPlan", "decided", "greedy", "plan", "preferred", "wider"]
@@ -90,14 +90,14 @@ def preferred(placement: Placement, network: Network) -> Placement:
         return placement
     density = _density(placement)
 
-    def filled(stage: Stage) -> tuple[int, int, float]:
+    def filled(stage: PlannedStage) -> tuple[int, int, float]:
         """Its tokens, the requests that have them, and seconds of their round."""
         tokens = stage.capacity(placement.model)
         requests = math.ceil(density * tokens)
         return tokens, requests, group_round_s(placement.model, [stage], requests, network)
 
     @cache
-    def kept(stage: Stage) -> tuple[Offer, ...]:
+    def kept(stage: PlannedStage) -> tuple[Offer, ...]:
         plain = replace(stage, offers=())
         pair = _Mergers(Placement(placement.model, (Group((plain,)),) * 2), network, density)
         freed, added_s = pair.gain((0, 1)), pair.added_s((0, 1))
@@ -177,9 +177,9 @@ def _resident(group: Group) -> Group:
     return Group(tuple(replace(stage, offers=()) for stage in group.stages))
 
 
-def _like(stage: Stage) -> Stage:
+def _like(stage: PlannedStage) -> PlannedStage:
     """What equal instances alone have in common."""
-    return replace(stage, instance=replace(stage.instance, name="", load=Load()))
+    return replace(stage, instance=replace(stage.instance, name="", load=InstanceLoad()))
 
 
 class _Mergers:
@@ -334,7 +334,7 @@ class _Mergers:
         return tuple(sorted(found))
 
 
-def _copy_tokens(model: Model) -> int:
+def _copy_tokens(model: ServedLayers) -> int:
     """Tokens of KV in as many bytes as the model has."""
     return model.weight_bytes(0, len(model.layers)) // max(1, model.kv_bytes(0, len(model.layers)))
 

@@ -21,7 +21,7 @@ from enum import IntEnum
 
 from .lookahead import ChunkCost
 from .pipeline import Network
-from .placement import Group, Model
+from .placement import Group, ServedLayers
 
 __all__ = ["Flow", "Priority", "Resumption", "Running", "chunk_bytes", "longest_wait", "moves", "resumptions", "takers"]
 
@@ -63,7 +63,7 @@ class Resumption:
     ready_s: float | None
 
 
-def moves(model: Model, before: Group, after: Group, tokens: int) -> dict[tuple[str, str], int]:
+def moves(model: ServedLayers, before: Group, after: Group, tokens: int) -> dict[tuple[str, str], int]:
     """Bytes that go from instance to instance, (source, target), so that a request with so many tokens of KV in the stages of
     `before` runs on in those of `after`."""
     found: dict[tuple[str, str], int] = {}

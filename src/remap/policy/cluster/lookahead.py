@@ -34,7 +34,7 @@ from remap.policy.least_squares import shares
 
 from .pipeline import equal_stages_s
 
-__all__ = ["Chunk", "ChunkCost", "Microbatch", "Waiting", "balanced", "fit", "halved", "lookahead"]
+__all__ = ["ChunkCost", "Microbatch", "QueuedChunk", "Waiting", "balanced", "fit", "halved", "lookahead"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class QueuedChunk:
     """Tokens of the request at this place in the queue; prefix: how many stand before them."""
 
     request: int
@@ -54,7 +54,7 @@ class Chunk:
     tokens: int
 
 
-Microbatch = tuple[Chunk, ...]
+Microbatch = tuple[QueuedChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class ChunkCost:
         most = 2.0 * left / divisor if divisor else math.inf
         return math.floor(most) if most < sys.maxsize else sys.maxsize
 
-    def microbatch(self, chunks: Iterable[Chunk]) -> float:
+    def microbatch(self, chunks: Iterable[QueuedChunk]) -> float:
         """Of chunks that are computed together; of none 0."""
         costs = [self.chunk(chunk.prefix, chunk.tokens) for chunk in chunks]
         return math.fsum([*costs, self.batch_s]) if costs else 0.0
 
 
-def fit(passes: Iterable[tuple[Sequence[Chunk], float]]) -> ChunkCost:
+def fit(passes: Iterable[tuple[Sequence[QueuedChunk], float]]) -> ChunkCost:
     """The cost that is nearest to measured passes, (chunks, seconds), by the sum of squared relative errors.
 
     Raises InvalidArgument (fields passes, needed) for fewer passes than factors, or seconds that are not finite and above
@@ -264,6 +264,6 @@ class _Queue:
                 request = self._requests[place]
                 begin = before if place == begun else 0
                 stop = after if place == ended else request.tokens
-                chunks.append(Chunk(self._numbers[place], request.prefix + begin, stop - begin))
+                chunks.append(QueuedChunk(self._numbers[place], request.prefix + begin, stop - begin))
             found.append(tuple(chunks))
         return found

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from remap.errors import InvalidArgument
 from remap.policy.activations import Line
 
-from .placement import Model, Stage
+from .placement import PlannedStage, ServedLayers
 
 __all__ = ["Network", "equal_stages_s", "group_round_s", "round_s"]
 
@@ -60,7 +60,7 @@ def round_s(stage_s: Sequence[float], hop_s: float, microbatches: int) -> float:
     return max(microbatches * max(machines, default=0.0), math.fsum(machines))
 
 
-def group_round_s(model: Model, stages: Sequence[Stage], requests: int, network: Network) -> float:
+def group_round_s(model: ServedLayers, stages: Sequence[PlannedStage], requests: int, network: Network) -> float:
     """Seconds of a round of so many requests with the best number of microbatches, at most two for each stage; 0 without
     requests. Stages without layers are passed by; all that is offered is used."""
     runs = [

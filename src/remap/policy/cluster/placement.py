@@ -28,12 +28,12 @@ __all__ = [
     "Group",
     "IncompleteCopy",
     "Instance",
+    "InstanceLoad",
     "Layer",
-    "Load",
-    "Model",
     "Offer",
     "Placement",
-    "Stage",
+    "PlannedStage",
+    "ServedLayers",
     "alone",
     "check",
 ]
@@ -61,7 +61,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedLayers:
     """The layers of the model that all instances serve, in the order of computation.
 
     Raises InvalidArgument (field layers) without a layer, and for bytes or seconds below 0.
@@ -117,7 +117,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Load:
+class InstanceLoad:
     """Requests of an instance, or of a group. running: how many run; tokens: KV tokens that they hold, in all.
     waiting: KV tokens that each waiting request asks for, the head of the line first. longest: KV tokens that one request asks
     for at most, running or waiting."""
@@ -149,7 +149,7 @@ class Instance:
 
     name: str
     memory_bytes: int
-    load: Load = Load()
+    load: InstanceLoad = InstanceLoad()
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """An instance as a part of its group: it computes the layers first <= i < end, none if they are equal, and holds them.
     arrived: layers that it holds besides and does not compute (`restore` brings them before a group is dissolved).
     offers: those that cost least for their bytes first; of a stage without all layers they count for nothing."""
@@ -189,11 +189,11 @@ class Stage:
         """Whether the layer's weights are on this instance."""
         return self.first <= layer < self.end or layer in self.arrived
 
-    def offered(self, model: Model) -> tuple[Offer, ...]:
+    def offered(self, model: ServedLayers) -> tuple[Offer, ...]:
         """`offers`, as far as they count."""
         return self.offers if self.end - self.first == len(model.layers) else ()
 
-    def capacity(self, model: Model) -> int:
+    def capacity(self, model: ServedLayers) -> int:
         """Tokens of KV that fit beside the weights, with all that is offered; -1 if the weights do not fit, which no offer helps;
         UNLIMITED if its layers have no KV."""
         held = model.weight_bytes(self.first, self.end)
@@ -208,40 +208,40 @@ class Stage:
 class Group:
     """Instances that serve their requests together, as the stages of a pipeline in this order."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PlannedStage, ...]
 
-    def capacity(self, model: Model) -> int:
+    def capacity(self, model: ServedLayers) -> int:
         """Tokens of KV that fit into every stage; -1 if the weights of one do not fit."""
         return min(stage.capacity(model) for stage in self.stages)
 
     @cached_property
-    def load(self) -> Load:
+    def load(self) -> InstanceLoad:
         """Of all instances together; they have one line, in which the heads of theirs stand first."""
         loads = [stage.instance.load for stage in self.stages]
         lines = [load.waiting for load in loads]
         depth = max(map(len, lines))
         waiting = tuple(line[place] for place in range(depth) for line in lines if place < len(line))
         running, tokens = sum(load.running for load in loads), sum(load.tokens for load in loads)
-        return Load(running, tokens, waiting, max(load.longest for load in loads))
+        return InstanceLoad(running, tokens, waiting, max(load.longest for load in loads))
 
 
 @dataclass(frozen=True)
 class Placement:
     """The whole cluster. epoch: rises with each change; a plan names the epoch that it was made for."""
 
-    model: Model
+    model: ServedLayers
     groups: tuple[Group, ...]
     epoch: int = 0
 
     @property
-    def stages(self) -> dict[str, Stage]:
+    def stages(self) -> dict[str, PlannedStage]:
         """Each instance's stage, by its name."""
         return {stage.instance.name: stage for group in self.groups for stage in group.stages}
 
 
-def alone(model: Model, instances: tuple[Instance, ...]) -> Placement:
+def alone(model: ServedLayers, instances: tuple[Instance, ...]) -> Placement:
     """Every instance for itself, with all layers: how a cluster starts."""
-    return Placement(model, tuple(Group((Stage(instance, 0, len(model.layers)),)) for instance in instances))
+    return Placement(model, tuple(Group((PlannedStage(instance, 0, len(model.layers)),)) for instance in instances))
 
 
 def check(placement: Placement) -> None:

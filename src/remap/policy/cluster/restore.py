@@ -25,7 +25,7 @@ from remap.errors import InvalidState
 from remap.policy.rental import income
 
 from .pipeline import Network, group_round_s
-from .placement import Group, Placement, Stage
+from .placement import Group, Placement, PlannedStage
 
 __all__ = ["Copy", "all_alone", "copies", "dissolved", "fits", "half_used", "income_of", "seconds"]
 
@@ -45,7 +45,7 @@ class Copy:
 def dissolved(placement: Placement, number: int) -> Placement:
     """The placement in which the instances of this group serve alone; with the next epoch. It does not change."""
     count = len(placement.model.layers)
-    singles = tuple(Group((Stage(stage.instance, 0, count),)) for stage in placement.groups[number].stages)
+    singles = tuple(Group((PlannedStage(stage.instance, 0, count),)) for stage in placement.groups[number].stages)
     groups = (*placement.groups[:number], *singles, *placement.groups[number + 1 :])
     return Placement(placement.model, groups, placement.epoch + 1)
 
@@ -53,7 +53,9 @@ def dissolved(placement: Placement, number: int) -> Placement:
 def all_alone(placement: Placement) -> Placement:
     """The placement in which every instance serves alone; with the next epoch."""
     count = len(placement.model.layers)
-    singles = tuple(Group((Stage(stage.instance, 0, count),)) for group in placement.groups for stage in group.stages)
+    singles = tuple(
+        Group((PlannedStage(stage.instance, 0, count),)) for group in placement.groups for stage in group.stages
+    )
     return Placement(placement.model, singles, placement.epoch + 1)
 
 
@@ -111,7 +113,8 @@ def fits(placement: Placement, number: int, margin: int) -> bool:
     tokens more: the surplus condition of `rental`, with the margin as its sigma."""
     model, count, group = placement.model, len(placement.model.layers), placement.groups[number]
     return all(
-        Stage(stage.instance, 0, count).capacity(model) >= max(stage.instance.load.demand, group.load.longest) + margin
+        PlannedStage(stage.instance, 0, count).capacity(model)
+        >= max(stage.instance.load.demand, group.load.longest) + margin
         for stage in group.stages
     )
 
@@ -120,7 +123,7 @@ def half_used(placement: Placement, number: int) -> bool:
     """The paper's rule for restoring: the group's KV takes less than half of what its instances have for KV alone."""
     model, count = placement.model, len(placement.model.layers)
     group = placement.groups[number]
-    return 2 * group.load.tokens < sum(max(0, Stage(s.instance, 0, count).capacity(model)) for s in group.stages)
+    return 2 * group.load.tokens < sum(max(0, PlannedStage(s.instance, 0, count).capacity(model)) for s in group.stages)
 
 
 def income_of(placement: Placement, number: int, network: Network) -> float:
@@ -129,7 +132,7 @@ def income_of(placement: Placement, number: int, network: Network) -> float:
     group, model, count = placement.groups[number], placement.model, len(placement.model.layers)
     whole = group_round_s(model, group.stages, group.load.requests, network)
     saved = math.fsum(
-        load.requests * (whole - group_round_s(model, [Stage(stage.instance, 0, count)], load.requests, network))
+        load.requests * (whole - group_round_s(model, [PlannedStage(stage.instance, 0, count)], load.requests, network))
         for stage in group.stages
         for load in [stage.instance.load]
     )

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from .placement import UNLIMITED, Model, Stage
+from .placement import UNLIMITED, PlannedStage, ServedLayers
 
 __all__ = ["ORDERS", "Splits"]
 
@@ -60,7 +60,7 @@ class Splits:
     """The divisions of one model's layers; each is computed once. orders: the most sets of instances of one group that are
     compared for its best order."""
 
-    def __init__(self, model: Model, orders: int = ORDERS) -> None:
+    def __init__(self, model: ServedLayers, orders: int = ORDERS) -> None:
         self.model = model
         self._orders = orders
         places = len(model.layers) + 1
@@ -70,20 +70,21 @@ class Splits:
         self._sets: dict[tuple[int, ...], _Row] = {(): self._nothing}
         self._runs = cache(self._divided)
 
-    def tokens(self, stages: Sequence[Stage]) -> int:
+    def tokens(self, stages: Sequence[PlannedStage]) -> int:
         """The capacity of these instances as one group, if its layers are divided for most tokens. The stages are those of
         one or more whole groups."""
         return int(self._row([self._number(stage) for stage in stages]).best[-1])
 
-    def split(self, stages: Sequence[Stage], microbatch: float) -> tuple[Stage, ...]:
+    def split(self, stages: Sequence[PlannedStage], microbatch: float) -> tuple[PlannedStage, ...]:
         """These instances as the stages of one group, in order, for microbatches of so many tokens: most tokens first, and
         in that order the least slowest stage. The stages given do not change."""
-        of_kind: dict[int, list[Stage]] = {}
+        of_kind: dict[int, list[PlannedStage]] = {}
         for stage in stages:
             of_kind.setdefault(self._number(stage), []).append(stage)
         numbers = tuple(sorted(number for number, equal in of_kind.items() for _ in equal))
         runs = [
-            Stage(of_kind[number].pop().instance, first, end) for number, first, end in self._runs(numbers, microbatch)
+            PlannedStage(of_kind[number].pop().instance, first, end)
+            for number, first, end in self._runs(numbers, microbatch)
         ]
         return tuple(reversed(runs))
 
@@ -107,7 +108,7 @@ class Splits:
             end = begins[end]
         return found
 
-    def _number(self, stage: Stage) -> int:
+    def _number(self, stage: PlannedStage) -> int:
         """Of the instance's kind."""
         key = (stage.instance.memory_bytes, stage.first, stage.end, stage.arrived)
         if key not in self._numbers:
