@@ -97,6 +97,64 @@ def test_a_model_without_pages_reads_as_ever_and_leaves_whole() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
 
 
+def test_what_is_written_while_a_layer_is_away_is_told_and_harms_nobody() -> None:
+    """In place, into a model that never had pages: nothing else changes, its activation refuses, and the others go on."""
+    model, other = make("llama"), make("qwen3", seed=1)
+    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    with remap.Session(2 << 20, page_bytes=PAGE) as session:
+        session.attach(other, name="other", kv=kv_spec(other, min_blocks=8))
+        attached = {name: tensor.detach().clone() for name, tensor in other.state_dict().items()}
+        session.attach(model, name="m", kv=kv_spec(model, min_blocks=8), active=False, pages="none")
+        written = model.model.layers[1].mlp.down_proj.weight
+        with torch.no_grad():
+            for parameter in model.model.layers.parameters():
+                parameter.data.fill_(3.0)  # torch keeps no version of these
+            written.fill_(3.0)
+        assert torch.equal(model.model.embed_tokens.weight, before["model.embed_tokens.weight"])
+        assert all(torch.equal(tensor, attached[name]) for name, tensor in other.state_dict().items())
+        pages = session.snapshot().pages
+        with pytest.raises(InvalidState) as refused:
+            session.activate("m", alone=True)
+        assert refused.value.fields == {"tenant": "m", "written": {1: ["model.layers.1.mlp.down_proj.weight"]}}
+        assert session.snapshot().pages == pages and session.snapshot().tenants["other"].active
+        session.step({"other": 2})
+        remap.advanced.check(session)
+        with pytest.warns(RuntimeWarning, match="down_proj"):
+            session.detach("m")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_a_write_into_a_layer_that_is_away_is_told_before_it_comes_home(lent: bool) -> None:
+    """Its load would hide that: the model would compute with the old weights, and nothing would say so."""
+    model, other = make("llama"), make("qwen3", seed=1)
+    ids = torch.tensor([[5, 7, 9, 11]])
+    with remap.Session(4 << 20, page_bytes=PAGE) as session:
+        tenant = session.attach(model, name="m", kv=kv_spec(model, min_blocks=8, max_blocks=4000))
+        session.attach(other, name="other", kv=kv_spec(other, min_blocks=8))
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+        if lent:
+            session.deactivate("m")
+            remap.advanced.lend(session, "m", 3)
+        else:
+            remap.advanced.remap(session, "m", 3)
+        layer = tenant.streamed[0]
+        with torch.no_grad():
+            model.model.layers[layer].mlp.down_proj.weight.zero_()
+        for _ in range(20):  # the controller would have it home by now
+            session.step({"other": 1})
+        assert layer in tenant.streamed
+        with pytest.raises(InvalidState) as refused:
+            if lent:
+                session.activate("m")
+            else:
+                remap.advanced.remap(session, "m", 0)
+        assert list(refused.value.fields["written"]) == [layer] and layer in tenant.streamed
+        remap.advanced.check(session)
+        with pytest.warns(RuntimeWarning, match="lost"):
+            session.detach("m")
+
+
 @pytest.mark.parametrize("compute_s", [1e-4, 5e-3])
 def test_a_pass_begins_when_the_first_layer_has_come(compute_s: float) -> None:
     """In virtual time: a cold model's first pass ends by the slower of its load and its computation, and one layer's time. Its

@@ -211,6 +211,8 @@ class Changes:
         plan = given if isinstance(given, Plan) else given.plan
         if tenant.source.verify is not None:
             tenant.source.verify({*plan.streamed, *plan.reload})
+        if plan.home:  # else the load would hide that a write is lost
+            tenant.refuse_lost_writes()
         if self._unsettled is not None:
             self.settle(self._unsettled)
         self.retry_failed(tenant)

@@ -193,6 +193,7 @@ class Attaching:
         home_pages = [0 if layer in for_good else size for layer, size in enumerate(sizes)]
         ring_pages = buffers * buffer_pages if for_good else 0
         rest_pages = -(-source.rest_bytes // page_bytes)
+        sinks = 0
         first_pages = geometry.pages_for_blocks(kv.min_blocks)
         window = geometry.buffer_pages
         needed = sum(home_pages) + ring_pages + rest_pages + first_pages + window
@@ -206,7 +207,8 @@ class Attaching:
             # Layers without bytes have nothing to load, and keep their page.
             home_pages = [0 if source.layer_bytes[layer] else 1 for layer in range(len(sizes))]
             first_pages = 0
-            needed = sum(home_pages) + rest_pages + window
+            sinks = 1 if source.modules else 0
+            needed = sum(home_pages) + rest_pages + sinks + window
         if needed > free and self.supply is not None:
             self.supply(needed - free)
             lent = self._lent(others)
@@ -214,8 +216,8 @@ class Attaching:
         if needed > free:
             raise OutOfMemory(
                 f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages) + ring_pages} for layers, "
-                f"{rest_pages} for other tensors, {first_pages} for {kv.min_blocks} KV blocks, {window} for streamed blocks), "
-                f"{free} are free; "
+                f"{rest_pages + sinks} for other tensors, {first_pages} for {kv.min_blocks} KV blocks, {window} for "
+                f"streamed blocks), {free} are free; "
                 f"nothing was attached; give the session {show_size((needed - free) * page_bytes)} more "
                 "capacity, lower min_blocks, let layers stream for good with resident_layers=, or attach it inactive, without "
                 'pages for its layers (active=False, pages="none")',
@@ -230,16 +232,21 @@ class Attaching:
         shows = list(homes)
         for index, layer in enumerate(for_good):
             shows[layer] = tuple(ring[index % buffers][-sizes[layer] :])
-        rest_address, stand_in = 0, next((home[0] for home in homes if home), NO_PAGE)
+        others_regions, rest_address, sink = [], 0, NO_PAGE
         if rest_pages:
-            own = arena.take(rest_pages, params, tenant, lent)
-            rest, stand_in = arena.add_layer_region(tenant, f"{name}.rest", own), own[0]
+            rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant, lent))
+            others_regions.append(rest)
             rest_address = arena.address(rest)
             source.fill_rest(rest_address)
+        if sinks:
+            # What tensors without pages show, so that to look at them never ends the process: a page that holds nothing, since
+            # somebody may write there as well.
+            (sink,) = arena.take(sinks, params, tenant, lent)
+            others_regions.append(arena.add_layer_region(tenant, f"{name}.sink", [sink]))
         regions = tuple(
             arena.add_layer_region(tenant, f"{name}.{i}", list(pages))
             if pages
-            else arena.add_empty_layer_region(tenant, f"{name}.{i}", sizes[i], stand_in)
+            else arena.add_empty_layer_region(tenant, f"{name}.{i}", sizes[i], sink)
             for i, pages in enumerate(shows)
         )
         addresses = [arena.address(region) for region in regions]
@@ -277,7 +284,7 @@ class Attaching:
         if cold:  # any page may become its layers'
             unplaced_pages = [page for page in _for_anybody(arena, others) if page not in placed and page not in shared]
         kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(unplaced_pages))
-        all_regions = (*regions, *([rest] if rest_pages else []), *([ring_region] if ring_address else []), kv_region)
+        all_regions = (*regions, *others_regions, *([ring_region] if ring_address else []), kv_region)
         _designate(arena, kv_region, geometry, giving)
         if unplaced_pages:
             arena.designate(kv_region, geometry.region_pages, unplaced_pages)

@@ -293,15 +293,20 @@ class TenantState:
                 found.update(self.unsettled.plan.reload, self.unsettled.plan.held)
         return found
 
+    def lost_writes(self) -> dict[int, list[str]]:
+        """layer -> its tensors that something wrote into, or replaced, while the layer was away."""
+        return self.source.writes((*self.streamed, *self.pages.gone))
+
     def refuse_lost_writes(self) -> None:
-        """Raises InvalidState (fields tenant, written) for writes into the ring: layers that something wrote into
-        before they streamed are pinned, so a write found now went into the ring."""
-        written = self.source.writes((*self.streamed, *self.pages.gone))
+        """Raises InvalidState (fields tenant, written) for writes into layers that were away, by then: into the ring, or into
+        memory that another layer, or another tenant, has. Layers that something wrote into before are pinned."""
+        written = self.lost_writes()
         if written:
             raise InvalidState(
-                f"tenant {self.name!r}: something wrote into layers while they were streamed, or replaced their "
-                f"tensors, and that is lost: {written}; detach the tenant; name these tensors in attach(mutable=), or "
-                "run a pass before remapping so that remap finds them",
+                f"tenant {self.name!r}: something wrote into layers while they were away (streamed, lent or without pages), or "
+                f"replaced their tensors, and that is lost: {written}; detach the tenant; write while it is active and these "
+                "layers are resident, name the tensors in attach(mutable=), or run a pass before remapping so that remap finds "
+                "them",
                 tenant=self.name,
                 written=written,
             )

@@ -218,7 +218,7 @@ class Steps:
             return
         holds = all(blocks <= self._offers.unused_kv.surplus(holder) for holder, blocks in lost.items())
         decision = lender.controller.may_return(view, holds)
-        if decision is None:
+        if decision is None or lender.lost_writes():  # its next pass says so, or its activation; others go on
             return
         try:
             result = lending.bring_home(

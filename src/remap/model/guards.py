@@ -9,7 +9,9 @@
 
 A layer is away while it is streamed, loading, or to be re-pointed: its tensors then show the ring, or nothing yet. The
 guards cannot distinguish a direct read of such a tensor (`weight.sum()`) from a pass, so they do not refuse it;
-`state_dict()` has the right bytes. The next pass finds a direct write when it ends (`Tenant.refuse_lost_writes`).
+`state_dict()` has the right bytes. The next pass finds a direct write when it ends, and a change that would bring the layer home
+refuses (`refuse_lost_writes`): the write is lost, and went into memory that others may have. The layers of a model that never had
+pages show a page that holds nothing.
 
 Guards are hooks and attributes of the instances. All of them are marked (`hooks.OURS`), so `remove` finds every one.
 """
