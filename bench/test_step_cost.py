@@ -8,6 +8,7 @@ import pytest
 from measure import RawTenant, median, record, seconds_of
 
 import remap
+from remap.inside import inside
 
 LAYERS = 12
 LAYER_BYTES = 256 << 10
@@ -50,6 +51,23 @@ def test_step_with_nothing_to_do(benchmark, alpha):
             each,
             target=10.0 if alpha == 0 else None,
         )
+
+
+@pytest.mark.parametrize("whose", ["kv", "pool"])
+def test_allocate_and_free_a_block(benchmark, whose):
+    """kv: as engines call it, with the locks that keep a change of another thread away. pool: the books alone."""
+    with _tenant(0) as raw:
+        blocks = raw.tenant.kv if whose == "kv" else inside(raw.tenant).kv.pool
+        free = blocks.free_blocks
+
+        def pairs() -> None:
+            for _ in range(ITERATIONS):
+                blocks.free(blocks.allocate(1))
+
+        benchmark.pedantic(pairs, rounds=300, warmup_rounds=10)
+        assert blocks.free_blocks == free
+        each = [seconds / ITERATIONS for seconds in seconds_of(benchmark)]
+        record(benchmark, f"allocate + free of one block, {whose}", median(each) * 1e6, "us", each)
 
 
 @pytest.mark.parametrize("alpha", [0, 4])
