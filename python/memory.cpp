@@ -111,7 +111,7 @@ Managed* make_export(std::uintptr_t address, std::size_t bytes, DLDevice device,
 
 template <typename Managed>
 void destroy_unused(PyObject* capsule, const char* name) {
-  // A consumer renames the capsule; under its first name nobody took the tensor and it is ours to delete.
+  // A consumer renames the capsule; under its first name no consumer took the tensor and it is ours to delete.
   if (PyCapsule_IsValid(capsule, name) == 0) return;
   auto* managed = static_cast<Managed*>(PyCapsule_GetPointer(capsule, name));
   if (managed != nullptr) managed->deleter(managed);

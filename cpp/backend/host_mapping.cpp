@@ -97,7 +97,7 @@ void HostMemory::show_runs(Address at, const std::vector<Run>& runs, std::size_t
     }
     done += run.bytes;
   }
-  // Before anybody may access the range: a child forked in between has it with access none, and no way to change that.
+  // Before any code may access the range: a child forked in between has it with access none, and no way to change that.
   if (code == 0 && system_->advise(pointer(at), bytes, MADV_DONTFORK) != 0) code = errno;
   if (code == 0) {
     if (huge_pages_) (void)system_->advise(pointer(at), bytes, MADV_HUGEPAGE);  // a hint; works without
@@ -209,7 +209,7 @@ void HostMemory::exchange(std::byte* a, std::byte* b, std::size_t bytes) {
     make_ballast();
     throw;
   }
-  // If this fails, a view is left at an address that nobody knows; the next exchange replaces it.
+  // If this fails, a view is left at an address that no table has; the next exchange replaces it.
   (void)blank(scratch, bytes);
   table_.exchange(one, other, bytes);
 }

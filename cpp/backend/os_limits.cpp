@@ -129,7 +129,7 @@ std::optional<Error> limit_met(const std::string& call, int code, const Asked& a
   }
   if (asked.addresses >= kAddresses) {
     return met("address space", asked.addresses, {limits.addresses.in_use, kAddresses}, "bytes of addresses",
-               "No process has so many: ask for less.");
+               "No process has that many: ask for less.");
   }
   if (over(limits.data, asked.data)) {
     return met("RLIMIT_DATA", asked.data, limits.data, "bytes of private memory", "Raise it (ulimit -d), or ask for less.");

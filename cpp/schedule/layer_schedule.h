@@ -12,7 +12,7 @@
 //
 // Invariants (checked by check()):
 //   for all u in [C, I): content_[slot(u)] == position(u)          what was fetched ahead is still there
-//   for all s: open_[s] == kNone or content_[s] in {open_[s], kNone}   nobody overwrites what is being read
+//   for all s: open_[s] == kNone or content_[s] in {open_[s], kNone}   no copy overwrites what is being read
 // The first one bounds I - C by min(m, beta), so the loops over [C, I) below are short.
 //
 // Copies are handed out strictly in use order: the copy for use I waits until its buffer is neither open nor wanted by an

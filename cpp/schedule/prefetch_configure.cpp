@@ -227,7 +227,7 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   s.reloads.swap(reloads);
   for (LayerId layer = 0; layer < count_; ++layer) {
     if ((bits[layer] & kFailed) == 0) s.errors[layer] = nullptr;
-    s.set(layer, bits[layer]);  // once: nobody may see a layer ready in between
+    s.set(layer, bits[layer]);  // once: no thread may see a layer ready in between
   }
   s.pump();
 }

@@ -27,7 +27,7 @@ void Prefetcher::State::grow() {
 Ticket* Prefetcher::State::acquire() {
   collect();
   if (free.empty()) {
-    // A copy that nobody waits for any more (its buffer was filled again since) need not be followed.
+    // A copy that no caller waits for any more (its buffer was filled again since) need not be followed.
     const auto stolen = std::find_if(in_flight.begin(), in_flight.end(), [](Ticket* t) { return t->refs == 1; });
     if (pool.size() < kTickets || stolen == in_flight.end()) {
       grow();
@@ -146,7 +146,7 @@ Ticket* Prefetcher::State::issue(std::size_t bytes, const std::vector<Reader>* r
     if (timed) end_sample(copies, ticket);  // before the copy's own event: complete when that is
     backend->record(ticket->end, copies);
   } catch (...) {
-    // A copy whose end nobody can see: only destroying the stream waits for it.
+    // A copy whose end no event shows: only destroying the stream waits for it.
     if (enqueued) broken = std::current_exception();
     if (sample.ticket == ticket) sample.ticket = nullptr;
     if (listed) in_flight.pop_back();

@@ -31,7 +31,7 @@
 //   * A reader that was never closed (a pass abandoned between wait and done): a host reader ended, since the only way to
 //     get to begin_pass/end_pass is that its thread left the computation; a stream reader's kernels were enqueued before
 //     this call, so an event recorded now on its stream is behind them. No pass is in progress twice: one engine drives it.
-//   * Events are never recorded anew while somebody waits on them without the mutex: tickets are counted references.
+//   * Events are never recorded anew while a thread waits on them without the mutex: tickets are counted references.
 //
 // States of a layer (bits): 0 = resident, loaded, not held, and if any of this was not so when the pass began, waited for since.
 #pragma once
@@ -59,7 +59,7 @@ inline constexpr std::uint8_t kReload = 2;
 inline constexpr std::uint8_t kHeld = 4;
 inline constexpr std::uint8_t kFailed = 8;
 inline constexpr std::uint8_t kBlocks = 32;   // only in a pass: it reads KV blocks that are copied in
-inline constexpr std::uint8_t kUnwaited = 16;  // only in a pass: it was not 0 when the pass began, and nobody has waited for it
+inline constexpr std::uint8_t kUnwaited = 16;  // only in a pass: it was not 0 when the pass began, and no wait was for it yet
 
 // Copies whose completion was not yet seen, at most; beyond, the oldest of them are not followed.
 inline constexpr std::size_t kTickets = 256;
@@ -175,7 +175,7 @@ struct Prefetcher::State {
   void end_sample(StreamHandle copies, const Ticket* ticket) noexcept;
 
   // ---- copies ----------------------------------------------------------------------------------------------------
-  // Copies `ranges`, of so many bytes together. Post: a ticket with one reference for the caller. If it throws, the targets'
+  // Copies `ranges`, of `bytes` bytes together. Post: a ticket with one reference for the caller. If it throws, the targets'
   // contents are unknown. timed: it may tell the link's bandwidth.
   Ticket* issue(std::size_t bytes, const std::vector<Reader>* readers, bool timed);
   // The copies themselves, a chunk at a time. `enqueued`: whether some of them are on their way, also on an error.
@@ -201,7 +201,7 @@ struct Prefetcher::State {
 
   // A pass begins that reads these blocks, or it ends (none).
   void read_blocks(std::vector<BlockRun> named) noexcept;
-  // A pass begins: every layer that is not ready has to be waited for in it; or it ends, and nobody has to.
+  // A pass begins: every layer that is not ready has to be waited for in it; or it ends, and none has to be.
   void expect_waits(bool expected) noexcept;
   void waited(LayerId layer) noexcept { set(layer, static_cast<std::uint8_t>(get(layer) & ~kUnwaited)); }
 
@@ -211,7 +211,7 @@ struct Prefetcher::State {
   // done yet. The use is open afterwards.
   Ticket* claim(LayerId layer);
   Ticket* claim_blocks(LayerId layer);
-  // `reader` is finished with the buffer that has this position. True: nobody reads it any more.
+  // `reader` is finished with the buffer that has this position. True: no stream reads it any more.
   bool finish(const LayerSchedule& uses, std::vector<Slot>& of, std::uint32_t position, StreamHandle reader);
   // Calls each(slot) for all buffers, of both kinds.
   template <typename Each>

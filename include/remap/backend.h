@@ -115,11 +115,11 @@ class Backend {
   virtual std::byte* reserve(std::size_t bytes, std::size_t alignment) = 0;
   // Pre: the whole of an earlier reservation; nothing mapped in it.
   virtual void release(std::byte* address, std::size_t bytes) = 0;
-  // The end of a region that somebody outside may still look at (a tensor that was kept), or of a part of one that never gets a
+  // The end of a region that outside code may still look at (a tensor that was kept), or of a part of one that never gets a
   // page. Pre: aligned addresses inside one reservation; nothing mapped in them. Post: they stay reserved, and count as such, until
   // release() of the whole; nothing can be mapped there any more (invalid_state). Where the processor uses the pages by
   // itself (host), the range reads as zeros and can be written, with private memory of the process behind what is written, none of
-  // the arena's. On cuda nothing stands behind it: a kernel that uses it fails, as its caller's error. On an unbacked sim nobody
+  // the arena's. On cuda nothing stands behind it: a kernel that uses it fails, as its caller's error. On an unbacked sim no code
   // may touch it, as ever. Retiring again changes nothing.
   virtual void retire(std::byte* address, std::size_t bytes) = 0;
 
@@ -135,11 +135,11 @@ class Backend {
   // pages[i] stands behind [at + i*page_bytes, at + (i+1)*page_bytes). A page may stand behind several ranges.
   // Pre: the range is reserved and unmapped. Post: mapped, access none until set_access.
   virtual void map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) = 0;
-  // Pre: the range is whole mapped pages. Does not wait for anybody who may still use them: the caller does.
+  // Pre: the range is whole mapped pages. Does not wait for streams or threads that may still use them: the caller does.
   virtual void unmap(std::byte* at, std::size_t bytes) = 0;
   virtual void set_access(std::byte* at, std::size_t bytes, Access access) = 0;
   // Swaps what stands behind two mapped ranges of one size, page tables included, without touching a page.
-  // Only where can_exchange(). Between the two states either range may be unmapped for a moment, so nobody may use them.
+  // Only where can_exchange(). Between the two states either range may be unmapped for a moment, so no caller may use them.
   virtual bool can_exchange() const noexcept = 0;
   virtual void exchange(std::byte* a, std::byte* b, std::size_t bytes) = 0;
   // Fills the page tables of a mapped, accessible range so that later accesses do not fault. A hint; never changes bytes.

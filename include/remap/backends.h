@@ -18,8 +18,8 @@ struct HostOptions {
   std::size_t page_bytes = 0;      // every page has this size
   std::size_t copy_threads = 1;    // threads that share one copy
   // A memfd that other processes share, of exactly capacity_bytes and sealed against other sizes (F_SEAL_SHRINK, F_SEAL_GROW): the n-th
-  // page that is made is the n-th of the file, in each process. It may hold anybody's bytes, and none are given back when pages are
-  // destroyed. Duplicated: it stays the caller's. -1: a new one of this process's own.
+  // page that is made is the n-th of the file, in each process. It may hold any process's bytes, and none are given back when
+  // pages are destroyed. Duplicated: it stays the caller's. -1: a new one of this process's own.
   int file = -1;
 };
 
@@ -65,12 +65,12 @@ struct CudaOptions {
   // Page-locked host memory at most. 0: the environment variable REMAP_HOST_BUDGET ("24GiB", or a number of bytes); without that,
   // what the cgroup and the machine have to spare. LimitExceeded tells which it was (field limited_by).
   std::size_t host_budget_bytes = 0;
-  // Host memory is page-locked in pieces of so many bytes (a multiple of 2 MiB), so that other threads' launches, which wait for the
-  // driver's locks meanwhile, get in between. Copies of this backend's are cut where pieces end; others' (torch's) fail across one.
-  // So: larger than a layer, smaller than what holds launches up for a second.
+  // Host memory is page-locked in pieces of this many bytes (a multiple of 2 MiB), so that other threads' launches, which wait
+  // for the driver's locks meanwhile, get in between. Copies of this backend's are cut where pieces end; others' (torch's) fail
+  // across one. So: larger than a layer, smaller than what holds launches up for a second.
   std::size_t host_piece_bytes = std::size_t{1} << 30;
-  // Of this device, made or imported: the n-th page that is made is the n-th of these, in each process. It may hold anybody's bytes,
-  // and none are given back when pages are destroyed. None: pages of this process's own.
+  // Of this device, made or imported: the n-th page that is made is the n-th of these, in each process. It may hold any process's
+  // bytes, and none are given back when pages are destroyed. None: pages of this process's own.
   std::shared_ptr<CudaPages> pages;
 };
 

@@ -56,7 +56,7 @@ struct StreamConfiguration {
                                     // of them is wanted no longer. Copies under way: as into memory that leaves the ring.
   std::vector<LayerId> held;        // layers whose region is being re-pointed: wait() blocks until released() or failed()
   EventHandle after = 0;            // copies wait for it: the last reader or writer of pages that changed hands, and of the
-                                    // regions to reload (0: nobody). Uses of layers that were resident leave no trace here:
+                                    // regions to reload (0: none). Uses of layers that were resident leave no trace here:
                                     // with computation on a stream this is an event recorded on it now. Taken in by
                                     // configure(): it may be recorded anew or destroyed once that has returned.
   bool fresh = false;               // other pages stand behind the ring's addresses than before: keep no contents
@@ -109,15 +109,15 @@ struct PassTiming {
 // In a forked child every call throws ForkedProcess, and the end of the object does nothing.
 class Prefetcher {
  public:
-  // chunk_bytes: 0, or a copy of more than so many bytes is enqueued in pieces of that, with a fill of a few bytes between two.
+  // chunk_bytes: 0, or a copy of more bytes than that is enqueued in pieces of that size, with a fill of a few bytes between two.
   // A device's copy engine serves one direction first come, first served, whatever the streams' priorities, and goes on with a
-  // stream as long as that has copies ready: so a layer's copy keeps everybody else's waiting for its whole length. The fill, which
+  // stream as long as that has copies ready: so a layer's copy keeps all others waiting for its whole length. The fill, which
   // is not the copy engine's work, is where others get in (torchrec #4315, #4339).
   Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers, std::size_t chunk_bytes = 0);
   ~Prefetcher();
-  // Gives the copy stream and all events back; called by the destructor too. Pre: no other call is in progress, and nobody uses
-  // copy_stream() any more. Throws the first error when all were tried; what could not be given back is tried by the next call.
-  // Afterwards only stats() and close() are allowed.
+  // Gives the copy stream and all events back; called by the destructor too. Pre: no other call is in progress, and no caller
+  // uses copy_stream() any more. Throws the first error when all were tried; what could not be given back is tried by the next
+  // call. Afterwards only stats() and close() are allowed.
   void close();
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;

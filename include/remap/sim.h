@@ -21,12 +21,12 @@
 // Threads. The host is the thread that made the backend, and every thread that has called advance(), advance_to(), finish() or
 // join(); they share one `now`. Every other thread (the executor's re-pointing worker) has a now of its own, never earlier than the
 // host's: driver calls and waits of such a thread move only that. The host's query() is true when the event's time has come for the
-// host; another thread's is too, so that what only that thread has waited for is not taken for done by everybody: it sees
+// host; another thread's is too, so that what only that thread has waited for is not taken for done by all others: it sees
 // earlier than the host only the recording that it has waited for last. A copy starts no earlier than the now of the thread that
 // enqueues it, and no earlier than the mapping that it goes through was made.
 //
-// Memory. Unbacked (the default), a region is address space that nobody may touch, pages are numbers and copies move no bytes, so
-// an arena costs no memory whatever its size. All refusals of the contract hold. Backed, pages are those of the host backend
+// Memory. Unbacked (the default), a region is address space that no code may touch, pages are numbers and copies move no bytes,
+// so an arena costs no memory whatever its size. All refusals of the contract hold. Backed, pages are those of the host backend
 // and copies move their bytes when they are enqueued, which is a valid order: events are waited for after they were recorded.
 #pragma once
 
@@ -64,7 +64,7 @@ class SimBackend : public Backend {
   virtual void hold(StreamHandle stream, double time) = 0;
   // The host waits for the stream.
   virtual void finish(StreamHandle stream) = 0;
-  // The host waits for whoever works beside it: its now becomes the latest of all threads'.
+  // The host waits for all that work beside it: its now becomes the latest of all threads'.
   virtual void join() = 0;
   virtual SimTraffic traffic(SimRoute route) const = 0;
 };

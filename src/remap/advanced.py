@@ -321,7 +321,7 @@ def show(session: Session, path: str) -> AbstractContextManager[object]:
 
     A look makes one `snapshot()`, in a thread of its own; nothing happens without one. The environment variable REMAP_TOP does
     the same for every session of a process, `{pid}` in its path being the process. Raises InvalidArgument (field path) if
-    nothing can listen there, InvalidState if somebody does.
+    nothing can listen there, InvalidState if another listener is there.
     """
     require("session", session, Session, "a remap.Session")
     require("path", path, str, "the path of a socket")

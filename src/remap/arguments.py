@@ -103,7 +103,7 @@ def require_path(name: str, path: object, expected: str = "a path") -> None:
 
 
 def require_layer(layer: object, layers: int) -> None:
-    """Raises InvalidArgument (fields field, value, layers) unless `layer` is the number of one of so many layers."""
+    """Raises InvalidArgument (fields field, value, layers) unless `layer` is the number of one of `layers` layers."""
     if not is_count(layer) or cast(int, layer) >= layers:
         raise InvalidArgument(
             f"layer must be an int in 0..{layers - 1}, got {shown(layer)}; nothing changed",

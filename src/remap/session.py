@@ -277,12 +277,13 @@ class Session:
         hooks: torch hooks make each layer wait for its weights and say when it is done, and make each call of the model
         a pass (`remap.model.hooks`). No layer streams before one whole pass has waited for every layer. False: the
         engine itself calls wait and done, for every layer in every pass.
-        resident_layers: so many layers have pages of their own. The others stream in every pass, for good, through a ring of
+        resident_layers: this many layers have pages of their own. The others stream in every pass, for good, through a ring of
         Knobs.buffers buffers (2 by default): so a model that is larger than the session can be attached. What streams then
         never changes, and none of its layers becomes KV. None: all layers have pages, and may come and go.
         pages: "own" takes pages of the arena for every layer and min_blocks KV blocks. "none", of an inactive tenant, takes none
-        for them: `activate` brings them, from whoever can spare them. So more models can be attached than there is memory for at
-        once. Tensors outside of layers have pages always. "auto": "none" if active=False and there are too few, else "own".
+        for them: `activate` brings them, from tenants that can spare them. So more models can be attached than there is memory
+        for at once. Tensors outside of layers have pages always. "auto": "none" if active=False and there are too few, else
+        "own".
 
         The model may be on the CPU or on the session's device. Afterwards it is on that device and computes as before,
         at new addresses that never change again. A model from the CPU needs no room on the device beside the session.
@@ -431,7 +432,7 @@ class Session:
 
         Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of
         a tenant concerned, and the backend's error; nothing changes then. If what was done before a backend error cannot be taken
-        back, some layers may be home, and nobody is active who was not.
+        back, some layers may be home, and no tenant is active that was not.
         """
         require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):

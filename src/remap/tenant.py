@@ -313,7 +313,7 @@ class Inside:
 
     @property
     def pinned(self) -> tuple[int, ...]:
-        """Layers that may not stream: something wrote into them after attach, or somebody changed their weights file or
+        """Layers that may not stream: something wrote into them after attach, or other code changed their weights file or
         registered their memory elsewhere."""
         return tuple(sorted(self._state.pinned))
 
@@ -362,7 +362,7 @@ class Inside:
         return self._state.timing.copy_seconds()
 
     def streamed_seconds(self, blocks: int) -> float:
-        """Seconds to copy one layer's keys and values of so many streamed blocks in, by what was measured; 0 if the link was
+        """Seconds to copy one layer's keys and values of `blocks` streamed blocks in, by what was measured; 0 if the link was
         not measured."""
         if not is_count(blocks):
             raise invalid("blocks", blocks, "an int of at least 0")
@@ -424,7 +424,7 @@ class Tenant:
 
         Leaving a pass that was not abandoned raises InvalidState if its results must be discarded. The pass has ended
         then: (fields tenant, layer, layers) it did not wait for layers that were streamed or loading, so its results
-        are not known; (tenant, written) the model, or somebody since the last pass, wrote into a streamed layer, and
+        are not known; (tenant, written) the model, or other code since the last pass, wrote into a streamed layer, and
         the write is lost; (file, expected, found) a weights file that layers come from has changed; entering raises
         this as well.
         """

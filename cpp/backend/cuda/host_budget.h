@@ -48,7 +48,7 @@ std::size_t parse_size(const std::string& text);
 HostLimits read_host_limits(const std::string& root = {});
 
 // What may be page-locked now if the user sets no budget: the least of MemAvailable and of what each cgroup has left, less a sixteenth that stays for
-// everybody else. A cgroup's inactive file cache counts as left: it goes when memory is asked for. On machines whose GPU
+// all others. A cgroup's inactive file cache counts as left: it goes when memory is asked for. On machines whose GPU
 // memory is a NUMA node of the system (GH200), MemAvailable counts that too; there the nodes with processors bound it.
 HostBudget host_budget(const HostLimits& limits);
 
@@ -60,7 +60,7 @@ struct RangeFacts {
   bool readable = true;        // mapped in whole, and may be read
   bool writable = true;        // may be written in whole
   // Behind which a file stands, whose pages could be reclaimed until they are locked. Shared memory that has no file on a disk
-  // (anonymous, memfd, System V, /dev/shm) is none of it: nobody counts its pages as available.
+  // (anonymous, memfd, System V, /dev/shm) is none of it: the system does not count its pages as available.
   std::size_t file_bytes = 0;
 };
 RangeFacts range_facts(const std::string& maps, std::uintptr_t at, std::size_t bytes);

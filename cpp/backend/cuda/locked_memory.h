@@ -62,7 +62,7 @@ class LockedMemory {
     std::size_t locked = 0;      // in whole OS pages
     std::size_t file_bytes = 0;  // of `locked`, behind which a file stands: the system counts it as available, wrongly
     bool owned = false;          // allocated here; else registered
-    std::size_t registered = 0;  // so many bytes from its begin on the driver knows, in whole pieces; all, but where it failed
+    std::size_t registered = 0;  // bytes from its begin on that the driver knows, in whole pieces; all, but where it failed
   };
   using Ranges = std::map<mapping::Address, Range>;
 

@@ -196,7 +196,7 @@ void Memory::set_access(std::byte* at, std::size_t bytes, Access access) {
   table_.set_access(begin, bytes, access);
 }
 
-// The driver does not say how far a call that failed has come, so what was there is set again. A page that nobody may touch
+// The driver does not say how far a call that failed has come, so what was there is set again. A page that no caller may touch
 // yet does no harm if it stays more accessible than the books say; one that is in use must have its access back.
 void Memory::restore_access(const std::vector<std::pair<Address, Cell>>& before, Result code) {
   for (const auto& run : before) {
@@ -224,7 +224,7 @@ void Memory::populate(std::byte* at, std::size_t bytes) const {
 }
 
 // Without this check a copy that touches an address with nothing behind it would be no error of one call: the device stops,
-// and the context is lost for everybody in the process.
+// and the context is lost for the whole process.
 bool Memory::holds(const std::byte* at, std::size_t bytes, Access least, const char* call) const {
   const std::shared_lock<std::shared_mutex> books(books_);
   return table_.require_access(address_of(at), bytes, least, call);

@@ -238,7 +238,7 @@ void Streams::fill(StreamHandle stream, std::byte* to, std::uint8_t value, const
 }
 
 // ---- events ----------------------------------------------------------------------------------------------------------
-// Timed only where somebody will ask: the device writes the time of each recording down then. With blocking sync: a thread that
+// Timed only where a caller will ask: the device writes the time of each recording down then. With blocking sync: a thread that
 // waits without a deadline sleeps until the device interrupts it. Such waits are a worker's, off the critical path, while the
 // cores that the driver's spinning would take are the engine's.
 EventHandle Streams::create_event(bool timed) {

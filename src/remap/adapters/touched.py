@@ -82,7 +82,7 @@ def admit(
     _warned.add((what, found))
     warn(
         f"remap was tested with {what} {span}, this is {found}: it has the {len(touched)} names that remap uses, with "
-        "the expected parameters; nobody ran remap's tests with it"
+        "the expected parameters; remap's tests were not run with it"
     )
     return True
 

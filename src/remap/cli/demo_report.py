@@ -382,7 +382,7 @@ def table(result: DemoResult) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    # Fits 80 columns: the width of a terminal that nobody has touched, and of a log.
+    # Fits 80 columns: the default width of a terminal, and a log's.
     title = f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}"
     drawn = Table(title=title, caption=IDENTICAL, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)

@@ -43,7 +43,7 @@ def build_world(config: DemoConfig) -> SharedWorld:
     """The models, and KV caches that together fill the budget.
 
     The budget is config.budget_bytes; 0 means the weights and a tenth of them. Raises InvalidArgument (fields tenants,
-    or budget and least) if there are not so many models, or if they do not fit.
+    or budget and least) if there are fewer models, or if they do not fit.
     """
     if not 2 <= config.tenants <= MOST_TENANTS:
         raise InvalidArgument(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["offline"]
 
-# Without --memory there is KV cache for so many tokens.
+# Without --memory there is KV cache for this many tokens.
 KV_TOKENS = 8192
 PAGE_BYTES = 2 << 20
 

@@ -175,7 +175,7 @@ def _limits(found: MachinePlan) -> Table:
 
 def _what_if(found: MachinePlan) -> Table:
     table = _table(
-        "With so many layers remapped and the KV cache full", "layers", "requests", "ms a token", "stall ms", "tokens/s"
+        "With N layers remapped and the KV cache full", "layers", "requests", "ms a token", "stall ms", "tokens/s"
     )
     for each in found.what_if:
         table.add_row(

@@ -143,7 +143,7 @@ def _distribution(
         axis.set_xscale("log")
         axis.set_xlabel(f"{what}, seconds")
     left.set_ylim(0, 1.02)
-    left.set_title(f"share of {of} up to so many seconds", loc="left")
+    left.set_title(f"share of {of} within x seconds", loc="left")
     right.set_yscale("log")
     right.set_ylim(max(smallest * 0.8, 1e-6), 1.3)
     right.axhline(0.01, color=SOFT, linewidth=0.9, linestyle=":")

@@ -14,7 +14,7 @@ __all__ = ["LIMITS", "limited_by", "verdict", "worse"]
 
 # A change below this share counts as none.
 NOISE = 0.01
-# A share of the time below this limits nobody.
+# A share of the time below this is no limit.
 SHORT = 0.05
 # Requests wait for KV if they wait while so much of it holds tokens.
 FULL = 0.9

@@ -48,7 +48,7 @@ class Deadline:
         return max(0.0, self.at_s - asyncio.get_running_loop().time())
 
     def error(self, tokens: int = 0) -> TooLate:
-        """What a request is answered with that had so many tokens then."""
+        """The answer to a request that had `tokens` tokens then."""
         return TooLate(
             f"the request was not answered within {self.seconds:g} s, and has {tokens} tokens; it is ended; ask for less, or "
             "serve with a longer --deadline",

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["cluster_state", "health_of", "make_app"]
 
 GONE = 499
-"""The status that nobody reads: of a caller who went away (nginx has the number)."""
+"""The status for a caller that went away, and does not read it (nginx has the number)."""
 
 LATE_S = 2.0
 """Seconds behind its deadline that a stream's caller has to take the event that says so."""

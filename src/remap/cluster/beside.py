@@ -45,7 +45,7 @@ def check(member: Member) -> None:
 
 
 def end(member: Member) -> None:
-    """None of its layers streams any more, and what other models lent is theirs again: so nobody takes pages back, which would
+    """None of its layers streams any more, and what other models lent is theirs again: so no model takes pages back, which would
     move blocks of a stage. Live blocks as in `own_layers.changed`. Raises what `advanced.remap` and `advanced.give_back`
     raise."""
     has = member.has

@@ -11,18 +11,18 @@ Every change, a merger or a dissolution, goes through the same steps and has an 
 Until it is decided, a refusal, a death or a deadline aborts a change, and nothing has changed. Afterwards these are a fault:
 the instance at fault is evicted, those that it shared the change or the group with recover (each serves alone, with layers
 from its host's master copy), and their requests start again elsewhere. An instance that joins recovers in the same way, for it
-has an epoch that nobody knows. So each group holds a complete copy at every moment (`placement.check` sees each plan before it
-is sent), and epochs only rise.
+has an epoch that control does not know. So each group holds a complete copy at every moment (`placement.check` sees each plan
+before it is sent), and epochs only rise.
 
 What instances have done is read from their reports, which come in order with the tokens that they made. Loads are judged at
 ticks: who merges by `drop`, for as many tokens as the cluster lacks; when a group dissolves, by the policy:
 
     remap      exact plan; ski rental: a group dissolves when what its requests have waited longer for their tokens reaches
                what the copies cost, while each instance has room for its own demand and `MARGIN` more, beside all of its
-               layers. A group without requests dissolves: there is nobody whom the copies could delay
+               layers. A group without requests dissolves: there is none that the copies could delay
     kunserve   the paper's: greedy plan; dissolves when less than half of the KV is used that there is without a drop
     alone      never merges
-    pipeline   groups of `stages` instances as soon as so many serve alone; never dissolves
+    pipeline   groups of `stages` instances as soon as that many serve alone; never dissolves
 
 A request that is too long for its group, alone in it, goes to a group with room for it, or waits for one (`drop.wider`), which
 does not dissolve while it runs. Where all instances together have no room for it, or the policy makes no larger group, it ends.
@@ -263,7 +263,7 @@ class Control:
         self.changes = Counter[str]()
         """Changes of groups: "merged", "dissolved", "aborted"."""
         self.news = deque[News](maxlen=256)
-        """What became of changes, the oldest first; whoever has read it takes it away."""
+        """What became of changes, the oldest first; the reader takes away what it has read."""
         self._fingerprint: Fingerprint | None = None  # of the first that joined: requests may be half answered by it
         self._known: dict[str, Description] = {}
         self._groups: list[_Group] = []
@@ -272,7 +272,7 @@ class Control:
         self._rates: dict[str, float] = {}  # of the network, as instances measured it
         self._returning: set[str] = set()
         self._held: dict[str, int] = {}
-        # Requests that were stuck and moved, and the tokens that they asked for: more than whoever asks again may know.
+        # Requests that were stuck and moved, and the tokens that they asked for: more than the caller that asks again may know.
         self._moved: dict[str, int] = {}
         self._splits = Splits(model)
         self._commands: list[Command] = []
@@ -314,7 +314,7 @@ class Control:
         return self._of[instance].epoch if instance in self._of else None
 
     def members(self, instance: str) -> tuple[str, ...]:
-        """The instances of this one's group, its head first; nobody if it is not in the cluster."""
+        """The instances of this one's group, its head first; none if it is not in the cluster."""
         return tuple(self._of[instance].names) if instance in self._of else ()
 
     # -- Events ---------------------------------------------------------------------------------------------------------------
@@ -587,7 +587,7 @@ class Control:
         del self._known[instance], self._heard_s[instance]
         self._rates.pop(instance, None)
         self._recover([_bare(stage) for stage in stages if stage.instance.name != instance], now_s)
-        # Last: when these requests are asked for again, nobody must still count as able to serve them who is not.
+        # Last: when these requests are asked for again, no instance may still count as able to serve them that is not.
         self._commands.append(Restart(tuple(names)))
 
     def _recover(self, stages: Sequence[PlannedStage], now_s: float) -> None:
@@ -668,7 +668,7 @@ class Control:
                 self._unstick(each, GiveUp(each.names[0], id))
 
     def _divide_anew(self, ready: list[_Group], tokens: int, now_s: float) -> bool:
-        """Whether instances that all serve alone could make a group with room for so many tokens, though the present groups
+        """Whether instances that all serve alone could make a group with room for `tokens` tokens, though the present groups
         cannot, who have given up layers of each other's. Then one of these begins to dissolve, if what else it has fits."""
         if self.policy.name not in ("remap", "kunserve"):
             return False
@@ -684,11 +684,11 @@ class Control:
         return bool(several)
 
     def _fits(self, each: _Group) -> bool:
-        """Whether the group may dissolve. Where a request is stuck nobody runs, and nobody behind it will before it can."""
+        """Whether the group may dissolve. Where a request is stuck none runs, and none behind it will before it can."""
         return each.stuck is not None or restore.fits(self._placement([each]), 0, 0)
 
     def _unstick(self, each: _Group, command: TakeAway | GiveUp) -> None:
-        """The head of this group's line goes: nobody is to make room for it until a report shows it again."""
+        """The head of this group's line goes: no group is to make room for it until a report shows it again."""
         self._commands.append(command)
         each.stuck, each.reported = None, replace(each.reported, waiting=each.reported.waiting[1:])
 
@@ -711,7 +711,7 @@ class Control:
             self._merge(ready, plan.placement.groups, now_s, _lack(here, plan))
 
     def _line_up(self, now_s: float) -> None:
-        """Groups of so many instances, of those that serve alone."""
+        """Groups of `policy.stages` instances, of those that serve alone."""
         size = self.policy.stages
         single = sorted((each for each in self._ready(now_s) if len(each.names) == 1), key=lambda each: each.names)
         if size < 2:

@@ -7,12 +7,12 @@ until it is not needed any more; then the physical blocks go to whatever the ins
     old head   Handover to all: its unfinished requests, with the old logical blocks of each, and who goes on with it
     new head   takes blocks of the new group for the request, and says Move; or Forget, if it is computed again: because that
                is cheaper (`policy.cluster.exchange.resumptions`), or because there is no room
-    members    of the old group send each layer to whoever computes it in the new group, as Pieces; what stays, they copy
+    members    of the old group send each layer to the member that computes it in the new group, as Pieces; what stays, they copy
     receivers  count what they have written; with all of it they say Done
     new head   lets the request run on when every stage with layers is done; when it waits for nothing more, it says Over
 
-An instance is through when it has handed everything on and every new head said Over. Nobody waits for anybody in a circle:
-pieces are sent from a copy by a thread of their own, and received in full before they are looked at.
+An instance is through when it has handed everything on and every new head said Over. No instances wait for each other in a
+circle: pieces are sent from a copy by a thread of their own, and received in full before they are looked at.
 
 The loop thread of the instance owns this object; `sent` is called by it too, when the sender thread says so. It calls the new
 group's head (`RequestTaker`), and nothing above. Physical blocks that the old group does not need any more are fetched with
@@ -59,7 +59,7 @@ class RequestTaker(Protocol):
         ...
 
     def room(self, blocks: int) -> list[int] | None:
-        """So many blocks of the new group; None if it has no room now."""
+        """`blocks` blocks of the new group; None if it has no room now."""
         ...
 
     def unused(self, blocks: list[int]) -> None:
@@ -88,7 +88,7 @@ class Exchange:
     rank: its own; members: how many there are. old: where its old KV is, held: in which physical blocks. heads: ranks of the
     old heads; head: that of its own old group. runs: of each new head, who computes what in its group. new, places: where KV
     goes here; None, None without layers. taker: if the instance is a new head. send(to, message, payload): enqueue; `sent` is
-    called for each payload, in their order. chunk_bytes: a piece has at most so many, or a block of a layer run; while fewer are
+    called for each payload, in their order. chunk_bytes: of a piece at most, or a block of a layer run; while fewer are
     on their way from here, the next goes.
     """
 

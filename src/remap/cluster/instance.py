@@ -20,8 +20,8 @@ Each entry goes one way, down: from here to `passes` (microbatches), `own_layers
 sooner than this instance: what they send for an epoch that is still to come waits in `_early`.
 
 What can go wrong: a peer that is gone leaves the instance as it is, waiting for `recover`. An error of its own (the model's, the
-session's) is raised by `poll`, again and again, until `recover`; and so is the loss of a peer when nobody has said `recover` for
-`timeout_s`: control sees processes that end, not connections that break. `poll` raises as well when the loop has been at one
+session's) is raised by `poll`, again and again, until `recover`; and so is the loss of a peer when control has not said `recover`
+for `timeout_s`: control sees processes that end, not connections that break. `poll` raises as well when the loop has been at one
 thing for `HUNG` times as long: its reports are from before then.
 """
 
@@ -281,7 +281,8 @@ class ClusterInstance:
 
     def close(self) -> None:
         """End the loop and leave the group. The session and its tenant stay the caller's. A second call does nothing; at the
-        interpreter's end it is called, if nobody has. Raises InvalidState (field instance) if the loop hangs (see `poll`)."""
+        interpreter's end it is called, if it was not before. Raises InvalidState (field instance) if the loop hangs (see
+        `poll`)."""
         self._inbox.put(self._close)
         self._thread.join(HUNG * self._timeout_s)
         if self._thread.is_alive():
@@ -441,7 +442,7 @@ class ClusterInstance:
             self._early.setdefault(epoch, []).append(item)
 
     def _update_report(self, busy: bool = False) -> None:
-        """Say how things are; while busy only if somebody took the last report, for that takes as long as there are requests."""
+        """Say how things are; while busy only if control took the last report, for that takes as long as there are requests."""
         if busy and not self._report_taken:
             return
         report = replace(self._now.report(), counts=self._report.counts if self._halted else self.counts())
@@ -505,7 +506,8 @@ class ClusterInstance:
             self._now.lost, self._lost_s = error, time.monotonic()
 
     def _tell_broken(self) -> None:
-        """A peer is gone and nobody says `recover`: perhaps it lives, and the connection alone is broken. `poll` says so then."""
+        """A peer is gone and control does not say `recover`: perhaps it lives, and the connection alone is broken. `poll` says so
+        then."""
         lost = self._now.lost
         if lost is not None and self._failed is None and time.monotonic() - self._lost_s > self._timeout_s:
             self._fail(lost)
@@ -526,7 +528,7 @@ class ClusterInstance:
                 instance=self.name,
             )
         if epoch is not None and epoch < self._recovered:
-            # It came after `recover`, which was to forget it: whoever sent it has started it again elsewhere since.
+            # It came after `recover`, which was to forget it: the sender has started it again elsewhere since.
             raise InvalidState(
                 f"instance {self.name!r} has recovered at epoch {self._recovered}, and request {request.id!r} was sent to it "
                 f"at {epoch}; nothing was queued; submit it again",
@@ -614,7 +616,7 @@ class ClusterInstance:
         try:
             kv.free(kv.pool.live_ids())
         except Error:
-            # A copy to or from host memory has failed, of KV that nobody needs any more. None is in flight now.
+            # A copy to or from host memory has failed, of KV that no request needs any more. None is in flight now.
             kv.free(kv.pool.live_ids())
         kv.free_host(kv.host.live_ids())
         self._become(alone(self._has, epoch))

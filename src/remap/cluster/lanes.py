@@ -13,8 +13,8 @@ Why that is right. Every stage computes microbatches in the order of launching, 
                     token counts as computed when it is launched, and nothing is left to be done when it lands.
     its token       Only the part with the last token known yields one. Until that has landed its request stays in its lane,
                     which schedules nothing meanwhile: it is neither continued, nor preempted, nor moved.
-    preemption      Whoever loses its blocks while an earlier part is in flight begins anew with other blocks. That part may
-                    still write to the old ones, but whatever is launched later writes, and reads, behind it. The same holds
+    preemption      A request that loses its blocks while an earlier part is in flight begins anew with other blocks. That part
+                    may still write to the old ones, but whatever is launched later writes, and reads, behind it. The same holds
                     for a request that is cancelled.
     KV from others  does not come through the pipeline, and might be overwritten by such a part. It must not be written to
                     blocks that one in flight writes to (`Lanes.writing`).
@@ -52,7 +52,7 @@ _order = attrgetter("order")
 class Lane(Scheduler):
     """The reference engine's scheduler; with an allowance, prompts are cut where the next microbatch's have cost so much.
 
-    cost: of a pass through all layers. grain: then they are cut at multiples of so many tokens of what is left. The other
+    cost: of a pass through all layers. grain: then they are cut at multiples of `grain` tokens of what is left. The other
     arguments are the scheduler's.
     """
 
@@ -73,7 +73,7 @@ class Lane(Scheduler):
             return count
         most = self._cost.tokens(sequence.computed, self._left_s)
         if most < count:
-            if self._left_s == self._allowance_s:  # the first one: some of it at least, or nobody would ever go on
+            if self._left_s == self._allowance_s:  # the first one: some of it at least, or no prompt would ever go on
                 most = max(most, self._grain)
             most += self._grain // 2  # to the nearest multiple: what is rounded down adds up to microbatches of its own
             count = super().chunk_tokens(sequence, min(most - most % self._grain, count))

@@ -5,8 +5,8 @@
     source                     LayerPart after LayerPart; or Cannot: its layer streams, loads or is elsewhere
     stage that lacks it        writes them where the layer lies (`advanced.fill_layer`); with the last byte it has the layer
 
-A source sends one layer after another, in the order in which it was asked. Nobody waits for anybody: whatever does not come, the
-host's master copy has (`own_layers`), and control gives a restoration up that does not go on.
+A source sends one layer after another, in the order in which it was asked. No instance waits for a layer: one that does not come,
+the host's master copy has (`own_layers`), and control gives a restoration up that does not go on.
 
 The loop thread of the instance owns this object; `sent` is called by it too, when the sender thread says so.
 Source: KunServe, section 4.4 (pull from instances, in chunks behind activations).
@@ -77,7 +77,7 @@ class LayerCopies:
             self._send(rank, WantLayer(epoch, layer, self._layer_bytes(layer)), None)
 
     def drop(self, epoch: int) -> None:
-        """Nobody needs what was asked for in this epoch, here or elsewhere."""
+        """No stage needs what was asked for in this epoch, here or elsewhere."""
         self._asked = deque(each for each in self._asked if each.want.epoch != epoch)
         if self._epoch == epoch:
             self._wanted.clear()

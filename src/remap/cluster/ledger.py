@@ -97,7 +97,7 @@ class RequestLedger(Generic[RequestT]):
         return Submission(id, entry.request, entry.attempt, tuple(entry.tokens))
 
     def located(self, instance: str, requests: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """A report of this instance shows these attempts (id and number): they are there now. Returns those that nobody waits
+        """A report of this instance shows these attempts (id and number): they are there now. Returns those that no caller waits
         for: of requests that have ended, and older ones than the last."""
         unwanted = []
         for id, attempt in requests:

@@ -22,7 +22,7 @@ class TooLarge(Error):
 
 
 class Busy(Error):
-    """So many requests are open that no other one is taken. Nothing was asked. Fields: open, maximum, retry_after_s."""
+    """Too many requests are open: no other one is taken. Nothing was asked. Fields: open, maximum, retry_after_s."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Admission:
         self.open = 0
 
     def enter(self, count: int = 1) -> Callable[[], None]:
-        """Count so many more, and return what ends them; a second call of that does nothing. Raises Busy, with nothing
+        """Count `count` requests more, and return what ends them; a second call of that does nothing. Raises Busy, with nothing
         changed."""
         if count > self.limits.requests - self.open and count:
             raise Busy(

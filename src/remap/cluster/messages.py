@@ -259,7 +259,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Decline:
-    """Answer this request with the error: nobody can serve it, now or later."""
+    """Answer this request with the error: no instance can serve it, now or later."""
 
     id: str
     error: Error
@@ -270,7 +270,7 @@ Command = Prepare | Commit | Abort | BringHome | Recover | Evict | Route | Resta
 
 @dataclass(frozen=True)
 class News:
-    """A change of groups, for whoever reads along. step: begun, decided, or aborted. groups: of instances, that merge or dissolve
+    """A change of groups, for the log. step: begun, decided, or aborted. groups: of instances, that merge or dissolve
     into the members of each. why: of its begin, or of its abort."""
 
     epoch: int

@@ -68,7 +68,7 @@ class ClusterMetrics:
 
 
 class _Now(Collector):
-    """Read off the front when somebody looks, so that nothing has to be kept up to date. A group's name is its head's."""
+    """Read off the front when Prometheus asks, so that nothing has to be kept up to date. A group's name is its head's."""
 
     def __init__(self, front: Front[Any]) -> None:
         self._front = front

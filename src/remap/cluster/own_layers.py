@@ -60,7 +60,7 @@ def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fi
 
 
 def changed(member: Member, change: Callable[[], ReportT]) -> ReportT:
-    """As `following`, and whoever has the session's other tenants hears where their live blocks moved. Raises what both raise."""
+    """As `following`, and `others` is told where live blocks of the session's other tenants moved. Raises what both raise."""
     report = following(member, change)
     member.has.tell(report.moved)
     return report
@@ -79,7 +79,7 @@ def following(member: Member, change: Callable[[], ReportT]) -> ReportT:
         except OutOfBlocks as error:
             in_the_way = error.fields.get("preempt")
             if not isinstance(in_the_way, dict) or member.has.name not in in_the_way or not _preempt(member):
-                raise  # others' blocks, or nobody has any more
+                raise  # others' blocks, or no request has any more
             continue
         _moved(member, report.moved.get(member.has.name, {}))
         blocks = isinstance(report, ActivationReport) and not report.activated and member.has.name in report.preempt
@@ -88,8 +88,8 @@ def following(member: Member, change: Callable[[], ReportT]) -> ReportT:
 
 
 def _preempt(member: Member) -> bool:
-    """Whether a request lost its blocks, which lay in pages that layers need. Of a stage of several, nobody here knows whose they
-    are."""
+    """Whether a request lost its blocks, which lay in pages that layers need. Of a stage of several, the head does not know whose
+    they are."""
     return member.alone and member.head is not None and member.head.preempt()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What passes cost on this instance, measured on a few of them before it serves.
 
-The factors of a pass (`policy.cluster.lookahead`) are fitted to passes of different shapes: few, for nobody is served meanwhile,
-and so different that each factor has an effect of its own. KunServe fits them in the same way (section 4.3).
+The factors of a pass (`policy.cluster.lookahead`) are fitted to passes of different shapes: few, for no request is served
+meanwhile, and so different that each factor has an effect of its own. KunServe fits them in the same way (section 4.3).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Probe(NamedTuple):
 
 
 def probes(most_tokens: int, batch_tokens: int) -> list[Probe]:
-    """For requests of at most so many tokens, and passes of at most batch_tokens; both at least 1."""
+    """For requests of at most most_tokens, and passes of at most batch_tokens; both at least 1."""
     tokens = max(1, min(TOKENS, most_tokens // 2))
     prefix, longest = min(PREFIX, most_tokens - tokens), min(most_tokens, batch_tokens)
     # The longest as well: what is quadratic is not to be guessed from short ones.
@@ -69,7 +69,7 @@ def rows_of(probe: Probe, blocks: Sequence[int]) -> list[Row]:
 
 
 def timed(stage: Stage, blocks: Sequence[int], probe: Probe) -> float:
-    """Seconds of this pass. stage: of all layers. blocks: for one request; all of the pass use them, for nobody reads what it
+    """Seconds of this pass. stage: of all layers. blocks: for one request; all of the pass use them, for no request reads what it
     computes."""
     rows = rows_of(probe, blocks)
     taken = list[float]()

@@ -19,7 +19,7 @@ from .vocabulary import Vocabulary
 __all__ = ["Served", "Wanted", "always", "encoded", "ids_of", "refused", "still"]
 
 Wanted = Callable[[], bool]
-"""Whether anybody waits for what is being read."""
+"""Whether a caller waits for what is being read."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Served:
 
 
 def always() -> bool:
-    """Somebody waits."""
+    """A caller waits."""
     return True
 
 
 def still(wanted: Wanted) -> None:
-    """Raises CancelledError if nobody waits."""
+    """Raises CancelledError if no caller waits."""
     if not wanted():
         raise CancelledError
 

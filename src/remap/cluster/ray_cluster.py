@@ -117,7 +117,7 @@ class RayConnection:
         ray.kill(self._actor, no_restart=False)
 
     def end(self) -> None:
-        """Kill the process, if it still runs: without its raylet nobody else does."""
+        """Kill the process, if it still runs: without its raylet no other process does."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -224,8 +224,8 @@ class RayInstances:
 
     def close(self) -> None:
         """End the actors and this process's part of Ray."""
-        # Ray's head process answers this, or nobody does until its patience ends, which here is a day. `shutdown` ends what this
-        # process started, with or without it.
+        # Ray's head process answers this; without it the call waits until its patience ends, which here is a day. `shutdown` ends
+        # what this process started, with or without it.
         if self._shared and not self._headless:
             with suppress(RayError):
                 remove_placement_group(self._group)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies become requests beside the event loop: a long prompt holds up neither anybody's tokens nor another's prompt.
+"""Bodies become requests beside the event loop: a long prompt holds up neither tokens nor another prompt.
 
 A few threads, each with a copy of the tokenizer, for tokenizers need not bear several threads. A copy is made when its thread
 first has something to do, which is when all others are busy. Who is waited for no more is not begun; who has been begun ends at
@@ -27,7 +27,7 @@ ValueT = TypeVar("ValueT")
 
 
 class Readers:
-    """What they run is called with its arguments, `served` with the thread's tokenizer, and wanted(): whether anybody waits."""
+    """What they run is called with its arguments, `served` with the thread's tokenizer, and wanted(): whether a caller waits."""
 
     def __init__(self, served: Served, threads: int = THREADS) -> None:
         self._served = served

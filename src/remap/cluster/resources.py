@@ -127,14 +127,14 @@ class Resources:
 
     def tell(self, moved: Mapping[str, Mapping[int, int]]) -> None:
         """By tenant, live blocks (old -> new) that a call of this instance moved: the other tenants' are for `others`. Raises
-        KVLost (fields instance, moved) if there are such, and nobody to tell."""
+        KVLost (fields instance, moved) if there are such, and no `others` to tell."""
         strange = {name: blocks for name, blocks in moved.items() if blocks and name != self.name}
         if not strange:
             return
         if self._others is None:
             raise KVLost(
-                f"{sum(map(len, strange.values()))} live blocks of {sorted(strange)} moved beside {self.name!r}, and nobody is "
-                "told, so their KV is lost; give the instance others=, or keep the session's other tenants idle",
+                f"{sum(map(len, strange.values()))} live blocks of {sorted(strange)} moved beside {self.name!r}, and no others= "
+                "is told, so their KV is lost; give the instance others=, or keep the session's other tenants idle",
                 instance=self.name,
                 moved=strange,
             )

@@ -34,7 +34,7 @@ def reuse(member: Member) -> bool:
 
 
 def tell(member: Member, blocks: int, leaving: int = 0) -> None:
-    """Tell the head that this stage has places for so many logical blocks; leaving: that it will have (see `Room`)."""
+    """Tell the head that this stage has places for `blocks` logical blocks; leaving: that it will have (see `Room`)."""
     message = Room(member.place, blocks, leaving)
     if member.head is not None:
         hear(member, message)

@@ -70,11 +70,11 @@ async def serve(
     """
     config = uvicorn.Config(
         make_app(front, served, limits, hosts, access_log),
-        log_config=None,  # whoever runs this process says where lines go
+        log_config=None,  # the program that runs this process says where lines go
         log_level="warning",
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=int(GRACE_S + LEAVE_S) + 10,  # nobody is left by then
+        timeout_graceful_shutdown=int(GRACE_S + LEAVE_S) + 10,  # no request is left by then
     )
     server = _Server(config)
     loop = asyncio.get_running_loop()

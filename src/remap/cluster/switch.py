@@ -42,7 +42,7 @@ def switch(old: Member, prepared: PreparedGroup, sent: Callable[[], None]) -> Me
     new.home = new.part.end - new.part.first == has.layers
     if old.alone and not new.alone:
         # Behind the drop, which makes room for blocks that move. From here on they must not: a stage's places straddle
-        # them, so nobody may take a page back later.
+        # them, so no model may take a page back later.
         beside.end(old)
     leaving = old.head.leave() if old.head is not None else []
     held = set(kv.pool.live_ids())

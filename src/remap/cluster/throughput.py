@@ -30,7 +30,7 @@ class Throughput:
         self._seen = 0.0, 0.0  # bytes and seconds of late
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """So many bytes took so long to send."""
+        """`nbytes` bytes took `seconds` to send."""
         if nbytes >= LEAST_BYTES and seconds > 0.0:
             before = self._seen
             self._seen = KEPT * before[0] + nbytes, KEPT * before[1] + seconds

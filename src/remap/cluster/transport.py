@@ -5,7 +5,7 @@ A `GroupLink` is one process group of its own: made from a store and a prefix, n
 a header of bytes (wire.py), and perhaps a tensor. Nothing is pickled.
 
 What ends a wait: the message, the end of the peer's process (its connections close), or the peer's own `close`, which says so
-to everybody first. gloo cannot give up a receive without breaking the connection, so a receive has no time limit; a peer
+to all peers first. gloo cannot give up a receive without breaking the connection, so a receive has no time limit; a peer
 that lives and is silent is for the control plane to find. A send has one: a peer that takes no message for so long is as good
 as gone.
 
@@ -45,7 +45,7 @@ FRAME = 4096
 """Bytes of the first part of each message: two lengths, and as much of the header as fits."""
 
 ASSUMED = Network(Line(5e-4, 0.0), 2e9)
-"""What gloo over loopback is taken to need, where nobody says otherwise, until pieces have shown what it brings
+"""What gloo over loopback is taken to need, where no argument says otherwise, until pieces have shown what it brings
 (`throughput`). It decides what to move, and so speed alone."""
 
 _c10d: Any = dist  # torch's annotations do not export what its documentation names
@@ -126,7 +126,7 @@ class GroupLink:
         self._stop()
 
     def _stop(self) -> None:
-        """Send nothing behind what was posted, and call nobody any more."""
+        """Send nothing behind what was posted, and call no callback any more."""
         self._closed.set()
         self._outbox.put(None)
 
@@ -203,9 +203,9 @@ class ServedStore:
     """Where instances find each other: a torch.distributed.TCPStore, which lives as long as this object and listens at `host`
     alone. address: of it, "host:port/space".
 
-    Whoever reaches the port may write to it. Keys of instances begin with `space`, which nobody else uses by accident; all
-    others are left alone. That keeps foreign keys apart, and keeps nobody out: who asks for the keys sees it. Nor does it bound
-    what foreign keys take: the store has no limit, and what it holds is this process's memory until it ends.
+    A process that reaches the port may write to it. Keys of instances begin with `space`, which no other uses by accident; all
+    others are left alone. That keeps foreign keys apart, and keeps no process out: one that asks for the keys sees it. Nor does
+    it bound what foreign keys take: the store has no limit, and what it holds is this process's memory until it ends.
     """
 
     def __init__(self, host: str) -> None:
@@ -219,8 +219,8 @@ class ServedStore:
         self.address = f"{host}:{port}/{self._space}"
 
     def forget(self, epoch: int) -> None:
-        """Keep nothing of changes before this epoch: whoever is still to come is too late. Behind the space, keys begin with
-        their epoch. Raises nothing: what stays is memory, and no change depends on it."""
+        """Keep nothing of changes before this epoch: an instance that is still to come is too late. Behind the space, keys begin
+        with their epoch. Raises nothing: what stays is memory, and no change depends on it."""
         try:
             for key in self._store.list_keys():
                 space, _, rest = key.partition("/")
@@ -242,7 +242,7 @@ def connect(address: str, prefix: str, names: Sequence[str], name: str, host: st
     address: "host:port" of a torch.distributed.TCPStore, or "host:port/space" for keys that begin with a space.
     host: this member's, at which it listens. timeout_s: for all to come,
     and later for a send. Raises InvalidArgument (field address) for an address that is none; PeerLost (fields peer: "", link)
-    if not all came, or at once if nobody is at the address.
+    if not all came, or at once if no process is at the address.
     """
     server, slash, space = address.partition("/")
     at, _, port = server.rpartition(":")

@@ -73,7 +73,7 @@ class Chosen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Room(msgspec.Struct, frozen=True, tag=True):
-    """Ring, to the head: this stage has places for so many logical blocks. leaving: it will have, when the head has answered
+    """Ring, to the head: this stage has places for `blocks` logical blocks. leaving: it will have, when the head has answered
     with Shrink: the epoch for which layers come home; else 0."""
 
     stage: int
@@ -171,7 +171,7 @@ class KVComplete(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Mesh, from the request's new head, to all: nobody needs the KV that it had."""
+    """Mesh, from the request's new head, to all: no stage needs the KV that it had."""
 
     id: str
 
@@ -181,7 +181,7 @@ class Over(msgspec.Struct, frozen=True, tag=True):
 
 
 class WantLayer(msgspec.Struct, frozen=True, tag=True):
-    """Mesh, to a stage that has this layer: send its bytes, so many; they are to come home for this epoch."""
+    """Mesh, to a stage that has this layer: send its `nbytes` bytes; they are to come home for this epoch."""
 
     epoch: int
     layer: int

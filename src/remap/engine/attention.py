@@ -47,7 +47,7 @@ def decode_first(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def padded(tokens: int) -> int:
-    """The width at which a sequence of so many tokens is attended: the next multiple of 64, or of an eighth if that is
+    """The width at which a sequence of `tokens` tokens is attended: the next multiple of 64, or of an eighth if that is
     more.
     """
     step = max(64, 1 << max(0, tokens.bit_length() - 4))

@@ -157,7 +157,7 @@ class Engine(ABC):
         self.scheduler.relocate(moved)
 
     def preempt(self, blocks: int) -> tuple[str, ...]:
-        """Free so many blocks, or all, between steps: the youngest requests lose theirs. They are recomputed, unless host
+        """Free `blocks` blocks, or all, between steps: the youngest requests lose theirs. They are recomputed, unless host
         memory has room for their KV.
 
         Returns the ids of those requests, youngest first.
@@ -174,7 +174,7 @@ class Engine(ABC):
         return tuple(victims)
 
     def release(self, blocks: int) -> None:
-        """Free so many blocks for others, between turns, or all that can go: the youngest requests first. Their KV goes to
+        """Free `blocks` blocks for others, between turns, or all that can go: the youngest requests first. Their KV goes to
         host memory."""
         for sequence, fits in self._leaving():
             if blocks <= 0 or not fits:
@@ -212,7 +212,7 @@ class Engine(ABC):
             self.scheduler.bring_back(self._kv)
 
     def advance(self, begin: float | None = None) -> StepOutput:
-        """`step` without asking the session: whoever calls it has done that. begin: when the step began (default: now)."""
+        """`step` without asking the session: the caller has done that. begin: when the step began (default: now)."""
         begin = self._clock() if begin is None else begin
         schedule = self.launch()
         samplers, chosen = self.runner.run(schedule.chunks) if schedule.chunks else ([], [])
@@ -268,7 +268,7 @@ class Engine(ABC):
             raise InvalidArgument(
                 f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
             )
-        # The embedding would fail on it in the middle of a pass, and everybody in that pass with it.
+        # The embedding would fail on it in the middle of a pass, and every request of that pass with it.
         strange = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
         if strange is not None:
             raise InvalidArgument(
@@ -357,7 +357,7 @@ class LLMEngine(Engine):
     model: a transformers causal LM whose layers the tenant owns. tenant: see `ModelRunner` and `Engine`, as are session and
     probe. runner: "cpu" (`ModelRunner`), "gpu" (`GpuRunner`) or "auto", by the device of the KV tensors;
     attention, graphs, staging, max_model_len: the GPU runner's. The other arguments are the scheduler's. With a session the
-    engine takes the host memory that this gives it (`Session(host_kv=)`, `KVSpec.host_blocks`) and swaps: whoever is preempted
+    engine takes the host memory that this gives it (`Session(host_kv=)`, `KVSpec.host_blocks`) and swaps: a preempted request
     keeps its KV in host memory, and nothing is recomputed while that has room. Without one it swaps only if `host_blocks` is a
     number. Streamed blocks (`KVSpec.streamed_blocks`): complete blocks stream from there before it preempts.
     """

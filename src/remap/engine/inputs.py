@@ -87,7 +87,7 @@ class BlockTable:
 
     `rows_of(sequences)` brings their rows up to date in the staging and returns their indices. `changed` columns are to be
     published then (0: none). A row is right if the list of blocks is the one that was written and only grew since:
-    whoever changes an entry of a sequence's blocks replaces the list (see `request.Sequence`).
+    code that changes an entry of a sequence's blocks replaces the list (see `request.Sequence`).
     """
 
     def __init__(self, staged: Staged, field: str, sequences: int, width: int) -> None:

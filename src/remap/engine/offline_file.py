@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["FIELDS", "AnswerFile", "AnswersNotWritten", "Job", "read_request"]
 
 FIELDS = ("custom_id", "prompt", "max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids")
-# Answers between two fsyncs. After a power failure at most so many are answered again.
+# Answers between two fsyncs. After a power failure at most this many are answered again.
 GROUP = 32
 # What every line of the answers begins with: only a last line that does is one that was cut off.
 START = b'{"line": '

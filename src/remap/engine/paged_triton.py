@@ -32,7 +32,7 @@ __all__ = ["decode_config", "decode_splits", "fetch", "paged_decode", "write_kv"
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 LOG2E = 1.4426950408889634
 # A context longer than this is split even if the batch alone would fill the machine: one long sequence in a large batch
-# would otherwise keep everybody waiting.
+# would otherwise keep all others waiting.
 LONG_SPLIT = 4096
 MOST_SPLITS = 32
 

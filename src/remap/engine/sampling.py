@@ -30,7 +30,7 @@ _LEAST = -9999.0
 """JSON has no infinity."""
 
 _SCORED_ROWS = 32
-"""Of a prompt whose logprobs are noted, so many rows go through the head at once, always: logits of a whole prompt take much
+"""Of a prompt whose logprobs are noted, this many rows go through the head at once, always: logits of a whole prompt take much
 memory, and another number of rows might round otherwise."""
 
 
@@ -105,7 +105,7 @@ def scores(logits: torch.Tensor, sampling: SamplingParams, position: int) -> tor
     The largest of these sums is a draw from the softmax. Each token has noise of its own, a function of (seed, position, token):
     logits that are rounded otherwise, as in another batch, give another token only where the two best sums are that close. (A
     draw from sorted probabilities changes whenever two neighbours change places, or a sum before the token rounds otherwise.)
-    `top_k` and `top_p` keep whoever ties with the last token kept; where logits decide who that is, rounding may.
+    `top_k` and `top_p` keep each token that ties with the last one kept; where logits decide which that is, rounding may.
     """
     if sampling.temperature == 0:
         return logits

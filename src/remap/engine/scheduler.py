@@ -47,21 +47,21 @@ class Scheduler:
 
     max_num_seqs: most sequences running at once. max_batch_tokens: most tokens a pass. watermark: share of the usable
     blocks that an admission must leave free while others run (vLLM's default is 0). lookahead_blocks: blocks a running
-    sequence that `demand` asks for ahead of need. chunk_align: a prompt is cut at multiples of so many tokens, so that
+    sequence that `demand` asks for ahead of need. chunk_align: a prompt is cut at multiples of this many tokens, so that
     its attention has the same shapes wherever it was cut. decode_cost: how many prompt tokens one decoding
     sequence costs in a pass (about 3 to 4 on a CPU); the prompt chunk shrinks by as much, so that passes take equally long
     and those who decode do not wait longer the more of them there are. 0 (default): only tokens count, as in vLLM.
-    swap: whoever is preempted keeps its KV in host memory (`pool.copy_out`), if that has room, and goes on from there. KV is
+    swap: a preempted sequence keeps its KV in host memory (`pool.copy_out`), if that has room, and goes on from there. KV is
     append-only, so host copies of complete blocks are kept while their sequence runs, and only what is new is copied out
     again. A sequence that comes back is `arriving` while its KV is copied in, beside the passes of the others. overlap: False
     for vLLM V0's way: everything is copied out each time, and the next pass waits for what comes in.
-    stream: beside that, complete blocks of running sequences stream from host memory in each pass rather than that somebody is
+    stream: beside that, complete blocks of running sequences stream from host memory in each pass rather than that another is
     preempted, or not admitted, as many as `pool.streamable_blocks` says (streaming.py).
     Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what a full pool preempted is older than
     the rest). A sequence is in one of `waiting`, `running` and `arriving`.
     Interrupts: a call that an interrupt ends leaves every sequence in one queue, with tables that are true; the same call goes
-    on where it ended. A sequence that waits may have blocks then, and uses them when its turn comes. `due`: what nobody has any
-    more and the pool has not back yet.
+    on where it ended. A sequence that waits may have blocks then, and uses them when its turn comes. `due`: blocks that no
+    sequence has any more and the pool has not back yet.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class Scheduler:
 
     def save(self, pool: SchedulerBlocks, complete: bool = False) -> None:
         """Copy out what host memory does not have yet of those who run, while there is room, the youngest first: so their
-        blocks can go at once when somebody needs them. Between turns, when nobody writes; during a turn only `complete`
+        blocks can go at once when others need them. Between turns, when no pass writes; during a turn only `complete`
         blocks."""
         self._mend(pool)
         for sequence in reversed(self.running):
@@ -313,7 +313,7 @@ class Scheduler:
             self._fetch(sequence, pool)
 
     def leave_host(self, pool: SchedulerBlocks, spare: int) -> None:
-        """Have nothing in host memory any more, but for what streams: what there is room for, with so many blocks to spare, comes
+        """Have nothing in host memory any more, but for what streams: what there is room for, with `spare` blocks to spare, comes
         back, the oldest first, and runs; the rest is computed again. Waits for the copies. Raises the pool's error if they have
         failed: then those who waited for them wait again, with their KV in host memory."""
         self._mend(pool)
@@ -352,14 +352,14 @@ class Scheduler:
         return 0 if budget < self.max_batch_tokens else count
 
     def _room(self, blocks: int, pool: SchedulerBlocks) -> bool:
-        """Whether so many blocks are free, or could be made free by letting others stream."""
+        """Whether `blocks` blocks are free, or could be made free by letting others stream."""
         short = blocks - pool.free_blocks
         if short <= 0 or not self.stream:
             return short <= 0
         return streaming.make_room(self.running, short, pool, self.block_tokens, self.due)
 
     def _seat(self, sequence: Sequence, tokens: int, blocks: int, pool: SchedulerBlocks) -> bool:
-        """Give a waiting sequence its blocks for so many tokens, if `blocks` are free or can be made free. Where they are not,
+        """Give a waiting sequence its blocks for `tokens` tokens, if `blocks` are free or can be made free. Where they are not,
         its own blocks in host memory stream first: that costs no copy now."""
         if self.stream and not sequence.blocks:
             streaming.show(sequence, blocks - pool.free_blocks, pool, self.block_tokens)
@@ -388,7 +388,7 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence, pool: SchedulerBlocks, kept: bool) -> None:
         """It waits, without blocks; with its KV in host memory if that is `kept`."""
-        # What has KV goes first, so that nobody computes with blocks that it lost; what has none, when it has none.
+        # What has KV goes first, so that no sequence computes with blocks that it lost; what has none, when it has none.
         if kept:
             self._move(sequence, RequestState.WAITING)
         self._drop(sequence, pool, kept)
@@ -405,7 +405,7 @@ class Scheduler:
 
     def _move(self, sequence: Sequence, state: RequestState, ticket: int | None = None) -> None:
         """A sequence goes to the queue of this state, in the place of its age; with a ticket it arrives. It has happened as soon
-        as that is written down: what an interrupt leaves undone, whoever looks at the queues next does."""
+        as that is written down: what an interrupt leaves undone, the next look at the queues does."""
         if self._moving is not None:
             self._place()
         self._moving = sequence, state, ticket
@@ -468,7 +468,7 @@ class Scheduler:
 
     def _fetch(self, sequence: Sequence, pool: SchedulerBlocks) -> bool:
         """Start copying its KV back into its new blocks: it arrives. False if a copy out has failed: then it has no KV any more.
-        Without a copy in flight it has no blocks either, so that nobody waits for those."""
+        Without a copy in flight it has no blocks either, so that no other waits for those."""
         host, streamed = sequence.host, sequence.streamed
         kept = pool.kept(host)
         try:
@@ -485,7 +485,7 @@ class Scheduler:
         streaming.forget_host(sequence, keep, pool, self.due)
 
     def _arrive(self, pool: SchedulerBlocks, behind: int | None = None) -> list[Sequence]:
-        """Let those run whose KV has arrived. The host keeps complete blocks, which nobody writes any more. behind: the pass
+        """Let those run whose KV has arrived. The host keeps complete blocks, which no pass writes any more. behind: the pass
         comes behind this ticket and those before it."""
         try:
             if behind is not None:

@@ -3,7 +3,7 @@
 
 A block that is complete never changes, so once host memory has it, passes can read it from there (`kv.host.stream`) and its
 pages are free: nothing is copied out a second time, whatever happens. The first blocks of a sequence go first, so that
-those which stream are the first `streamed` of it, and copies are long. They come back when nobody else wants the blocks:
+those which stream are the first `streamed` of it, and copies are long. They come back when no other sequence wants the blocks:
 that costs as much as one pass that streams them.
 """
 
@@ -37,7 +37,7 @@ def streamed(chunks: Listed[Chunk]) -> list[int]:
 
 
 def make_room(running: Listed[Sequence], blocks: int, pool: SchedulerBlocks, block_tokens: int, due: Due) -> bool:
-    """Free so many blocks by letting complete ones of these sequences stream, the oldest's first, as far as the passes'
+    """Free `blocks` blocks by letting complete ones of these sequences stream, the oldest's first, as far as the passes'
     certificate (`pool.streamable_blocks`) goes. False if that was not enough; what has been freed stays free. Raises the
     pool's error; every sequence is consistent then."""
     freed = 0

@@ -64,13 +64,13 @@ class ThroughputScheduler(Scheduler):
         return PAIR * pairs - activations_of(pairs, self.ratio)
 
     def activation_blocks(self, tokens: int) -> int:
-        """Scratch blocks that a sequence of so many tokens needs in a pass."""
+        """Scratch blocks that a sequence of `tokens` tokens needs in a pass."""
         return PAIR * activations_of(self.blocks_for(tokens) // PAIR, self.ratio)
 
     @property
     def least_blocks(self) -> int:
         """The pool's blocks without which nothing runs: for the end of one sequence's last pair, and the least chunk of its
-        prompt. With END more for each other sequence whoever runs can always go on."""
+        prompt. With END more for each other sequence all that run can always go on."""
         blocks = self.blocks_for(self.chunk_align)
         return END + blocks + blocks // PAIR + 2
 
@@ -93,7 +93,7 @@ class ThroughputScheduler(Scheduler):
             self._put_out(sequence, pool)
         self.due.give(pool)
         self._admit(pool)
-        # Of the pool's blocks `taken` are in use, or kept for the end of somebody's last pair.
+        # Of the pool's blocks `taken` are in use, or kept for the end of a sequence's last pair.
         taken = sum(max(END, self._in_pool(sequence)) for sequence in self.running)
         budget, chunks = self.max_batch_tokens, list[Chunk]()
         for sequence in self.running:
@@ -134,12 +134,12 @@ class ThroughputScheduler(Scheduler):
         return len(sequence.blocks) - PAIR * kept.out + sum(pair.staging is not None for pair in kept.pairs[kept.out :])
 
     def _new_pairs(self, sequence: Sequence, tokens: int) -> list[Pair]:
-        """The pairs that it needs beyond those that it has, for so many tokens."""
+        """The pairs that it needs beyond those that it has, for `tokens` tokens."""
         have, need = len(self.held[sequence].pairs), -(-self.blocks_for(tokens) // PAIR)
         return [Pair(self.keeps_activations(number)) for number in range(have, need)]
 
     def _missing(self, sequence: Sequence, tokens: int) -> int:
-        """Blocks of the pool that it needs beyond those that it holds, for so many tokens."""
+        """Blocks of the pool that it needs beyond those that it holds, for `tokens` tokens."""
         staging = sum(pair.activations for pair in self._new_pairs(sequence, tokens))
         return max(0, self.blocks_for(tokens) - len(sequence.blocks)) + staging
 
@@ -319,7 +319,7 @@ class ThroughputEngine(Engine):
 
 
 def _kv_alone(runner: ThroughputRunner) -> str | None:
-    """Why nothing but KV can be kept, or nobody could say what is best; None if there is a choice."""
+    """Why nothing but KV can be kept, or the best ratio cannot be known; None if there is a choice."""
     from remap.engine.models import require_block_activations
 
     tenant = runner.tenant

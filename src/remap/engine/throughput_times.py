@@ -54,7 +54,7 @@ class Times:
     ends_s: float
 
     def forward_s(self, requests: int, pairs: int) -> float:
-        """One layer, for a token of so many requests with so many pairs together."""
+        """One layer, for a token of each of `requests` requests with `pairs` pairs together."""
         return self.base_s + self.token_s * requests + self.pair_s * pairs
 
 
@@ -91,7 +91,7 @@ def room_of(layers: int, unit_bytes: int, host_blocks: int, scratch_blocks: int)
 
 @torch.inference_mode()
 def measure(runner: ThroughputRunner, requests: int, tokens: int, clock: Callable[[], float]) -> Times:
-    """Of passes with so many requests of so many tokens each, in one pass. clock: in seconds. The tenant must be between
+    """Of passes with `requests` requests of `tokens` tokens each, in one pass. clock: in seconds. The tenant must be between
     passes. Raises what a pass raises."""
     tenant = runner.tenant
     pair_tokens = PAIR * runner.block_tokens

@@ -77,7 +77,7 @@ class TenantKV:
         host_store: Callable[[], HostBlocks] | None = None,
     ) -> None:
         """copies: of bytes of the region and of the host store. host_store: takes the store that comes in place of `host`, when
-        somebody first asks for it; None: `host` stays.
+        a caller first asks for it; None: `host` stays.
 
         memory(address, nbytes) makes byte tensors. turn: the tenant's; the engine's calls wait for changes in progress.
         """
@@ -284,7 +284,7 @@ class TenantKV:
         fixed address. geometry.tensor_blocks is max_blocks, or more if blocks stream.
 
         Index 0 holds keys, 1 values; they are on the session's device. With block_major the block stride is that of a
-        whole block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to somebody else:
+        whole block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to another owner:
         reading them gives anything (`strict` sessions fault), writing them destroys weights. After the tenant is
         detached or the session closed, this raises InvalidState; a tensor kept from before reads zeros, and writes to
         it reach no other tenant (on a GPU a kernel that uses it fails).
@@ -331,8 +331,8 @@ class TenantKV:
         self._copies.close()
 
     def retire(self) -> None:
-        """The region goes away. Tensors kept by callers read zeros from now on; no new ones are made. Whoever keeps this
-        object keeps nothing of the tenant or its engine."""
+        """The region goes away. Tensors kept by callers read zeros from now on; no new ones are made. Keeping this
+        object keeps alive nothing of the tenant or its engine."""
         self._tensors = None
         self._memory = _gone
         self._host_store = None

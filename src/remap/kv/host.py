@@ -74,7 +74,7 @@ class HostBlocks:
         return len(self._placed[1])
 
     def place(self, address: int, total: int) -> None:
-        """So many blocks from `address` on, in place of those before. Pre: `untouched`."""
+        """`total` blocks from `address` on, in place of those before. Pre: `untouched`."""
         self._placed = address, bytes(total)
 
     @property

@@ -372,9 +372,8 @@ class Changes:
         after = tenant.compute.mark()
         self._configure(tenant, ready, ready.plan.held if self._deferring else (), after)
         asleep = self._deferring and not tenant.active
-        tenant.asleep = (
-            tenant.asleep or asleep
-        )  # before: to wake nobody is no error, to let somebody sleep would be one
+        # Before the commit: waking a tenant that is awake is no error, leaving one asleep would be one.
+        tenant.asleep = tenant.asleep or asleep
         self._executor.commit(tenant.prefetcher, after, asleep)
 
     def wake(self, tenant: TenantState) -> None:
@@ -446,7 +445,7 @@ class Changes:
         while self._takers:
             try:
                 self._takers[-1].take_back()
-            except Exception:  # a broken arena, or what nobody foresaw: what stands by now stays, and calls go on
+            except Exception:  # a broken arena, or an unforeseen error: what stands by now stays, and calls go on
                 self._takers.clear()
                 self._journal.clear()
                 self._raised = None

@@ -5,7 +5,7 @@
                                            nothing. share: of an inactive giver's reload, what falls on each pass
     give(giver, receiver, take)            makes the taken increments free pages, for the receiver to take
 
-    unused KV         blocks above min_blocks that nobody uses (a giver that serves, or waits for its turn, keeps its demand,
+    unused KV         blocks above min_blocks that no request uses (a giver that serves, or waits for its turn, keeps its demand,
                       headroom and hysteresis)
     inactive layers   a tenant's last layers, up to what its first prefill hides and its targets leave
     active layers     layers of a tenant that serves, or is about to, within its own slowdown; the receiver's own layers
@@ -43,8 +43,8 @@ def paused(tenant: TenantState) -> bool:
 
     By its turn, its lent pages would hold live blocks of tenants that wait for their own turns. They could not come
     home, and its layers would stream in every pass. So a paused tenant gives only as much as an active one, within
-    `slowdown`, unless all tenants can copy their live blocks to host memory. Nobody knows which blocks of an engine with
-    its own allocator are live: such a tenant counts as idle while it is inactive.
+    `slowdown`, unless all tenants can copy their live blocks to host memory. The session cannot know which blocks of an engine
+    with its own allocator are live: such a tenant counts as idle while it is inactive.
     """
     return not tenant.active and not tenant.kv.pool.external and tenant.kv.live_blocks > 0
 
@@ -114,8 +114,8 @@ class PausedKV:
     """What an inactive tenant will miss in its next turn: unused blocks that it needed in its last one, and live blocks, whose KV
     its engine copies to host memory, what is new of it, before it frees them.
 
-    Both cost nobody anything until then, and as much: a block's KV is copied in again, the giver's own, or that of whoever
-    lies in the giver's place by then. stuck: whether live blocks stay where they are, whoever needs their pages.
+    Neither costs anything until then, and both cost the same then: a block's KV is copied in again, the giver's own or that of
+    the tenant that has its place by then. stuck: whether live blocks stay where they are, whichever tenant needs their pages.
     """
 
     kind: Kind = "paused_kv"

@@ -164,7 +164,7 @@ class Lending:
         return self.free_idle(donor, receiver, wanted, surplus)
 
     def free_idle(self, donor: TenantState, receiver: Receiver, wanted: int, surplus: int) -> int:
-        """`give_idle`, of at most so many pages."""
+        """`give_idle`, of at most `wanted` pages."""
         slots = self.idle_slots(donor, receiver, wanted, surplus)
         if not slots:
             return 0

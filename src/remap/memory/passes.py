@@ -176,7 +176,7 @@ class Passes:
                 return  # the caller has an exception already
             raise InvalidState(f"tenant {tenant.name!r}: the session was closed inside of the pass", tenant=tenant.name)
         tenant.last_pass_s = self._clock()
-        # No local name for the prefetcher: a traceback that somebody keeps would keep its events beyond the session's
+        # No local name for the prefetcher: a traceback that a caller keeps would keep its events beyond the session's
         # end.
         timing = tenant.timing
         missed = [*filter(tenant.pages.computes, tenant.prefetcher.unwaited())] if completed else []

@@ -20,7 +20,7 @@ KV, and its region shows nothing (`TenantPages.elsewhere`). It neither streams n
 come from another instance, its pages come home first (`TenantPages.unfilled`): until they are filled it is as good as away.
 
 A layer that its inactive tenant has given up has no home at all: it is elsewhere without pages (`TenantPages.cold`), and what
-was its home is anybody's. A plan gives it another one, of pages that the tenant has taken (`plan_homes`).
+was its home is for any tenant. A plan gives it another one, of pages that the tenant has taken (`plan_homes`).
 
 Tails are aligned to the end of the ring's buffers: slot s of a home of p pages shows slot (buffer slots - p) + s of its
 buffer, whatever the tail's length. So one more page of each layer leaves everything that streams already at its place:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that somebody writes where they lie, in ways that no counter sees: `advanced.rewrite` and `advanced.differing`.
+"""Weights written in place in ways that no counter sees: `advanced.rewrite` and `advanced.differing`.
 
     every layer home, its bytes there -> the caller writes -> the master copies are made anew from the layers
 

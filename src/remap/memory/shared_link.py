@@ -18,7 +18,7 @@ __all__ = ["SharedLink"]
 
 
 class SharedLink:
-    """A session's. Inactive tenants run no passes, so they copy nothing; a tenant that is active alone waits for nobody,
+    """A session's. Inactive tenants run no passes, so they copy nothing; a tenant that is active alone waits for no other,
     and its times are those that were measured.
 
     switching: what turns take of the link, if all tenants can make room by a copy; `Offers` tells it.

@@ -92,7 +92,7 @@ class TenantState:
     timing: PassTimes  # the pass's
     link: TenantLink  # the session's
     copy_setup_s: float = field(default=0.0, init=False)  # of any copy, at least; measured if KV blocks stream
-    chunk_bytes: int  # layers are copied in chunks of so many bytes; 0: each as a whole
+    chunk_bytes: int  # layers are copied in chunks of this many bytes; 0: each as a whole
 
     # -- what the controller has decided
     controller: Controller = field(init=False)
@@ -474,12 +474,12 @@ class TenantState:
         return max(weights, self.blocks_piece(self.kv.streamed.stop))
 
     def blocks_piece(self, blocks: int) -> float:
-        """`longest_piece` of so many streamed blocks: a layer's keys and values are handed to the link together."""
+        """`longest_piece` of `blocks` streamed blocks: a layer's keys and values are handed to the link together."""
         return 2 * self.part_seconds(blocks)
 
     def period(self, times: LayerSeconds, target: Streaming, blocks: int = 0) -> float:
         """Seconds per pass at most: in passes beside other tenants' passes and copies or, if these are stretched by
-        more, in the quicker ones beside none (and so without any wait for the link), at the same scale. blocks: so many
+        more, in the quicker ones beside none (and so without any wait for the link), at the same scale. blocks: how many
         host blocks, from the first on, stream too."""
         copies, part_s = self.copy_seconds(times, target), self.part_seconds(blocks)
         if times.wait_s:

@@ -148,7 +148,7 @@ class Steps:
 
     @staticmethod
     def _lacking(tenant: TenantState, wanted: Demand, lost: int) -> int:
-        """Blocks of the demand that would be lacking after a shrink that loses so many. The controller counts with the mean
+        """Blocks of the demand that would be lacking after a shrink that loses `lost`. The controller counts with the mean
         layer; a larger layer, or blocks that become usable in groups, may cost more."""
         free = (wanted.free or 0) if tenant.kv.pool.external else tenant.kv.free_blocks
         return max(0, wanted.blocks - (free - lost))
@@ -229,7 +229,7 @@ class Steps:
                 predicted_stall_s=decision.predicted_stall_s,
                 drain=True,
             )
-        except OutOfBlocks:  # an engine with its own allocator holds blocks that nobody could foresee: nothing changed
+        except OutOfBlocks:  # an engine with its own allocator holds unforeseen blocks: nothing changed
             return
         entry = merge(report, lender.name, result.moved)
         entry.stall = decision.predicted_stall_s

@@ -51,7 +51,7 @@ class LayerSource:
     modules: tuple[Any, ...] = ()
     # (layers): tensors of each whose bytes are not those of its master copy; reads all bytes
     differing: Callable[[Collection[int]], dict[int, list[str]]] = lambda layers: {}
-    # Make every master copy anew from the layers' bytes, and forget the writes; None: somebody else owns these bytes
+    # Make every master copy anew from the layers' bytes, and forget the writes; None: another object owns these bytes
     renew: Callable[[], None] | None = None
 
     def released(self) -> LayerSource:

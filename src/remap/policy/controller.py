@@ -287,7 +287,7 @@ class Controller:
     def _useful(self, view: TenantView, patient: bool) -> float:
         """The most usable blocks with which a decode pass that reads all of them, and stalls as long as `slowdown` allows, takes
         no longer than tbt_s. Infinite without that target, before the passes have said what a block costs, and if nothing is
-        live although there are so many: who needs more than that has nobody beside him, and must be served."""
+        live although there are that many: a request that needs more has none beside it, and must be served."""
         target = self.config.tbt_s
         if target is None or not patient:
             return math.inf
@@ -322,7 +322,7 @@ class Controller:
     # -- coming home -----------------------------------------------------------------------------------------------
 
     def sigma(self, view: TenantView) -> int:
-        """Hysteresis in blocks: so many must be free beyond demand and headroom after a layer has come home."""
+        """Hysteresis: the blocks that must be free beyond demand and headroom after a layer has come home."""
         fixed = self.config.hysteresis_blocks
         return math.ceil(max(self.variation, 0.5 * view.blocks_per_layer)) if fixed is None else fixed
 

@@ -35,8 +35,8 @@ class Costs(ABC):
     """Seconds of a pass that gives each request a token; of one layer, but for ends_s.
 
     weights_s: to copy all of a layer's weights in. load_kv, load_activations, recompute: of blocks of one mini-batch.
-    forward_s: of all else that is computed for so many requests with so many blocks; of two mini-batches together never
-    more than of both. ends_s: what no layer holds, for so many requests. store_kv_s, store_activations_s: to copy one
+    forward_s: of all else that is computed, by the numbers of requests and blocks; of two mini-batches together never
+    more than of both. ends_s: what no layer holds, by the number of requests. store_kv_s, store_activations_s: to copy one
     request's new token out.
     """
 
@@ -210,7 +210,7 @@ class _Looked:
         self._known: list[dict[tuple[int, ...], float]] = [{} for _ in passes]
 
     def least_seconds(self, fewest: Ratio, most: Ratio) -> float:
-        """At least so many seconds at any ratio from `fewest` activations to `most`; inf: host memory holds none of them."""
+        """No fewer seconds are possible at any ratio from `fewest` activations to `most`; inf: host memory holds none of them."""
         bound = 0.0
         for count, blocks in self._passes:
             mix, streamed = self._room.least(blocks, fewest, most)
@@ -241,7 +241,7 @@ def algorithm_1(costs: Costs, room: HybridRoom) -> Ratio:
 
     It balances T_load_w + T_load_kv(KV) with T_kv_gen(activations in host memory and on the device) for a host memory that
     is full, whatever is served, and counts neither loading activations, stores nor the rest of the layer. Decided here,
-    where the paper is silent: the lines' base is paid once, by whoever has blocks first, so step 1 solves
+    where the paper is silent: the lines' base is paid once, by the first kind that has blocks, so step 1 solves
     T_kv_gen(device + x) = T_load_w; a solution outside the memory is moved to its end; blocks are whole, and what is then
     left over, less than a block of KV, stays free; on the device are as many activations as it holds.
 

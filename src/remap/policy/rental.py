@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When lent layers move back: ski rental for each lender, a guard for each holder, and why they cannot thrash.
 
-Streaming a lent layer costs something in every pass (the rent); reloading it costs once (the price). Nobody knows how
+Streaming a lent layer costs something in every pass (the rent); reloading it costs once (the price). It is not known how
 long the surplus of blocks will last. The rule: reload when the rent since the surplus began would reach the price.
 Oneiros (section 5.2, algorithm 1) reverts as soon as KV tensors are empty, by calling the function that grows; it has
 neither hysteresis nor a bound on how often layers move. Everything below is derived.

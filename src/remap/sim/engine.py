@@ -76,7 +76,7 @@ class SimEngine(Engine):
 
     def give_up(self) -> bool:
         """Refuse the request whose turn it is, if it has the engine to itself and still is too long for the memory. Whether it
-        was: what may be remapped is bounded by more than layers, so nobody knew when it came."""
+        was: what may be remapped is bounded by more than layers, so the engine did not know when it came."""
         scheduler, kv = self.scheduler, inside(self.tenant).kv
         first = next(iter(scheduler.queued()), None)
         if scheduler.running or first is None or scheduler.blocks_for(first.length) <= kv.usable_blocks:
@@ -96,7 +96,7 @@ class SimEngine(Engine):
 
     @property
     def last_finish_s(self) -> float:
-        """When the last of those that have finished did; 0 if nobody has."""
+        """When the last of those that have finished did; 0 if none has."""
         return max((one.last_s or 0.0 for one in self._done), default=0.0)
 
     def result(self) -> TenantResult:
@@ -134,4 +134,4 @@ class SimEngine(Engine):
         """`timeline.Timeline` looks at all tenants at once, after each step of any."""
 
     def _check_progress(self, progressed: bool) -> None:
-        """Whoever runs the engines watches for that, and has requests refused (`give_up`)."""
+        """The caller that runs the engines watches for that, and has requests refused (`give_up`)."""

@@ -100,7 +100,7 @@ def lengths_known() -> str:
 
 
 _LONGEST_S = 1e10
-"""Of a run: a double of so many seconds is exact to 2 us."""
+"""Of a run: a double of this many seconds is exact to 2 us."""
 
 
 def _unknown(field: str, name: str, known: str) -> InvalidArgument:

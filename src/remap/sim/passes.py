@@ -233,7 +233,7 @@ class PiePass(Pass):
 
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         swapped = self._swapped_layers()
-        # A pass of prompts alone reads nobody's KV: only what it makes is copied, and out. Charged as if both ways.
+        # A pass of prompts alone reads no request's KV: only what it makes is copied, and out. Charged as if both ways.
         used = self._used_tokens() if work.decode_rows else work.prefill_tokens
         times = self.times(layer_s, ends_s, used, swapped)
         if not work.prefill_tokens:

@@ -237,10 +237,10 @@ def _why_active(numbers: Numbers, *, active: bool, full: bool) -> str:
         )
     could = " or ".join(hidden)
     limited = numbers.max_requests in (balance.rows_before, balance.rows, balance.slices_rows)
-    limit = f" --max-num-seqs {numbers.max_requests} was the limit: so many run at once at most." if limited else ""
+    limit = f" --max-num-seqs {numbers.max_requests} was the limit: that many run at once at most." if limited else ""
     if full:
         most = max(float(balance.remapped), balance.slices)
-        useless = f"; what a pass could hide, {most:.3g} layers' worth, would serve nobody" if most else ""
+        useless = f"; what a pass could hide, {most:.3g} layers' worth, would serve no request" if most else ""
         return (
             f"Do not stream active layers: at {numbers.context} tokens the KV cache holds the {balance.rows_before} requests "
             f"that run at once without it{useless}.{limit}"

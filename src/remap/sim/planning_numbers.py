@@ -58,7 +58,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A pass with so many layers remapped, KV full. iteration_s: computing, waiting, both ends, and the gap."""
+    """A pass with `remapped` layers remapped, KV full. iteration_s: computing, waiting, both ends, and the gap."""
 
     remapped: int
     rows: int

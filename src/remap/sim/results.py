@@ -162,7 +162,7 @@ class TenantResult:
     (seconds between two tokens of a request, how many gaps were that long), ascending. compute_s: its passes without stalls.
     tpot_s: of the same requests as ttft_s, mean seconds of a token after the first; None of a request of one token.
     swapped_bytes: of KV, to host memory and back; swapped_out_bytes: to it. kv_blocks_start: before the first request; where
-    unused KV is everybody's, only what is the tenant's own.
+    unused KV is shared, only what is the tenant's own.
     """
 
     tenant: str
@@ -273,8 +273,8 @@ class PolicyResult:
 
     @property
     def tpot_p99_s(self) -> float:
-        """Of the requests' own means: a request that was preempted for long counts as one of so many requests, where
-        `tbt_p99_s` counts its pause as one of so many tokens."""
+        """Of the requests' own means: a request that was preempted for long counts as one of all requests, where
+        `tbt_p99_s` counts its pause as one of all tokens."""
         return percentile([value for tenant in self.tenants for value in tenant.tpot_s if value is not None], 0.99)
 
     @property

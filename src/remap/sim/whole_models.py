@@ -2,7 +2,8 @@
 """Swapping whole models, with the means of a session: a turn begins when all of one model is there, and all others are away.
 
 What systems do that put models to sleep and wake them. The model whose turn it is gets everything that the others do not need
-while they sleep (they keep the ring's pages and their own KV cache); nothing streams, and nobody decides by what would pay.
+while they sleep (they keep the ring's pages and their own KV cache); nothing streams, and no controller decides by what would
+pay.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class WholeModels:
         return replace(report, moved={})
 
     def deactivate(self, name: str) -> None:
-        """Nobody was woken ahead of a turn."""
+        """No model was woken ahead of a turn."""
 
     def step(self, demand: Mapping[str, Any]) -> Any:
         """Nothing changes within a turn."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a setup and a policy to something that runs: the session with its tenants attached, one engine each, and who runs them.
 
-recompute, swap and static   tenants of a session on the sim backend whose memory nobody changes while they serve
+recompute, swap and static   tenants of a session on the sim backend whose memory does not change while they serve
 ideal                        recompute, with more memory
 remap                        the same session, asked before every pass: `session.step`
 sleep                        the same session by `WholeModels`, which moves all of a model at once, when turns change

@@ -24,7 +24,7 @@ _AHEAD = 2  # parts for each lane that are taken before everything is divided an
 
 class Allowances:
     """cost: of a pass through all layers. lanes: of the group, as many as it has stages. most_tokens: no microbatch's prompts
-    are to cost more than one prompt of so many. grain: prompts are cut at multiples of so many tokens."""
+    are to cost more than one prompt of that length. grain: prompts are cut at multiples of this many tokens."""
 
     def __init__(self, cost: ChunkCost, lanes: int, most_tokens: int, grain: int) -> None:
         self.cost, self.lanes, self.most_tokens, self.grain = cost, lanes, most_tokens, grain
@@ -34,7 +34,8 @@ class Allowances:
     def take(self, lane: int, decode_s: Sequence[float], waiting: Callable[[int], Sequence[Waiting]]) -> float | None:
         """What the next microbatch of this lane may take; 0 or less: as little as possible. None: as much as it can.
 
-        decode_s: what decoding takes in each lane. waiting(most): so many of those whose prompts are not computed, in order.
+        decode_s: what decoding takes in each lane. waiting(most): at most `most` of those whose prompts are not computed, in
+        order.
         """
         mean_s = math.fsum(decode_s) / len(decode_s)
         if not self._parts:

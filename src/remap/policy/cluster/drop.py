@@ -18,7 +18,7 @@ Without load this is the paper's rule, as few stages as possible, and says which
 
 A drop is one donor among others. An instance alone has offers as well (`Offer`: layers that stream, pages that are lent), which
 are room that it has already: a need is what goes beyond them, and a merger frees that much less. That is right where they are
-the cheaper donors. Where one is dearer than the drop of an instance and another like it, `preferred` leaves it out; but nobody
+the cheaper donors. Where one is dearer than the drop of an instance and another like it, `preferred` leaves it out; but no group
 merges into less room than the instances have alone with all of their offers (`decided`). All are measured in the same way: by
 how many seconds requests wait longer for their next tokens when the room is filled, for each token of room.
 
@@ -84,8 +84,8 @@ def plan(placement: Placement, need: int, network: Network) -> DropPlan:
 
 
 def preferred(placement: Placement, network: Network) -> Placement:
-    """The placement without those offers than which a drop costs less (see the module); the same one if nobody asks for more than
-    fits without any. It does not change."""
+    """The placement without those offers than which a drop costs less (see the module); the same one if no group asks for more
+    than fits without any. It does not change."""
     if not overloaded(replace(placement, groups=tuple(map(_resident, placement.groups)))):
         return placement
     density = _density(placement)
@@ -119,11 +119,11 @@ def preferred(placement: Placement, network: Network) -> Placement:
 def decided(
     placement: Placement, network: Network, find: Callable[[Placement, int, Network], DropPlan] = plan
 ) -> DropPlan | None:
-    """What merges now, as `find` plans it; None if nobody has to.
+    """What merges now, as `find` plans it; None if no group has to.
 
     Offers that are dearer than a drop do not count (`preferred`), unless it leaves a merged group with less room than its
     instances have alone, all of their offers taken: then offers count all, and only what is beyond them is a reason to merge.
-    A token of room that a drop has not got makes somebody wait for his first token until another request has ended; a dear
+    A token of room that a drop has not got makes a request wait for its first token until another request has ended; a dear
     offer makes all wait a fraction of a pass longer.
     """
     judged = preferred(placement, network)
@@ -153,7 +153,7 @@ def greedy(placement: Placement, need: int, network: Network) -> DropPlan:
 
 
 def wider(placement: Placement, number: int, tokens: int) -> Group | None:
-    """This group merged with as few others as it takes, those with the least load first, until a request of so many tokens has
+    """This group merged with as few others as it takes, those with the least load first, until a request of `tokens` tokens has
     room, and more than the group has now; None if all of them do not suffice. The placement does not change."""
     model, group = placement.model, placement.groups[number]
     needs = max(tokens, group.capacity(model) + 1)
@@ -303,7 +303,7 @@ class _Mergers:
         return most[1]
 
     def _dealt(self, count: int) -> _Parts:
-        """So many parts, of as equal sizes as whole groups allow; those whose merger frees nothing stay apart."""
+        """`count` parts, of as equal sizes as whole groups allow; those whose merger frees nothing stay apart."""
         groups = self.placement.groups
         room = [-(-(self.instances - place) // count) for place in range(count)]
         parts: list[list[int]] = [[] for _ in room]

@@ -64,7 +64,7 @@ class Resumption:
 
 
 def moves(model: ServedLayers, before: Group, after: Group, tokens: int) -> dict[tuple[str, str], int]:
-    """Bytes that go from instance to instance, (source, target), so that a request with so many tokens of KV in the stages of
+    """Bytes that go from instance to instance, (source, target), so that a request with `tokens` tokens of KV in the stages of
     `before` runs on in those of `after`."""
     found: dict[tuple[str, str], int] = {}
     for source in before.stages:

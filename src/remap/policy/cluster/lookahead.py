@@ -39,7 +39,7 @@ __all__ = ["ChunkCost", "Microbatch", "QueuedChunk", "Waiting", "balanced", "fit
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request with so many tokens to compute, behind so many whose KV is there. One that decodes has one token."""
+    """A request with `tokens` tokens to compute, behind `prefix` whose KV is there. One that decodes has one token."""
 
     prefix: int
     tokens: int
@@ -166,7 +166,7 @@ def balanced(requests: Sequence[Waiting], cost: ChunkCost, count: int, grain: in
 
 
 def lookahead(requests: Sequence[Waiting], cost: ChunkCost, stages: int, grain: int = 1) -> list[Microbatch]:
-    """The queue divided for a pipeline of so many equal stages: into m microbatches or one more or less, by `balanced` or
+    """The queue divided for a pipeline of `stages` equal stages: into m microbatches or one more or less, by `balanced` or
     `halved`, whichever passes soonest.
 
     m microbatches of C seconds of work take C + m batch_s + (stages - 1) (C / m + batch_s), divided by the stages: more of

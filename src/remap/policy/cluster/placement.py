@@ -91,7 +91,7 @@ class ServedLayers:
         return self.kv_ends[end] - self.kv_ends[first]
 
     def seconds(self, first: int, end: int, tokens: float) -> float:
-        """Seconds to compute the layers first <= i < end for a microbatch of so many tokens; of none 0."""
+        """Seconds to compute the layers first <= i < end for a microbatch of `tokens` tokens; of none 0."""
         if tokens <= 0:
             return 0.0
         base_s, each_s = self._seconds

@@ -89,8 +89,8 @@ def copies(before: Placement, after: Placement, network: Network) -> list[Copy]:
             ways.append((reads[name] + size / network.host_bytes_per_s, reads[name], None))
         if not ways:
             raise InvalidState(
-                f"nobody has layer {layer} for {name}: no instance of its group holds it and the host has no master copy; "
-                "nothing changed; load the model from its files",
+                f"no copy of layer {layer} is left for {name}: no instance of its group holds it and the host has no master "
+                "copy; nothing changed; load the model from its files",
                 layer=layer,
                 instance=name,
             )

@@ -76,7 +76,7 @@ class Splits:
         return int(self._row([self._number(stage) for stage in stages]).best[-1])
 
     def split(self, stages: Sequence[PlannedStage], microbatch: float) -> tuple[PlannedStage, ...]:
-        """These instances as the stages of one group, in order, for microbatches of so many tokens: most tokens first, and
+        """These instances as the stages of one group, in order, for microbatches of `microbatch` tokens: most tokens first, and
         in that order the least slowest stage. The stages given do not change."""
         of_kind: dict[int, list[PlannedStage]] = {}
         for stage in stages:
@@ -173,7 +173,7 @@ class Splits:
         return worth
 
     def _quickness(self, number: int, tokens: float, microbatch: float) -> _Worth:
-        """Minus the seconds of the layers from j to k, where they leave room for so many tokens."""
+        """Minus the seconds of the layers from j to k, where they leave room for `tokens` tokens."""
         capacity, seconds = self._capacity(number), self.model.seconds
 
         def worth(j: int, k: int) -> float:

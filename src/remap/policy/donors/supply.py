@@ -54,7 +54,7 @@ KINDS: tuple[Kind, ...] = ("idle_kv", "paused_kv", "inactive", "active")
 """In the order in which they are asked at equal cost."""
 
 MOST_PLANS = 128
-"""Plans on a front, and one. Each thinning adds at most one in so many parts of the costs on the front to `gap_s`."""
+"""Plans on a front, and one. Each thinning adds at most 1 / MOST_PLANS of the costs on the front to `gap_s`."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class _Line:
 
     def __init__(self, quotes_by_donor: Sequence[Sequence[Quote]]) -> None:
         self.active = bool(quotes_by_donor) and quotes_by_donor[0][0].kind == "active"
-        # Nobody takes a donor's last quotes, which may give nothing, to reach the next donor's.
+        # No plan takes a donor's last quotes, which may give nothing, to reach the next donor's.
         self.donors = quotes_by_donor if self.active else [_giving(quotes) for quotes in quotes_by_donor]
         blocks, cost = 0, 0.0
         self.blocks, self.cost = [blocks], [cost]
@@ -178,11 +178,11 @@ class _Line:
                 self.cost.append(cost)
 
     def covering(self, blocks: int) -> int:
-        """The fewest quotes that give so many."""
+        """The fewest quotes that give `blocks` blocks."""
         return bisect_left(self.blocks, blocks)
 
     def cost_of(self, blocks: int) -> float:
-        """Of exactly so many, as KV is taken: the last quote costs in proportion."""
+        """Of exactly `blocks` blocks, as KV is taken: the last quote costs in proportion."""
         n = self.covering(blocks)
         if self.blocks[n] == blocks:
             return self.cost[n]
