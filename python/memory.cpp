@@ -55,8 +55,8 @@ struct DLManagedTensorVersioned {
 constexpr std::int32_t kCpu = 1;
 constexpr std::int32_t kCuda = 2;
 
-// What a tensor keeps alive until it is gone, on whatever thread that is. A Lease needs no interpreter for its end; another
-// object does, and is left alone when the interpreter is ending: its memory goes with the process.
+// The object that a tensor keeps alive until it is gone, on whatever thread that is. A Lease needs no interpreter for its end;
+// another object does, and is left alone when the interpreter is ending: its memory goes with the process.
 class Keep {
  public:
   explicit Keep(const py::object& owner) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands behind which address: map, unmap, access, exchange, populate, and how each is undone when it fails half-way.
+// The pages behind each address: map, unmap, access, exchange, populate, and how each is undone when it fails half-way.
 #include <sys/mman.h>
 
 #include <cerrno>

@@ -41,7 +41,7 @@ class HostStreams {
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes);
   void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count);
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes);
-  // Calls `function` in stream order, on the worker. What it throws fails the stream.
+  // Calls `function` in stream order, on the worker. An exception from it fails the stream.
   void call(StreamHandle stream, std::function<void()> function);
 
   EventHandle create_event(bool timed);

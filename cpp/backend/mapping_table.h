@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands behind which address: reservations, mapped pages, and how many kernel mappings they need.
+// The pages behind each address: reservations, mapped pages, and how many kernel mappings they need.
 //
 // Bookkeeping only, no system call: a backend (host, cuda) asks it whether a call's preconditions hold before it touches the
 // kernel or the driver, and tells it afterwards what is true. Not synchronised; the backend's lock covers it.

@@ -28,7 +28,7 @@ struct Divergence {
   std::string message;
 };
 
-// Memory that stands in for the caller's. What is never touched costs nothing, so a trace cannot ask for too much of it.
+// Memory that stands in for the caller's. Untouched memory costs nothing, so a trace cannot ask for too much of it.
 class OwnMemory {
  public:
   explicit OwnMemory(std::size_t bytes)
@@ -155,7 +155,7 @@ class Replay {
     copying_ = false;
   }
   void wait(EventHandle event, const TraceRecord& record) {
-    // What was logged as not complete says nothing about this run.
+    // A query logged as not complete says nothing about this run.
     if (!record.failed && record.result == 0) return;
     if (!backend_.synchronize(event, kPatience)) throw Divergence{"an event that was complete when logged is not now"};
   }

@@ -164,7 +164,8 @@ void Executor::require_homes(const Plan& plan) const {
   }
 }
 
-// What layers and (strict) rings show when the plan is done has the right owner then: A6 and A7 of arena.h. Part of validate().
+// The pages that layers and (strict) rings show after the plan have the right owner then: A6 and A7 of arena.h. Part of
+// validate().
 void Executor::require_backed(const Plan& plan) const {
   const Arena& arena = *arena_;
   const bool strict = arena.options_.mode == Mode::strict;
@@ -254,7 +255,7 @@ void Executor::refuse_registered(const SetOwner& move) const {
   }
 }
 
-// Pre: the lock of the arena's tables is held. What validate() says; throws if the plan cannot be applied now.
+// Pre: the lock of the arena's tables is held. Does the checks of validate(); throws if the plan cannot be applied now.
 Executor::Needs Executor::admit(const Plan& plan) {
   Arena& arena = *arena_;
   arena.guard();
@@ -425,7 +426,8 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
   applied.pages_moved += step.pages.size();
 }
 
-// Between this process's free pages and the others'. What comes in may hold any process's bytes, and what goes out will.
+// Between this process's free pages and the others'. A page that comes in may hold any process's bytes, and one that goes out
+// will.
 void Executor::pass_on(const SetOwner& step, Applied& applied) {
   Arena& arena = *arena_;
   std::vector<TenantId> dirty;

@@ -66,7 +66,7 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
   queue_changed_->notify_all();
 }
 
-// The plan that was applied. Pre: the lock of the tables and queue_mutex_ are held; who calls tells queue_changed_.
+// The plan that was applied. Pre: the lock of the tables and queue_mutex_ are held; the caller tells queue_changed_.
 void Executor::decided() noexcept {
   for (const RegionId id : left_to_later_) {
     const auto found = arena_->regions_.find(id);

@@ -71,7 +71,7 @@ class LayerSchedule {
   // The computation is finished with it, or a copy behind its reader is ordered: the buffer may be overwritten.
   void done(std::uint32_t position) noexcept;
 
-  // What a buffer (all buffers) holds is unknown.
+  // The contents of a buffer (all buffers) are unknown.
   void lost(std::uint32_t buffer) noexcept;
   void forget() noexcept;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the Prefetcher does under its lock: tickets, copies, readers. The rules are in prefetch_state.h.
+// The Prefetcher's work under its lock: tickets, copies, readers. The rules are in prefetch_state.h.
 #include "schedule/prefetch_state.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the Prefetcher knows and does while it holds its lock. Private to cpp/schedule.
+// The Prefetcher's state, and its work while it holds its lock. Private to cpp/schedule.
 //
 // Who writes what, and what orders it
 //   * Everything in State is read and written under `mutex` only. Nothing blocks while holding it, except recover() and a
@@ -106,7 +106,7 @@ struct Reload {
   Ticket* ticket;  // null: not issued
 };
 
-// What of a streamed layer streams, and where in its buffer it lies.
+// The part of a streamed layer that streams, and its place in the buffer.
 struct Slice {
   std::size_t offset = 0;
   std::size_t place = 0;
@@ -185,7 +185,7 @@ struct Prefetcher::State {
   void issue_reload(Reload& reload);
   // The first reload not issued whose region is not held; null: none.
   Reload* next_reload();
-  // Issues all that may be issued, the layer that the pass needs first going first. What fails stays to be issued, and
+  // Issues all that may be issued, the layer that the pass needs first going first. A copy that fails stays to be issued, and
   // is tried again by the next call and by wait(), which reports it: the caller of done() could do nothing about it.
   void pump() noexcept;
   // A new copy stream in place of the failed one. Contents are unknown; reloads are issued again.
@@ -231,7 +231,7 @@ struct Prefetcher::State {
   void validate(const StreamConfiguration& c) const;
   void validate(const std::vector<BlockRun>& named) const;
   void validate_slices(const StreamConfiguration& c) const;
-  // What is still to be loaded at home under the new configuration. Tickets are shared with `reloads`: one of both must go.
+  // The layers still to be loaded at home under the new configuration. Tickets are shared with `reloads`: one of both must go.
   std::vector<Reload> outstanding(const StreamConfiguration& c) const;
 };
 

@@ -70,7 +70,7 @@ Prefetcher::~Prefetcher() {
     (void)state_.release();  // its threads, locks and events are the parent's
     return;
   }
-  // A destructor has no caller to tell. What fails for a moment only must not stay behind, so it is tried a second time.
+  // A destructor has no caller to tell. A failure of a moment must leave nothing behind, so it is tried a second time.
   for (int attempt = 0; attempt < 2; ++attempt) {
     try {
       close();

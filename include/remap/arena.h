@@ -60,7 +60,7 @@ struct ArenaOptions {
   bool outside = false;  // other processes have all of the pages at first: plans bring those in that this one is given
 };
 
-// What a plan's effects on memory are ordered behind, where computation runs on streams. Both 0: nothing is in flight.
+// The events that a plan's effects on memory are ordered behind, where computation runs on streams. Both 0: nothing is in flight.
 struct Ordering {
   // Behind the last reader and writer of what the plan moves, copies of the prefetcher's included. Taken in by apply(): it may
   // be recorded anew or destroyed once that has returned.
@@ -204,7 +204,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // undoing: an attachment that failed is taken back; if that fails too the arena is broken (ArenaBroken).
   void remove_tenant(TenantId tenant, bool undoing = false);
   // Says that outside code has looked up the pages behind [address, address + bytes) and will go on using them (an NCCL or
-  // NIC registration). What the regions that intersect it show must not change any more: plans that would change it,
+  // NIC registration). The pages that intersecting regions show must not change any more: plans that would change them,
   // designate(), designate_ring() and remove_tenant() are refused with InvalidState (fields: region, address, bytes).
   // Owners may change: in aliased mode a KV region shows the same pages whichever tenant owns them. Ranges may overlap; each is
   // withdrawn by the same address and size. Throws InvalidArgument if no region lies in the range, InvalidState if one of
@@ -215,7 +215,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Waits for nothing: the caller has stopped using every region. Idempotent. Everything goes back to the backend.
   void close();
 
-  // What a tensor over [address, address + bytes) of a region's has to keep. InvalidArgument if that is not part of one region.
+  // The lease that a tensor over [address, address + bytes) of a region has to keep. InvalidArgument if that is not part of one
+  // region.
   std::shared_ptr<Lease> hold(const std::byte* address, std::size_t bytes);
 
   // ---- looking -------------------------------------------------------------------------------------------------

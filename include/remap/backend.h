@@ -74,7 +74,7 @@ struct CopyRange {
   std::size_t bytes = 0;
 };
 
-// What the backend holds now. After everything was released all numbers are zero again (tested).
+// The backend's holdings now. After everything was released all numbers are zero again (tested).
 struct Usage {
   std::size_t reserved_bytes = 0;  // address space
   std::size_t page_bytes = 0;      // physical memory in pages, mapped or not
@@ -158,9 +158,9 @@ class Backend {
   // Waits for the stream's work, then destroys it.
   virtual void destroy_stream(StreamHandle stream) = 0;
   // A stream of the caller's (on cuda: the CUstream, with 1 for the legacy default stream and 2 for the per-thread one), so that
-  // copy, fill, record and stream_wait can be used on it. Adopting it again gives the same handle; who adopts it forgets it
-  // once, and others may go on. It stays the caller's: it is never waited for nor destroyed here, and does not count in usage().
-  // Pre: it belongs to this device.
+  // copy, fill, record and stream_wait can be used on it. Adopting it again gives the same handle; the caller that adopts it
+  // forgets it once, and others may go on. It stays the caller's: it is never waited for nor destroyed here, and does not count
+  // in usage(). Pre: it belongs to this device.
   virtual StreamHandle adopt_stream(std::uint64_t native) {
     throw Error(ErrorKind::invalid_argument,
                 std::string(name()) + " backend: it has no streams but its own. Nothing was changed; compute on the calling "

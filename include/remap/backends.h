@@ -107,7 +107,8 @@ struct CudaProbe {
   std::string host_limited_by;        // by what: "REMAP_HOST_BUDGET", "cgroup" or "machine"
   std::vector<CudaDevice> devices;
 };
-// What is there, without opening an arena (`remap doctor`). Throws as make_cuda_backend does if no driver can be loaded.
+// The devices that are there, without opening an arena (`remap doctor`). Throws as make_cuda_backend does if no driver can be
+// loaded.
 CudaProbe probe_cuda(const std::string& library = {});
 
 // Host memory that may be taken now, and what bounds it: `budget_bytes` ("host_budget") if that is not 0, else REMAP_HOST_BUDGET,

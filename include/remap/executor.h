@@ -13,7 +13,7 @@
 // if Applied::points_deferred is not 0, none in strict mode); then commit(), since the worker may release a layer at once.
 //
 // Where computation runs on streams, Ordering and `after` (events recorded on them) say what a change comes behind; see each
-// call. What touches memory is ordered behind them by the device; the host waits only before it unmaps what a stream may
+// call. The device orders work that touches memory behind them; the host waits only before it unmaps what a stream may
 // still use: in strict mode, for a ring whose buffers change pages, and for re-pointing that is not deferred. In aliased mode
 // growing, and re-pointing left to the worker, wait for nothing.
 #pragma once
@@ -99,7 +99,8 @@ class Executor {
   void stop();
 
  private:
-  // What the steps of one commit come behind. Only the thread that has one of its jobs in hand uses it: the worker, or retry().
+  // The work that the steps of one commit come behind. Only the thread that has one of its jobs in hand uses it: the worker, or
+  // retry().
   struct Fence {
     EventHandle after = 0;     // 0 once it was seen complete: it may be recorded anew then, and is another's
     std::exception_ptr error;  // its stream's
@@ -113,13 +114,13 @@ class Executor {
     std::shared_ptr<Fence> behind;
     std::exception_ptr error;
   };
-  // What has become of a job's plan, as far as the region is concerned.
+  // The state of a job's plan, as far as the region is concerned.
   enum class Standing : std::uint8_t {
     present,    // no other has set the region's target since
     undecided,  // another is applied that does: what the region is to show is not known yet
     past,       // another has, and brought a job of its own; or the region is gone
   };
-  // What applying a plan takes.
+  // The needs of applying a plan.
   struct Needs {
     bool points = false;  // apply() itself maps or unmaps
     bool unmaps = false;  // and a stream may still use what it unmaps, or changes at once

@@ -165,8 +165,8 @@ class Prefetcher {
   // be under way, or start when released() is called: before pages of homes change hands, drain the executor, then order them
   // behind copy_stream().
   bool loading() const;
-  // True if wait(layer) would return at once without looking at any event: resident, loaded and not held. What was not so when
-  // the pass began becomes so by its wait() only (see unwaited()). Never in a forked child.
+  // True if wait(layer) would return at once without looking at any event: resident, loaded and not held. A layer that was not so
+  // when the pass began becomes so by its wait() only (see unwaited()). Never in a forked child.
   bool ready(LayerId layer) const noexcept {
     return fork_generation() == fork_generation_ && layer < count_ && states_[layer].load(std::memory_order_acquire) == 0;
   }
@@ -187,7 +187,7 @@ class Prefetcher {
   void drain();
   PrefetchStats stats() const;
   // Completed passes whose times are known and that were not taken yet, oldest first. An abandoned pass has none. Of the
-  // passes on streams the last 64 are followed, and 64 known ones are kept: who takes less often misses the oldest.
+  // passes on streams the last 64 are followed, and 64 known ones are kept: a caller that takes less often misses the oldest.
   std::vector<PassTiming> take_timings();
   // Whether a stream was ever given to begin_pass(), wait() or done(). From then on a call here may have to wait, inside the
   // driver or for a thread that does, until a stream has room for more work: a caller should hold no lock that a stream's

@@ -38,7 +38,7 @@
 
 namespace remap {
 
-// What went over the link, or inside the device, since the backend was made.
+// The bytes that went over the link, or inside the device, since the backend was made.
 struct SimTraffic {
   std::uint64_t copies = 0;
   std::uint64_t bytes = 0;
@@ -60,7 +60,7 @@ class SimBackend : public Backend {
   virtual double compute(StreamHandle stream, double seconds) = 0;
   // When all that is enqueued on the stream now will be done.
   virtual double stream_end(StreamHandle stream) const = 0;
-  // What is enqueued on the stream from now on starts no earlier than at `time`.
+  // Work enqueued on the stream from now on starts no earlier than at `time`.
   virtual void hold(StreamHandle stream, double time) = 0;
   // The host waits for the stream.
   virtual void finish(StreamHandle stream) = 0;

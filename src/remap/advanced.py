@@ -134,8 +134,8 @@ def give_back(session: Session, name: str) -> StepReport:
 
 
 def offers(session: Session, name: str) -> list[Quote]:
-    """What the tenant's KV has now, or may have, beside the pages that it was attached with (see `Quote`): one increment from
-    nothing for each donor and kind. blocks: of its own, at least 1. Changes nothing.
+    """The memory that the tenant's KV has now, or may have, beside the pages that it was attached with (see `Quote`): one
+    increment from nothing for each donor and kind. blocks: of its own, at least 1. Changes nothing.
 
     Its own layers (donor: its name): as far as its certificate allows; each pass then waits for stall_s, and copies for reload_s,
     of which `share` is lost to the computation. By the times measured until now; before the first pass, one layer.

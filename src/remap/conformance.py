@@ -15,7 +15,7 @@ minute than in a day of service, in the way in which it sees them there, and has
 layer at home.
 
 What it finds: tables that do not follow `report.moved`, layers that run without `wait`, writes beyond the usable blocks or into
-weights, blocks that are never freed, engines that never step, that close the session, or leave a pass open. What it cannot find:
+weights, blocks that are never freed, engines that never step, that close the session, or leave a pass open. It cannot find:
 a race of the engine's threads that the case's order hides; answers that are wrong in the first case too.
 """
 
@@ -213,7 +213,7 @@ class _Watched(Session):
         return report
 
     def judge(self) -> None:
-        """What is wrong now that the engine has answered."""
+        """Note the faults found now that the engine has answered."""
         problems = self._outcome.problems
         if self.closed:
             problems.append("the engine has closed the session that it was given")

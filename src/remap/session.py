@@ -530,7 +530,7 @@ class Session:
         return f"<remap.Session of {show_size(self.capacity_bytes)} on {self.device}: {held}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the snapshot, or what there is to say of a session that has none."""
+        """The HTML for a notebook: the snapshot, or why the session has none."""
         size = show_size(self.capacity_bytes)
         if not self.closed:
             try:
@@ -706,7 +706,7 @@ class Session:
         return any(tenant.host is host for tenant in self._tenants.values())
 
     def _check_attach(self, name: str, *others: object) -> None:
-        """What every way of attaching checks first, before anything changes."""
+        """The first checks of every way of attaching, before anything changes."""
         self._passes.check_open()
         require_attach(name, *others)
         if name in self._tenants:

@@ -131,7 +131,7 @@ class Inside:
         return f"<remap.Tenant {self.name}: {self._how()}, {streams}, {self.kv.pool.usable_blocks} KV blocks usable>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. Takes no lock."""
+        """The HTML for a notebook. Takes no lock."""
         state, pool = self._state, self.kv.pool
         rows = (
             ("state", self._how()),
@@ -208,8 +208,8 @@ class Inside:
         self.session = None
 
     def _waits_by(self, wait: Callable[..., None], done: Callable[..., None] | None = None) -> None:
-        # The handle has them as attributes of its own, since a property would cost each layer more. Its own first: who looks at
-        # `wait` here whether they were exchanged does so again behind an interrupt.
+        # The handle has them as attributes of its own, since a property would cost each layer more. Its own first: code that
+        # looks at `wait` here whether they were exchanged does so again behind an interrupt.
         for each in (self.tenant, self):
             each.wait = wait
             if done is not None:

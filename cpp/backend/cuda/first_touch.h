@@ -16,7 +16,8 @@ std::size_t first_touch_threads(std::size_t bytes) noexcept;
 // range is filled in, and no thread works on it any more.
 //
 // The caller is one of the threads. If the system gives fewer than were wanted, those do it. Pages are placed on the NUMA node
-// of the thread that touches them, and new threads run where the caller may: who wants one node binds the process to it.
+// of the thread that touches them, and new threads run where the caller may: a caller that wants one node binds the process to
+// it.
 int first_touch(std::byte* at, std::size_t bytes, std::size_t threads);
 
 }  // namespace remap::cuda

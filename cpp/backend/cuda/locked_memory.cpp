@@ -71,7 +71,7 @@ LockedMemory::LockedMemory(const Context& context, const Options& options)
       options_(options),
       os_page_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))) {}
 
-// What the driver still has locked must not be unmapped under it: it stays then, to the end of the process.
+// Memory that the driver still has locked must not be unmapped under it: it stays then, to the end of the process.
 LockedMemory::~LockedMemory() {
   try {
     const Context::Use use(context_, "close");

@@ -68,7 +68,7 @@ void Memory::add_usage(Usage& usage) const {
   usage.reserved_bytes = table_.reserved_bytes();
   usage.page_bytes = pages_.bytes();
   usage.mapped_bytes = table_.mapped_bytes();
-  // What the driver needs is not documented; a reservation and each page mapped in it, if each were one, bound it from above.
+  // The driver's need is not documented; a reservation and each page mapped in it, if each were one, bound it from above.
   usage.mappings = table_.regions().size() + table_.cells().size();
 }
 
@@ -210,7 +210,7 @@ void Memory::restore_access(const std::vector<std::pair<Address, Cell>>& before,
 void Memory::fail_broken(const char* operation, const char* entry, Result first, Result undoing) const {
   throw Error(ErrorKind::arena_broken,
               std::string(operation) + " failed half-way (code " + std::to_string(first) + ") and could not be undone: " + entry +
-                  " gave code " + std::to_string(undoing) + ". What stands behind its range is unknown. Close the arena.",
+                  " gave code " + std::to_string(undoing) + ". The contents of its range are unknown. Close the arena.",
               {{"operation", std::string(operation)},
                {"call", std::string(entry)},
                {"code", std::int64_t{undoing}},

@@ -264,7 +264,7 @@ std::shared_ptr<Streams::Event> Streams::event_of(EventHandle event, const char*
 
 Streams::Held Streams::hold(EventHandle event, const char* call) const {
   const std::shared_lock<std::shared_mutex> lock(books_);
-  return Held(event_of(event, call));  // does not wait: who holds an event's lock alone has put it out of sight before
+  return Held(event_of(event, call));  // does not wait: the one holder of an event's lock has put it out of sight before
 }
 
 void Streams::destroy_event(EventHandle event) {

@@ -161,7 +161,7 @@ def serve(
 
 @contextmanager
 def _lines(level: str) -> Iterator[None]:
-    """What the server, uvicorn and Ray log from this level on goes to stderr, a line each. The library itself leaves that to
+    """Send to stderr, a line each, the logs of the server, uvicorn and Ray from this level on. The library itself leaves that to
     the program that runs it. Raises InvalidArgument (fields field, value) for a level that is none."""
     if level not in LEVELS:
         raise InvalidArgument(
@@ -188,7 +188,7 @@ def _keep_ray_to_itself() -> None:
     """Only this server reaches the Ray that it starts: that listens at the loopback address, and has a token that is in no file.
 
     By itself it listens at all addresses, on Linux (the first name is Ray's, for systems where it does not), and writes the token
-    into ~/.ray, readable for all users. It reads these when it is imported. What the operator has set stays.
+    into ~/.ray, readable for all users. It reads these when it is imported. The operator's settings stay.
     """
     for name, value in (
         ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"),

@@ -48,7 +48,7 @@ KNOWN = {
     "ideal": "#111827",
 }
 OTHERS = ("#c2185b", "#0097a7", "#e0a100", "#5d4037", "#7cb342", "#3f51b5", "#f4511e", "#00695c")
-# What each is on a dark screen; those that are not here can be read on both.
+# Each colour on a dark screen; those that are not here can be read on both.
 DARK = {
     "#a5581b": "#e39a5b",
     "#1466b8": "#68b0f5",

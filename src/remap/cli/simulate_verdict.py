@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader of `remap simulate` asks first: is it better, what is worse, and what limits it. Pure."""
+"""The first questions of a reader of `remap simulate`: is it better, what is worse, and what limits it. Pure."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def worse(results: Sequence[PolicyResult]) -> str:
 
 
 def limited_by(result: PolicyResult) -> str:
-    """What was short, with its share of the time; see `LIMITS`."""
+    """The resource that was short, with its share of the time; see `LIMITS`."""
     busy, waited, total = 0.0, 0.0, 0.0
     latest: dict[str, Sample] = {}
     ordered = sorted(result.timeline, key=lambda point: point.time_s)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `remap top --socket` shows: a broker's memory, its members, their models, and the last decisions with their reasons."""
+"""The display of `remap top --socket`: a broker's memory, its members, their models, and the last decisions with their
+reasons."""
 
 from __future__ import annotations
 

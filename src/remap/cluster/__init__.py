@@ -6,13 +6,13 @@
     ledger     every request: where it is, and which of its tokens were delivered
     service    control and ledger together: from a question to its last token
 
-These are pure, and the simulator drives control with the same messages. What decides who merges is `remap.policy.cluster`. One
+These are pure, and the simulator drives control with the same messages. `remap.policy.cluster` decides which instances merge. One
 instance:
 
     instance   the loop of one instance, and what control asks of it: a stage of a group, always, if only of a group of one
     change     what was prepared, committed, aborted; prepared: the links of a group that is to be
     switch     how it becomes a member of the group that was decided
-    member     what it is between two changes; resources: what it has, whatever group it is in; counts: what it did
+    member     its state between two changes; resources: its own in any group; counts: its work
     probes     what passes cost, measured before it serves
     passes     a microbatch's way through a member: head (schedules, in as many lanes as the group has stages), stage (layers)
     own_layers how layers leave, and come home; layer_copies: from other instances; room: what the group has room for then

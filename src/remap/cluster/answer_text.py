@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["AnswerText"]
 
 UNFINISHED = "\ufffd"
-"""What tokenizers decode the first bytes of a character as."""
+"""Tokenizers decode the first bytes of a longer character as this one."""
 
 
 class AnswerText:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a body asks for, and how the answer to it looks: OpenAI's objects and chunks."""
+"""The answer that a body asks for, and its form: OpenAI's objects and chunks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["check", "end", "offers"]
 
 
 def offers(member: Member) -> tuple[Offer, ...]:
-    """What it has beside its own memory now, or may have; what costs least for its bytes first. Between passes. Raises what
+    """The memory that it has beside its own now, or may have; the cheapest for its bytes first. Between passes. Raises what
     `advanced.offers` raises."""
     block_bytes = member.has.tenant.kv.spec.block_bytes
     quotes = advanced.offers(member.has.session, member.has.name)

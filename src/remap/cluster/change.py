@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What control has decided about an instance's next group: prepared, committed, aborted (see `messages`).
+"""Control's decision about an instance's next group: prepared, committed, aborted (see `messages`).
 
 Control's threads and the loop share it, under one lock. It serves nothing itself: the loop carries out what is decided
 (`switch`).
@@ -27,7 +27,7 @@ NEVER_AGAIN = 1 << 62
 
 
 class InstanceChanges:
-    """Of the instance with this name. host: under which others reach it. ears: who hears the links of what is prepared.
+    """Of the instance with this name. host: under which others reach it. ears: the listeners to the links of what is prepared.
     timeout_s: for others to come."""
 
     def __init__(self, name: str, host: str, ears: Ears, timeout_s: float) -> None:
@@ -79,7 +79,7 @@ class InstanceChanges:
             return self._meeting > 0 or self._prepared is not None or self._committed != epoch
 
     def commit(self, epoch: int) -> PreparedGroup | None:
-        """What the instance has to switch to; None the second time. Raises StalePlan (fields plan_epoch, epoch) if this epoch is
+        """The next group of the instance; None the second time. Raises StalePlan (fields plan_epoch, epoch) if this epoch is
         not prepared; nothing changed then."""
         with self._lock:
             if epoch == self._committed:
@@ -134,7 +134,7 @@ class InstanceChanges:
     # -- under the lock ------------------------------------------------------------------------------------------------------
 
     def _replaced(self, epoch: int) -> PreparedGroup | None:
-        """What this epoch takes the place of. Raises StalePlan if a call for a later one was quicker."""
+        """The group whose place this epoch takes. Raises StalePlan if a call for a later one was quicker."""
         older = self._prepared
         if older is not None and older.plan.epoch > epoch:
             raise self._stale(epoch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control of a cluster: who serves with whom, and how that changes. Pure: events in, commands out, no clock and no IO.
+"""Control of a cluster: which instances serve together, and how that changes. Pure: events in, commands out, no clock and no IO.
 
 Every change, a merger or a dissolution, goes through the same steps and has an epoch of its own:
 
@@ -15,7 +15,7 @@ has an epoch that control does not know. So each group holds a complete copy at 
 before it is sent), and epochs only rise.
 
 What instances have done is read from their reports, which come in order with the tokens that they made. Loads are judged at
-ticks: who merges by `drop`, for as many tokens as the cluster lacks; when a group dissolves, by the policy:
+ticks: `drop` says which merge, for as many tokens as the cluster lacks; when a group dissolves, by the policy:
 
     remap      exact plan; ski rental: a group dissolves when what its requests have waited longer for their tokens reaches
                what the copies cost, while each instance has room for its own demand and `MARGIN` more, beside all of its
@@ -149,7 +149,7 @@ REMAP = GroupPolicy()
 
 @dataclass(frozen=True)
 class GroupView:
-    """What there is to show of a group. epoch: of its last change; changing: the epoch of the one under way, if any. capacity:
+    """A group, for display. epoch: of its last change; changing: the epoch of the one under way, if any. capacity:
     tokens of KV."""
 
     epoch: int
@@ -263,7 +263,7 @@ class Control:
         self.changes = Counter[str]()
         """Changes of groups: "merged", "dissolved", "aborted"."""
         self.news = deque[News](maxlen=256)
-        """What became of changes, the oldest first; the reader takes away what it has read."""
+        """The results of changes, the oldest first; the reader takes away what it has read."""
         self._fingerprint: Fingerprint | None = None  # of the first that joined: requests may be half answered by it
         self._known: dict[str, Description] = {}
         self._groups: list[_Group] = []
@@ -286,7 +286,7 @@ class Control:
 
     @property
     def groups(self) -> list[GroupView]:
-        """What there is to show."""
+        """The state, for display."""
         return [
             GroupView(
                 each.epoch,
@@ -320,7 +320,7 @@ class Control:
     # -- Events ---------------------------------------------------------------------------------------------------------------
 
     def on(self, event: Event, now_s: float) -> list[Command]:
-        """What to do because of this event, in this order. now_s: seconds on the caller's clock; it never goes back.
+        """The commands that follow from this event, in this order. now_s: seconds on the caller's clock; it never goes back.
 
         Raises, with nothing changed: OtherModel and OutOfMemory, for an instance that cannot serve this model.
         """
@@ -623,8 +623,9 @@ class Control:
             self._restore(now_s)
 
     def _deadlines(self, now_s: float) -> None:
-        """Evict who is silent or late. What is not decided is aborted instead: nothing was asked of them that they had to do. An
-        exchange has no deadline: it waits for room that requests free, and a connection that breaks is told by `poll`."""
+        """Evict instances that are silent or late. A change that is not decided is aborted instead: nothing was asked of them
+        that they had to do. An exchange has no deadline: it waits for room that requests free, and a connection that breaks is
+        told by `poll`."""
         for name in [name for name, heard_s in self._heard_s.items() if now_s - heard_s > self.timeout_s]:
             if name in self._of:
                 self._evict(name, f"no report for {self.timeout_s} s", now_s)

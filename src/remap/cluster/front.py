@@ -99,7 +99,7 @@ class Front(Generic[RequestT]):
         self.rejected: dict[str, Error] = {}
         """Instances that may not join, or do not come back, and why."""
         self.failure: BaseException | None = None
-        """What ended a task that must not end: a defect. Every request is answered with it."""
+        """The error that ended a task that must not end: a defect. Every request is answered with it."""
         self.over = asyncio.Event()
         """No request will be served any more: there is a failure, or every instance is `rejected` or gone for good."""
         self.reports: dict[str, InstanceReport] = {}
@@ -155,7 +155,7 @@ class Front(Generic[RequestT]):
 
     @property
     def groups(self) -> list[GroupView]:
-        """What there is to show."""
+        """The state, for display."""
         return self.service.control.groups
 
     @property
@@ -170,7 +170,8 @@ class Front(Generic[RequestT]):
         return len(self.service.ledger)
 
     async def generate(self, id: str, request: RequestT) -> AsyncGenerator[Delivery, None]:
-        """The request's tokens as they come; the last delivery has the finish reason. Who stops to ask for more cancels it.
+        """The request's tokens as they come; the last delivery has the finish reason. A caller that stops asking for more cancels
+        it.
 
         Raises InvalidArgument for an id that is in use and for a request that the model cannot serve, NoCopy when no instance is
         left, InvalidState when the server closes.

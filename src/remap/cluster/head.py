@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler of a group: who runs in which microbatch. It computes nothing itself.
+"""The scheduler of a group: which request runs in which microbatch. It computes nothing itself.
 
-A head has as many lanes as its group has stages, each with at most one microbatch in flight: who goes where, and why that is
+A head has as many lanes as its group has stages, each with at most one microbatch in flight: which goes where, and why that is
 right, is said in `lanes`. Each lane is a production engine loop (`engine.Engine`, with its own scheduler); requests belong to
 the head, so all of them know them all.
 
@@ -44,7 +44,7 @@ MEASURED_STEPS = 4096
 
 @dataclass(frozen=True)
 class HeadLimits:
-    """What requests and passes are held to. vocabulary, positions: of the model. max_num_seqs: running at once, for each
+    """Limits of requests and passes. vocabulary, positions: of the model. max_num_seqs: running at once, for each
     lane that there is. max_batch_tokens: of a microbatch. decode_cost: see `Scheduler`."""
 
     vocabulary: int
@@ -100,7 +100,7 @@ class _Lane(Engine):
 
 
 class _Shared:
-    """What a lane of a group sees as its tenant."""
+    """The tenant as a lane of a group sees it."""
 
     remapped = 0
 

@@ -149,7 +149,7 @@ class ClusterInstance:
     # -- what control asks ---------------------------------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        """Who this is, and what it can hold."""
+        """The instance's name and capacity."""
         has = self._has
         return Description(
             self.name,
@@ -228,7 +228,7 @@ class ClusterInstance:
         self._inbox.put(partial(self._give_up, id))
 
     def poll(self, timeout_s: float = 0.0) -> tuple[list[Tokens], InstanceReport]:
-        """What has been computed since the last call, and how things are. Waits for so long for any tokens.
+        """The tokens computed since the last call, and a report. Waits for `timeout_s` for any tokens.
 
         Raises what ended the loop's work, after the tokens before it were taken: the instance has to `recover`, or go. And
         InvalidState (fields instance, busy_s) if the loop hangs: it has to go.
@@ -377,7 +377,7 @@ class ClusterInstance:
         return self._now.lost is not None or self._failed is not None
 
     def _round(self) -> bool:
-        """What the module says, once; whether there may be more to do at once."""
+        """One round, as the module says; whether there may be more to do at once."""
         count = self._inbox.qsize()
         for _ in range(count):
             self._inbox.get_nowait()()
@@ -391,7 +391,7 @@ class ClusterInstance:
         self._emit(tokens or [])
         self._unmoved = 0 if moved else self._unmoved + (tokens is not None)
         if tokens is not None and not moved and self._now.exchange is not None:
-            # What one request gave up has come round when as many microbatches as stages have.
+            # Blocks that one request gave up have come round when as many microbatches as stages have.
             late = self._unmoved > len(self._now.stages)
             self._unmoved = 0 if late else self._unmoved
             self._now.exchange.pump(give_up=late)

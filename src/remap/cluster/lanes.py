@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lanes of a group: who runs in the next microbatch, and how much of the prompts. Pure; the simulator runs it as well.
+"""The lanes of a group: which requests run in the next microbatch, and how much of the prompts. Pure; the simulator runs it as
+well.
 
 A pipeline of g stages is full while g microbatches are on their way. So a group has as many *lanes* as stages: schedulers over
 one pool of blocks, each with at most one microbatch in flight. Requests that wait stand in one line, and enter whichever lane
@@ -172,7 +173,7 @@ class Lanes:
         return sum(map(lane.commit, parts))
 
     def landed(self, number: int) -> Schedule:
-        """Its tokens are known: what is left of it to be committed, the chunks that yield one."""
+        """Its tokens are known: the rest of it is committed, the chunks that yield one."""
         del self._written[number]
         schedule = self.flying.pop(number)
         return schedule._replace(chunks=tuple(chunk for chunk in schedule.chunks if chunk.samples))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that come home from other instances of the group, in pieces behind activations: who sends which bytes when.
+"""Layers that come home from other instances of the group, in pieces behind activations: which instance sends which bytes when.
 
     stage that lacks a layer   Want, to the stage that control named as its source
     source                     LayerPart after LayerPart; or Cannot: its layer streams, loads or is elsewhere
@@ -33,14 +33,14 @@ __all__ = ["Came", "LayerCopies"]
 
 
 class Came(NamedTuple):
-    """What came of a message: this layer has all of its bytes, or (not whole) its source cannot send it."""
+    """The result of a message: this layer has all of its bytes, or (not whole) its source cannot send it."""
 
     layer: int
     whole: bool
 
 
 class _Send(NamedTuple):
-    """What is left to send of a layer, from `offset` on."""
+    """The rest of a layer to send, from `offset` on."""
 
     to: int
     want: WantLayer
@@ -85,7 +85,7 @@ class LayerCopies:
     # -- messages ------------------------------------------------------------------------------------------------------------
 
     def on(self, source: int, message: WantLayer | LayerPart | Cannot, payload: torch.Tensor | None) -> Came | None:
-        """Take a message. What came of it, if anything did."""
+        """Take a message. Returns its result, if it has one."""
         match message:
             case WantLayer():
                 self._asked.append(_Send(source, message, 0))

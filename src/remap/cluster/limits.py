@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server takes from callers: bytes of a body, requests at once. Both are checked before a body is read or parsed.
+"""The server's limits for callers: bytes of a body, requests at once. Both are checked before a body is read or parsed.
 
 A body is counted as it comes, so the limit holds for one without Content-Length too. A request counts from its first byte until
 its answer has been sent, or its caller has gone.

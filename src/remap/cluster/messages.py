@@ -11,7 +11,7 @@ an instance can tell an old command from a new one, however they were delayed on
     fetch     like prepare: the instance's own epoch stays
     recover   valid if its epoch is above the instance's own: it ends everything older
 
-What is not valid is refused with StalePlan, and nothing changes. What an instance has done it says in its reports, which state
+An invalid command is refused with StalePlan, and nothing changes. An instance tells its work in its reports, which state
 how things are and not what happened. So a report that is lost costs nothing.
 """
 
@@ -67,9 +67,9 @@ NOTHING = InstanceLoad()
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What must be equal for instances to compute parts of one model. config: a digest of the model's configuration and of
-    its weights' names and shapes; version: of this library; layers: transformer layers; weights: a digest of values that lie all
-    over each tensor, "" where there are none (in simulations); block_tokens: of a KV block."""
+    """The values that must be equal for instances to compute parts of one model. config: a digest of the model's configuration
+    and of its weights' names and shapes; version: of this library; layers: transformer layers; weights: a digest of values that
+    lie all over each tensor, "" where there are none (in simulations); block_tokens: of a KV block."""
 
     config: str
     dtype: str
@@ -123,7 +123,7 @@ class GroupPlan:
         return self.stages[0].instance
 
     def part(self, instance: str) -> Part:
-        """What this member computes; KeyError if it is none."""
+        """The layers that this member computes; KeyError if it is none."""
         for stage in self.stages:
             if stage.instance == instance:
                 return stage
@@ -201,7 +201,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class BringHome:
-    """Bring these layers home, behind all else, when there is room; who is named as their source is asked for them."""
+    """Bring these layers home, behind all else, when there is room; the instance named as their source is asked for them."""
 
     instance: str
     epoch: int
@@ -252,7 +252,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Restart:
-    """What these instances had was lost: ask for their requests again (`Ledger.restart`, then Asked)."""
+    """The KV of these instances was lost: ask for their requests again (`Ledger.restart`, then Asked)."""
 
     instances: tuple[str, ...]
 

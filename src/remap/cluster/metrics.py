@@ -63,7 +63,7 @@ class ClusterMetrics:
             self._tpot.observe(decoding_s / (tokens - 1))
 
     def text(self) -> bytes:
-        """What Prometheus reads."""
+        """The text that Prometheus reads."""
         return generate_latest(self._registry)
 
 

@@ -38,7 +38,7 @@ MOST_BIASES = 1024
 """Tokens of logit_bias: each pass has them all."""
 
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""What says who asks, or what OpenAI is to do with it beside the answer: ignored whatever it is."""
+"""Fields that name the caller, or tell OpenAI what to do beside the answer: ignored, whatever their values."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -57,14 +57,14 @@ BodyT = TypeVar("BodyT")
 
 
 class StreamOptions(msgspec.Struct):
-    """include_usage: a chunk at the end says how many tokens there were. What else clients write there is about chunks that there
-    are not."""
+    """include_usage: a chunk at the end says how many tokens there were. Other fields that clients write there are about chunks
+    that there are not."""
 
     include_usage: bool | None = None
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What both have. `nothing`: OpenAI's fields that ask for what there is not, and the values with which they do not."""
+    """The fields of both. `nothing`: OpenAI's fields that ask for what there is not, and the values with which they do not."""
 
     model: str | None = None
     stream: bool | None = None

@@ -35,11 +35,11 @@ __all__ = ["ReportT", "came", "changed", "fetch", "following", "give_up", "hold"
 
 
 ReportT = TypeVar("ReportT", StepReport, ActivationReport)
-"""What calls of the session return that may move blocks."""
+"""The reports of calls of the session that may move blocks."""
 
 
 def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fill: Collection[int] = ()) -> None:
-    """Compute the layers first <= i < end from now on, and hold those of `besides` as well. What is missing of them comes from
+    """Compute the layers first <= i < end from now on, and hold those of `besides` as well. Missing ones come from
     the host's master copies, but for the layers of `fill`.
 
     Live blocks as in `changed`. Raises what `advanced.place` raises, with nothing changed; and InvalidState (fields expected,
@@ -108,7 +108,7 @@ def _moved(member: Member, moved: Mapping[int, int]) -> None:
 
 def fetch(member: Member, epoch: int, sources: Mapping[int, int]) -> None:
     """Begin to bring all layers home for this epoch: these from other instances (by their ranks in the mesh), all others from the
-    master copies. What was begun for an earlier epoch is undone, for commands may overtake each other. Does nothing if they are
+    master copies. Work begun for an earlier epoch is undone, for commands may overtake each other. Does nothing if they are
     here, or if this epoch is over."""
     if epoch <= member.unfetched or epoch < member.fetching:
         return

@@ -21,7 +21,7 @@ __all__ = ["Ears", "PreparedGroup", "meet"]
 
 
 class Ears(NamedTuple):
-    """Who hears what comes over the links: ring and mesh are called with (epoch, source, header, payload), lost with
+    """The listener to the links: ring and mesh are called with (epoch, source, header, payload), lost with
     (epoch, error)."""
 
     ring: Callable[[int, int, bytes, torch.Tensor | None], None]

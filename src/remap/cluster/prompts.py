@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of bodies into token ids. What cannot be served is refused before it is tokenised, which can take a time that grows
-with the square of the length."""
+"""Prompts of bodies into token ids. A prompt that cannot be served is refused before it is tokenised, which can take a time that
+grows with the square of the length."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Served:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What its tokens stand for; for one thread."""
+        """The texts of its tokens; for one thread."""
         return Vocabulary(self.tokenizer)
 
 

@@ -2,7 +2,7 @@
 """Instances as Ray actors: where they run, that they come back, and what Ray says when they do not.
 
 Ray places them (a placement group, spread over the nodes), starts them, starts them again (`max_restarts`), and carries
-calls. What is between instances, activations and KV, goes its own way (`transport`). Calls run in threads of the actor, for
+calls. Data between instances, activations and KV, goes its own way (`transport`). Calls run in threads of the actor, for
 a poll waits there; Ray does not keep their order then, which the epochs of `messages` allow for.
 
 Without Ray's own head process (GCS) calls go on, for they go from process to process; actors that die are not started again

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an instance has, whatever group it is in, and what it measured of that before it serves."""
+"""An instance's resources, the same in any group, and their measurements from before it serves."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ SAMPLES = 1024
 
 
 def fingerprint_of(model: nn.Module, block_tokens: int) -> Fingerprint:
-    """What has to be equal for two instances to compute parts of one model (see `Fingerprint`). All layers are resident."""
+    """The values that have to be equal for two instances to compute parts of one model (see `Fingerprint`). All layers are
+    resident."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())  # type: ignore[union-attr, operator]
     values = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

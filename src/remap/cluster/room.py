@@ -24,7 +24,8 @@ def grow(member: Member, blocks: Iterable[int]) -> None:
 
 
 def reuse(member: Member) -> bool:
-    """What the old group's KV does not need any more is the stage's; then more requests may have room. Whether there was any."""
+    """Places that the old group's KV does not need any more are the stage's; then more requests may have room. Whether there was
+    any."""
     did = False
     while member.exchange is not None and (blocks := member.exchange.take_freed()):
         grow(member, blocks)

@@ -48,7 +48,7 @@ class NobodyLeft(Error):
 
 
 class NoRestarts(Error):
-    """What starts instances again is gone, so the server ended after what was in flight. Fields: reason."""
+    """The process that starts instances again is gone, so the server ended after what was in flight. Fields: reason."""
 
 
 async def serve(

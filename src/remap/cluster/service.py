@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control and ledger together: what becomes of a request, from the question to its last token. Pure, like both.
 
-`Service.on` takes the events of `Control.on` and carries out what concerns requests: what was lost is asked for again, and a
-route becomes a submission. What is left are commands to instances and answers to callers; the owner of the connections
+`Service.on` takes the events of `Control.on` and carries out what concerns requests: lost ones are asked for again, and a
+route becomes a submission. The rest are commands to instances and answers to callers; the owner of the connections
 carries them out, in their order.
 
 Some requests end whichever instance computes them. Each failure of an instance counts against all requests that were with it.
-After the first they start again at once. Who was there twice is a suspect: suspects start again one at a time in the whole
-cluster, on trial. A trial is over when the request ends, or has got `TRIAL_TOKENS` tokens more, and that many times as many for
-each failure beyond. If its instance fails during its trial, the request ends, with `Fatal`; the others there start again.
+After the first they start again at once. A request that was there twice is a suspect: suspects start again one at a time in the
+whole cluster, on trial. A trial is over when the request ends, or has got `TRIAL_TOKENS` tokens more, and that many times as many
+for each failure beyond. If its instance fails during its trial, the request ends, with `Fatal`; the others there start again.
 
 Promises: no request ends so before `MOST_FAULTS` failures. A request that fails its instance within its first `TRIAL_TOKENS`
 tokens fails as many, and ends no other by itself: for another, a third failure would have to come during its own trial, in
@@ -59,8 +59,8 @@ instead of 9.3; and a second kill may end one that is innocent, which now takes 
 """
 
 TRIAL_TOKENS = 4
-"""Tokens of the first trial. What fails at a certain place fails there again, with no new token but those that were lost on
-their way to the ledger: a pass or two of them."""
+"""Tokens of the first trial. A request that fails at a certain place fails there again, with no new token but those that were
+lost on their way to the ledger: a pass or two of them."""
 
 RequestT = TypeVar("RequestT")
 
@@ -146,7 +146,7 @@ class Service(Generic[RequestT]):
         return [*(Cancel(name, id, attempt) for name in members), *self.on(Finished(id), now_s)]
 
     def take(self, tokens: Tokens, now_s: float) -> Delivery | None:
-        """What an instance produced: the part that its caller has not had yet."""
+        """The tokens that an instance produced: the part that its caller has not had yet."""
         delivery = self.ledger.take(tokens)
         if delivery is not None and delivery.finish_reason is not None:
             # No commands come of it: what is held waits for an instance that serves, not for the end of a request.

@@ -147,7 +147,7 @@ class Slots:
         self._places, self._spare = kept, free[::-1]
         self.held -= gone
         self._tails = {end: slot for end, slot in self._tails.items() if end - 1 in self.held}
-        # What is left of a run whose last blocks stay may begin in one that goes.
+        # The rest of a run whose last blocks stay may begin in one that goes.
         for end, slot in self._tails.items():
             lost = [block for block in range(slot // self.layers, end) if block in gone]
             if lost:

@@ -34,7 +34,7 @@ MOST_BYTES = 256 << 20
 
 
 def switch(old: Member, prepared: PreparedGroup, sent: Callable[[], None]) -> Member:
-    """What the plan says. Nothing of the old group is in flight here. sent: called in another thread, each time that a piece of
+    """Carry the plan out. Nothing of the old group is in flight here. sent: called in another thread, each time that a piece of
     KV or of a layer has left."""
     has, plan, kv = old.has, prepared.plan, inside(old.has.tenant).kv
     new = member.alone(has, plan.epoch) if prepared.ring is None else member.stage_of(has, plan, prepared.ring)

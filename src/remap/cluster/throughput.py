@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the network between instances brings, as the pieces show that went over it."""
+"""The throughput of the network between instances, by the pieces that went over it."""
 
 from __future__ import annotations
 

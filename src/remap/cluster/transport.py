@@ -45,7 +45,7 @@ FRAME = 4096
 """Bytes of the first part of each message: two lengths, and as much of the header as fits."""
 
 ASSUMED = Network(Line(5e-4, 0.0), 2e9)
-"""What gloo over loopback is taken to need, where no argument says otherwise, until pieces have shown what it brings
+"""The assumed times of gloo over loopback, where no argument says otherwise, until pieces have shown what it brings
 (`throughput`). It decides what to move, and so speed alone."""
 
 _c10d: Any = dist  # torch's annotations do not export what its documentation names
@@ -95,7 +95,7 @@ class GroupLink:
         self, sources: Iterable[int], listeners: Iterable[int], deliver: Deliver, lost: Callable[[PeerLost], None]
     ) -> None:
         """From now on hand each message of these members to deliver(source, header, payload), in the order of sending, and send
-        what is posted. listeners: who listens to this one. lost(error): for each that is gone. `close` ends both."""
+        what is posted. listeners: the peers that listen to this one. lost(error): for each that is gone. `close` ends both."""
         group = self._group
         if group is None:
             return
@@ -291,7 +291,7 @@ def _end_threads() -> None:
 
 
 def _parts(header: bytes, payload: torch.Tensor | None) -> list[torch.Tensor]:
-    """What is sent for a message, one after another."""
+    """The parts sent for a message, one after another."""
     nbytes = 0 if payload is None else payload.numel()
     frame = bytearray(FRAME)
     frame[:8], frame[8:16] = len(header).to_bytes(8, "little"), nbytes.to_bytes(8, "little")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What instances of a cluster say to each other: msgpack, one struct for each message.
+"""The messages between instances of a cluster: msgpack, one struct for each message.
 
 The *ring* joins the stages of a group: each stage sends to the next, the last to the head. So everything that concerns the group
 passes all stages in one order: a block that is reused after a message cannot be read by a microbatch before it. The *mesh*

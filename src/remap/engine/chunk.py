@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a sequence one pass computes."""
+"""The part of a sequence that one pass computes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ STUCK_STEPS = 256
 
 
 class StepOutput(NamedTuple):
-    """What one step did: who got which token, finished requests, and how many tokens were computed."""
+    """The result of one step: which request got which token, finished requests, and how many tokens were computed."""
 
     sampled: Listed[Sequence]
     chosen: Listed[int]
@@ -142,7 +142,7 @@ class Engine(ABC):
         return self.advance(begin)
 
     def demand(self) -> Demand:
-        """What to tell the session before the next pass: the KV blocks wanted beyond those that are held."""
+        """The demand to tell the session before the next pass: the KV blocks wanted beyond those that are held."""
         return Demand(blocks=self.scheduler.demand(), waited_s=self.waited_s)
 
     @property
@@ -187,7 +187,7 @@ class Engine(ABC):
         return sum(sequence.held_blocks for sequence, fits in self._leaving() if fits)
 
     def _leaving(self) -> list[tuple[Sequence, bool]]:
-        """Who gives blocks up, in this order, and whether host memory has room for it after those before it."""
+        """The requests that give blocks up, in this order, and whether host memory has room for it after those before it."""
         scheduler, room, found = self.scheduler, self._kv.host.free_blocks, []
         for sequence in self._youngest():
             room -= scheduler.blocks_for(sequence.computed) - len(sequence.host)
@@ -195,11 +195,12 @@ class Engine(ABC):
         return found
 
     def _youngest(self) -> tuple[Sequence, ...]:
-        """Who has blocks, in the order in which they give them up: first those whose KV is only being copied in."""
+        """The requests that have blocks, in the order in which they give them up: first those whose KV is only being copied
+        in."""
         return (*reversed(self.scheduler.arriving), *reversed(self.scheduler.running))
 
     def pause(self, soon: bool = False) -> None:
-        """The engine's turn is over: what is new of its requests' KV goes to host memory, if it swaps, so that their blocks
+        """The engine's turn is over: new KV of its requests goes to host memory, if it swaps, so that their blocks
         can go at once when others need them. soon: its turn will be over soon; complete blocks go already."""
         if self.scheduler.swap:
             self._settle()
@@ -219,7 +220,7 @@ class Engine(ABC):
         return self.land(schedule, samplers, chosen, begin)
 
     def launch(self) -> Schedule:
-        """The first half of `advance`: who runs in the next pass, with blocks allocated."""
+        """The first half of `advance`: the requests of the next pass, with blocks allocated."""
         self._settle()
         if self._landing:
             self._catch_up()
@@ -253,8 +254,8 @@ class Engine(ABC):
             self.reports.settle(lambda: self.session.step())
 
     def _catch_up(self) -> None:
-        """An interrupt ended `land`: who has all his tokens is finished, in the next step's output, and a token that was not
-        noted is computed again."""
+        """An interrupt ended `land`: a request that has all its tokens is finished, in the next step's output, and a token that
+        was not noted is computed again."""
         for sequence in list(self._live.values()):
             if sequence.ended is not None:
                 self._end(sequence, sequence.ended)

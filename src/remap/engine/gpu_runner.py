@@ -9,8 +9,8 @@ does not wait at all.
     decodes only           a bucket of `CapturedDecode`: whole while nothing is streamed, else piecewise
     prompts, or a mixture  eager: decodes first, then chunks, one flat batch
 
-The same code runs over CPU tensors, without graphs and with torch's attention; that is how it is tested. What needs a GPU
-(streams, page-locked staging, graphs, kernels) is not yet run on one.
+The same code runs over CPU tensors, without graphs and with torch's attention; that is how it is tested. The part that needs a
+GPU (streams, page-locked staging, graphs, kernels) is not yet run on one.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class GpuRunner:
         with self._pass("decode", len(chunks), chunks):
             inputs.publish()
             self.attention.plan_decode(chunks, bucket)
-            # Entering the pass may have finished a change that had failed before. What was not recorded for the kind of
+            # Entering the pass may have finished a change that had failed before. A batch not recorded for the kind of
             # pass that it is now runs unrecorded, this once.
             piecewise = self.tenant.streaming
             self.captured.run(bucket, piecewise=piecewise, tenant=self.tenant)

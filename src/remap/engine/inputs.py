@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass on a device reads besides weights and KV: token ids, positions, slots, lengths and the block table.
+"""The inputs of a pass on a device besides weights and KV: token ids, positions, slots, lengths and the block table.
 
 All of it is int32 in one buffer at a fixed address (a captured graph reads it there), filled once a pass, asynchronously,
 from page-locked staging of the same layout.
@@ -41,7 +41,7 @@ class Staged:
         words = sum(fields.values())
         on_gpu = device.type == "cuda"
         staging = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
-        # On the CPU a second buffer all the same: what is not published must not be seen there either.
+        # On the CPU a second buffer all the same: unpublished values must not be seen there either.
         target = torch.zeros(words, dtype=torch.int32, device=device)
         self.words = words
         self.host: dict[str, torch.Tensor] = {}

@@ -31,7 +31,7 @@ __all__ = ["FlatBatch", "LayerRun"]
 
 
 class FlatBatch:
-    """What all layers of a pass over `chunks` need: the chunks in `decode_first` order, index tensors, and who gets a token.
+    """The inputs of all layers of a pass over `chunks`: the chunks in `decode_first` order, index tensors, and which get a token.
 
     samplers: the chunks that yield a token; phase: "prefill", "decode" or "mixed". dtype: the model's.
     """

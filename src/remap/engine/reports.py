@@ -20,7 +20,7 @@ __all__ = ["Reports"]
 
 
 class Tables(Protocol):
-    """What has block tables: an engine."""
+    """An owner of block tables: an engine."""
 
     def follow(self, moved: Mapping[int, int]) -> None: ...
 

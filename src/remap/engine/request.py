@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user asks for (`Request`, `SamplingParams`), what he gets (`Output`), and the engine's own record of it
+"""A user's request (`Request`, `SamplingParams`), its answer (`Output`), and the engine's own record of it
 (`Sequence`).
 """
 

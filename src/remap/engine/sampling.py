@@ -83,7 +83,7 @@ def logprobs_of(logits: torch.Tensor, token: int, count: int) -> TokenLogprobs:
 def changed_logits(
     logits: torch.Tensor, sampling: SamplingParams, tokens: Sequence[int], prompt_tokens: int
 ) -> torch.Tensor:
-    """What penalties and the bias make of logits, (vocabulary,), behind these tokens, of which the first are the prompt: float64.
+    """The logits, (vocabulary,), after penalties and the bias, behind these tokens, of which the first are the prompt: float64.
     See `SamplingParams`."""
     found = logits.to(torch.float64, copy=True)
     for token, bias in sampling.logit_bias:
@@ -99,8 +99,8 @@ def changed_logits(
 
 
 def scores(logits: torch.Tensor, sampling: SamplingParams, position: int) -> torch.Tensor:
-    """What the next token has the largest of: the logits, (vocabulary,), of a greedy request; else float64, -inf for tokens that
-    `top_k`, `min_p` or `top_p` leaves out, and logits / temperature with Gumbel noise for the others.
+    """The scores of which the next token has the largest: the logits, (vocabulary,), of a greedy request; else float64, -inf for
+    tokens that `top_k`, `min_p` or `top_p` leaves out, and logits / temperature with Gumbel noise for the others.
 
     The largest of these sums is a draw from the softmax. Each token has noise of its own, a function of (seed, position, token):
     logits that are rounded otherwise, as in another batch, give another token only where the two best sums are that close. (A

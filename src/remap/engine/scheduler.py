@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs in the next pass. Pure: no torch, no clock; blocks come from a pool that is handed in.
+"""Chooses the requests of the next pass. Pure: no torch, no clock; blocks come from a pool that is handed in.
 
 The policy is vLLM V1's, so that the engine without a session is a fair baseline: running sequences first, in the order
 of their arrival; a prompt is computed in chunks that fill what the token budget has left; a running sequence that
@@ -35,7 +35,7 @@ _MOVES = count(1)  # numbers of moves of blocks: a sequence may go to another sc
 
 
 class Schedule(NamedTuple):
-    """What one pass computes (tokens: of all chunks), and who lost their blocks for it."""
+    """The chunks of one pass (tokens: of all chunks), and the requests that lost their blocks for it."""
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[Sequence, ...]
@@ -117,19 +117,20 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._arriving: dict[Sequence, int] = {}
-        # Who goes to another queue, to which (its state then), and the ticket if its KV is being copied in: see `_move`.
+        # The sequence that goes to another queue, to which (its state then), and the ticket if its KV is being copied in: see
+        # `_move`.
         self._moving: tuple[Sequence, RequestState, int | None] | None = None
 
     @property
     def running(self) -> list[Sequence]:
-        """Who is computed in passes."""
+        """The sequences that passes compute."""
         if self._moving is not None:
             self._place()
         return self._running
 
     @property
     def waiting(self) -> deque[Sequence]:
-        """Who has no KV, or has it in host memory."""
+        """The sequences without KV, or with KV in host memory."""
         if self._moving is not None:
             self._place()
         return self._waiting
@@ -142,7 +143,7 @@ class Scheduler:
         return self._arriving
 
     def share_line(self, line: deque[Sequence]) -> None:
-        """Who waits stands in this line, perhaps with those of other schedulers. Before the first request."""
+        """Let waiting sequences stand in this line, perhaps with those of other schedulers. Before the first request."""
         self._waiting = line
 
     def add(self, sequence: Sequence) -> None:
@@ -202,7 +203,7 @@ class Scheduler:
         self.due.give_surely(pool)
 
     def queued(self) -> Iterable[Sequence]:
-        """Who does not run yet, in the order in which they will."""
+        """The sequences that do not run yet, in the order in which they will."""
         return self.waiting
 
     def schedule(self, pool: SchedulerBlocks) -> Schedule:
@@ -388,7 +389,7 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence, pool: SchedulerBlocks, kept: bool) -> None:
         """It waits, without blocks; with its KV in host memory if that is `kept`."""
-        # What has KV goes first, so that no sequence computes with blocks that it lost; what has none, when it has none.
+        # A sequence with KV leaves its queue first, so that it never computes with blocks that it lost; one without, at the end.
         if kept:
             self._move(sequence, RequestState.WAITING)
         self._drop(sequence, pool, kept)
@@ -396,7 +397,7 @@ class Scheduler:
             self._move(sequence, RequestState.WAITING)
 
     def _settle(self, pool: SchedulerBlocks) -> None:
-        """What streams is there to be read, or its sequence waits."""
+        """See that blocks that stream are there to be read; else their sequence waits."""
         if self.stream:
             for sequence in streaming.settle(self.running, pool, self.due):
                 self._retire(sequence, pool, kept=False)  # its KV is lost
@@ -459,7 +460,7 @@ class Scheduler:
             try:
                 sequence.host = sequence.host + pool.copy_out(new)
             except OutOfBlocks:
-                # What host memory keeps of those who run only saves a copy later.
+                # Host copies of running sequences only save a copy later.
                 for other in spare or ():
                     self._forget_host(other, 0, pool)
             else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of several engines on one arena cost: each tenant's metrics, all of them together, and the turns. Pure."""
+"""The metrics of a run of several engines on one arena: each tenant's metrics, all of them together, and the turns. Pure."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SharedResult:
         return max((one.duration_s for one in self.metrics.values()), default=0.0)
 
     def tokens(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """What was generated, to compare runs by: equal for the same requests, whatever memory there was."""
+        """The generated tokens, to compare runs by: equal for the same requests, whatever memory there was."""
         return {name: {id: one.tokens for id, one in outputs.items()} for name, outputs in self.outputs.items()}
 
     def different(self, reference: Mapping[str, Mapping[str, tuple[int, ...]]]) -> list[tuple[str, str]]:

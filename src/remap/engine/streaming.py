@@ -2,7 +2,7 @@
 """Which blocks of running sequences stream from host memory in each pass. Pure, as the scheduler, which calls this.
 
 A block that is complete never changes, so once host memory has it, passes can read it from there (`kv.host.stream`) and its
-pages are free: nothing is copied out a second time, whatever happens. The first blocks of a sequence go first, so that
+pages are free: nothing is ever copied out a second time. The first blocks of a sequence go first, so that
 those which stream are the first `streamed` of it, and copies are long. They come back when no other sequence wants the blocks:
 that costs as much as one pass that streams them.
 """

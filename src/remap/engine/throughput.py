@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline batches of a model that need not fit into memory, and whose KV lies in host memory: who runs in the next pass.
+"""Offline batches of a model that need not fit into memory, and whose KV lies in host memory: the requests of the next pass.
 
 Every pass reads all layers once, for all running sequences. Complete blocks go out to host memory and stream in again, layer by
 layer, in each pass. They go out in pairs of blocks, as keys and values (two host blocks), or as *activations*: the layer's
@@ -188,8 +188,8 @@ class ThroughputScheduler(Scheduler):
 
 @dataclass(frozen=True)
 class ChosenRatio:
-    """Which ratio of (activations, KV) an engine keeps, and why. times, options: what was measured and what follows from it
-    (`remap.policy.offline.choose`), if the engine chose among ratios."""
+    """Which ratio of (activations, KV) an engine keeps, and why. times, options: the measurements and the options that follow
+    from them (`remap.policy.offline.choose`), if the engine chose among ratios."""
 
     ratio: Ratio
     why: str

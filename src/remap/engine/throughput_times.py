@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the passes of an offline batch cost on this machine: a short calibration, before the first of them.
+"""The cost of an offline batch's passes on this machine: a short calibration, before the first of them.
 
 One pass computes layer 0 several times on made-up activations, whose keys and values go to scratch blocks: no block of a
 request is read or written, so no token changes. The link's seconds are the session's (`Inside.streamed_seconds`), which
@@ -204,7 +204,7 @@ def _remake(runner: ThroughputRunner, pairs: int) -> Callable[[], object]:
 
 
 def _ends(runner: ThroughputRunner, rows: int, length: int) -> Callable[[], object]:
-    """What is done once a pass: the index tensors, the embedding and the head."""
+    """The work done once a pass: the index tensors, the embedding and the head."""
 
     def work() -> object:
         batch, padding = _batch(runner, rows, length), max(0, min_rows(runner.dtype) - rows)

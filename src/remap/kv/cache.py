@@ -42,7 +42,7 @@ def _require_call(name: str, call: object) -> None:
 
 
 class BlockCopies(Protocol):
-    """What moves the bytes of blocks: remap.memory.kv_copies."""
+    """The mover of the bytes of blocks: remap.memory.kv_copies."""
 
     def copy(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
     def copy_out(
@@ -316,7 +316,7 @@ class TenantKV:
         return self._memory(self.address, self.geometry.region_bytes)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. Takes no lock."""
+        """The HTML for a notebook. Takes no lock."""
         spec, pool = self.spec, self.pool
         rows = (
             ("blocks", f"{pool.usable_blocks} usable, {pool.free_blocks} of them free; {spec.max_blocks} at most"),

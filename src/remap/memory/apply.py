@@ -64,7 +64,7 @@ class _Saved:
 
 
 class JournalTaker(Protocol):
-    """Who has opened the journal (undoing.py). take_back: called again if it was interrupted."""
+    """The owner of the open journal (undoing.py). take_back: called again if it was interrupted."""
 
     def take_back(self) -> None: ...
 
@@ -87,7 +87,8 @@ class Changes:
         self.moved: dict[str, dict[int, int]] = {}
         self._simulator = streams.simulator
         self.applied = 0  # plans whose effects stand: undoing.py subtracts those that it takes back
-        # What can be taken back, in the order of happening: changes with a plan, of which those that are decided stand.
+        # The changes that can be taken back, in the order of happening: changes with a plan, of which those that are decided
+        # stand.
         self._journal: list[_Saved] = []
         self._raised: Exception | None = None  # by a listener while the journal was open: the first one
         self._takers: list[JournalTaker] = []  # who will take back since when, unless it ends well; the outermost first
@@ -431,7 +432,7 @@ class Changes:
         self._takers.append(taker)
 
     def close_journal(self, taker: JournalTaker) -> Exception | None:
-        """What was done since `open_journal` stays, or has been taken back. Returns, to the last one, the first error of a
+        """The changes since `open_journal` stay, or have been taken back. Returns, to the last one, the first error of a
         listener: it comes behind the change, which it does not end."""
         del self._takers[self._takers.index(taker) :]
         if self._takers:

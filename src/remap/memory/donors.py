@@ -111,8 +111,8 @@ class UnusedKV:
 
 
 class PausedKV:
-    """What an inactive tenant will miss in its next turn: unused blocks that it needed in its last one, and live blocks, whose KV
-    its engine copies to host memory, what is new of it, before it frees them.
+    """Blocks that an inactive tenant will miss in its next turn: unused blocks that it needed in its last one, and live blocks,
+    whose KV its engine copies to host memory, what is new of it, before it frees them.
 
     Neither costs anything until then, and both cost the same then: a block's KV is copied in again, the giver's own or that of
     the tenant that has its place by then. stuck: whether live blocks stay where they are, whichever tenant needs their pages.
@@ -130,7 +130,7 @@ class PausedKV:
         blocks = int(missed * giver.kv.spec.block_bytes / receiver.kv.spec.block_bytes)
         if blocks <= 0:
             return []
-        # At the link's rate, as layers are copied. What was new went out when its turn ended.
+        # At the link's rate, as layers are copied. New blocks went out when its turn ended.
         nbytes = max(giver.layer_bytes)
         reload = missed * giver.kv.spec.block_bytes * giver.timing.copy_seconds() / nbytes if nbytes else 0.0
         return [Quote(giver.name, self.kind, blocks, 0.0, reload, share, Take(giver.name, self.kind, blocks))]

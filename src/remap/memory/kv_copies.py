@@ -71,7 +71,7 @@ class KVCopies:
                 self._leaving.pop(event, None)
                 self._out = 0 if self._out == event else self._out
         self._lost.difference_update(host_blocks)
-        # What these host blocks held before may still be on its way in, for a pass that was abandoned.
+        # The former contents of these host blocks may still be on their way in, for a pass that was abandoned.
         with self._noting():
             self._out = self._start(_OUT, ranges, behind=self._prefetched() if self._prefetched is not None else 0)
             self._leaving[self._out] = tuple(host_blocks), frozenset(blocks)

@@ -43,7 +43,7 @@ class BroughtHome:
 
 
 class Receiver(Protocol):
-    """Who can use pages: a tenant, or the other processes. index_of: the pages that have a place there."""
+    """A user of pages: a tenant, or the other processes. index_of: the pages that have a place there."""
 
     @property
     def number(self) -> int: ...

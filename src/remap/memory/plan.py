@@ -134,7 +134,7 @@ Step = SetOwner | Point | SetHome
 
 @dataclass(frozen=True)
 class Streaming:
-    """What streams: how many of each layer's last pages, through `buffers` ring buffers of `depth` pages."""
+    """The part that streams: how many of each layer's last pages, through `buffers` ring buffers of `depth` pages."""
 
     tails: tuple[int, ...]
     buffers: int
@@ -195,7 +195,7 @@ class TenantPages:
 
     @property
     def streaming(self) -> Streaming:
-        """What streams now."""
+        """The layers that stream now."""
         return Streaming(self.tails, len(self.ring), self.depth)
 
     @functools.cached_property
@@ -267,7 +267,7 @@ class TenantPages:
         )
 
     def shows(self, layer: int) -> Pages:
-        """What the layer's region shows, or will; () if it is elsewhere."""
+        """The pages that the layer's region shows, or will; () if it is elsewhere."""
         home, tail = self.homes[layer], self.tails[layer]
         if not tail:
             return home

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-# What is recorded for a selection that depends on what streams already.
+# The record of a selection that depends on what streams already.
 _RECORDED = {"onward": "nested", "inward": ""}
 
 
@@ -253,7 +253,7 @@ def can_restream(tenant: TenantState, amount: int, buffers: int, selection: str)
 
 
 def streamable(tenant: TenantState, amount: int, buffers: int, selection: str) -> Streaming:
-    """What is to stream. Checks each of its layers for writes since attach, and pins the written ones.
+    """The layers that are to stream. Checks each of its layers for writes since attach, and pins the written ones.
 
     Raises InvalidArgument (fields layers, streamable, pinned) if too few layers are left, or (field selection) if
     slices stream: then neither can whole layers be added, nor can layers come home one by one.

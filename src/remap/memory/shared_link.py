@@ -56,7 +56,7 @@ class SharedLink:
         return known[2]
 
     def neighbours(self, tenant: TenantState) -> list[Neighbour] | None:
-        """What `TenantView.neighbours` is for this tenant."""
+        """`TenantView.neighbours` of this tenant."""
         if len(self._tenants) < 2 or not tenant.active or len(self._active()) < 2:
             return None
         return self._neighbours(tenant)

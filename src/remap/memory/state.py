@@ -221,8 +221,8 @@ class TenantState:
         return self.pages.streamed
 
     def order_of(self, pages: TenantPages) -> tuple[int, ...]:
-        """What these pages and the pinned layers leave to be streamed; the present order itself, the key of kept answers, if it
-        is the same."""
+        """The layers that these pages and the pinned layers leave to be streamed; the present order itself, the key of kept
+        answers, if it is the same."""
         gone = self.pinned | pages.gone
         order = () if pages.for_good else tuple(n for n in schedule.nested(self.layers) if n not in gone)
         return self.order if order == self.order else order
@@ -423,7 +423,7 @@ class TenantState:
         return all(page in self.index_of or page in unmoved for page in chain.from_iterable(tails))
 
     def prepare(self, plan: Plan) -> PreparedPlan:
-        """What follows from this plan for the present pages."""
+        """This plan's consequences for the present pages."""
         gained = self.kv.pool.runs_of(self.slots_of(plan.gained))
         return prepare(self.pages, plan, gained, self.layer_bytes, self.kv.geometry.page_bytes)
 

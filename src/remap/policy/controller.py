@@ -240,7 +240,7 @@ class Controller:
         return quotes
 
     def whole_offer(self, view: TenantView, donor: str = "") -> Quote:
-        """What streams now and all of `offers`, as one increment from nothing."""
+        """The layers that stream now and all of `offers`, as one increment from nothing."""
         more = self.offers(view, donor)
         alpha, buffers = cast("tuple[int, int]", more[-1].step) if more else (view.remapped, view.buffers)
         times = view.times

@@ -13,7 +13,7 @@ The form of a table, of which `tables/machines.json` and `tables/models.json` ar
                              "roofline": {"eff_bw": 0.9}}},
      "models": {"my-model": {"like": "Llama-3-8b", "layers": 16}}}
 
-A figure is a number, or an object with `value`, `source` and `grade`. What an entry leaves out is taken from the entry
+A figure is a number, or an object with `value`, `source` and `grade`. A figure that an entry leaves out is taken from the entry
 that it is `like`; an entry with the name of a built-in one changes that one.
 """
 

@@ -85,7 +85,7 @@ class HybridRoom(ABC):
         return self.device_bytes // (self.layers * self.block.activations)
 
     def divided(self, blocks: Sequence[int], ratio: Ratio) -> list[Mix]:
-        """The requests' blocks at a ratio. What the device holds is spread evenly over all blocks of its kind.
+        """The requests' blocks at a ratio. Bytes on the device are spread evenly over all blocks of their kind.
 
         A byte that the device holds saves a byte on the link in each pass, whatever it is of: activations come first, as
         in HybridServe, section 4.2.1, then weights, then KV.
@@ -114,7 +114,7 @@ class HybridRoom(ABC):
         return mixes
 
     def least(self, blocks: Sequence[int], fewest: Ratio, most: Ratio) -> tuple[Mix, float]:
-        """What is loaded of all requests together at least at any ratio from `fewest` activations to `most`, and the least
+        """The least that is loaded of all requests together at any ratio from `fewest` activations to `most`, and the least
         share of each layer's weights that is streamed. Exact if both are one ratio.
 
         A request has the fewest activations at one end and the fewest K and V at the other. The share of a kind that the

@@ -88,7 +88,7 @@ class OfflineRoom(HybridRoom):
 
 @dataclass(frozen=True)
 class Option:
-    """What a ratio is expected to give. at_once: requests in a pass, as many as host memory holds to their ends. pass_s: the
+    """The expected results of a ratio. at_once: requests in a pass, as many as host memory holds to their ends. pass_s: the
     certified seconds of a pass, in the mean of their answers."""
 
     ratio: Ratio

@@ -23,7 +23,7 @@ from remap.sim.workload import Item
 __all__ = ["EMPTY_S", "SimEngine"]
 
 EMPTY_S = 0.001
-"""What an iteration takes that found nothing to run, at least: were the gap 0, time would stand still, and with it what is
+"""The least time of an iteration that found nothing to run: were the gap 0, time would stand still, and with it what is
 waited for."""
 
 

@@ -63,7 +63,7 @@ class Fit:
         return {group: error for group, error in self.errors.items() if error > POOR_MISFIT}
 
     def document(self) -> dict[str, Any]:
-        """What `machine(name, extra=...)` takes, and a file of which may hold."""
+        """The argument of `machine(name, extra=...)`; a file may hold it."""
         return {"machines": {self.name: dict(self.entry)}}
 
 

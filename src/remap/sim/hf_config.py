@@ -3,8 +3,8 @@
 
     found, notes = read_config("Qwen3-8B/config.json")
 
-Weights are counted from the shapes, as the checkpoint has them: biases, norms and learned positions included. What a family does
-that these counts do not know (layers of several kinds, windows that differ from layer to layer) is refused by name.
+Weights are counted from the shapes, as the checkpoint has them: biases, norms and learned positions included. A feature of a
+family that these counts do not know (layers of several kinds, windows that differ from layer to layer) is refused by name.
 """
 
 from __future__ import annotations

@@ -88,12 +88,12 @@ _TOKENS = ("input_tokens", "output_tokens")
 
 
 def arrivals_known() -> str:
-    """What `--arrivals` takes, in words."""
+    """The values of `--arrivals`, in words."""
     return f"{', '.join(ARRIVALS)}, bursty:CV:DUTY, or the path of a .csv or .csv.gz file with arrival_s"
 
 
 def lengths_known() -> str:
-    """What `--lengths` takes, in words."""
+    """The values of `--lengths`, in words."""
     return (
         f"{', '.join(LENGTHS)}, fixed:IN:OUT, or the path of a .csv or .csv.gz file with input_tokens and output_tokens"
     )
@@ -118,7 +118,7 @@ def _is_path(name: str) -> bool:
 
 
 def _numbers(field: str, name: str, count: int, known: str) -> list[float]:
-    """What follows the first colon of a name, at most `count` numbers."""
+    """The numbers behind the first colon of a name, at most `count`."""
     parts = name.split(":")[1:]
     try:
         values = [float(part) for part in parts]
@@ -215,7 +215,7 @@ def load(
     lengths.
 
     Raises InvalidArgument (field) for names that are not known, with those that are; for files without the columns or without
-    rows; and for numbers out of range. What opening a file raises (FileNotFoundError) is InvalidArgument too.
+    rows; and for numbers out of range. An error on opening a file (FileNotFoundError) is InvalidArgument too.
     """
     if not tenants or len(set(tenants)) != len(tenants):
         raise InvalidArgument(

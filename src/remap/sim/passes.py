@@ -27,7 +27,7 @@ __all__ = ["Cost", "Pass", "PiePass", "PieTimes", "SessionPass", "sampled"]
 
 
 class Cost(Protocol):
-    """What computing takes: `Roofline`, or something measured."""
+    """The time of computing: `Roofline`, or something measured."""
 
     def layer_s(self, prefill_tokens: int, prefill_pairs: int, decode_rows: int, decode_context: int) -> float:
         """Seconds of one layer over one batch."""
@@ -88,13 +88,13 @@ class Pass(ABC):
 
 
 def sampled(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
-    """What a pass yields: the chunks that have a token more, and tokens that stand for any."""
+    """The result of a pass: the chunks that have a token more, and tokens that stand for any."""
     samplers = [chunk for chunk in chunks if chunk.start + chunk.count == chunk.sequence.length]
     return samplers, [0] * len(samplers)
 
 
 class SessionPass(Pass):
-    """Passes of an attached tenant, on a stream of its own. What is copied to and from host memory for requests that are
+    """Passes of an attached tenant, on a stream of its own. KV copied to and from host memory for requests that are
     swapped is enqueued there, so the next pass waits for it."""
 
     def __init__(self, backend: Any, tenant: Any, cost: Cost, model: Model) -> None:
@@ -174,7 +174,7 @@ class PiePass(Pass):
         pass = max(computation, (m + 2) t_in, (m + 2) t_out)
 
     (Eq. 5 of Oneiros has the same form.) Where copies are hidden that is exact. Where they are not, Pie's protocol, run event by
-    event, takes a little longer, about n / (n - 1) of it with up to half of the layers away and more beyond: what is simulated is
+    event, takes a little longer, about n / (n - 1) of it with up to half of the layers away and more beyond: the simulation is
     on Pie's side. Only with directions as unequal as a GH200's and few layers away is it up to 6 % quicker, as not every copy is
     in the slower direction's way.
 

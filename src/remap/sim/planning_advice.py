@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from a plan's numbers: whether to stream active layers, what to set, and the arithmetic behind each. Pure."""
+"""The advice that follows from a plan's numbers: whether to stream active layers, what to set, and the arithmetic behind each.
+Pure."""
 
 from __future__ import annotations
 
@@ -45,14 +46,14 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """What engines' adapters read it from."""
+        """The text from which engines' adapters read it."""
         return f"REMAP_{self.name.upper()}"
 
 
 @dataclass(frozen=True)
 class Advice:
     """active: whether streaming layers of a model that runs pays here; donors: whether lending those of idle ones does.
-    why: in sentences. settings: what to give to Knobs; what is not named keeps its default."""
+    why: in sentences. settings: what to give to Knobs; others keep their defaults."""
 
     active: bool
     donors: bool

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan can be made of, and what it takes for granted: memory, donors, fits, mixtures of experts. Pure."""
+"""The inputs of a plan, and its assumptions: memory, donors, fits, mixtures of experts. Pure."""
 
 from __future__ import annotations
 

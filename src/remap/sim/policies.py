@@ -146,7 +146,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        # What the paper chooses: evenly spaced layers, the most recently used donor first. All of it: "remap:weights+oneiros".
+        # The paper's choices: evenly spaced layers, the most recently used donor first. All of it: "remap:weights+oneiros".
         "oneiros": (
             "evenly spaced layers, MRU, two buffers",
             {"selection": "uniform", "policy": "mru", "buffers": 2, "partial": True},

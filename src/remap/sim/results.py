@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated run gives: one `PolicyResult` a policy, its headline figures, and its form as JSON. Pure.
+"""The results of a simulated run: one `PolicyResult` a policy, its headline figures, and its form as JSON. Pure.
 
     found = [simulate(setup, items, policy) for policy in ("recompute", "remap")]
     found[0].ttft_p99_s, found[0].headline()
@@ -401,7 +401,7 @@ def _fewer(pairs: Pairs, limit: int = POINTS) -> Pairs:
 
 
 def report(configuration: Mapping[str, Any], results: Iterable[PolicyResult]) -> dict[str, Any]:
-    """What `remap simulate --json` prints: {"configuration": ..., "policies": {name: headline and details}}.
+    """The output of `remap simulate --json`: {"configuration": ..., "policies": {name: headline and details}}.
 
     Where both "recompute" and "ideal" are among them, each has "against_ideal" (`remap.sim.ideal`), with None for what
     is not defined. Raises InvalidArgument if two results have the name of one policy.

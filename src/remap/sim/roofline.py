@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What computing takes on a machine: a roofline with soft knees, layer by layer. Pure, no numpy; cheap per iteration.
+"""The time of computing on a machine: a roofline with soft knees, layer by layer. Pure, no numpy; cheap per iteration.
 
 An operator that moves b bytes and computes f FLOP takes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs when, in virtual time.
+"""The order of the engines' runs, in virtual time.
 
 Turns        temporal sharing: one tenant at a time, in turns. `SharedEngines` of the reference engine, as it is; only what it
              records is bounded, and long silences are skipped once nothing changes any more.

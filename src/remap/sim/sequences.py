@@ -51,7 +51,7 @@ class SimSequence(EngineSequence):
 
 
 class Work(NamedTuple):
-    """What one pass computes. prefill_pairs: of query and key, causal. decode_context: tokens whose KV the decoding rows read.
+    """The work of one pass. prefill_pairs: of query and key, causal. decode_context: tokens whose KV the decoding rows read.
     parts: parts of prompts, and rows."""
 
     prefill_tokens: int

@@ -22,7 +22,7 @@ Moved = Mapping[str, Mapping[int, int]]
 
 
 class WholeModels:
-    """What `SharedEngines` asks of a session, over `session`, whose tenants have `layers[name]` layers.
+    """A session as `SharedEngines` sees it, over `session`, whose tenants have `layers[name]` layers.
 
     follow: told of blocks that have moved, before anything else moves.
     """

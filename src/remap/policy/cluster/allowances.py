@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each microbatch of a group may take of the prompts that wait, in seconds of a pass through all layers. Pure.
+"""The share of the waiting prompts for each microbatch of a group, in seconds of a pass through all layers. Pure.
 
 All that waits is divided by `lookahead`, and microbatches take its parts in turn; when those are used up, all that waits then is
 divided anew. Each microbatch decodes besides, however prompts are cut. So when the number of parts is chosen, decoding counts as
@@ -32,7 +32,7 @@ class Allowances:
         self._parts: list[float] = []  # seconds, the first part's last
 
     def take(self, lane: int, decode_s: Sequence[float], waiting: Callable[[int], Sequence[Waiting]]) -> float | None:
-        """What the next microbatch of this lane may take; 0 or less: as little as possible. None: as much as it can.
+        """The seconds that the next microbatch of this lane may take; 0 or less: as little as possible. None: as much as it can.
 
         decode_s: what decoding takes in each lane. waiting(most): at most `most` of those whose prompts are not computed, in
         order.
@@ -50,5 +50,5 @@ class Allowances:
         return lookahead(waiting, cost, self.lanes, self.grain) if waiting else []
 
     def balance(self, mean_s: float, decode_s: float) -> float:
-        """What a lane takes more of prompts, whose decoding takes decode_s, and that of all in the mean mean_s."""
+        """More seconds of prompts for a lane whose decoding takes decode_s; the mean of all lanes is mean_s."""
         return mean_s - decode_s

@@ -119,7 +119,7 @@ def preferred(placement: Placement, network: Network) -> Placement:
 def decided(
     placement: Placement, network: Network, find: Callable[[Placement, int, Network], DropPlan] = plan
 ) -> DropPlan | None:
-    """What merges now, as `find` plans it; None if no group has to.
+    """The groups that merge now, as `find` plans them; None if no group has to.
 
     Offers that are dearer than a drop do not count (`preferred`), unless it leaves a merged group with less room than its
     instances have alone, all of their offers taken: then offers count all, and only what is beyond them is a reason to merge.
@@ -178,7 +178,7 @@ def _resident(group: Group) -> Group:
 
 
 def _like(stage: PlannedStage) -> PlannedStage:
-    """What equal instances alone have in common."""
+    """The stage without name and load: the same for equal instances alone."""
     return replace(stage, instance=replace(stage.instance, name="", load=InstanceLoad()))
 
 
@@ -233,14 +233,14 @@ class _Mergers:
         return self.requests(part) * max(0.0, self.round_s(part) - before)
 
     def _weight(self, part: tuple[int, ...]) -> tuple[int, float, int, int, int]:
-        """What it adds to each number that plans are compared by, but the tokens that it frees for those that are missing."""
+        """Its addition to each number that plans are compared by, but the tokens that it frees for those that are missing."""
         groups = [self.placement.groups[number] for number in part]
         size = sum(len(group.stages) for group in groups)
         stalled = sum(group.load.tokens for group in groups) if len(part) > 1 else 0
         return self.gain(part), self.added_s(part), size, size * size, stalled
 
     def order(self, parts: _Parts, need: int) -> tuple[int, float, int, int, int]:
-        """What plans are compared by."""
+        """The numbers that plans are compared by."""
         freed, added_s, sizes, squares, stalled = zip(*map(self.weight, parts))
         return max(0, need - sum(freed)), math.fsum(added_s), max(sizes), sum(squares), sum(stalled)
 
@@ -251,7 +251,7 @@ class _Mergers:
         return DropPlan(*self.order(parts, need), sum(map(self.gain, parts)), epoch, after)
 
     def best(self, need: int) -> _Parts:
-        """What `plan` carries out."""
+        """The parts that `plan` carries out."""
         none = tuple((number,) for number in range(len(self.placement.groups)))
         if need <= 0:
             return none

@@ -27,7 +27,7 @@ __all__ = ["Flow", "Priority", "Resumption", "Running", "chunk_bytes", "longest_
 
 
 class Priority(IntEnum):
-    """Who goes first on a link: the lowest number."""
+    """The requests' order on a link: the lowest number."""
 
     ACTIVATION = 0
     WEIGHTS = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a microbatch costs, and how everything that waits is divided into microbatches of equal cost. Pure.
+"""The cost of a microbatch, and the division of the queue into microbatches of equal cost. Pure.
 
 A chunk is a run of tokens of one request behind a prefix whose KV is there. Its cost is attention to the prefix and to itself,
 work that is linear in its tokens, and a constant; a microbatch is the sum of its chunks less (k - 1) times what k chunks load

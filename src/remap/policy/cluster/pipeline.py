@@ -28,7 +28,7 @@ __all__ = ["Network", "equal_stages_s", "group_round_s", "round_s"]
 
 @dataclass(frozen=True)
 class Network:
-    """What copies and activations take. hop_s: to send the activations of one microbatch to the next stage, by its tokens.
+    """The times of copies and activations. hop_s: to send the activations of one microbatch to the next stage, by its tokens.
     bytes_per_s: of an instance to and from others, each way. host_bytes_per_s: from its own host memory; 0: that has no
     master copy.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes which layers: the words of `remap.policy.cluster`, its invariant, and capacity. Pure.
+"""Which instance computes which layers: the words of `remap.policy.cluster`, its invariant, and capacity. Pure.
 
 The invariant of every placement: the stages of each group compute all layers, each once, in order; so each group holds a
 complete copy of the model. `check` raises where it is broken, or where memory does not suffice.

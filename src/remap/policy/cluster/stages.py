@@ -37,8 +37,8 @@ _Worth = Callable[[int, int], float]
 
 
 class _Kind(NamedTuple):
-    """What makes instances equal. middle: twice the middle of the layers computed until now. until: for each layer the first
-    from there on that they lack."""
+    """The values that make instances equal. middle: twice the middle of the layers computed until now. until: for each layer the
+    first from there on that they lack."""
 
     middle: int
     memory_bytes: int
@@ -185,7 +185,7 @@ class Splits:
 
 
 def _extended(best: Sequence[float], worth: _Worth) -> tuple[list[float], list[int]]:
-    """What the first k layers are worth with one more stage behind those of `best`, for each k, and where it begins."""
+    """The worth of the first k layers with one more stage behind those of `best`, for each k, and where it begins."""
     found, begins, j = list[float](), list[int](), 0
     for k in range(len(best)):
         while worth(j, k) < best[j]:

@@ -87,7 +87,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Supply:
-    """What to take. unmet: blocks that no donor can give. stall_s: certified seconds per pass, over all donors together.
+    """The portions to take. unmet: blocks that no donor can give. stall_s: certified seconds per pass, over all donors together.
 
     cost_s: seconds per pass as well, reloads included. gap_s: by how much cost_s may exceed the optimum; 0: not at all.
     """
@@ -140,7 +140,7 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]], *, one_
         if len(front) > MOST_PLANS:
             front, lost = _thinned(front)
             exact, gap = False, gap + lost
-        # What costs more than this plan alone costs more than it with any other line as well.
+        # A plan that costs more than this one alone costs more than it with any other line as well.
         cost, plan = _cheapest(front, kv, target)
     if not exact:
         alone = [_plan_of([(place, n)], lines) for place in places for n in options[place]]
@@ -266,7 +266,7 @@ def _rest(plan: _Plan, target: int) -> int:
 
 
 def _cheapest(plans: Sequence[_Plan], kv: _Line, target: int) -> tuple[float, _Plan]:
-    """What the cheapest costs with the KV that it still needs, of those for which KV suffices; infinitely much without
+    """The cost of the cheapest with the KV that it still needs, of those for which KV suffices; infinitely much without
     any."""
     found, most = [(math.inf, _EMPTY)], kv.blocks[-1]
     for plan in plans:
