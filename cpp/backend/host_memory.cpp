@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Opening and closing, regions, pages and host memory; what stands behind which address is host_mapping.cpp.
+// Opening and closing, regions, pages and host memory; host_mapping.cpp has the pages behind each address.
 #include "backend/host_memory.h"
 
 #include <fcntl.h>
@@ -168,7 +168,7 @@ void HostMemory::fail(const char* call, int code, const os::Asked& asked) const 
 void HostMemory::fail_broken(const char* call, int code) const {
   throw Error(ErrorKind::arena_broken,
               std::string(call) + " failed half-way and could not be undone (" + std::strerror(code) +
-                  "): what stands behind its range is unknown. Close the arena.",
+                  "): the contents of its range are unknown. Close the arena.",
               {{"call", std::string(call)}, {"errno", std::int64_t{code}}});
 }
 

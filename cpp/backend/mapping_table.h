@@ -33,7 +33,7 @@ struct Cell {
   Access access = Access::none;
 };
 
-// Adjacent pages with adjacent slots and the same access: what one kernel mapping can show.
+// Adjacent pages with adjacent slots and the same access: one kernel mapping can show them.
 struct Run {
   Address address = 0;
   std::size_t bytes = 0;

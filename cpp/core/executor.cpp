@@ -229,8 +229,8 @@ void Executor::require_backed(const Plan& plan) const {
   }
 }
 
-// Promise 6. A page comes to a tenant as KV, where it is zeroed; and by way of `free`, in a plan that was committed: what a
-// plan zeroes must be no tenant's any more when it begins, so that undoing it takes no bytes from a tenant.
+// Promise 6. A page comes to a tenant as KV, where it is zeroed; and by way of `free`, in a plan that was committed: a page that
+// a plan zeroes must be no tenant's any more when it begins, so that undoing it takes no bytes from a tenant.
 void Executor::refuse_mixing(PageId id, TenantId after) const {
   const Page& page = arena_->pages_[id];
   if (page.tenant != kNobody && page.tenant != after) {

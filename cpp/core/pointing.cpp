@@ -89,7 +89,7 @@ void Pointer::unmap(View& view, std::size_t first_slot, std::size_t count) {
       undone_until = first + run;
     });
   } catch (...) {
-    // Whole or nothing: what was unmapped is mapped again.
+    // Whole or nothing: the unmapped part is mapped again.
     before.resize(undone_until);
     try {
       map(view, first_slot, before);

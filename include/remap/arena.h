@@ -88,7 +88,7 @@ struct Page {
 // As Page::dirty: its contents are unknown, so that any tenant has it zeroed. No tenant has this number, or kNobody.
 inline constexpr TenantId kUnknownBytes = kNobody - 1;
 
-// More slots than this are refused for a region: what the arena notes of each takes memory at once.
+// More slots than this are refused for a region: the arena's notes of each take memory at once.
 inline constexpr std::size_t kMaxSlots = std::size_t{1} << 24;
 
 // A page to be zeroed before `tenant` may see it, at an address where it is mapped.

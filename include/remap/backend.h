@@ -33,7 +33,7 @@ using EventHandle = std::uint64_t;
 
 enum class Access : std::uint8_t { none, read, read_write };
 
-// The kinds of calls, for the decorators: what to fail, to limit, or to log.
+// The kinds of calls, for the decorators, which fail, limit or log them.
 enum class Call : std::uint8_t {
   reserve,
   release,

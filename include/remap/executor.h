@@ -35,7 +35,7 @@ namespace remap {
 
 // Told by the worker when a layer's region shows its target (Prefetcher is behind it in this library): once for the last plan that
 // deferred a step of the region, and not for those whose steps it took over. No lock of the arena's or the executor's is held
-// then: what the observer does next, enqueueing copies say, may take its time.
+// then: the observer's next work, enqueueing copies say, may take its time.
 //
 // Meanwhile a plan may have been applied that points the layer to other pages, and the layer be held for that. So the observer asks
 // `current`, under the lock that orders its own holds: false says that what it is told is of the past, and it changes nothing.
@@ -117,7 +117,7 @@ class Executor {
   // The state of a job's plan, as far as the region is concerned.
   enum class Standing : std::uint8_t {
     present,    // no other has set the region's target since
-    undecided,  // another is applied that does: what the region is to show is not known yet
+    undecided,  // another is applied that does: the region's target is not known yet
     past,       // another has, and brought a job of its own; or the region is gone
   };
   // The needs of applying a plan.
@@ -174,10 +174,10 @@ class Executor {
   std::uint64_t validation_ = 0;
 
   // Guarded by queue_mutex_: jobs for the worker. It takes a job out, lets go of this lock, and re-points under the arena's
-  // pointing lock. A job points its region for the plan that it came with, and for no other: who used the region before it was
-  // held is behind the event of that plan, but the layer may have been let go of and used since, when a later plan comes. So a plan
-  // that is committed takes the jobs of its regions away (the one in hand sees it by Region::targets), and while one is applied
-  // and not decided, the jobs of its regions are parked.
+  // pointing lock. A job points its region for the plan that it came with, and for no other: a stream that used the region before
+  // it was held is behind the event of that plan, but the layer may have been let go of and used since, when a later plan comes.
+  // So a plan that is committed takes the jobs of its regions away (the one in hand sees it by Region::targets), and while one is
+  // applied and not decided, the jobs of its regions are parked.
   mutable std::mutex queue_mutex_;
   std::unique_ptr<std::condition_variable> queue_changed_ = std::make_unique<std::condition_variable>();
   // Lists: a job changes its list without being allocated anew, so none is lost when memory runs out.

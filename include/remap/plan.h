@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans: what the planner asks for and the executor does. Values only.
+// Plans, which the planner makes and the executor carries out. Values only.
 #pragma once
 
 #include <algorithm>

@@ -116,7 +116,7 @@ class Prefetcher {
   Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers, std::size_t chunk_bytes = 0);
   ~Prefetcher();
   // Gives the copy stream and all events back; called by the destructor too. Pre: no other call is in progress, and no caller
-  // uses copy_stream() any more. Throws the first error when all were tried; what could not be given back is tried by the next
+  // uses copy_stream() any more. Throws the first error when all were tried; the rest is tried by the next
   // call. Afterwards only stats() and close() are allowed.
   void close();
   Prefetcher(const Prefetcher&) = delete;

@@ -139,8 +139,8 @@ def offers(session: Session, name: str) -> list[Quote]:
 
     Its own layers (donor: its name): as far as its certificate allows; each pass then waits for stall_s, and copies for reload_s,
     of which `share` is lost to the computation. By the times measured until now; before the first pass, one layer.
-    Other tenants: while they are inactive, what they lent and still would. Of active ones only what they lent: what they would
-    give comes and goes with their passes. Free pages, and those that no donor asks back (donor: ""), cost nothing.
+    Other tenants: while they are inactive, the memory that they lent and still would. Of active ones only what they lent:
+    the rest comes and goes with their passes. Free pages, and those that no donor asks back (donor: ""), cost nothing.
 
     Raises InvalidArgument for an unknown tenant, and InvalidState inside a pass.
     """

@@ -119,7 +119,7 @@ class Session:
     host_kv: host memory for KV of paused and preempted requests, of all tenants whose `KVSpec.host_blocks` is None together:
     bytes or "8GiB", shared evenly, with engines that are made later too as long as no engine has used a block of it; 0: none.
     "auto": at most half of what the machine and its control group can spare when an engine asks (`kv.host.open`), and no
-    tenant more than the session could hold of its blocks; what no engine has used of it makes room for master copies of models
+    tenant more than the session could hold of its blocks; the part that no engine has used makes room for master copies of models
     that are attached later. An engine that never asks takes none.
 
     Raises InvalidArgument for a bad size, device, mode or option; OutOfMemory or LimitExceeded if the pages cannot be

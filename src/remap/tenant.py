@@ -96,7 +96,7 @@ class _Pass:
 
 
 class Inside:
-    """One attached model as this library's own engines, adapters and tests see it: what is measured of it, which of its bytes are
+    """One attached model as this library's own engines, adapters and tests see it: its measurements, which of its bytes are
     where, its whole KV cache (`kv`), and how its passes begin to wait. `Tenant` has what other engines call. Not a part of the
     API that stays as it is from release to release.
 

@@ -78,8 +78,8 @@ class CudaBackend final : public Backend {
                                        shared_of(options));
   }
 
-  // Streams first: what they still copy must stay mapped and locked. A forked child has neither the context nor the right to
-  // touch it, and locks may be held there for ever: everything is left as it is.
+  // Streams first: memory that they still copy must stay mapped and locked. A forked child has neither the context nor the right
+  // to touch it, and locks may be held there for ever: everything is left as it is.
   ~CudaBackend() override {
     if (fork_generation() == generation_) {
       streams_.reset();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How much host memory may be page-locked, and what there is to know about a range before that is done.
 //
-// Page-locked memory can neither be reclaimed nor swapped out: what is taken beyond what the machine or the cgroup can spare ends
+// Page-locked memory can neither be reclaimed nor swapped out: an excess over the spare memory of the machine or the cgroup ends
 // in the out-of-memory killer, not in an error. So the limits are read before anything is allocated.
 //
 // Reading files and judging what they say are separate, so that the judgement can be tested on any text.

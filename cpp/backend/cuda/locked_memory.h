@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Page-locked host memory: what copies can read at full speed, within a budget.
+// Page-locked host memory, which copies can read at full speed, within a budget.
 //
 // Buffers are mappings of our own, of the size asked for (rounded to OS pages and no further; allocators for page-locked memory
 // round to powers of two, which a machine full of weights cannot afford), of huge pages where the kernel gives them. They
@@ -34,7 +34,7 @@ namespace remap::cuda {
 class LockedMemory {
  public:
   struct Options {
-    HostBudget budget;                // not set: what the cgroups and the machine have left, at each call
+    HostBudget budget;                // not set: the rest that the cgroups and the machine have, at each call
     std::size_t piece = 0;           // bytes of a registration at most: `CudaOptions::host_piece_bytes`
     bool read_only_register = false;  // the device can register memory that may not be written
     bool coherent = false;            // it reads pageable memory through the host's page tables

@@ -85,7 +85,7 @@ void Streams::destroy_stream(StreamHandle stream) {
                 {{"operation", std::string("destroy_stream")}, {"handle", static_cast<std::int64_t>(stream)}});
   }
   const Context::Use use(context_, "destroy_stream");
-  // The work is over when it has failed, too: what matters is that nothing is pending any more.
+  // The work is over when it has failed, too: nothing is pending any more then.
   if (const Result code = driver_.cuStreamSynchronize(native(stream)); code != result::kSuccess) {
     if (driver_.cuStreamQuery(native(stream)) == result::kNotReady) {
       fail(driver_, "destroy_stream", "cuStreamSynchronize", code);
@@ -203,7 +203,7 @@ Result Streams::enqueue(StreamPointer stream, const CopyPart* parts, std::size_t
 void Streams::fail_midway(StreamPointer stream, const char* call, const char* entry, Result code) const {
   const bool ended = driver_.cuStreamSynchronize(stream) == result::kSuccess;
   fail(driver_, call, entry, code, {},
-       ended ? "What was enqueued before it has ended; what the targets hold is undefined."
+       ended ? "The work enqueued before it has ended; the contents of the targets are undefined."
              : "What was enqueued before it may still run: destroy the stream before the memory is used again.");
 }
 

@@ -205,7 +205,7 @@ def _reloads(reloads: Sequence[Reload]) -> Table:
 
 def _donors(donors: Sequence[IdleDonor]) -> Table:
     table = _table(
-        "What idle models give: what a prefill of 512 tokens hides the reload of, and half",
+        "Idle models give: the layers whose reload a prefill of 512 tokens hides, and half",
         *("donor", "layers", "KV tokens", "half", "KV tokens"),
     )
     for each in donors:

@@ -59,7 +59,7 @@ def _moved(results: Sequence[PolicyResult], better: bool) -> list[str]:
 
 
 def verdict(results: Sequence[PolicyResult]) -> str:
-    """One sentence: what the compared policy does better than the first."""
+    """One sentence: the figures in which the compared policy is better than the first."""
     ours, first = _compared(results), results[0]
     if ours is None:
         return f"{first.policy} alone: name others to compare it with."
@@ -71,7 +71,7 @@ def verdict(results: Sequence[PolicyResult]) -> str:
 
 
 def worse(results: Sequence[PolicyResult]) -> str:
-    """One sentence: what the compared policy does worse; empty if nothing."""
+    """One sentence: the figures in which the compared policy is worse; empty if there are none."""
     found = _moved(results, better=False)
     return f"Worse: {', '.join(found)}." if found else ""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's endpoints over a `Front`, with /health, /metrics, /cluster, /version and /tokenize.
 
-A caller who goes away cancels his request: what is streamed ends with the response, and beside every other wait the server
+A caller that goes away cancels its request: a stream ends with the response, and beside every other wait the server
 listens for the end of the connection.
 """
 
@@ -182,7 +182,7 @@ def make_app(
 
 
 class _Visit:
-    """A request of the server, from its first byte on. leave: what ends it. goes_on: its response does that."""
+    """A request of the server, from its first byte on. leave: ends it. goes_on: its response does that."""
 
     def __init__(self, http: HTTPRequest, leave: Callable[[], None], deadline: Deadline) -> None:
         self.deadline = deadline

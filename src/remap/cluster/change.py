@@ -42,7 +42,7 @@ class InstanceChanges:
         self._aborted = 0
 
     def prepare(self, plan: GroupPlan, member: Member, check: Callable[[], None]) -> None:
-        """See `ClusterInstance.prepare`. member: what the instance is now. check: raises what stands against it; from before it
+        """See `ClusterInstance.prepare`. member: the instance now. check: raises if something stands against it; from before it
         is called, the change is pending. Waits for the other instances."""
         with self._lock:
             self._require_newer(plan.epoch)

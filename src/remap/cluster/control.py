@@ -347,7 +347,7 @@ class Control:
                     each.sent.pop(id, None)
                     if each.stuck is not None and each.stuck[0] == id:
                         each.stuck = None
-                return []  # `Service.take` promises that: what is held waits for a group to open, not for the end of a request
+                return []  # `Service.take` promises that: a held request waits for a group to open, not for the end of a request
             case Tick():
                 self._tick(now_s)
         self._route()

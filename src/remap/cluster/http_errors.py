@@ -13,7 +13,7 @@ from .limits import Busy, TooLarge
 __all__ = ["MOST_TEXT", "NotJSON", "TooLate", "UnknownModel", "error_of", "status_of"]
 
 MOST_TEXT = 1000
-"""Characters of an error's text that a caller gets: what it quotes of a body may be as long as that."""
+"""Characters of an error's text that a caller gets: its quotes of a body may be as long as that."""
 
 
 class UnknownModel(Error):

@@ -14,10 +14,10 @@ takes, which has a lock. In each round the loop does, what others wait for first
 So activations wait for a chunk of KV at most, and KV for one pass and the activations that are there; neither starves.
 
 Each entry goes one way, down: from here to `passes` (microbatches), `own_layers` and `room` (layers that leave and come home),
-`switch` (the next member) or the member's exchange; what comes of it is returned.
+`switch` (the next member) or the member's exchange; its result is returned.
 
 `prepare` runs in its caller's thread, for it waits for others, and hands the loop two links that are ready. Peers may switch
-sooner than this instance: what they send for an epoch that is still to come waits in `_early`.
+sooner than this instance: messages for an epoch that is still to come wait in `_early`.
 
 What can go wrong: a peer that is gone leaves the instance as it is, waiting for `recover`. An error of its own (the model's, the
 session's) is raised by `poll`, again and again, until `recover`; and so is the loss of a peer when control has not said `recover`

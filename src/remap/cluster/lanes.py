@@ -76,7 +76,7 @@ class Lane(Scheduler):
         if most < count:
             if self._left_s == self._allowance_s:  # the first one: some of it at least, or no prompt would ever go on
                 most = max(most, self._grain)
-            most += self._grain // 2  # to the nearest multiple: what is rounded down adds up to microbatches of its own
+            most += self._grain // 2  # to the nearest multiple: the remainders add up to microbatches of its own
             count = super().chunk_tokens(sequence, min(most - most % self._grain, count))
         self._left_s -= self._cost.chunk(sequence.computed, count)
         return count

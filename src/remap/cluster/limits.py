@@ -27,7 +27,7 @@ class Busy(Error):
 
 @dataclass(frozen=True)
 class FrontLimits:
-    """body_bytes: of one body. requests: open at once, of all callers together. retry_after_s: what a caller is told who comes
+    """body_bytes: of one body. requests: open at once, of all callers together. retry_after_s: told to a caller that comes
     when there are as many. deadline_s: from the first byte of a request to the last of its answer.
 
     Raises InvalidArgument (with a field for each) unless each is at least 1, and the deadline above 0.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/metrics of a server: what it counted, and what its front shows at the moment of the look."""
+"""/metrics of a server: its counts, and the state of its front at the moment of the look."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ ROWS = 8
 """Requests of a pass over several."""
 
 REPEATS = 3
-"""Of these the quickest counts: what else the machine does only makes a pass longer."""
+"""Of these the quickest counts: the machine's other work only makes a pass longer."""
 
 ENOUGH_S = 1.0
-"""A pass is not repeated when it has taken so long in all: what disturbs it is short beside it."""
+"""A pass is not repeated when it has taken so long in all: disturbances are short beside it."""
 
 
 class Probe(NamedTuple):

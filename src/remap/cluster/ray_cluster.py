@@ -133,7 +133,7 @@ class RayConnection:
 
 
 def _reason(error: BaseException | None) -> str:
-    """The last line of what Ray says, where the reason is; what stands before it is of the actor, or a traceback."""
+    """The last line of what Ray says, where the reason is; the text before it is of the actor, or a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

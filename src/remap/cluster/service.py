@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control and ledger together: what becomes of a request, from the question to its last token. Pure, like both.
+"""Control and ledger together: the way of a request, from the question to its last token. Pure, like both.
 
 `Service.on` takes the events of `Control.on` and carries out what concerns requests: lost ones are asked for again, and a
 route becomes a submission. The rest are commands to instances and answers to callers; the owner of the connections
@@ -134,7 +134,7 @@ class Service(Generic[RequestT]):
         return self.on(PlacementAsked(id, self._tokens(id)), now_s)
 
     def is_last(self, id: str, attempt: int) -> bool:
-        """Whether the request is unfinished and this is its last attempt: what comes of older ones is for no caller."""
+        """Whether the request is unfinished and this is its last attempt: tokens of older ones are for no caller."""
         return id in self.ledger and self.ledger.attempt(id) == attempt
 
     def cancel(self, id: str, now_s: float) -> list[Action[RequestT]]:
@@ -149,7 +149,7 @@ class Service(Generic[RequestT]):
         """The tokens that an instance produced: the part that its caller has not had yet."""
         delivery = self.ledger.take(tokens)
         if delivery is not None and delivery.finish_reason is not None:
-            # No commands come of it: what is held waits for an instance that serves, not for the end of a request.
+            # No commands come of it: a held request waits for an instance that serves, not for the end of a request.
             self.control.on(Finished(tokens.id), now_s)
         return delivery
 

@@ -159,7 +159,7 @@ class Slots:
 
 
 class Departure:
-    """KV that is going away, and the physical blocks that it still keeps: what an instance computed before its group changed.
+    """KV that is going away, and the physical blocks that it still keeps: KV that an instance computed before its group changed.
 
     places: of the logical blocks then. held: the physical blocks there. live: for each request its logical blocks.
     """

@@ -167,7 +167,7 @@ class GroupLink:
         if self._closed.is_set():
             return  # it ended as well, perhaps sooner
         found = PeerLost(
-            f"{self.names[rank]!r} is gone, or takes no messages ({self._prefix}); what was in flight is lost; recover",
+            f"{self.names[rank]!r} is gone, or takes no messages ({self._prefix}); messages in flight are lost; recover",
             peer=self.names[rank],
             link=self._prefix,
         )
@@ -220,7 +220,7 @@ class ServedStore:
 
     def forget(self, epoch: int) -> None:
         """Keep nothing of changes before this epoch: an instance that is still to come is too late. Behind the space, keys begin
-        with their epoch. Raises nothing: what stays is memory, and no change depends on it."""
+        with their epoch. Raises nothing: keys that stay are memory, and no change depends on it."""
         try:
             for key in self._store.list_keys():
                 space, _, rest = key.partition("/")

@@ -52,7 +52,7 @@ class GpuRunner:
 
     tenant: `forward(phase, tokens[, stream])`, `wait(layer)`, `done(layer)`, `streaming`, `kv.tensors`. session: None, or
     what `settle()` quiesces before anything is recorded. max_num_seqs, max_batch_tokens: the scheduler's. max_model_len:
-    most tokens of a sequence (default: what the model and the KV region can hold). attention: see `paged`. graphs: "cuda",
+    most tokens of a sequence (default: as many as the model and the KV region can hold). attention: see `paged`. graphs: "cuda",
     "eager" (recordings that are called again), "off", or "auto" (cuda on a GPU, eager on the CPU). staging: how batch
     tensors reach the device: "copy", "kernel" (see `paged_triton.fetch`) or "auto" (kernel on a GPU with Triton). stream: a
     torch stream to work on (default: a new one).

@@ -57,7 +57,7 @@ class Scheduler:
     for vLLM V0's way: everything is copied out each time, and the next pass waits for what comes in.
     stream: beside that, complete blocks of running sequences stream from host memory in each pass rather than that another is
     preempted, or not admitted, as many as `pool.streamable_blocks` says (streaming.py).
-    Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what a full pool preempted is older than
+    Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; a preempted sequence is older than
     the rest). A sequence is in one of `waiting`, `running` and `arriving`.
     Interrupts: a call that an interrupt ends leaves every sequence in one queue, with tables that are true; the same call goes
     on where it ended. A sequence that waits may have blocks then, and uses them when its turn comes. `due`: blocks that no
@@ -406,7 +406,7 @@ class Scheduler:
 
     def _move(self, sequence: Sequence, state: RequestState, ticket: int | None = None) -> None:
         """A sequence goes to the queue of this state, in the place of its age; with a ticket it arrives. It has happened as soon
-        as that is written down: what an interrupt leaves undone, the next look at the queues does."""
+        as that is written down: the next look at the queues does the rest after an interrupt."""
         if self._moving is not None:
             self._place()
         self._moving = sequence, state, ticket

@@ -33,7 +33,7 @@ class TenantSample:
 
 @dataclass(frozen=True)
 class SharedSample:
-    """All tenants after one step. `time_s` counts from the start of the run; `active`: who ran."""
+    """All tenants after one step. `time_s` counts from the start of the run; `active`: the tenant that ran."""
 
     time_s: float
     active: tuple[str, ...]

@@ -38,7 +38,7 @@ def streamed(chunks: Listed[Chunk]) -> list[int]:
 
 def make_room(running: Listed[Sequence], blocks: int, pool: SchedulerBlocks, block_tokens: int, due: Due) -> bool:
     """Free `blocks` blocks by letting complete ones of these sequences stream, the oldest's first, as far as the passes'
-    certificate (`pool.streamable_blocks`) goes. False if that was not enough; what has been freed stays free. Raises the
+    certificate (`pool.streamable_blocks`) goes. False if that was not enough; freed blocks stay free. Raises the
     pool's error; every sequence is consistent then."""
     freed = 0
     for sequence in running:
@@ -76,7 +76,7 @@ def bring_home(running: Listed[Sequence], spare: int, pool: SchedulerBlocks, due
 
 def settle(running: Listed[Sequence], pool: SchedulerBlocks, due: Due) -> list[Sequence]:
     """Let what has come back be the sequences' own blocks again. Returns those of which bytes that stream never reached host
-    memory: they have to be computed anew. Raises the pool's error if copies back have failed; what streams goes on."""
+    memory: they have to be computed anew. Raises the pool's error if copies back have failed; streaming goes on."""
     for sequence in running:
         if sequence.homing is None:
             continue

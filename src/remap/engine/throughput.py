@@ -44,7 +44,7 @@ __all__ = ["ChosenRatio", "ThroughputEngine", "ThroughputScheduler"]
 class ThroughputScheduler(Scheduler):
     """First come, first served; each pass decodes a token of all who can, and prompts fill the budget.
 
-    ratio: (activations, KV), of the pairs of each request. host_blocks: those that can stream. held: what each sequence has.
+    ratio: (activations, KV), of the pairs of each request. host_blocks: those that can stream. held: by sequence, its blocks.
     """
 
     def __init__(self, *, ratio: Ratio, host_blocks: int, **settings: Any) -> None:

@@ -155,7 +155,7 @@ def _copy_line(one: float, two: float) -> Line:
 
 
 def _seconds(works: Listed[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
-    """The median of a few times of each, without the first, all in turns: what others do on the machine falls on all of them, as
+    """The median of a few times of each, without the first, all in turns: other work on the machine falls on all of them, as
     it will on the passes."""
     found: list[list[float]] = [[] for _ in works]
     for _ in range(_REPEATS + 1):
@@ -167,7 +167,7 @@ def _seconds(works: Listed[Callable[[], object]], clock: Callable[[], float]) ->
 
 
 def _fill(runner: ThroughputRunner) -> None:
-    """Give the scratch blocks numbers that are like activations: what lies there may be slow to compute with."""
+    """Give the scratch blocks numbers that are like activations: the bytes there may be slow to compute with."""
     tensor, scratch = runner.tenant.kv.tensors[0], inside(runner.tenant).kv.scratch
     tensor[:, scratch.start : scratch.stop] = torch.randn(tensor[:, :1].shape, dtype=tensor.dtype)
 

@@ -304,7 +304,7 @@ class TenantKV:
     @property
     def scratch(self) -> range:
         """The ids of the scratch blocks. Layer i's part of them is the engine's from `wait(i)` to `done(i)`, in passes and out of
-        no copy: what it holds before is not known. The pool knows nothing of them."""
+        no copy: its contents before are not known. The pool knows nothing of them."""
         first = self.geometry.first_streamed + self.spec.streamed_blocks
         return range(first, first + self.spec.scratch_blocks)
 

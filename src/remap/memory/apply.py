@@ -446,7 +446,7 @@ class Changes:
         while self._takers:
             try:
                 self._takers[-1].take_back()
-            except Exception:  # a broken arena, or an unforeseen error: what stands by now stays, and calls go on
+            except Exception:  # a broken arena, or an unforeseen error: changes made by now stay, and calls go on
                 self._takers.clear()
                 self._journal.clear()
                 self._raised = None

@@ -222,7 +222,7 @@ class KVCopies:
             return  # it is tried again, by `close` at the latest
 
     def _settle(self) -> None:
-        """No caller asks any more for the copies out that are under way: what they have not written yet counts as lost."""
+        """No caller asks any more for the copies out that are under way: bytes not written yet count as lost."""
         for event, (host_blocks, _) in self._leaving.items():
             if not self._done(event):
                 self._lost.update(host_blocks)

@@ -36,7 +36,7 @@ Moves = dict[str, dict[int, int]]
 
 @dataclass
 class BroughtHome:
-    """The result of bringing pages home. moved: tenant -> {old block: new block}. problem: what ended it early."""
+    """The result of bringing pages home. moved: tenant -> {old block: new block}. problem: the error that ended it early."""
 
     moved: Moves = field(default_factory=dict)
     problem: str = ""

@@ -21,7 +21,7 @@ class SharedLink:
     """A session's. Inactive tenants run no passes, so they copy nothing; a tenant that is active alone waits for no other,
     and its times are those that were measured.
 
-    switching: what turns take of the link, if all tenants can make room by a copy; `Offers` tells it.
+    switching: the turns' share of the link, if all tenants can make room by a copy; `Offers` tells it.
 
     It reads tenants whose passes may be open: their pages and times are replaced, never changed.
     """

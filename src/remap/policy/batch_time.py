@@ -2,7 +2,7 @@
 """The time of a decode pass, by its live KV blocks: a line through the measured times. Pure.
 
 A pass reads the weights once and every live block once, and computes for every request: of requests of like length its time is
-a line in the live blocks (Oneiros section 4 has the same two terms). Only the slope is asked for: what one block more adds.
+a line in the live blocks (Oneiros section 4 has the same two terms). Only the slope is asked for: the time of one more block.
 Old measurements fade, since lengths change.
 """
 

@@ -125,8 +125,8 @@ class Controller:
         return self._shrink_or_keep(view, blocks, headroom)
 
     def decide_with(self, view: TenantView, demand: Demand, quotes: Sequence[Sequence[Quote]]) -> Decision:
-        """The decision after `NeedQuotes`, for the same demand. view: as before, but with the neighbours. quotes: what other
-        tenants can give, one list of increments per donor."""
+        """The decision after `NeedQuotes`, for the same demand. view: as before, but with the neighbours. quotes: the offers of
+        other tenants, one list of increments per donor."""
         return self._grow(view, demand, demand.blocks + self._headroom - view.free_blocks, quotes)
 
     # -- growing ---------------------------------------------------------------------------------------------------

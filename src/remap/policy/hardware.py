@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named machines and models: what the simulator and `remap plan` reckon with. Pure; facts with their sources, as JSON.
+"""Named machines and models, for the simulator and `remap plan`. Pure; facts with their sources, as JSON.
 
     machine("GH200-96GB").h2d_bytes_per_s           # 4.19e11
     machine("my-box", extra="my-box.json")          # a table of one's own, of the same form; `remap fit` writes one
@@ -102,7 +102,7 @@ class Machine:
     """One accelerator and its link to host memory. Bytes, bytes/s, FLOP/s, seconds. Raises InvalidArgument (field).
 
     hbm_bytes: device memory as the driver shows it. hbm_bytes_per_s, flops: nominal. link: its kind, in words.
-    h2d_bytes_per_s, d2h_bytes_per_s: what large copies reach, alone. duplex: the share of a direction's bandwidth that is
+    h2d_bytes_per_s, d2h_bytes_per_s: of large copies, alone. duplex: the share of a direction's bandwidth that is
     left while the other one is busy too. copy_setup_s: of each copy. create_page_s, map_page_s, set_access_s,
     unmap_page_s: driver calls for one 2 MiB page. iteration_gap_s: between two iterations of an engine. sources: figure ->
     "grade: source"; it is read only, and two machines with the same figures are equal whatever it says. misfit: of a fitted

@@ -62,7 +62,7 @@ class Costs(ABC):
 
     @abstractmethod
     def least_seconds(self, mix: Mix, streamed: float = 1.0) -> float:
-        """A bound that no packing of these blocks goes below: what the link, or the processor, does in a pass."""
+        """A bound that no packing of these blocks goes below: the link's, or the processor's, work in a pass."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class OfflineCosts(Costs):
         return passed + self._stores(mix)
 
     def least_seconds(self, mix: Mix, streamed: float = 1.0) -> float:
-        """A bound that no packing of these blocks goes below: what the link, or the processor, does in a pass."""
+        """A bound that no packing of these blocks goes below: the link's, or the processor's, work in a pass."""
         layers = [layer for layer, seconds in enumerate(self.weights) if seconds]
         copied = math.fsum(self.weights[layers[use]] for use in copied_uses(len(layers), self.ring, "fixed"))
         computed = self.recompute(mix.recomputed) + self.forward_s(mix.requests, mix.blocks)

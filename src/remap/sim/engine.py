@@ -32,7 +32,7 @@ class SimEngine(Engine):
 
     tenant: name, kv (a pool), remapped, lent_pages: a session's tenant, or a stand-in. session: None if its memory never
     changes through one. clock: the backend, or a `VirtualClock`: now, advance_to(t), advance(s). gap_s: between two passes, the
-    host's time for scheduling and sampling. most_blocks: what the pool could ever hold.
+    host's time for scheduling and sampling. most_blocks: the most that the pool could ever hold.
     """
 
     runner: Pass

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a simulated pass takes, and what it does on the device while it lasts.
 
-    SessionPass   on a stream of the sim backend, through `tenant.forward`: what the production path does on a GPU. Streamed
+    SessionPass   on a stream of the sim backend, through `tenant.forward`: as the production path on a GPU. Streamed
                   layers are waited for and given back layer by layer; the copies, and how long they hold the computation up,
                   are the prefetcher's and the backend's, not a formula's.
     PiePass       Pie's pipeline in closed form (see there): it has no counterpart in the library.

@@ -5,7 +5,7 @@
     found.balance.remapped, found.balance.rows        # 6 layers, 32 requests at once instead of 23
 
 Layer times come from the roofline, copies from the machine's link, what can be hidden from `remap.schedule` and
-`remap.policy.slices`: what the controller itself asks, here of computed times instead of measured ones. Not in it: queueing,
+`remap.policy.slices`: the controller's own functions, here of computed times instead of measured ones. Not in it: queueing,
 and that a running copy takes memory bandwidth from the computation (`contention`, which the settings name).
 
 Of several devices under tensor parallelism (tp) the plan is one device's: its share of the model, its memory, its link. Of a
@@ -65,7 +65,7 @@ WHAT_IF = (0, 2, 4, 8, 15)
 @dataclass(frozen=True)
 class MachinePlan(Numbers):
     """The answer. steps: each number with its formula and what was put in. advice: whether streaming active layers pays here,
-    and which settings follow, each with its reason. assumed: what the plan takes for granted, in sentences."""
+    and which settings follow, each with its reason. assumed: the plan's assumptions, in sentences."""
 
     steps: tuple[Step, ...]
     advice: Advice

@@ -27,7 +27,7 @@ SHORT_RELOAD_S = 0.1
 
 @dataclass(frozen=True)
 class Step:
-    """One number: what it is, its formula, and the formula with the numbers put in, the result last."""
+    """One number: its meaning, its formula, and the formula with the numbers put in, the result last."""
 
     what: str
     formula: str
@@ -53,7 +53,7 @@ class Setting:
 @dataclass(frozen=True)
 class Advice:
     """active: whether streaming layers of a model that runs pays here; donors: whether lending those of idle ones does.
-    why: in sentences. settings: what to give to Knobs; others keep their defaults."""
+    why: in sentences. settings: for Knobs; others keep their defaults."""
 
     active: bool
     donors: bool
@@ -241,7 +241,7 @@ def _why_active(numbers: Numbers, *, active: bool, full: bool) -> str:
     limit = f" --max-num-seqs {numbers.max_requests} was the limit: that many run at once at most." if limited else ""
     if full:
         most = max(float(balance.remapped), balance.slices)
-        useless = f"; what a pass could hide, {most:.3g} layers' worth, would serve no request" if most else ""
+        useless = f"; the {most:.3g} layers' worth that a pass could hide would serve no request" if most else ""
         return (
             f"Do not stream active layers: at {numbers.context} tokens the KV cache holds the {balance.rows_before} requests "
             f"that run at once without it{useless}.{limit}"

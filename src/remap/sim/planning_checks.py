@@ -121,7 +121,7 @@ def assumptions(numbers: Numbers, whole: Model, donors: Sequence[Model], *, defa
         copied = " (KV heads are copied: there are fewer than devices)" if whole.kv_heads < numbers.tp else ""
         yield (
             f"tensor parallelism over {numbers.tp} devices: every figure is one device's share{copied}; each has a link of "
-            "its own at full speed; what the devices tell one another is not counted, so that passes take longer and hide more "
+            "its own at full speed; the traffic between the devices is not counted, so that passes take longer and hide more "
             "than is said here, and tokens/s are lower"
         )
     if model.matrix_bytes < model.dtype_bytes:

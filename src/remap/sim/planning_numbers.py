@@ -101,8 +101,8 @@ class IdleDonor:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The results of a plan. kv_tokens: without remapping; tokens_per_layer: what one remapped layer adds. limits: by context,
-    then rows. activation_bytes: what was assumed. max_requests: that run at once, at most. tp: devices that share each layer;
+    """The results of a plan. kv_tokens: without remapping; tokens_per_layer: of one remapped layer. limits: by context,
+    then rows. activation_bytes: as assumed. max_requests: that run at once, at most. tp: devices that share each layer;
     model, memory_bytes and all that follows are of one of them."""
 
     machine: Machine

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policies that a simulation can compare, by name. Pure.
 
-    recompute     KV of the size that the reservation leaves; what does not fit is preempted and recomputed (vLLM)
+    recompute     KV of the size that the reservation leaves; requests that do not fit are preempted and recomputed (vLLM)
     swap          the same, but preempted requests keep their KV in host memory (vLLM V0's swapping, whole requests)
     pie           KV of some layers lies in host memory and is swapped layer by layer, both ways; adaptive expansion (Pie);
                   "pie:1.6": a fixed expansion
@@ -74,7 +74,7 @@ class Policy:
     expansion, 0 if it is adaptive. pooled: the
     share of each tenant's KV reservation that is its own; the rest is free for the tenant that needs it first. partial: see
     `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5". memory: how many times the
-    setup's memory it has (`Setup.times`). whole: `Setup.whole`: what lending between tenants in turns could reach at most, if
+    setup's memory it has (`Setup.times`). whole: `Setup.whole`: the most that lending between tenants in turns could reach, if
     the link were infinitely fast. stream: complete blocks of running requests stream from host memory, layer by layer.
     """
 

@@ -200,7 +200,7 @@ class TenantResult:
 class PolicyResult:
     """One run: all tenants under one policy. The properties are over all tenants.
 
-    virtual_s: from the first arrival to the last finish. wall_s: what simulating it took. decisions: plans applied.
+    virtual_s: from the first arrival to the last finish. wall_s: of the simulation itself. decisions: plans applied.
     targets: what `goodput_per_s` counts by; they change nothing else. Two runs of a seed are equal but for wall_s.
     """
 

@@ -16,7 +16,7 @@ __all__ = ["SimSequence", "Work"]
 class SimSequence(EngineSequence):
     """A sequence of the engine of which only the lengths are known: `prompt_tokens` at first, `length` now, `end` at the end.
 
-    There are no values, so it has neither `request` nor `tokens`: what needs them cannot be simulated.
+    There are no values, so it has neither `request` nor `tokens`: code that needs them cannot be simulated.
     """
 
     __slots__ = ("end", "id", "length", "prompt_tokens")

@@ -35,7 +35,7 @@ class WholeModels:
         """All of `name` in, all of the others out, and every byte there when this returns. Where live blocks of others lie in the
         way, the report says so and nothing but who is active has changed, as with `Session.activate`. Raises InvalidState
         (field tenant) unless `alone`."""
-        if not alone:  # a turn that is to come; what is awake has the memory until its own is over
+        if not alone:  # a turn that is to come; the awake model has the memory until its own is over
             raise InvalidState(f"{name!r} wakes when its turn begins; nothing changed", tenant=name)
         report = self._session.activate(name, alone=True, partial=False)
         if not report.activated:

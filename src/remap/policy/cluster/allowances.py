@@ -34,7 +34,7 @@ class Allowances:
     def take(self, lane: int, decode_s: Sequence[float], waiting: Callable[[int], Sequence[Waiting]]) -> float | None:
         """The seconds that the next microbatch of this lane may take; 0 or less: as little as possible. None: as much as it can.
 
-        decode_s: what decoding takes in each lane. waiting(most): at most `most` of those whose prompts are not computed, in
+        decode_s: seconds of decoding in each lane. waiting(most): at most `most` of those whose prompts are not computed, in
         order.
         """
         mean_s = math.fsum(decode_s) / len(decode_s)
@@ -45,7 +45,7 @@ class Allowances:
         return min(self._most_s, seconds + self.balance(mean_s, decode_s[lane]))
 
     def divided(self, waiting: Sequence[Waiting], decode_s: float) -> list[Microbatch]:
-        """All that waits, in parts. decode_s: what decoding takes in a microbatch."""
+        """All that waits, in parts. decode_s: seconds of decoding in a microbatch."""
         cost = replace(self.cost, batch_s=self.cost.batch_s + decode_s)
         return lookahead(waiting, cost, self.lanes, self.grain) if waiting else []
 

@@ -31,9 +31,9 @@ simulator P99 TTFT of a ShareGPT burst rose from 6 to 15 s by it.
 of equal sizes, floor and ceil of N / G for the largest number of groups G that suffices, the groups with fewest tokens in the
 larger ones; and undoes what is superfluous. It is never worse than the greedy. A need that cannot be met is no error.
 
-Source: KunServe, section 4.1, algorithm in its Figure 6 (`greedy`). Decided here: what a merge frees is counted exactly (it
-is a copy of the weights only if layers divide evenly and instances are equal); a group whose merger with the next smallest
-frees nothing stays as it is; equal sizes merge in the order given. The order of plans is derived.
+Source: KunServe, section 4.1, algorithm in its Figure 6 (`greedy`). Decided here: the tokens that a merge frees are counted
+exactly (it is a copy of the weights only if layers divide evenly and instances are equal); a group whose merger with the next
+smallest frees nothing stays as it is; equal sizes merge in the order given. The order of plans is derived.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DropPlan:
     """A placement to change to, and what that is worth; plans compare as the module says, the better one is less.
 
     placement: with the next epoch, or the present one if nothing merges. epoch: that the plan was made for. freed: tokens
-    by which capacity grows; missing: what the need exceeds that by.
+    by which capacity grows; missing: the need beyond that.
     """
 
     missing: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Back to instances that serve alone: what is copied from where, whether there is room, and whether it pays. Pure.
+"""Back to instances that serve alone: the copies and their sources, whether there is room, and whether it pays. Pure.
 
 Layers come from the instances of the group that still hold them, over the network, or from the master copy in the instance's
 own host memory: each layer from whichever brings it sooner, behind what was assigned to that way before. An instance

@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """For each k: what the first k layers are worth at most, where the last stage begins then, and of which kind it is.
+    """For each k: the most that the first k layers are worth, where the last stage begins then, and of which kind it is.
     before: kind of the last stage -> the row without it. behind: kind of one more stage -> the row in just that order."""
 
     best: list[float]

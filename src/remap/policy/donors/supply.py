@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a need for KV blocks to what each donor gives: the plan of least cost over all donors at once.
 
-Cost, in seconds a pass: what a pass of those concerned becomes longer by, if the plan is carried out now.
+Cost, in seconds a pass: the time by which a pass of those concerned becomes longer, if the plan is carried out now.
 
     cost = sum over the quotes taken of (stall_s + share * reload_s)
 
@@ -222,7 +222,7 @@ def _extended(
     front: Sequence[_Plan], alternatives: Iterable[tuple[int, _Line, Sequence[int]]], most: int, limit: float
 ) -> list[_Plan]:
     """The front of all plans that are one of `front`, alone or with a run of one of the alternatives (place, line, what
-    may be taken of it); most blocks first. More than `most` blocks count as `most`; what costs more than `limit` is
+    may be taken of it); most blocks first. More than `most` blocks count as `most`; a plan that costs more than `limit` is
     left out."""
     best = {min(most, plan[1] + plan[2]): plan for plan in front}
     for place, line, counts in alternatives:
