@@ -8,7 +8,7 @@ another:
     old head   Handover to all: its unfinished requests, with the old logical blocks of each, and who goes on with it
     new head   takes blocks of the new group for the request, and says Move; or Forget, if it is computed again: because that
                is cheaper (`policy.cluster.exchange.resumptions`), or because there is no room
-    members    of the old group send each layer to the member that computes it in the new group, as Pieces; they copy KV that stays
+    members    of the old group send each layer to the member that computes it in the new group, as Pieces, and copy KV that stays
     receivers  count what they have written; with all of it they say Done
     new head   lets the request run on when every stage with layers is done; when it waits for nothing more, it says Over
 
