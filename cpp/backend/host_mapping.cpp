@@ -80,7 +80,7 @@ void HostMemory::map(std::byte* at, const PageHandle* pages, std::size_t count, 
       runs.push_back({place, page_bytes_, cell});
     }
   }
-  require_mappings(runs.size() + 1, "map");  // the runs, and what is left of the reservation on one side
+  require_mappings(runs.size() + 1, "map");  // the runs, and the rest of the reservation on one side
   show_runs(begin, runs, bytes);
   pages_.count_mapped(cells);
   table_.add(cells);

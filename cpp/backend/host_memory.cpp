@@ -231,7 +231,7 @@ void HostMemory::retire(std::byte* address, std::size_t bytes) {
   const Address at = address_of(address);
   if (table_.require_retirable(at, bytes, "retire")) return;  // a caller may have written there: it stays
   require_mappings(2, "retire");                              // a part of a reservation leaves both its ends
-  // Private, so that no other process shares this, and not reserved, so that what is never written costs nothing.
+  // Private, so that no other process shares this, and not reserved, so that unwritten pages cost nothing.
   const auto show_zeros = [&] {
     return system_->map(address, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
                         0) != MAP_FAILED;

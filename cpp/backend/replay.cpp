@@ -56,7 +56,7 @@ class Replay {
       finish();
       if (event_ != 0) backend_.destroy_event(event_);
     } catch (...) {
-      // Not known to be idle: rather keep the memory for ever than let a copy read what is gone.
+      // Not known to be idle: rather keep the memory for ever than let a copy read freed memory.
       (void)own_.release();
     }
   }
@@ -162,7 +162,7 @@ class Replay {
 
   Backend& backend_;
   std::map<std::uint64_t, Range> ranges_;  // by logged start; they never overlap
-  mapping::MappingTable table_;            // what is mapped where now
+  mapping::MappingTable table_;            // the mappings now
   Handles pages_, streams_, events_;
   std::unique_ptr<std::deque<OwnMemory>> own_ = std::make_unique<std::deque<OwnMemory>>();
   EventHandle event_ = 0;  // finish()'s own

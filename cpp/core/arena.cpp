@@ -107,7 +107,7 @@ Arena::~Arena() {
   try {
     close();
   } catch (...) {
-    return;  // the backend's own destructor takes back what is left
+    return;  // the backend's own destructor takes back the rest
   }
 }
 
@@ -544,7 +544,7 @@ void Arena::release_leftovers() {
 }
 
 void Arena::release_region(Region& gone) {
-  // Accounts after each release: if the backend throws, what is still mapped is still in the table and the call can be
+  // Accounts after each release: if the backend throws, a region that is still mapped is still in the table and the call can be
   // repeated.
   while (!gone.spare_views.empty()) {
     View& view = gone.spare_views.back();

@@ -334,7 +334,7 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
 }
 
 // In each of the steps below everything that allocates comes first. Then the change, which is whole or throws, and then its undo
-// step, which only takes its place: so what has changed and what can be undone are always the same.
+// step, which only takes its place: so the changed steps and those that can be undone are always the same.
 void Executor::make_room_to_undo() {
   if (undo_.size() == undo_.capacity()) undo_.reserve(2 * undo_.size() + 8);
 }

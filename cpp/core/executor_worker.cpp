@@ -91,7 +91,7 @@ void Executor::wake(TenantId tenant, EventHandle after) {
 
 // ---- the re-pointing worker -------------------------------------------------------------------------------------
 
-// Whether it is known what the event came to. Without any lock: the device may need a long time to come to it, and a thread that
+// Whether the event's result is known. Without any lock: the device may need a long time to come to it, and a thread that
 // waits for a lock of ours may hold what it needs for that.
 bool Executor::await(Fence& fence, std::chrono::nanoseconds timeout) noexcept {
   if (fence.after == 0 || fence.error) return true;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Declared ranges: memory that outside code looked up page by page and will go on using at its address. An NCCL or NIC
 // registration keeps the pages that it found; re-pointing the region would leave it with other pages than the region shows,
-// and what it then writes would land in another owner's memory. So such a region stands still.
+// and its writes would then land in another owner's memory. So such a region stands still.
 #include <algorithm>
 #include <cstdint>
 

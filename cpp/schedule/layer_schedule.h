@@ -11,8 +11,8 @@
 //   content_[s]   the position whose bytes buffer s has, or will have when the last copy issued into it is finished
 //
 // Invariants (checked by check()):
-//   for all u in [C, I): content_[slot(u)] == position(u)          what was fetched ahead is still there
-//   for all s: open_[s] == kNone or content_[s] in {open_[s], kNone}   no copy overwrites what is being read
+//   for all u in [C, I): content_[slot(u)] == position(u)          layers fetched ahead are still there
+//   for all s: open_[s] == kNone or content_[s] in {open_[s], kNone}   no copy overwrites a buffer that is being read
 // The first one bounds I - C by min(m, beta), so the loops over [C, I) below are short.
 //
 // Copies are handed out strictly in use order: the copy for use I waits until its buffer is neither open nor wanted by an

@@ -168,7 +168,7 @@ struct Prefetcher::State {
   Ticket* acquire();
   // True if the copy is complete. Throws the copy stream's error.
   bool poll(Ticket* ticket);
-  // Takes what is complete off the list, without blocking. An error is kept for those who wait.
+  // Takes complete copies off the list, without blocking. An error is kept for those who wait.
   void collect() noexcept;
   // The next copy will be timed, if none is being timed. A failure here fails no copy: it stays untimed.
   bool begin_sample(StreamHandle copies) noexcept;
@@ -220,7 +220,8 @@ struct Prefetcher::State {
       for (Slot& slot : *of) each(slot);
     }
   }
-  // Issues what the layer needs and was not issued yet, and lists in `awaited` what is not complete; empty: all is there.
+  // Issues the copies that the layer needs and were not issued yet, and lists in `awaited` those not complete; empty: all is
+  // there.
   void bring(LayerId layer);
   std::vector<Ticket*> awaited;  // bring()'s answer, valid while the mutex is held
   // The layer may be read. Only a streamed layer has a use that must be closed.

@@ -126,7 +126,7 @@ void Prefetcher::stream_blocks(const BlockLayout& layout) {
   std::vector<Slot> slots(layout.buffers);
   LayerSchedule schedule;
   schedule.configure(static_cast<std::uint32_t>(layout.layers.size()), layout.buffers);
-  s.blocks = layout;  // last of what may fail
+  s.blocks = layout;  // the last step that may fail
   s.block_slots.swap(slots);
   s.block_schedule = std::move(schedule);
 }

@@ -177,9 +177,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // A region that shows `pages`, populated and writable. params pages are its home, which it shows for now; also used for what is
   // never streamed. ring pages stay the tenant's ring: a layer without a home shows them for good, and may share them with others.
   RegionId add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& pages);
-  // A region of `slots` without a home, which is empty until a plan gives it one and points it there (SetHome). stand_in: what all of
-  // its slots show meanwhile in aliased mode, so that looking there never ends the process: a params or ring page of the tenant's own,
-  // or kNoPage for nothing. No caller may write there.
+  // A region of `slots` without a home, which is empty until a plan gives it one and points it there (SetHome). stand_in: the
+  // page that all of its slots show meanwhile in aliased mode, so that looking there never ends the process: a params or ring
+  // page of the tenant's own, or kNoPage for nothing. No caller may write there.
   RegionId add_empty_layer_region(TenantId tenant, const std::string& name, std::size_t slots, PageId stand_in = kNoPage);
   // A region of `slots` with nothing behind it; the ring's own view of its buffers, or the KV cache (one a tenant).
   RegionId add_ring_region(TenantId tenant, std::size_t slots);
@@ -249,7 +249,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   // Two locks, always taken in this order, and who may do what:
   //   pointing_mutex_  for changing what an address shows: it is held through the driver's calls, which may take milliseconds.
-  //   mutex_           the tables. The re-pointing worker holds it only to read what is wanted and to write down what it has done.
+  //   mutex_           the tables. The re-pointing worker holds it only to read the targets and to write down its results.
   // Holders of both write the views and the pages that they show (regions_, View::shown, spare_views, designated, slot_of,
   // leftovers_), so a holder of either may read them. All other tables are mutex_'s alone. epoch_, broken_, closed_ and
   // undecided_ are written under mutex_ and read without a lock: a step or a pass that only looks does not wait.

@@ -176,8 +176,8 @@ class Backend {
   // the error from query() and synchronize(), so a waiter gets an error and never hangs.
   // A range that lies in a region must be mapped with the access that is needed (cuda refuses others with invalid_state).
   //
-  // Where the driver takes a copy, or a batch, in several calls, a later one may fail. Then what is under way is waited for before
-  // the error is thrown, and what the targets hold is undefined.
+  // Where the driver takes a copy, or a batch, in several calls, a later one may fail. Then the copies under way are waited for
+  // before the error is thrown, and the contents of the targets are undefined.
   virtual void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
   // copy() of each, as one piece of the stream's work: they may run in any order and at once, so none may write what another reads or
   // writes. One call of the driver's for many of them, where it can do that.

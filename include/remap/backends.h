@@ -100,7 +100,7 @@ struct CudaDevice {
   int pcie_bus = 0, pcie_device = 0, pcie_domain = 0;
 };
 struct CudaProbe {
-  std::string library;   // what was loaded
+  std::string library;   // the library that was loaded
   int driver_version = 0;  // 13000 = CUDA 13.0
   bool emulated = false;   // the project's own emulated driver: proves order and bookkeeping, no speed
   std::size_t host_budget_bytes = 0;  // page-locked memory that an arena may take here now, if it is opened without a budget
@@ -169,7 +169,7 @@ struct Limits {
   std::size_t streams = kNone;
   std::size_t events = kNone;
 };
-// Refuses what would pass a limit with LimitExceeded; the count is reserved before the inner call is made and given back
+// Refuses calls that would pass a limit with LimitExceeded; the count is reserved before the inner call is made and given back
 // if that throws, and dropped only after a release succeeded, so that the limit holds under concurrency.
 std::shared_ptr<Backend> make_limit_backend(std::shared_ptr<Backend> inner, const Limits& limits);
 

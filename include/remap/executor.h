@@ -38,7 +38,7 @@ namespace remap {
 // then: the observer's next work, enqueueing copies say, may take its time.
 //
 // Meanwhile a plan may have been applied that points the layer to other pages, and the layer be held for that. So the observer asks
-// `current`, under the lock that orders its own holds: false says that what it is told is of the past, and it changes nothing.
+// `current`, under the lock that orders its own holds: false says that the news is of the past, and it changes nothing.
 // Where it is true a plan that comes later finds the observer's lock taken, and its hold comes behind. `current` takes the lock of
 // the arena's tables for a moment and throws nothing.
 class PointObserver {

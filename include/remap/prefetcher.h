@@ -8,7 +8,7 @@
 // error of the copy stream (below). Both kinds of passes may alternate.
 //
 // One Prefetcher a tenant. The engine brackets each pass (begin_pass, end_pass) and each layer (wait, done); the executor
-// tells it between passes what is streamed (configure). LayerSchedule (cpp/schedule/layer_schedule.h) decides which copy
+// tells it between passes which layers stream (configure). LayerSchedule (cpp/schedule/layer_schedule.h) decides which copy
 // may be issued when, without knowing any device; this class issues it on its own copy stream and orders everything by
 // events.
 #pragma once
@@ -122,7 +122,7 @@ class Prefetcher {
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;
 
-  // Replaces what is streamed. Not inside a pass, nor while a use is open (InvalidState). Copies that may start now are
+  // Replaces the set of streamed layers. Not inside a pass, nor while a use is open (InvalidState). Copies that may start now are
   // issued at once, in the order in which the pass needs their layers, reloads and ring copies together.
   // Throws and changes nothing if the arguments do not fit (unknown layer, not ascending, bytes > ring_bytes, ...).
   // A buffer whose address, layer, offset and place stay the same keeps its contents. Layers held or reloading before stay so

@@ -5,7 +5,7 @@
 // Time. Each stream has an end, the virtual time at which all that is enqueued on it will be done. Enqueuing computes start and
 // end of the work at once: it starts when the stream is free, the calling thread has come to the call (its `now`), and what it
 // needs (a copy engine) is free. A recorded event is complete at the stream's end, or now if the stream is idle. Nothing is ever
-// changed afterwards, so what is enqueued later never slows what was enqueued before.
+// changed afterwards, so later work never slows work enqueued before.
 //
 // The link has two copy engines, one a direction. An engine does one copy at a time, in the order in which they were
 // enqueued, but a copy takes an earlier gap that is long enough: one that waits for a late event does not keep another tenant's

@@ -208,7 +208,7 @@ class Rank:
             return blocks
         enough = self.tenant.kv.usable_blocks + blocks
         while (short := enough - self.tenant.kv.usable_blocks) > 0 and time.monotonic() < begun + _PATIENT_S:
-            time.sleep(_AGAIN_S)  # what is granted comes in by another thread
+            time.sleep(_AGAIN_S)  # granted pages come in by another thread
             self.session.step({self.tenant.name: Demand(short, 0)})
         if short > 0:
             self._patient_again_s = time.monotonic() + 20 * _PATIENT_S

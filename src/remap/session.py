@@ -431,7 +431,7 @@ class Session:
         pass may begin at once. If there are too few pages, nothing changes: OutOfMemory (fields requested, free, short, offered).
 
         Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of
-        a tenant concerned, and the backend's error; nothing changes then. If what was done before a backend error cannot be taken
+        a tenant concerned, and the backend's error; nothing changes then. If changes made before a backend error cannot be taken
         back, some layers may be home, and no tenant is active that was not.
         """
         require("alone", alone, bool, "True or False")
@@ -497,7 +497,7 @@ class Session:
     def change(self, verb: Callable[[Core], Entries]) -> StepReport:
         """Run verb(parts of the session) as one call of the session, and report. `remap.advanced` has the verbs.
 
-        The call claims every tenant that is not inside a pass until it is over. On any exception: undo what is begun
+        The call claims every tenant that is not inside a pass until it is over. On any exception: undo all that is begun
         and not decided, then re-raise.
         """
         self._passes.check_open()
@@ -633,7 +633,8 @@ class Session:
         self._release_claims()
 
     def _undo(self) -> None:
-        """Undo what a call has begun and not decided, and of a change of several plans what was. Can be called again."""
+        """Undo the work that a call has begun and not decided; of a change of several plans the decided ones too. Can be called
+        again."""
         self._changes.undo()
         self._changes.take_back()
         self._arrivals.undo()
@@ -641,7 +642,7 @@ class Session:
             self._release_departed()
 
     def _release_departed(self) -> None:
-        """Remove tenants whose memory is gone from all tables, and release what they hold outside the arena."""
+        """Remove tenants whose memory is gone from all tables, and release their resources outside the arena."""
         while self._departed:
             tenant = self._departed[-1]
             name = tenant.name

@@ -301,7 +301,7 @@ class Inside:
 
     @property
     def reload_s(self) -> float:
-        """Seconds in which the link loads what is away."""
+        """Seconds in which the link loads the layers that are away."""
         state = self._state
         away = self.away_pages * state.kv.geometry.page_bytes
         return away * state.timing.copy_seconds() / max(state.layer_bytes) if away else 0.0
@@ -362,7 +362,7 @@ class Inside:
         return self._state.timing.copy_seconds()
 
     def streamed_seconds(self, blocks: int) -> float:
-        """Seconds to copy one layer's keys and values of `blocks` streamed blocks in, by what was measured; 0 if the link was
+        """Seconds to copy one layer's keys and values of `blocks` streamed blocks in, by measurement; 0 if the link was
         not measured."""
         if not is_count(blocks):
             raise invalid("blocks", blocks, "an int of at least 0")

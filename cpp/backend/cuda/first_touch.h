@@ -8,7 +8,7 @@
 namespace remap::cuda {
 
 // How many threads fill `bytes` in: as many as the machine has, up to eight (the kernel's own locks and the memory's bandwidth
-// leave little to win beyond), and one only for what is done before another has started.
+// leave little to win beyond), and one only for work done before another has started.
 std::size_t first_touch_threads(std::size_t bytes) noexcept;
 
 // Fills in all of [at, at + bytes): private or shared memory of the caller's that may be written, which no other code uses yet;

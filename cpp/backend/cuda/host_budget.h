@@ -4,7 +4,7 @@
 // Page-locked memory can neither be reclaimed nor swapped out: an excess over the spare memory of the machine or the cgroup ends
 // in the out-of-memory killer, not in an error. So the limits are read before anything is allocated.
 //
-// Reading files and judging what they say are separate, so that the judgement can be tested on any text.
+// Reading files and judging them are separate, so that the judgement can be tested on any text.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace remap::cuda {
 
-// The texts of the files that say what is left; an empty text is a file that is not there.
+// The texts of the files that state the limits; an empty text is a file that is not there.
 struct HostLimits {
   std::string meminfo;             // /proc/meminfo
   std::vector<std::string> nodes;  // meminfo of the NUMA nodes with processors, where there are others; see host_budget()

@@ -190,7 +190,7 @@ std::byte* LockedMemory::allocate(std::size_t bytes) {
   try {
     lock_pages(at, rounded, kHostRegisterPortable, "allocate_host", made.registered);
   } catch (const Error&) {
-    if (made.registered != 0) buffer.keep();  // what the driver has locked must not be unmapped
+    if (made.registered != 0) buffer.keep();  // memory that the driver has locked must not be unmapped
     throw;
   }
   add(range);

@@ -71,7 +71,7 @@ class LockedMemory {
   std::size_t piece_end(mapping::Address begin, std::size_t offset, std::size_t bytes) const noexcept;
   // registered: 0 before, `bytes` behind; on an error what could not be given back either.
   void lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call, std::size_t& registered) const;
-  // Gives back the pieces of [at, at + registered), the last first; `registered` says what is left of them, also on an error.
+  // Gives back the pieces of [at, at + registered), the last first; `registered` counts the rest, also on an error.
   Result unlock_pages(std::byte* at, std::size_t& registered) const;
   void add(Ranges& range);
   Ranges::iterator find(const std::byte* address, std::size_t bytes, bool owned, const char* call);

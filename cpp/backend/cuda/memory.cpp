@@ -22,7 +22,7 @@ int access_flags(Access access) noexcept {
   return kAccessNone;
 }
 
-// Contiguous pages of one access: what one cuMemSetAccess can put back. The slot in the cell means nothing then.
+// Contiguous pages of one access: one cuMemSetAccess can put them back. The slot in the cell means nothing then.
 std::vector<std::pair<Address, Cell>> runs_by_access(const MappingTable& table, Address at, std::size_t bytes) {
   std::vector<std::pair<Address, Cell>> runs;
   for (auto cell = table.cells().lower_bound(at); cell != table.cells().end() && cell->first < at + bytes; ++cell) {
@@ -196,7 +196,7 @@ void Memory::set_access(std::byte* at, std::size_t bytes, Access access) {
   table_.set_access(begin, bytes, access);
 }
 
-// The driver does not say how far a call that failed has come, so what was there is set again. A page that no caller may touch
+// The driver does not say how far a call that failed has come, so the former access is set again. A page that no caller may touch
 // yet does no harm if it stays more accessible than the books say; one that is in use must have its access back.
 void Memory::restore_access(const std::vector<std::pair<Address, Cell>>& before, Result code) {
   for (const auto& run : before) {

@@ -204,7 +204,7 @@ void Streams::fail_midway(StreamPointer stream, const char* call, const char* en
   const bool ended = driver_.cuStreamSynchronize(stream) == result::kSuccess;
   fail(driver_, call, entry, code, {},
        ended ? "The work enqueued before it has ended; the contents of the targets are undefined."
-             : "What was enqueued before it may still run: destroy the stream before the memory is used again.");
+             : "The work enqueued before it may still run: destroy the stream before the memory is used again.");
 }
 
 void Streams::copy(StreamHandle stream, const std::vector<CopyPart>& parts, const char* call) {

@@ -17,7 +17,7 @@
 // host memory is not page-locked), and one tenant's full queue must not keep others from making events or adopting streams.
 // Each event has a lock of its own, which is shared while a call uses the event. The call that destroys it first takes it out of
 // sight (`going`, under books_), then waits for those calls with that lock, holding no other. To share an event's lock is never
-// to wait, since that is done under books_ for what is in sight; and books_ is not taken by who has such a lock.
+// to wait, since that is done under books_ for events in sight; and books_ is not taken by a thread that has such a lock.
 #pragma once
 
 #include <atomic>

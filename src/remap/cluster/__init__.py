@@ -10,7 +10,7 @@ These are pure, and the simulator drives control with the same messages. `remap.
 instance:
 
     instance   the loop of one instance, and what control asks of it: a stage of a group, always, if only of a group of one
-    change     what was prepared, committed, aborted; prepared: the links of a group that is to be
+    change     the changes prepared, committed, aborted; prepared: the links of a group that is to be
     switch     how it becomes a member of the group that was decided
     member     its state between two changes; resources: its own in any group; counts: its work
     probes     what passes cost, measured before it serves

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control's decision about an instance's next group: prepared, committed, aborted (see `messages`).
 
-Control's threads and the loop share it, under one lock. It serves nothing itself: the loop carries out what is decided
+Control's threads and the loop share it, under one lock. It serves nothing itself: the loop carries out the decisions
 (`switch`).
 """
 
@@ -97,7 +97,7 @@ class InstanceChanges:
             return self._take()
 
     def abort(self, epoch: int) -> bool:
-        """Forbid this epoch, and leave what was prepared for it. False, with nothing changed, if it was committed."""
+        """Forbid this epoch, and leave the links prepared for it. False, with nothing changed, if it was committed."""
         with self._lock:
             if epoch <= self._committed:
                 return False
@@ -114,7 +114,7 @@ class InstanceChanges:
             self._require_newer(epoch)
 
     def recover(self, epoch: int) -> None:
-        """Commit this epoch, and leave what was prepared. Raises StalePlan unless it is above the one that was committed."""
+        """Commit this epoch, and leave the prepared links. Raises StalePlan unless it is above the one that was committed."""
         with self._lock:
             if epoch <= self._committed:
                 raise self._stale(epoch)
@@ -124,7 +124,7 @@ class InstanceChanges:
             prepared.close()
 
     def close(self) -> None:
-        """Prepare nothing any more, and leave what was prepared."""
+        """Prepare nothing any more, and leave the prepared links."""
         with self._lock:
             prepared, self._prepared = self._prepared, None
             self._aborted = NEVER_AGAIN
@@ -152,7 +152,7 @@ class InstanceChanges:
 
     def _stale(self, epoch: int) -> StalePlan:
         return StalePlan(
-            f"instance {self._name!r} is at epoch {self._committed}, and what was aborted ends with {self._aborted}: epoch "
+            f"instance {self._name!r} is at epoch {self._committed}, and the aborted ones end with {self._aborted}: epoch "
             f"{epoch} is over, or not prepared; nothing changed; plan anew",
             plan_epoch=epoch,
             epoch=self._committed,

@@ -17,8 +17,8 @@ before it is sent), and epochs only rise.
 What instances have done is read from their reports, which come in order with the tokens that they made. Loads are judged at
 ticks: `drop` says which merge, for as many tokens as the cluster lacks; when a group dissolves, by the policy:
 
-    remap      exact plan; ski rental: a group dissolves when what its requests have waited longer for their tokens reaches
-               what the copies cost, while each instance has room for its own demand and `MARGIN` more, beside all of its
+    remap      exact plan; ski rental: a group dissolves when its requests' added waiting for their tokens reaches
+               the cost of the copies, while each instance has room for its own demand and `MARGIN` more, beside all of its
                layers. A group without requests dissolves: there is none that the copies could delay
     kunserve   the paper's: greedy plan; dissolves when less than half of the KV is used that there is without a drop
     alone      never merges
@@ -31,7 +31,7 @@ Who runs where after a dissolution is the old head's decision, when it knows the
 as if its instances had equal shares of it.
 
 An instance that serves alone lets its own layers stream when its requests ask for more KV than it has, as far as its
-certificate allows, and borrows pages of models that are idle in its session. Its reports say how much that is and what it costs
+certificate allows, and borrows pages of models that are idle in its session. Its reports say how much that is and its cost
 (`Offer`): room like any other, to which requests are sent. Groups merge when they ask for more than that; or, where a drop
 costs less (`drop.preferred`) and leaves no less room, for more than fits without it. Members of a group say nothing, and have
 nothing of it: their layers have to come home, and the KV to fit beside them, before the group is dissolved.
@@ -224,11 +224,11 @@ class _Group:
         return replace(self.reported, waiting=(*self.reported.waiting, *self.sent.values()), longest=longest)
 
     def capacity(self, model: ServedLayers) -> int:
-        """Tokens of KV, with what is offered. Asked for at every request."""
+        """Tokens of KV, with the offers. Asked for at every request."""
         return (self._offering() if self.offers else self.group).capacity(model)
 
     def seen(self) -> Group:
-        """The group with its load, spread over its instances, and with what is offered."""
+        """The group with its load, spread over its instances, and with the offers."""
         stages = self._offering().stages
         shares = zip(stages, _spread(self.load, len(stages)))
         return Group(tuple(replace(stage, instance=replace(stage.instance, load=load)) for stage, load in shares))
@@ -242,7 +242,7 @@ class Control:
 
     model: of the instances that may join. network: between them, until they have measured it (the median of their rates); the
     rate from their hosts is the least that they measured, once they have joined. timeout_s: without a report for so long, or
-    without an answer to what was asked, an instance counts as dead, and a change that was not decided is aborted.
+    without an answer to a command, an instance counts as dead, and a change that was not decided is aborted.
 
     Raises InvalidArgument (fields timeout_s) unless the timeout is above 0.
     """
@@ -310,7 +310,7 @@ class Control:
         return dict(self._known)
 
     def epoch_of(self, instance: str) -> int | None:
-        """Of the group that this instance is in, by what was decided; None if it is in none."""
+        """Of the group that this instance is in, by the last decision; None if it is in none."""
         return self._of[instance].epoch if instance in self._of else None
 
     def members(self, instance: str) -> tuple[str, ...]:
@@ -371,7 +371,7 @@ class Control:
         self._recover([whole.stages[0]], now_s)
 
     def _require_same(self, description: Description) -> None:
-        """Raises OtherModel unless it serves what the first one served, even if all others are gone."""
+        """Raises OtherModel unless it serves the first one's model, even if all others are gone."""
         sizes = [
             [(layer.weight_bytes, layer.kv_bytes) for layer in model.layers]
             for model in (self.model, description.model)
@@ -416,7 +416,7 @@ class Control:
             return
         if group.phase == "fetching":
             self._arrived(group, report, now_s)
-        # Until all have switched, a new head does not have the requests of the others: the sum of what they had reported is
+        # Until all have switched, a new head does not have the requests of the others: the sum of their reports is
         # nearer to the truth.
         if group.phase != "switching" and report.instance == group.names[0]:
             group.reported, group.stuck, group.offers = report.load, report.stuck, report.offers

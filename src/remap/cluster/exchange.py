@@ -9,7 +9,7 @@ another:
     new head   takes blocks of the new group for the request, and says Move; or Forget, if it is computed again: because that
                is cheaper (`policy.cluster.exchange.resumptions`), or because there is no room
     members    of the old group send each layer to the member that computes it in the new group, as Pieces, and copy KV that stays
-    receivers  count what they have written; with all of it they say Done
+    receivers  count the bytes that they have written; with all of it they say Done
     new head   lets the request run on when every stage with layers is done; when it waits for nothing more, it says Over
 
 An instance is through when it has handed everything on and every new head said Over. No instances wait for each other in a

@@ -66,7 +66,7 @@ class Lost(Error):
 
 
 class InstanceFailed(Error):
-    """A call of an instance raised what is none of this library's errors. Fields: instance, method, cause (its name)."""
+    """A call of an instance raised an error that is none of this library's. Fields: instance, method, cause (its name)."""
 
 
 class Connection(Protocol):
@@ -360,7 +360,7 @@ class Front(Generic[RequestT]):
             LOG.warning("instance %s failed to %s: %s", name, type(action).__name__, error)
 
     async def _ask_of(self, connection: Connection, epoch: int, method: str, *arguments: object) -> None:
-        """A step of a change: control hears of what is refused, and of what is prepared."""
+        """A step of a change: control hears of refusals, and of prepared instances."""
         try:
             await connection.call(method, *arguments)
         except Lost:

@@ -29,7 +29,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Guard:
-    """An ASGI app around another, that refuses what the module says. hosts: names without a port, in any case; None: any."""
+    """An ASGI app around another, that refuses the requests that the module names. hosts: names without a port, in any case;
+    None: any."""
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str] | None = None) -> None:
         self._app = app

@@ -54,7 +54,7 @@ def error_of(error: Error) -> dict[str, Any]:
 
 
 def _shortened(text: str) -> str:
-    """At most MOST_TEXT characters: its begin, which says what is wrong, and its end, which says what to do."""
+    """At most MOST_TEXT characters: its begin, which names the fault, and its end, which says what to do."""
     if len(text) <= MOST_TEXT:
         return text
     mark = f" ... ({len(text)} characters) ... "

@@ -4,7 +4,7 @@
 One thread, the loop, owns everything that computes: the member that the instance is now (`member`), with its passes, its
 scheduler, its KV and its exchange. Calls of control and messages of peers come as entries of one queue, and each entry is
 carried out between two passes; so nothing here is shared but the queue, what control has decided (`change`), and what `poll`
-takes, which has a lock. In each round the loop does, what others wait for first:
+takes, which has a lock. In each round the loop does the following, work that others wait for first:
 
     1. commands, and messages of the ring (activations), that are there
     2. messages of the mesh (KV that comes, or layers), and pieces to send or to copy: about as many bytes as the network
@@ -167,8 +167,8 @@ class ClusterInstance:
         Raises, with nothing changed: StalePlan (fields plan_epoch, epoch) for an epoch that is over or was aborted;
         InvalidArgument (field instance; or differs, expected, got) for a plan without this instance, of another model, or
         from groups other than the present ones; IncompleteCopy; InvalidState while KV still moves, (field layers) if it
-        does not hold what it is to compute, or (field neighbours) if another model's KV lies in its layers' pages; PeerLost if
-        the others do not come.
+        does not hold the layers that it is to compute, or (field neighbours) if another model's KV lies in its layers' pages;
+        PeerLost if the others do not come.
         """
         self._changes.prepare(plan, self._now, lambda: self._ask(lambda: beside.check(self._now)))
 
@@ -181,7 +181,7 @@ class ClusterInstance:
             self._store.forget(epoch)
 
     def abort(self, epoch: int) -> None:
-        """Undo what was prepared or fetched for this epoch, and refuse it from now on. Nothing else happens; an epoch that was
+        """Undo the preparations for this epoch, and refuse it from now on. Nothing else happens; an epoch that was
         committed goes on."""
         if self._changes.abort(epoch):
             self._store.forget(epoch)

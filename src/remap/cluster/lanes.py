@@ -53,7 +53,7 @@ _order = attrgetter("order")
 class Lane(Scheduler):
     """The reference engine's scheduler; with an allowance, prompts are cut where the next microbatch's have cost so much.
 
-    cost: of a pass through all layers. grain: then they are cut at multiples of `grain` tokens of what is left. The other
+    cost: of a pass through all layers. grain: then they are cut at multiples of `grain` tokens of the rest. The other
     arguments are the scheduler's.
     """
 
@@ -87,7 +87,7 @@ class Lane(Scheduler):
 
 
 class Lanes:
-    """See the module. lanes: without requests. decode_s: what a pass over these, which decode, takes in all layers.
+    """See the module. lanes: without requests. decode_s: seconds of a pass over these, which decode, through all layers.
 
     To launch a lane: `gather`, then `allow`, then its `schedule`, then `launched`; when it is over: `landed`, then `commit` of
     what that returns, then `settle` for each request that goes on.

@@ -77,7 +77,7 @@ class LayerCopies:
             self._send(rank, WantLayer(epoch, layer, self._layer_bytes(layer)), None)
 
     def drop(self, epoch: int) -> None:
-        """No stage needs what was asked for in this epoch, here or elsewhere."""
+        """No stage needs the layers asked for in this epoch, here or elsewhere."""
         self._asked = deque(each for each in self._asked if each.want.epoch != epoch)
         if self._epoch == epoch:
             self._wanted.clear()

@@ -7,7 +7,7 @@ an instance can tell an old command from a new one, however they were delayed on
     prepare   valid if its epoch is above the instance's own and above every epoch that was aborted; a newer one takes the
               place of an older one
     commit    valid for the epoch that is prepared
-    abort     ends what was prepared or fetched for this epoch and forbids it from now on; nothing else happens
+    abort     ends the preparations for this epoch and forbids it from now on; nothing else happens
     fetch     like prepare: the instance's own epoch stays
     recover   valid if its epoch is above the instance's own: it ends everything older
 
@@ -193,7 +193,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Abort:
-    """Undo what was prepared or fetched for this epoch."""
+    """Undo the preparations and fetches for this epoch."""
 
     instance: str
     epoch: int
@@ -218,7 +218,7 @@ class Recover:
 
 @dataclass(frozen=True)
 class Evict:
-    """Kill this instance: it did not answer, or could not carry out what was decided. Answered by Joined, when it is back, or by
+    """Kill this instance: it did not answer, or could not carry out the decision. Answered by Joined, when it is back, or by
     Died, if it does not come back."""
 
     instance: str
@@ -319,7 +319,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class ChangeRefused:
-    """The instance refused, or failed in, what it was asked for this epoch. error: the name of the error's class."""
+    """The instance refused, or failed in, a command of this epoch. error: the name of the error's class."""
 
     instance: str
     epoch: int

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of OpenAI's completions and chat into requests of the engine.
 
-What the engine does not have is refused by name, unless its value asks for nothing; so is a field that the server does not know,
-unless its value is one that usually asks for nothing. `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` (besides those
-that the model ends with), `ignore_eos` (not those) and `token_ids` in each choice are vLLM's additions.
+A feature that the engine does not have is refused by name, unless its value asks for nothing; so is a field that the server does
+not know, unless its value is one that usually asks for nothing. `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` (besides
+those that the model ends with), `ignore_eos` (not those) and `token_ids` in each choice are vLLM's additions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
 }
-"""Fields that bodies need not know, with values that ask for nothing. Of all others None, false, 0 and what is empty do."""
+"""Fields that bodies need not know, with values that ask for nothing. Of all others None, false, 0 and empty values do."""
 
 BodyT = TypeVar("BodyT")
 
@@ -165,7 +165,7 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wa
 
 
 def decoded(text: bytes, kind: type[BodyT]) -> BodyT:
-    """Raises InvalidArgument for what is no such body."""
+    """Raises InvalidArgument for a text that is no such body."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

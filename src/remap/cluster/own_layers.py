@@ -159,7 +159,7 @@ def give_up(member: Member, message: Shrink) -> None:
 
 
 def unfetch(member: Member, epoch: int) -> None:
-    """The pages of what came home for this epoch become KV again, or of what is still to come. Does nothing if nothing is."""
+    """The pages of layers that came home for this epoch, or still come, become KV again. Does nothing if there are none."""
     member.unfetched = max(member.unfetched, epoch)
     if member.fetching != epoch or member.alone:
         return

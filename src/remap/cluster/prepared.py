@@ -39,7 +39,7 @@ class PreparedGroup:
     mesh: GroupLink | None
 
     def open(self, ears: Ears) -> None:
-        """Hear what comes from now on: a peer may switch before this instance does."""
+        """Hear messages from now on: a peer may switch before this instance does."""
         epoch = self.plan.epoch
         lost = partial(ears.lost, epoch)
         if self.mesh is not None:

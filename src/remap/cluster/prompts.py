@@ -19,7 +19,7 @@ from .vocabulary import Vocabulary
 __all__ = ["Served", "Wanted", "always", "encoded", "ids_of", "refused", "still"]
 
 Wanted = Callable[[], bool]
-"""Whether a caller waits for what is being read."""
+"""Whether a caller waits for the text that is being read."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def hear(member: Member, message: Room) -> None:
         if message.leaving <= member.unfetched or message.leaving < member.leaving_for:
             return
         if message.leaving > member.leaving_for:
-            member.go_on()  # what it may drain for is an earlier epoch's
+            member.go_on()  # it may drain for an earlier epoch
             member.leaving_for = message.leaving
     rooms = member.leaving if message.leaving else member.rooms
     rooms[message.stage] = message.blocks

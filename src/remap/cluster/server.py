@@ -48,7 +48,7 @@ class NobodyLeft(Error):
 
 
 class NoRestarts(Error):
-    """The process that starts instances again is gone, so the server ended after what was in flight. Fields: reason."""
+    """The process that starts instances again is gone, so the server ended after the requests in flight. Fields: reason."""
 
 
 async def serve(
@@ -115,7 +115,7 @@ async def serve(
         )
         await front.drain()
         server.should_exit = True
-        later.append(loop.call_later(GRACE_S, stop))  # for what is still being sent
+        later.append(loop.call_later(GRACE_S, stop))  # for answers still being sent
 
     watched = None if broken is None else loop.create_task(leave())
     try:

@@ -81,7 +81,7 @@ class _Trial:
 
 @dataclass(frozen=True)
 class Submit(Generic[RequestT]):
-    """Submit to this instance, which is at this epoch, by what was decided. If it refuses with InvalidState, it is no head any
+    """Submit to this instance, which is at this epoch, by the last decision. If it refuses with InvalidState, it is no head any
     more, or has recovered since: call `Service.bounced`."""
 
     instance: str

@@ -90,7 +90,7 @@ class Slots:
     def grow(self, blocks: Iterable[int]) -> int:
         """These physical blocks are the stage's from now on. Returns the new capacity; places that there are stay.
 
-        Blocks that continue a run use up what was left of it, so at most count - 1 slots of each run stay without a place.
+        Blocks that continue a run use up its rest, so at most count - 1 slots of each run stay without a place.
         Raises InvalidArgument (field blocks) for a block that is held already, or named twice; nothing changed then.
         """
         given = sorted(blocks)

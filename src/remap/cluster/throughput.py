@@ -15,7 +15,7 @@ LEAST_BYTES = 1 << 20
 """Of a piece that shows it: smaller ones wait for processes more than for the network."""
 
 KEPT = 0.9
-"""Of what is known, when a piece adds to it: about the last ten pieces count."""
+"""Of the known figure, when a piece adds to it: about the last ten pieces count."""
 
 
 class Throughput:
@@ -43,6 +43,6 @@ class Throughput:
 
     @property
     def network(self) -> Network:
-        """With what was measured."""
+        """The network with the measured figures."""
         rate = self.bytes_per_s
         return replace(self._assumed, bytes_per_s=rate) if rate else self._assumed

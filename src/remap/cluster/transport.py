@@ -95,7 +95,8 @@ class GroupLink:
         self, sources: Iterable[int], listeners: Iterable[int], deliver: Deliver, lost: Callable[[PeerLost], None]
     ) -> None:
         """From now on hand each message of these members to deliver(source, header, payload), in the order of sending, and send
-        what is posted. listeners: the peers that listen to this one. lost(error): for each that is gone. `close` ends both."""
+        the posted messages. listeners: the peers that listen to this one. lost(error): for each that is gone. `close` ends
+        both."""
         group = self._group
         if group is None:
             return
@@ -111,13 +112,13 @@ class GroupLink:
         payload: torch.Tensor | None = None,
         then: Callable[[float], None] | None = None,
     ) -> None:
-        """Send to the member with this rank, behind what was posted before. payload: uint8, one dimension; it must not change.
+        """Send to the member with this rank, behind all posted before. payload: uint8, one dimension; it must not change.
         then(seconds): it has left, which took so long. After `close`, or when the peer is gone, nothing is sent."""
         self._outbox.put(_Outgoing(to, header, payload, then))
 
     def close(self) -> None:
-        """Tell who listens that nothing comes after what was posted, and go. Does not wait, raises nothing; a second call does
-        nothing."""
+        """Tell the listeners that nothing comes after the posted messages, and go. Does not wait, raises nothing; a second call
+        does nothing."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -126,7 +127,7 @@ class GroupLink:
         self._stop()
 
     def _stop(self) -> None:
-        """Send nothing behind what was posted, and call no callback any more."""
+        """Send nothing behind the posted messages, and call no callback any more."""
         self._closed.set()
         self._outbox.put(None)
 
@@ -205,7 +206,7 @@ class ServedStore:
 
     A process that reaches the port may write to it. Keys of instances begin with `space`, which no other uses by accident; all
     others are left alone. That keeps foreign keys apart, and keeps no process out: one that asks for the keys sees it. Nor does
-    it bound what foreign keys take: the store has no limit, and what it holds is this process's memory until it ends.
+    it bound what foreign keys take: the store has no limit, and its contents are this process's memory until it ends.
     """
 
     def __init__(self, host: str) -> None:

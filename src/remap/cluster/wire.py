@@ -66,7 +66,7 @@ class Microbatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Chosen(msgspec.Struct, frozen=True, tag=True):
-    """Ring, to the head: the tokens of this lane's microbatch, and what was noted in it."""
+    """Ring, to the head: the tokens of this lane's microbatch, and the logprobs noted in it."""
 
     lane: int
     choice: Choice
@@ -91,7 +91,7 @@ class Shrink(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Ring: nothing comes after this; the stages become what they prepared for this epoch."""
+    """Ring: nothing comes after this; the stages become the members prepared for this epoch."""
 
     epoch: int
 

@@ -14,7 +14,7 @@ Everything that depends on the batch alone (where to write, which blocks to read
 Rounding in a matrix kernel depends on the shape it is called with, and a recomputed token is computed in another shape than
 when it was decoded: its keys and values are right, and may differ in their last bits.
 
-What was in a block before is never seen. Blocks come with whatever their pages held, perhaps weights, and 0 * NaN is
+The former contents of a block are never seen. Blocks come with whatever their pages held, perhaps weights, and 0 * NaN is
 NaN, so masking is not enough: slots of a block that are not written yet are zeroed when its first token is written.
 """
 

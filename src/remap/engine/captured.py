@@ -86,7 +86,7 @@ class CapturedDecode:
     def run(self, bucket: int, *, piecewise: bool, tenant: Any) -> None:
         """One pass over the first `bucket` rows of the inputs. piecewise: each layer between `wait` and `done`.
 
-        What is not recorded runs as it is, with the same result.
+        Pieces that are not recorded run as they are, with the same result.
         """
         if not piecewise:
             whole = self._whole.get(bucket)

@@ -55,7 +55,7 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs by request id, and what the run cost."""
+    """Outputs by request id, and the metrics of the run."""
 
     outputs: dict[str, Output]
     metrics: Metrics
@@ -183,7 +183,7 @@ class Engine(ABC):
             self.scheduler.preempt(sequence, self._kv)
 
     def releasable(self) -> int:
-        """Blocks that `release` could free now: host memory has room for what it does not hold yet of them."""
+        """Blocks that `release` could free now: host memory has room for the part of them that it does not hold yet."""
         return sum(sequence.held_blocks for sequence, fits in self._leaving() if fits)
 
     def _leaving(self) -> list[tuple[Sequence, bool]]:

@@ -112,7 +112,7 @@ class FusedLlama(LlamaLike):
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Whether the model's layers are what the kernels compute: SiLU, and every dimension of a head rotated."""
+        """Whether the model's layers are those that the kernels compute: SiLU, and every dimension of a head rotated."""
         layer = model.model.layers[0]
         partial = getattr(model.config, "rope_parameters", None) or {}
         return (

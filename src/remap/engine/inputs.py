@@ -6,7 +6,7 @@ from page-locked staging of the same layout.
 
 The block table stands transposed, (width, sequences): the columns in use are then one contiguous run, and the copy is as
 long as the longest sequence that changed, not as the longest one possible. A running sequence keeps its row, so that a
-step writes only what is new: about one entry in `block_tokens` for each sequence.
+step writes only new entries: about one entry in `block_tokens` for each sequence.
 """
 
 from __future__ import annotations

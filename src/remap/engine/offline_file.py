@@ -63,8 +63,8 @@ def read_request(
 ) -> tuple[str, str | tuple[int, ...], SamplingParams]:
     """(custom_id, prompt, how to sample) of a line. stop_token_ids: of a request that names none.
 
-    Raises InvalidArgument, with the field custom_id (None if that cannot be read), for what is not JSON, not an object, or has
-    a field that is missing, unknown or of the wrong kind.
+    Raises InvalidArgument, with the field custom_id (None if that cannot be read), for a line that is not JSON, not an object, or
+    has a field that is missing, unknown or of the wrong kind.
     """
     try:
         values = json.loads(text.decode("utf-8-sig"))

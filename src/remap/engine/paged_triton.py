@@ -4,7 +4,7 @@
 The KV of a layer is (2, blocks, block_tokens, kv_heads, head_dim) with any strides: in a block-major region the next
 block lies a whole block of all layers away, and a region has more than 2^31 elements, so block offsets are 64 bit.
 
-What a block held before is never seen. Pages come with whatever was in them, perhaps weights, and 0 * NaN is NaN, so
+The former contents of a block are never seen. Pages come with whatever was in them, perhaps weights, and 0 * NaN is NaN, so
 masking scores is not enough: slots beyond a sequence's length are not loaded at all (the tile holds 0 there), and their
 scores are -inf. Slots need no zeroing, and block ids beyond a sequence's length are not read.
 

@@ -43,7 +43,7 @@ class SamplingParams:
     logprobs: note each token's `TokenLogprobs` with that many alternatives (None: note nothing). prompt_logprobs: also those of
     the prompt's tokens but the first.
 
-    Raises InvalidArgument (field param: its name, and a field of that name) for a value outside of what it says.
+    Raises InvalidArgument (field param: its name, and a field of that name) for a value outside of its range.
     """
 
     max_tokens: int = 16

@@ -138,7 +138,7 @@ def _last_of_share(scaled: torch.Tensor, share: float) -> torch.Tensor:
     last = (reached[1:] < wanted).sum()
     ordered = scaled[slices == last].sort(descending=True).values
     below = (reached[last] + ordered.exp().cumsum(0) < wanted).sum()
-    return ordered[below.clamp(max=len(ordered) - 1)]  # sums in another order may round below what is wanted
+    return ordered[below.clamp(max=len(ordered) - 1)]  # sums in another order may round below the target
 
 
 def _gumbel(key: str, like: torch.Tensor) -> torch.Tensor:

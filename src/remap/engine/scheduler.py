@@ -2,7 +2,7 @@
 """Chooses the requests of the next pass. Pure: no torch, no clock; blocks come from a pool that is handed in.
 
 The policy is vLLM V1's, so that the engine without a session is a fair baseline: running sequences first, in the order
-of their arrival; a prompt is computed in chunks that fill what the token budget has left; a running sequence that
+of their arrival; a prompt is computed in chunks that fill the rest of the token budget; a running sequence that
 cannot get a block preempts the youngest one, which loses its KV and goes to the front of the queue; new sequences are
 admitted only in a step without preemption and only when their whole prompt would fit (vLLM's
 `scheduler_reserve_full_isl`, on by default there as here).
@@ -52,9 +52,9 @@ class Scheduler:
     sequence costs in a pass (about 3 to 4 on a CPU); the prompt chunk shrinks by as much, so that passes take equally long
     and those who decode do not wait longer the more of them there are. 0 (default): only tokens count, as in vLLM.
     swap: a preempted sequence keeps its KV in host memory (`pool.copy_out`), if that has room, and goes on from there. KV is
-    append-only, so host copies of complete blocks are kept while their sequence runs, and only what is new is copied out
+    append-only, so host copies of complete blocks are kept while their sequence runs, and only new blocks are copied out
     again. A sequence that comes back is `arriving` while its KV is copied in, beside the passes of the others. overlap: False
-    for vLLM V0's way: everything is copied out each time, and the next pass waits for what comes in.
+    for vLLM V0's way: everything is copied out each time, and the next pass waits for the copies in.
     stream: beside that, complete blocks of running sequences stream from host memory in each pass rather than that another is
     preempted, or not admitted, as many as `pool.streamable_blocks` says (streaming.py).
     Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; a preempted sequence is older than
@@ -234,7 +234,7 @@ class Scheduler:
         """`schedule`, of those who run and wait."""
         budget = self.max_batch_tokens
         decoding = sum(1 for sequence in self.running if sequence.length - sequence.computed == 1)
-        # Prompt tokens of this pass: what the decoding sequences, at their real cost, leave of it; at least one tile.
+        # Prompt tokens of this pass: the rest that the decoding sequences leave, at their real cost; at least one tile.
         prompt = max(self.chunk_align, budget - self.decode_cost * decoding)
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []

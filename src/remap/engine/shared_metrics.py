@@ -60,7 +60,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class SharedResult:
-    """Outputs by tenant and request id, and what the run cost. stall_s: seconds in which passes waited for layers."""
+    """Outputs by tenant and request id, and the metrics of the run. stall_s: seconds in which passes waited for layers."""
 
     outputs: Mapping[str, Mapping[str, Output]]
     metrics: Mapping[str, Metrics]

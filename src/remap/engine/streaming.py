@@ -75,7 +75,7 @@ def bring_home(running: Listed[Sequence], spare: int, pool: SchedulerBlocks, due
 
 
 def settle(running: Listed[Sequence], pool: SchedulerBlocks, due: Due) -> list[Sequence]:
-    """Let what has come back be the sequences' own blocks again. Returns those of which bytes that stream never reached host
+    """Let blocks that have come back be the sequences' own again. Returns those of which bytes that stream never reached host
     memory: they have to be computed anew. Raises the pool's error if copies back have failed; streaming goes on."""
     for sequence in running:
         if sequence.homing is None:

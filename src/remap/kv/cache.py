@@ -152,7 +152,7 @@ class TenantKV:
         return ticket
 
     def kept(self, host_ids: Iterable[int]) -> bool:
-        """Whether these host blocks hold what was copied out to them: False if a copy to one of them has failed. Then
+        """Whether these host blocks hold the KV copied out to them: False if a copy to one of them has failed. Then
         recompute what it held."""
         return self._copies.kept(listed(host_ids))
 

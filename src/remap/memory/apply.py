@@ -349,7 +349,7 @@ class Changes:
 
     @annotated("remap.settle")
     def settle(self, tenant: TenantState) -> None:
-        """Tell the prefetcher what is streamed and start the re-pointing worker. If it raises, the plan stays
+        """Tell the prefetcher which layers stream and start the re-pointing worker. If it raises, the plan stays
         unsettled: retry."""
         if tenant.unsettled is None:
             return
@@ -378,8 +378,8 @@ class Changes:
         self._executor.commit(tenant.prefetcher, after, asleep)
 
     def wake(self, tenant: TenantState) -> None:
-        """The tenant serves passes again: the worker begins to re-point what it left while the tenant was inactive. Raises the
-        backend's error; then it can be called again."""
+        """The tenant serves passes again: the worker begins to re-point the layers that it left while the tenant was inactive.
+        Raises the backend's error; then it can be called again."""
         if tenant.asleep:
             self._executor.wake(tenant.number, tenant.compute.mark())
             tenant.asleep = False  # only now
@@ -422,7 +422,7 @@ class Changes:
     # -- plans that are taken back ----------------------------------------------------------------------------------
 
     def journal_end(self) -> int:
-        """The place in the journal of what is done next."""
+        """The place in the journal of the next change."""
         if not self._takers:
             self._journal.clear()
         return len(self._journal)

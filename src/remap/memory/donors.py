@@ -112,7 +112,7 @@ class UnusedKV:
 
 class PausedKV:
     """Blocks that an inactive tenant will miss in its next turn: unused blocks that it needed in its last one, and live blocks,
-    whose KV its engine copies to host memory, what is new of it, before it frees them.
+    whose KV its engine copies to host memory, as far as it is new, before it frees them.
 
     Neither costs anything until then, and both cost the same then: a block's KV is copied in again, the giver's own or that of
     the tenant that has its place by then. stuck: whether live blocks stay where they are, whichever tenant needs their pages.
@@ -180,7 +180,7 @@ class InactiveLayers(_Layers):
 
     def away_cap(self, giver: TenantState) -> int:
         """The most layers that may be away: loading all streamed layers, the ring's included, may delay a short prefill
-        of the giver by at most `Knobs.late_s`, beyond what can be loaded ahead of it.
+        of the giver by at most `Knobs.late_s`, beyond the part that can be loaded ahead of it.
 
         While none of its passes was measured: one layer, and those that this pays for. Never all: the ring's layers
         stay, and one more.

@@ -204,7 +204,7 @@ class HostMemories:
         self, backend: _core.Backend, device: Device, arena: _core.Arena, kv_bytes: int | None = None, budget: int = 0
     ) -> None:
         """arena: it lies in host memory as well on the CPU. kv_bytes: for KV of tenants whose `KVSpec.host_blocks` is None; None:
-        sized by itself. budget: of page-locked memory; 0: the environment's, or what can be spared.
+        sized by itself. budget: of page-locked memory; 0: the environment's, or as much as can be spared.
         """
         self._backend = backend
         self._device = device
@@ -227,7 +227,7 @@ class HostMemories:
         """Memory for the KV blocks of tenant `name`, whose `host` has none yet: an equal part of what there is for those that
         have none, and never more than the arena could hold of its blocks. Those that asked before give up what makes the parts
         equal, as long as none of their blocks was ever in use: engines are made one after another. Sized by itself, all together
-        take at most half of what can be spared, and give that back for master copies that have no room (`_make_room`). None to
+        take at most half of the spare memory, and give that back for master copies that have no room (`_make_room`). None to
         spare: no blocks, and a line of log. Raises what `reserve` raises if a number was named. lock: held while the store's
         books change. With the session's lock held."""
         asking = sum(each.asks_kv for each in self._held)
@@ -248,7 +248,7 @@ class HostMemories:
 
     def _make_room(self) -> bool:
         """Give back what KV was given by itself and has not used: master copies go first. A tenant that loses it has a part of
-        what is left when the tenant is attached. Whether there was any."""
+        the rest when the tenant is attached. Whether there was any."""
         if self._kv_bytes is not None:  # the caller's own word
             return False
         found = [piece for piece in self._pieces if piece.empty()]
@@ -259,7 +259,7 @@ class HostMemories:
         return bool(found)
 
     def _share_again(self) -> None:
-        """Each tenant that has lost host memory for KV gets an equal part of what can be spared now."""
+        """Each tenant that has lost host memory for KV gets an equal part of the memory that can be spared now."""
         lost, self._lost = [each for each in self._lost if each.host in self._held], []
         for sharer in lost:  # the first one has all of it, until the others have their parts
             self._give_part(sharer, 1)

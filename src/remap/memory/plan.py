@@ -450,7 +450,7 @@ def plan_homes(now: TenantPages, there: TenantPages, *, apart: str) -> Plan:
 
     apart: whose the pages are that layers hold in one of the two and in the other do not: "free" where layers are given up, and
     "kv" where they come home, or are taken back. These are in no pool then (`Changes.reclaim`). Pages of layers that are the
-    tenant's own KV, or lent, stay what they are.
+    tenant's own KV, or lent, stay as they are.
     """
     was, will = now.held, there.held
     found: dict[tuple[str, str], list[int]] = {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Change what streams: grow and shrink what one tenant gives to KV, in whole layers or in a slice of every layer.
 
-    choose what is to stream (layers found written are pinned) -> plan it (plan.py) -> carry it out (apply.py)
+    choose the layers to stream (layers found written are pinned) -> plan it (plan.py) -> carry it out (apply.py)
 
 A target that neither contains what streams now nor is contained in it gains some pages and loses others. If the blocks
 in the lost pages have no room, the change takes two plans: gain first, then exchange.

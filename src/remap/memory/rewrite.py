@@ -51,7 +51,7 @@ def differing(core: Core, tenant: TenantState) -> dict[int, list[str]]:
 
 
 def _await_loads(core: Core, tenant: TenantState) -> None:
-    """Finish what the last change has left, and wait for the layers that are on their way home."""
+    """Finish the rest of the last change, and wait for the layers that are on their way home."""
     core.changes.settle(tenant)
     core.changes.retry_failed(tenant)
     core.changes.wake(tenant)

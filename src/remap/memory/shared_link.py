@@ -31,7 +31,7 @@ class SharedLink:
         self.switching = Switching()
 
     def times(self, tenant: TenantState) -> LayerTimes | None:
-        """Seconds per layer of a decode pass beside what the other active tenants compute and copy now: the same object
+        """Seconds per layer of a decode pass beside the passes and copies of the other active tenants now: the same object
         while all of that is the same. None before the first pass; beside others, before the first decode pass."""
         if len(self._tenants) < 2:  # every step asks
             return tenant.timing.decode()

@@ -33,7 +33,7 @@ class SharedPages(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of them. Members keep what they have."""
+        """Let go of them. Members keep their pages."""
         ...
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tenant's state: its books (what is decided of it), its model, its KV cache, and the times learnt from passes.
+"""One tenant's state: its books (the decisions about it), its model, its KV cache, and the times learnt from passes.
 
 Plain data. `attach.py` makes it, the functions of this package get it as an argument, and the public `Tenant` is a
 handle over it. The thread of the tenant's engine writes the fields marked as the pass's, between a pass's begin and its
@@ -458,7 +458,7 @@ class TenantState:
         ]
 
     def decode_times(self) -> LayerTimes | None:
-        """Seconds per layer of a decode pass, beside what the other active tenants compute and copy now
+        """Seconds per layer of a decode pass, beside the passes and copies of the other active tenants now
         (`SharedLink.times`)."""
         return self.link.times(self)
 

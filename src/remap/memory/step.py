@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a session: every tenant's demand, in order of priority, then what may come home.
+"""One step of a session: every tenant's demand, in order of priority, then the layers that may come home.
 
     demand -> view -> Controller.decide -> carry out: grow, take from others, shrink      for each tenant that has one
               NeedQuotes -> Outside.bring, Offers.to -> Controller.decide_with            where free pages do not suffice
@@ -78,7 +78,7 @@ class Steps:
         except Error as error:
             if self._changes.applied == applied:
                 raise
-            # Something has changed, so do not raise: the report says what was done, and the next step tries the rest
+            # Something has changed, so do not raise: the report tells the changes made, and the next step tries the rest
             # again.
             entry = merge(entries, tenant.name, {})  # whose turn it was
             entry.reason = ended_early(entry.reason, str(error))
@@ -109,7 +109,7 @@ class Steps:
         short = _short(tenant, wanted)
         entry = report[tenant.name] = Entry(short=short, stall=decision.predicted_stall_s, reason=decision.reason)
         try:
-            with AllOrNothing(changes, (tenant,), partly=True):  # the report says what was done before a plan failed
+            with AllOrNothing(changes, (tenant,), partly=True):  # the report tells of changes before a failure
                 if decision.action == "grow":
                     changes.cancel_draining(tenant)
                     self._take(tenant, decision)

@@ -41,7 +41,7 @@ class LayerSource:
     install: Callable[[Sequence[int], int, Handle], None]
     # (layers, device): move the model back to ordinary memory there; these layers' bytes come from their masters
     detach: Callable[[Sequence[int], Any], None]
-    # (layers): for each layer that may not stream, what was written since attach: its tensors, or its weights file
+    # (layers): for each layer that may not stream, the places written since attach: its tensors, or its weights file
     watch: Callable[[Collection[int]], dict[int, list[str]]]
     writes: Callable[[Collection[int]], dict[int, list[str]]]  # (layers): tensors of each written since attach
     # (layers): raises InvalidState if the weights file that one of them comes from has changed; None: there are no

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 __all__ = ["BatchTime"]
 
-_FADES = 0.98  # what a measurement counts after another one
+_FADES = 0.98  # the weight of a measurement after another one
 _SPREAD = 0.02  # of the mean: so far must live blocks have been apart, or the line may have any slope
 
 

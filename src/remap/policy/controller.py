@@ -100,7 +100,7 @@ class Controller:
         return self._headroom
 
     def decide(self, view: TenantView, demand: Demand) -> Decision | NeedQuotes:
-        """The decision for this step, or what has to be asked before: `decide_with` takes the answer. Calls nothing but the
+        """The decision for this step, or the question to be asked before: `decide_with` takes the answer. Calls nothing but the
         injected functions; changes nothing outside itself."""
         blocks = demand.blocks
         wanted = view.live_blocks + blocks
@@ -196,7 +196,7 @@ class Controller:
     def _share(
         self, view: TenantView, need: int, others: Sequence[Sequence[Quote]], patient: bool
     ) -> tuple[int, int, tuple[Take, ...], float]:
-        """(own alpha, own beta, what others give, `Supply.gap_s`): all donors' increments compete, the tenant's own
+        """(own alpha, own beta, takes from others, `Supply.gap_s`): all donors' increments compete, the tenant's own
         included."""
         own = self.offers(view, patient=patient)
         alpha, buffers = view.remapped, view.buffers
@@ -214,7 +214,7 @@ class Controller:
 
     def offers(self, view: TenantView, donor: str = "", *, patient: bool = True) -> list[Quote]:
         """The tenant's offers of its own layers: increments within the slowdown and, if `patient`, `tbt_s`, each
-        (alpha, beta) and what it adds.
+        (alpha, beta) and its addition.
 
         Blocks are its own. An alpha that stalls too long is no increment by itself, even if a larger alpha does not.
         """

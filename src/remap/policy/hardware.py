@@ -328,7 +328,7 @@ _REST = 0.02
 
 
 def _consistent(found: Model) -> None:
-    """An entry that is like another one takes what it leaves out from there: sizes that then belong to two different models are
+    """An entry that is like another one takes missing figures from there: sizes that then belong to two different models are
     refused, since every figure of a plan would be wrong."""
     matrices = found.matrix_elements * found.matrix_bytes
     if not matrices <= found.layer_bytes <= matrices * (1 + _REST) + 2**20:
@@ -347,7 +347,7 @@ def _consistent(found: Model) -> None:
 
 
 def namesakes(name: str, extra: Extra = None) -> tuple[str, ...]:
-    """The other machines whose names begin with what was asked for: `H100` is H100-SXM, and H100-PCIe could be meant."""
+    """The other machines whose names begin with the name asked for: `H100` is H100-SXM, and H100-PCIe could be meant."""
     table = table_of("machines", extra)
     found, wanted = resolve("machine", name, table), name.strip().lower()
     return tuple(

@@ -36,8 +36,8 @@ class Costs(ABC):
 
     weights_s: to copy all of a layer's weights in. load_kv, load_activations, recompute: of blocks of one mini-batch.
     forward_s: of all else that is computed, by the numbers of requests and blocks; of two mini-batches together never
-    more than of both. ends_s: what no layer holds, by the number of requests. store_kv_s, store_activations_s: to copy one
-    request's new token out.
+    more than of both. ends_s: of the work outside of layers, by the number of requests. store_kv_s, store_activations_s: to copy
+    one request's new token out.
     """
 
     layers: int
@@ -118,7 +118,7 @@ class HybridRoom(ABC):
         share of each layer's weights that is streamed. Exact if both are one ratio.
 
         A request has the fewest activations at one end and the fewest K and V at the other. The share of a kind that the
-        device holds falls as the kind grows, so what is left to be loaded of it is least where there is the least of it.
+        device holds falls as the kind grows, so the rest to be loaded is least where there is the least of it.
         """
         few, many = activations_of_each(blocks, fewest), activations_of_each(blocks, most)
         every = max(1, sum(many))
@@ -242,7 +242,7 @@ def algorithm_1(costs: Costs, room: HybridRoom) -> Ratio:
     It balances T_load_w + T_load_kv(KV) with T_kv_gen(activations in host memory and on the device) for a host memory that
     is full, whatever is served, and counts neither loading activations, stores nor the rest of the layer. Decided here,
     where the paper is silent: the lines' base is paid once, by the first kind that has blocks, so step 1 solves
-    T_kv_gen(device + x) = T_load_w; a solution outside the memory is moved to its end; blocks are whole, and what is then
+    T_kv_gen(device + x) = T_load_w; a solution outside the memory is moved to its end; blocks are whole, and the memory then
     left over, less than a block of KV, stays free; on the device are as many activations as it holds.
 
     Raises InvalidArgument (fields host_bytes, block_bytes) if not one block of KV fits.

@@ -191,6 +191,6 @@ class _Asked:
         return at_once(self._lengths, self._block_tokens, ratio, self._room)
 
     def _passes(self, count: int) -> list[tuple[int, list[int]]]:
-        """Those that are counted, and what has to fit: all of them at their ends, and the longest request alone."""
+        """Those that are counted, and those that have to fit: all of them at their ends, and the longest request alone."""
         counted = [(1, _blocks(self._lengths[:count], self._block_tokens, share)) for share in _STAGES]
         return [*counted, (0, _blocks(self._lengths[:count], self._block_tokens, 1.0)), (0, [self._longest])]

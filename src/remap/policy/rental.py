@@ -17,7 +17,7 @@ one `Rental` says True at most T / s times.
     back, layers lent <= layers that may be lent + layers reloaded: growths are bounded as well.
 
 Claim 2, the price of not knowing. For one layer, the rent and the reloads that `Rental` pays are at most
-max(2, 1 + (D - 1) G) times what the best plan pays that knows the future and keeps to the same condition (the layer is
+max(2, 1 + (D - 1) G) times the cost of the best plan that knows the future and keeps to the same condition (the layer is
 lent while it fails): at most twice, for D <= 1 + 1 / G.
     Steps where the condition fails cost both the same, nothing, and leave the layer lent and the credit 0. So each
     maximal row of steps in which it holds is a problem of its own. Let R be the row's whole rent. The best plan pays

@@ -148,7 +148,7 @@ def _lines(
     alone = len(setup.tenants) == 1
     gained = {
         "not needed": (
-            "You do not need remap: recomputing what does not fit gives a P99 time to the first token of "
+            "You do not need remap: recomputing the requests that do not fit gives a P99 time to the first token of "
             f"{first['recompute']}, six times the memory {first['ideal']}."
         ),
         "sharing KV suffices": (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One simulated engine: the reference engine's loop (remap.engine.engine), whose passes take time and compute nothing.
 
-What is its own: requests have lengths (`workload.Item`), are cut to the context and refused where a real engine would raise; a
-gap follows each pass; and what is recorded is bounded, since runs are long.
+Its own: requests have lengths (`workload.Item`), are cut to the context and refused where a real engine would raise; a
+gap follows each pass; and the records are bounded, since runs are long.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SimEngine(Engine):
 
     def give_up(self) -> bool:
         """Refuse the request whose turn it is, if it has the engine to itself and still is too long for the memory. Whether it
-        was: what may be remapped is bounded by more than layers, so the engine did not know when it came."""
+        was: more than layers bounds remapping, so the engine did not know when it came."""
         scheduler, kv = self.scheduler, inside(self.tenant).kv
         first = next(iter(scheduler.queued()), None)
         if scheduler.running or first is None or scheduler.blocks_for(first.length) <= kv.usable_blocks:

@@ -11,7 +11,7 @@ Of R requests at a rate of r in all, a tenant with the share s of the rate has s
 come within R / r seconds: time is compressed or stretched so that the requests of every run have exactly the rate that was
 asked for, as Oneiros rescales its trace. A faster run of a seed is the same pattern, compressed.
 
-A file of arrivals is a ring: tenants that share one begin at evenly spaced rows, and what goes beyond the end goes on at the
+A file of arrivals is a ring: tenants that share one begin at evenly spaced rows, and rows beyond the end go on at the
 beginning. Lengths of a file are dealt in an order that the seed shuffles, each row once before any row twice; but if
 arrivals and lengths are the same file, every arrival keeps the lengths of its own row (Oneiros uses two files).
 """
@@ -207,7 +207,7 @@ def load(
     seed: int = 0,
     context: Mapping[str, int] | None = None,
 ) -> tuple[Item, ...]:
-    """Exactly `requests` requests of all tenants, in order of time; see this module's text for what the names mean.
+    """Exactly `requests` requests of all tenants, in order of time; see this module's text for the names.
 
     rate: requests per second of all tenants together, or one number each. arrivals, lengths: one name for all, or one each.
     context: most tokens of one request, by tenant; longer prompts are cut (the answer keeps its length where it fits). The same

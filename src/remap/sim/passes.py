@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a simulated pass takes, and what it does on the device while it lasts.
+"""The duration of a simulated pass, and its work on the device.
 
     SessionPass   on a stream of the sim backend, through `tenant.forward`: as the production path on a GPU. Streamed
                   layers are waited for and given back layer by layer; the copies, and how long they hold the computation up,
@@ -33,7 +33,7 @@ class Cost(Protocol):
         """Seconds of one layer over one batch."""
 
     def ends_s(self, tokens: int, sampled_rows: int) -> float:
-        """Seconds of what no layer holds."""
+        """Seconds of the work outside of layers."""
 
 
 class Pass(ABC):
@@ -84,7 +84,7 @@ class Pass(ABC):
 
     @abstractmethod
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
-        """layer_s: of computing one layer; ends_s: of what no layer holds. Returns when the pass ends."""
+        """layer_s: of computing one layer; ends_s: of the work outside of layers. Returns when the pass ends."""
 
 
 def sampled(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
@@ -116,7 +116,7 @@ class SessionPass(Pass):
 
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         backend, tenant, stream = self._backend, self._tenant, self.stream
-        if tenant.kv.host.total:  # its last pass has ended, so what it still waits for is copies
+        if tenant.kv.host.total:  # its last pass has ended, so it still waits for copies alone
             self._swap_s += max(0.0, backend.stream_end(stream) - backend.now)
         with tenant.forward(phase=work.phase, tokens=work.tokens, stream=stream, streamed=self._streamed):
             if not tenant.streaming:
@@ -233,7 +233,7 @@ class PiePass(Pass):
 
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         swapped = self._swapped_layers()
-        # A pass of prompts alone reads no request's KV: only what it makes is copied, and out. Charged as if both ways.
+        # A pass of prompts alone reads no request's KV: only its own is copied, and out. Charged as if both ways.
         used = self._used_tokens() if work.decode_rows else work.prefill_tokens
         times = self.times(layer_s, ends_s, used, swapped)
         if not work.prefill_tokens:

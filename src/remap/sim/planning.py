@@ -11,8 +11,8 @@ and that a running copy takes memory bandwidth from the computation (`contention
 Of several devices under tensor parallelism (tp) the plan is one device's: its share of the model, its memory, its link. Of a
 mixture of experts only batches are planned for that touch nearly all experts: below, the roofline knows no layer's time.
 
-The batch and what it hides depend on each other: more layers remapped make room for more requests, whose pass is longer and
-hides more. `Balance` is the largest number of layers that the batch which it makes possible still hides.
+The batch and the layers that it hides depend on each other: more layers remapped make room for more requests, whose pass is
+longer and hides more. `Balance` is the largest number of layers that the batch which it makes possible still hides.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WHAT_IF = (0, 2, 4, 8, 15)
 
 @dataclass(frozen=True)
 class MachinePlan(Numbers):
-    """The answer. steps: each number with its formula and what was put in. advice: whether streaming active layers pays here,
+    """The answer. steps: each number with its formula and its inputs. advice: whether streaming active layers pays here,
     and which settings follow, each with its reason. assumed: the plan's assumptions, in sentences."""
 
     steps: tuple[Step, ...]

@@ -98,7 +98,7 @@ def _pages(model: Model) -> Step:
 
 
 def arithmetic(numbers: Numbers) -> tuple[Step, ...]:
-    """Each number of the plan, with its formula and what was put in."""
+    """Each number of the plan, with its formula and its inputs."""
     machine, model, balance, reload = numbers.machine, numbers.model, numbers.balance, numbers.reload
     memory_bytes, activation_bytes, most = numbers.memory_bytes, numbers.activation_bytes, numbers.max_requests
     context, kv_tokens, tokens_per_layer = numbers.context, numbers.kv_tokens, numbers.tokens_per_layer

@@ -99,7 +99,7 @@ def least_batch(model: Model, found: Balance, batch: int | None) -> int:
     if rows and min(rows) < least:
         raise InvalidArgument(
             f"{model.name} has {model.experts} experts of which a token uses {model.active_experts}: a batch of {min(rows)} "
-            f"requests touches a part of them (even routing: {TOUCHED:.0%} from {least} on), and what is missing is a "
+            f"requests touches a part of them (even routing: {TOUCHED:.0%} from {least} on), and there is no "
             "measurement of how many, and of how long a layer takes then; nothing was computed; give more memory, a shorter "
             f"context, or a batch of at least {least}",
             field="model",

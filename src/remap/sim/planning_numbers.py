@@ -19,7 +19,7 @@ class Limit:
 
     layer_s: computing one layer; copy_s: copying one in. remapped: whole layers, by `selection` through `buffers` ring
     buffers. slices: layers' worth, when every layer streams its last pages. paper: what Eq. 5 of Oneiros allows, which
-    assumes rotating slots. fits: whether the KV cache, with what is remapped, holds that many tokens.
+    assumes rotating slots. fits: whether the KV cache, with the remapped layers, holds that many tokens.
     """
 
     rows: int

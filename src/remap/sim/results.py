@@ -162,7 +162,7 @@ class TenantResult:
     (seconds between two tokens of a request, how many gaps were that long), ascending. compute_s: its passes without stalls.
     tpot_s: of the same requests as ttft_s, mean seconds of a token after the first; None of a request of one token.
     swapped_bytes: of KV, to host memory and back; swapped_out_bytes: to it. kv_blocks_start: before the first request; where
-    unused KV is shared, only what is the tenant's own.
+    unused KV is shared, only the tenant's own.
     """
 
     tenant: str

@@ -80,7 +80,7 @@ class Roofline:
         return seconds
 
     def ends_s(self, tokens: int, sampled_rows: int) -> float:
-        """Seconds of what no layer holds: embedding and final norm over `tokens`, head over `sampled_rows`."""
+        """Seconds of the work outside of layers: embedding and final norm over `tokens`, head over `sampled_rows`."""
         key = (tokens, sampled_rows)
         seconds = self._ends.get(key)
         if seconds is None:

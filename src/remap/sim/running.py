@@ -72,7 +72,7 @@ class Serving(SharedEngines):
         self.timeline.look(now - self._started_s, self._simulated)
 
     def _watch(self, stuck: bool) -> None:
-        """Refuse what is too long for the memory that there will be. Raises InvalidState if that is not the reason."""
+        """Refuse requests that are too long for the memory that there will be. Raises InvalidState if that is not the reason."""
         self._stuck = self._stuck + 1 if stuck else 0
         if self._stuck <= _STUCK:
             return

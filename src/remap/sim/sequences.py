@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request as the simulated engine keeps it, and what one pass computes. Pure."""
+"""One request as the simulated engine keeps it, and the work of one pass. Pure."""
 
 from __future__ import annotations
 

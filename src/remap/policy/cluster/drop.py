@@ -3,8 +3,8 @@
 
 A plan divides the present groups into those that merge; nothing is copied, and no group is taken apart (`restore` does that).
 Merging g groups leaves one copy of the model where there were g. A merged group is divided by `stages`, for most tokens. A
-merger that frees tokens has room for what runs in it, since its parts had; no plan below has one that frees none. Plans
-are compared by, in this order:
+merger that frees tokens has room for the requests that run in it, since its parts had; no plan below has one that frees none.
+Plans are compared by, in this order:
 
     missing     tokens of the need that the plan does not free
     added_s     seconds by which requests wait longer for their next token, over all requests of merged groups, when the burst
@@ -17,19 +17,19 @@ are compared by, in this order:
 Without load this is the paper's rule, as few stages as possible, and says which of {4, 2} and {3, 3} is better.
 
 A drop is one donor among others. An instance alone has offers as well (`Offer`: layers that stream, pages that are lent), which
-are room that it has already: a need is what goes beyond them, and a merger frees that much less. That is right where they are
+are room that it has already: a need is the part beyond them, and a merger frees that much less. That is right where they are
 the cheaper donors. Where one is dearer than the drop of an instance and another like it, `preferred` leaves it out; but no group
 merges into less room than the instances have alone with all of their offers (`decided`). All are measured in the same way: by
 how many seconds requests wait longer for their next tokens when the room is filled, for each token of room.
 
 Who has no room even so takes turns with others, swapped to host memory if there is any for that, else computed again. That comes
 last, and is not compared: by the same measure (does the merged group, full, compute as many tokens a second as its parts?) some
-mergers seemed dearer that were not, since it sees neither what is computed again nor that who waits has no token at all. In the
-simulator P99 TTFT of a ShareGPT burst rose from 6 to 15 s by it.
+mergers seemed dearer that were not, since it sees neither the tokens computed again nor that a waiting request has no token at
+all. In the simulator P99 TTFT of a ShareGPT burst rose from 6 to 15 s by it.
 
 `plan` is exact for up to EXACT instances: it looks at every partition. With more it takes the better of the paper's greedy and
 of equal sizes, floor and ceil of N / G for the largest number of groups G that suffices, the groups with fewest tokens in the
-larger ones; and undoes what is superfluous. It is never worse than the greedy. A need that cannot be met is no error.
+larger ones; and undoes superfluous mergers. It is never worse than the greedy. A need that cannot be met is no error.
 
 Source: KunServe, section 4.1, algorithm in its Figure 6 (`greedy`). Decided here: the tokens that a merge frees are counted
 exactly (it is a copy of the weights only if layers divide evenly and instances are equal); a group whose merger with the next
@@ -122,7 +122,7 @@ def decided(
     """The groups that merge now, as `find` plans them; None if no group has to.
 
     Offers that are dearer than a drop do not count (`preferred`), unless it leaves a merged group with less room than its
-    instances have alone, all of their offers taken: then offers count all, and only what is beyond them is a reason to merge.
+    instances have alone, all of their offers taken: then offers count all, and only a need beyond them is a reason to merge.
     A token of room that a drop has not got makes a request wait for its first token until another request has ended; a dear
     offer makes all wait a fraction of a pass longer.
     """
@@ -136,7 +136,7 @@ def decided(
 
 
 def _loses_room(after: Placement, before: Placement) -> bool:
-    """Whether a merged group has less room than its instances had before, with what they were offered."""
+    """Whether a merged group has less room than its instances had before, with their offers."""
     model = before.model
     room = {stage.instance.name: group for group in before.groups for stage in group.stages}
     for group in after.groups:
@@ -173,7 +173,7 @@ def _density(placement: Placement) -> float:
 
 
 def _resident(group: Group) -> Group:
-    """It, without what it is offered."""
+    """The group without its offers."""
     return Group(tuple(replace(stage, offers=()) for stage in group.stages))
 
 
@@ -200,8 +200,8 @@ class _Mergers:
         self.weight = cache(self._weight)
 
     def _capacity(self, part: tuple[int, ...]) -> int:
-        """Tokens of the group that these become; of one alone its present ones, at least what runs there: it may have taken
-        offers that do not count (`preferred`)."""
+        """Tokens of the group that these become; of one alone its present ones, at least the tokens that run there: it may have
+        taken offers that do not count (`preferred`)."""
         if len(part) == 1:
             group = self.placement.groups[part[0]]
             return max(0, group.capacity(self.placement.model), group.load.tokens)

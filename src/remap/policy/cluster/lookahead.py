@@ -69,7 +69,7 @@ class ChunkCost:
     batch_s: float
 
     def chunk(self, prefix: int, tokens: int) -> float:
-        """Of one chunk, without what a microbatch costs once; of no tokens 0."""
+        """Of one chunk, without the cost of a microbatch as such; of no tokens 0."""
         if not tokens:
             return 0.0
         attention = self.pair_s * (prefix * tokens + tokens * tokens / 2) + self.masked_s * tokens * tokens
@@ -77,12 +77,12 @@ class ChunkCost:
 
     def tokens(self, prefix: int, seconds: float) -> int:
         """Of the longest chunk behind this prefix that costs at most so much, but for rounding; `sys.maxsize` if any does."""
-        # half n^2 + linear n = left, solved without subtracting what may be nearly equal.
+        # half n^2 + linear n = left, solved without subtracting nearly equal numbers.
         half, left = self.pair_s / 2 + self.masked_s, seconds - self.chunk_s
         linear = self.pair_s * prefix + self.token_s
         if left < 0.0:
             return 0
-        # hypot: the square of what is small may be 0.
+        # hypot: the square of a small number may be 0.
         divisor = linear + math.hypot(linear, 2.0 * math.sqrt(half) * math.sqrt(left))
         most = 2.0 * left / divisor if divisor else math.inf
         return math.floor(most) if most < sys.maxsize else sys.maxsize
@@ -146,7 +146,7 @@ def balanced(requests: Sequence[Waiting], cost: ChunkCost, count: int, grain: in
     the queue, divided at multiples of `grain`.
 
     Filling each as far as a bound allows needs the fewest microbatches for it. Each bound that is too low says which is the
-    next higher one that changes anything; each that suffices, what is really needed.
+    next higher one that changes anything; each that suffices, the tokens really needed.
     """
     queue = _Queue(requests, cost, grain)
     best = [queue.cuts] if queue.cuts else []
@@ -200,7 +200,7 @@ class _Queue:
         self._cost, self._grain = cost, grain
         self._numbers = [number for number, request in enumerate(requests) if request.tokens]
         self._requests = [requests[number] for number in self._numbers]
-        # Of the first i requests: how many places they have, and what they cost whole.
+        # Of the first i requests: how many places they have, and their whole cost.
         self._places = list(accumulate((-(-each.tokens // grain) for each in self._requests), initial=0))
         whole = (cost.chunk(each.prefix, each.tokens) for each in self._requests)
         self._whole = list(accumulate(whole, initial=0.0))

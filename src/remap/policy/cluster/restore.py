@@ -2,7 +2,7 @@
 """Back to instances that serve alone: the copies and their sources, whether there is room, and whether it pays. Pure.
 
 Layers come from the instances of the group that still hold them, over the network, or from the master copy in the instance's
-own host memory: each layer from whichever brings it sooner, behind what was assigned to that way before. An instance
+own host memory: each layer from whichever brings it sooner, behind the layers assigned to that way before. An instance
 receives one layer at a time, sends one at a time, and reads its host memory beside both. So each layer comes no later than
 with the host alone.
 

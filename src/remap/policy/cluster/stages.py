@@ -126,7 +126,7 @@ class Splits:
     def _row(self, numbers: Sequence[int]) -> _Row:
         """Of these kinds in the best order."""
         counts, row = Counter(numbers), self._nothing
-        # By what they are, not by who was seen first: the same question has one answer.
+        # By their values, not by which was seen first: the same question has one answer.
         ordered = tuple(sorted(numbers, key=lambda number: self._kinds[number]))
         if len(counts) > 1 and math.prod(count + 1 for count in counts.values()) <= self._orders:
             return self._set(ordered)

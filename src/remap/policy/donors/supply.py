@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a need for KV blocks to what each donor gives: the plan of least cost over all donors at once.
+"""From a need for KV blocks to each donor's share: the plan of least cost over all donors at once.
 
 Cost, in seconds a pass: the time by which a pass of those concerned becomes longer, if the plan is carried out now.
 
@@ -190,7 +190,7 @@ class _Line:
         return self.cost[n - 1] + part / (self.blocks[n] - self.blocks[n - 1])
 
     def useful(self, most: int) -> Sequence[int]:
-        """Every n > 0 that may be part of the optimum: after the first that gives `most`, only what is cheaper."""
+        """Every n > 0 that may be part of the optimum: after the first that gives `most`, only cheaper ones."""
         first = self.covering(min(most, self.blocks[-1]))
         least, later = self.cost[first], self.cost[first + 1 :]
         if not later or min(later) >= least:
@@ -198,7 +198,7 @@ class _Line:
         return [*range(1, first + 1), *(n for n, cost in enumerate(later, first + 1) if cost < least)]
 
     def portions(self, count: int, blocks: int) -> list[tuple[Portion, Sequence[Quote]]]:
-        """The first `count` quotes as what each donor gives, and of which quotes; `blocks` in all."""
+        """The first `count` quotes as each donor's share, and of which quotes; `blocks` in all."""
         found = []
         for quotes in self.donors:
             if count <= 0:
