@@ -55,8 +55,8 @@ struct DLManagedTensorVersioned {
 constexpr std::int32_t kCpu = 1;
 constexpr std::int32_t kCuda = 2;
 
-// What a tensor keeps alive until it is gone, on whatever thread that is. A Lease needs no interpreter for its end; another
-// object does, and is left alone when the interpreter is ending: its memory goes with the process.
+// The object that a tensor keeps alive until it is gone, on whatever thread that is. A Lease needs no interpreter for its end;
+// another object does, and is left alone when the interpreter is ending: its memory goes with the process.
 class Keep {
  public:
   explicit Keep(const py::object& owner) {
@@ -111,7 +111,7 @@ Managed* make_export(std::uintptr_t address, std::size_t bytes, DLDevice device,
 
 template <typename Managed>
 void destroy_unused(PyObject* capsule, const char* name) {
-  // A consumer renames the capsule; under its first name nobody took the tensor and it is ours to delete.
+  // A consumer renames the capsule; under its first name no consumer took the tensor and it is ours to delete.
   if (PyCapsule_IsValid(capsule, name) == 0) return;
   auto* managed = static_cast<Managed*>(PyCapsule_GetPointer(capsule, name));
   if (managed != nullptr) managed->deleter(managed);

@@ -72,7 +72,7 @@ void bind_prefetcher(py::module_& module) {
              return std::make_shared<Prefetcher>(std::move(backend), std::move(memory), chunk_bytes);
            }),
            // keep: what the layers' memory belongs to. It outlives the prefetcher, whose end waits for its copies, in whatever
-           // order a session that nobody closed is collected.
+           // order a session that was not closed is collected.
            py::keep_alive<1, 4>(), py::arg("backend"), py::arg("layers"), py::arg("keep") = py::none(),
            py::arg("chunk_bytes") = 0)
       .def(

@@ -15,7 +15,7 @@ namespace {
 
 // Below this a copy fits the caches and ordinary stores are faster.
 constexpr std::size_t kStreamingBytes = std::size_t{1} << 20;
-// What a thread takes at a time: small enough that a thread which is held up does not hold up the copy.
+// Bytes that a thread takes at a time: small enough that a thread which is held up does not hold up the copy.
 constexpr std::size_t kChunkBytes = std::size_t{512} << 10;
 constexpr std::size_t kSharedBytes = 4 * kChunkBytes;
 

@@ -12,7 +12,7 @@
 
 namespace remap::host {
 
-// Copies like memcpy (no overlap). Large copies go past the caches: what is loaded is used once, by another core, and is
+// Copies like memcpy (no overlap). Large copies go past the caches: each loaded byte is used once, by another core, and is
 // larger than a core's cache; ordinary stores would read every destination line first and push out the computation's data.
 // All bytes are visible to a thread that synchronises with the caller afterwards.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) noexcept;

@@ -2,7 +2,7 @@
 // FaultBackend: makes chosen calls fail before they reach the inner backend, and chosen copies while they run.
 //
 // An asynchronous failure is kept here, not in the inner backend, so that it works over any of them: the stream is marked
-// as failed, what is enqueued on it from then on does not reach the inner backend (but recordings do, so that waiters wait
+// as failed, work enqueued on it from then on does not reach the inner backend (but recordings do, so that waiters wait
 // for the work before), and an event recorded on it throws once the inner event is complete.
 //
 // Concurrency: one mutex guards the counters and marks. It is not held over inner calls. Calls on one stream or event are

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every decorator begins as: each call goes to the inner backend. A decorator overrides what it changes.
+// The base of every decorator: each call goes to the inner backend. A decorator overrides the calls that it changes.
 //
 // Base is Backend, or the public interface of a decorator that has one (FaultBackend, TraceBackend).
 #pragma once

@@ -34,7 +34,7 @@ class HostBackend final : public Backend {
         memory_(std::make_unique<host::HostMemory>(options.capacity_bytes, options.page_bytes, nullptr, options.file)),
         streams_(make_streams(options.copy_threads)) {}
 
-  // Streams first: what they still copy must stay mapped. In a forked child the threads do not exist and their locks may
+  // Streams first: memory that they still copy must stay mapped. In a forked child the threads do not exist and their locks may
   // be held for ever, so everything is left as it is; joining or destroying would hang.
   ~HostBackend() override {
     if (!forked()) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands behind which address: map, unmap, access, exchange, populate, and how each is undone when it fails half-way.
+// The pages behind each address: map, unmap, access, exchange, populate, and how each is undone when it fails half-way.
 #include <sys/mman.h>
 
 #include <cerrno>
@@ -80,7 +80,7 @@ void HostMemory::map(std::byte* at, const PageHandle* pages, std::size_t count, 
       runs.push_back({place, page_bytes_, cell});
     }
   }
-  require_mappings(runs.size() + 1, "map");  // the runs, and what is left of the reservation on one side
+  require_mappings(runs.size() + 1, "map");  // the runs, and the rest of the reservation on one side
   show_runs(begin, runs, bytes);
   pages_.count_mapped(cells);
   table_.add(cells);
@@ -97,7 +97,7 @@ void HostMemory::show_runs(Address at, const std::vector<Run>& runs, std::size_t
     }
     done += run.bytes;
   }
-  // Before anybody may access the range: a child forked in between has it with access none, and no way to change that.
+  // Before any code may access the range: a child forked in between has it with access none, and no way to change that.
   if (code == 0 && system_->advise(pointer(at), bytes, MADV_DONTFORK) != 0) code = errno;
   if (code == 0) {
     if (huge_pages_) (void)system_->advise(pointer(at), bytes, MADV_HUGEPAGE);  // a hint; works without
@@ -209,7 +209,7 @@ void HostMemory::exchange(std::byte* a, std::byte* b, std::size_t bytes) {
     make_ballast();
     throw;
   }
-  // If this fails, a view is left at an address that nobody knows; the next exchange replaces it.
+  // If this fails, a view is left at an address that no table has; the next exchange replaces it.
   (void)blank(scratch, bytes);
   table_.exchange(one, other, bytes);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Opening and closing, regions, pages and host memory; what stands behind which address is host_mapping.cpp.
+// Opening and closing, regions, pages and host memory; host_mapping.cpp has the pages behind each address.
 #include "backend/host_memory.h"
 
 #include <fcntl.h>
@@ -23,7 +23,7 @@
 namespace remap::host {
 namespace {
 
-// Kernel mappings left for everybody else in the process: libraries, stacks, malloc.
+// Kernel mappings left for all else in the process: libraries, stacks, malloc.
 constexpr std::size_t kOtherMappings = 1024;
 
 std::size_t read_max_map_count() {
@@ -101,7 +101,7 @@ void HostMemory::make_file() {
   }
 }
 
-// A file that somebody could make smaller would end this process wherever it touches a page that has gone.
+// A file that another process could make smaller would end this process wherever it touches a page that has gone.
 void HostMemory::join_file(int file) {
   constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW;
   constexpr int kReadOnly = F_SEAL_WRITE | 0x10;  // F_SEAL_FUTURE_WRITE, which old headers lack
@@ -168,7 +168,7 @@ void HostMemory::fail(const char* call, int code, const os::Asked& asked) const 
 void HostMemory::fail_broken(const char* call, int code) const {
   throw Error(ErrorKind::arena_broken,
               std::string(call) + " failed half-way and could not be undone (" + std::strerror(code) +
-                  "): what stands behind its range is unknown. Close the arena.",
+                  "): the contents of its range are unknown. Close the arena.",
               {{"call", std::string(call)}, {"errno", std::int64_t{code}}});
 }
 
@@ -229,9 +229,9 @@ void HostMemory::release(std::byte* address, std::size_t bytes) {
 void HostMemory::retire(std::byte* address, std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Address at = address_of(address);
-  if (table_.require_retirable(at, bytes, "retire")) return;  // somebody may have written there: it stays
+  if (table_.require_retirable(at, bytes, "retire")) return;  // a caller may have written there: it stays
   require_mappings(2, "retire");                              // a part of a reservation leaves both its ends
-  // Private, so that nothing here is anybody else's, and not reserved, so that what is never written costs nothing.
+  // Private, so that no other process shares this, and not reserved, so that unwritten pages cost nothing.
   const auto show_zeros = [&] {
     return system_->map(address, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
                         0) != MAP_FAILED;

@@ -2,7 +2,7 @@
 // Pages, regions and mappings of the host backend: one memfd, and ranges of it shown at reserved addresses.
 //
 // Concurrency: one mutex guards the tables and is held over the system calls that change mappings, so that the tables and
-// the kernel never disagree for anybody (the kernel serialises such calls by its own lock anyway). It is not held while
+// the kernel never disagree for any thread (the kernel serialises such calls by its own lock anyway). It is not held while
 // page tables are filled (populate), which can take long. Streams never take it: copies go on while mappings change.
 //
 // Fork: every mapping that shows a page is MADV_DONTFORK, so that a child has a hole there. Reservations alone are left

@@ -6,9 +6,9 @@
 //   * A recording is one completion of an event; stream_wait binds to the recording that is current when it is called.
 //     A stream therefore only ever waits for something enqueued earlier, so streams cannot wait for each other in a circle.
 //   * When an operation fails, its stream is failed for good: later operations are skipped, later recordings complete with
-//     the error, and a stream that waits for such a recording fails too (its data would be stale). Nobody hangs.
+//     the error, and a stream that waits for such a recording fails too (its data would be stale). No waiter hangs.
 //
-// Concurrency: `mutex_` guards the tables and is held while something is enqueued, so that nobody enqueues on a stream that
+// Concurrency: `mutex_` guards the tables and is held while something is enqueued, so that no thread enqueues on a stream that
 // is being destroyed. Each stream's own lock guards its queue and is taken inside `mutex_`; workers take only the latter.
 // A recording is written once by its worker and then published by its atomic state; its lock is for sleeping waiters only.
 #pragma once
@@ -41,7 +41,7 @@ class HostStreams {
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes);
   void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count);
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes);
-  // Calls `function` in stream order, on the worker. What it throws fails the stream.
+  // Calls `function` in stream order, on the worker. An exception from it fails the stream.
   void call(StreamHandle stream, std::function<void()> function);
 
   EventHandle create_event(bool timed);

@@ -117,7 +117,7 @@ class Intercept : public Forward<Base> {
   }
 
  protected:
-  // May throw instead of the call. What it returns is given to after().
+  // May throw instead of the call. Its result is given to after().
   virtual std::uint64_t before(Call, const CallArguments&) { return 0; }
   // `failed`: the inner call threw. list: as in TraceRecord. Not called if before() threw.
   virtual void after(std::uint64_t /*token*/, Call, bool /*failed*/, std::uint64_t /*result*/, const CallArguments&,

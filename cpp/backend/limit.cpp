@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The limit decorator: refuses what would pass a limit.
+// The limit decorator: refuses calls that would pass a limit.
 //
 // Concurrency: a count is reserved before the inner call and given back if that throws; it is dropped only after a release
 // has succeeded. So at every moment  count >= what the inner backend holds,  and two callers that race for the last unit

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands behind which address: reservations, mapped pages, and how many kernel mappings they need.
+// The pages behind each address: reservations, mapped pages, and how many kernel mappings they need.
 //
 // Bookkeeping only, no system call: a backend (host, cuda) asks it whether a call's preconditions hold before it touches the
-// kernel or the driver, and tells it afterwards what is true. Not synchronised; the backend's lock covers it.
+// kernel or the driver, and tells it the truth afterwards. Not synchronised; the backend's lock covers it.
 //
 // Pages may differ in size. Mappings are counted as the kernel keeps those of the host backend (VMAs): inside a region two
 // neighbours are one VMA if both are unmapped, or if both show adjacent slots of the memfd with the same access. So
@@ -33,7 +33,7 @@ struct Cell {
   Access access = Access::none;
 };
 
-// Adjacent pages with adjacent slots and the same access: what one kernel mapping can show.
+// Adjacent pages with adjacent slots and the same access: one kernel mapping can show them.
 struct Run {
   Address address = 0;
   std::size_t bytes = 0;
@@ -88,7 +88,7 @@ class MappingTable {
 
   std::size_t granularity_;
   std::map<Address, Reservation> regions_;  // by start; they never overlap
-  Cells cells_;                             // start of a mapped page -> what is there; they never overlap
+  Cells cells_;                             // start of a mapped page -> the page; they never overlap
   std::size_t reserved_bytes_ = 0;
   std::size_t mapped_bytes_ = 0;
   std::size_t boundaries_ = 0;

@@ -129,12 +129,12 @@ std::optional<Error> limit_met(const std::string& call, int code, const Asked& a
   }
   if (asked.addresses >= kAddresses) {
     return met("address space", asked.addresses, {limits.addresses.in_use, kAddresses}, "bytes of addresses",
-               "No process has so many: ask for less.");
+               "No process has that many: ask for less.");
   }
   if (over(limits.data, asked.data)) {
     return met("RLIMIT_DATA", asked.data, limits.data, "bytes of private memory", "Raise it (ulimit -d), or ask for less.");
   }
-  // Only of a process that said mlockall(MCL_FUTURE): what it maps is locked at once.
+  // Only of a process that said mlockall(MCL_FUTURE): its mappings are locked at once.
   if (code == EAGAIN && limits.locked.in_use != 0 && over(limits.locked, asked.addresses)) {
     return met("RLIMIT_MEMLOCK", asked.addresses, limits.locked, "bytes of locked memory",
                "Raise it (ulimit -l), or call munlockall(): the process locks all that it maps.");

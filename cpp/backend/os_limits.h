@@ -33,7 +33,7 @@ struct Limits {
 // As of now.
 Limits read_limits() noexcept;
 
-// What the refused call would have added.
+// The amounts that the refused call would have added.
 struct Asked {
   std::size_t addresses = 0;
   std::size_t data = 0;

@@ -31,7 +31,7 @@ class PageTable {
   static void require_some(std::size_t count, std::size_t page_bytes);
   std::uint32_t slot_of(PageHandle page, const char* call) const;  // InvalidArgument: unknown, or destroyed
   std::uint32_t require_unmapped(PageHandle page) const;           // destroy_page: that, or InvalidState while a range shows it
-  // What map() puts at `begin` and up, access none: that, or InvalidArgument for a page of another size.
+  // The pages that map() puts at `begin` and up, access none: that, or InvalidArgument for a page of another size.
   MappingTable::Cells cells(Address begin, const PageHandle* pages, std::size_t count, std::size_t page_bytes) const;
 
   // ---- changes; none of them throws but make_room ----------------------------------------------------------------------

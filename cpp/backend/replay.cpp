@@ -28,7 +28,7 @@ struct Divergence {
   std::string message;
 };
 
-// Memory that stands in for the caller's. What is never touched costs nothing, so a trace cannot ask for too much of it.
+// Memory that stands in for the caller's. Untouched memory costs nothing, so a trace cannot ask for too much of it.
 class OwnMemory {
  public:
   explicit OwnMemory(std::size_t bytes)
@@ -56,7 +56,7 @@ class Replay {
       finish();
       if (event_ != 0) backend_.destroy_event(event_);
     } catch (...) {
-      // Not known to be idle: rather keep the memory for ever than let a copy read what is gone.
+      // Not known to be idle: rather keep the memory for ever than let a copy read freed memory.
       (void)own_.release();
     }
   }
@@ -155,14 +155,14 @@ class Replay {
     copying_ = false;
   }
   void wait(EventHandle event, const TraceRecord& record) {
-    // What was logged as not complete says nothing about this run.
+    // A query logged as not complete says nothing about this run.
     if (!record.failed && record.result == 0) return;
     if (!backend_.synchronize(event, kPatience)) throw Divergence{"an event that was complete when logged is not now"};
   }
 
   Backend& backend_;
   std::map<std::uint64_t, Range> ranges_;  // by logged start; they never overlap
-  mapping::MappingTable table_;            // what is mapped where now
+  mapping::MappingTable table_;            // the mappings now
   Handles pages_, streams_, events_;
   std::unique_ptr<std::deque<OwnMemory>> own_ = std::make_unique<std::deque<OwnMemory>>();
   EventHandle event_ = 0;  // finish()'s own

@@ -30,7 +30,7 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
-// What a thread takes of the process's addresses: the C library says only that it could not be started.
+// A thread's share of the process's addresses: the C library says only that it could not be started.
 os::Asked stack_of_a_thread() noexcept {
   pthread_attr_t attributes;
   std::size_t bytes = 0;

@@ -24,7 +24,7 @@ constexpr std::array<std::size_t, kCallKinds> kArguments = {
     1, 1, 2, 2, 1, 2, 2,        // create_event destroy_event record stream_wait query synchronize elapsed
 };
 
-// What of a call stands behind its arguments: a word, and so many numbers for each that args[1] counts.
+// The part of a call that stands behind its arguments: a word, and `numbers` numbers for each that args[1] counts.
 struct Listed {
   const char* word = nullptr;
   std::size_t numbers = 0;

@@ -47,7 +47,7 @@ Lease::~Lease() {
   try {
     backend_->release(address_, bytes_);
   } catch (...) {
-    return;  // nobody is left to tell; the backend's own end takes the addresses back
+    return;  // no caller is left to tell; the backend's own end takes the addresses back
   }
 }
 
@@ -82,7 +82,7 @@ Arena::Arena(std::shared_ptr<Backend> backend, const ArenaOptions& options)
         pages_.pop_back();
         throw;
       }
-      // A page of unknown contents counts as somebody's: it is zeroed before its first KV use.
+      // A page of unknown contents counts as another tenant's: it is zeroed before its first KV use.
       pages_.back().dirty = backend_->new_pages_are_zero() && !options.outside ? kNobody : kUnknownBytes;
       if (options.outside) pages_.back().owner = Owner::outside;
     }
@@ -107,7 +107,7 @@ Arena::~Arena() {
   try {
     close();
   } catch (...) {
-    return;  // the backend's own destructor takes back what is left
+    return;  // the backend's own destructor takes back the rest
   }
 }
 
@@ -521,7 +521,7 @@ void Arena::give_back(const Leftover& range) {
   backend_->retire(range.address, range.bytes);
   // Only now, and with a lease of our own: it cannot end meanwhile, and its end finds both.
   lease->retired_ = true;
-  lease->arena_.reset();  // whoever called us keeps the arena
+  lease->arena_.reset();  // the caller keeps the arena
 }
 
 void Arena::make_room_to_discard(std::size_t ranges) {
@@ -544,7 +544,7 @@ void Arena::release_leftovers() {
 }
 
 void Arena::release_region(Region& gone) {
-  // Accounts after each release: if the backend throws, what is still mapped is still in the table and the call can be
+  // Accounts after each release: if the backend throws, a region that is still mapped is still in the table and the call can be
   // repeated.
   while (!gone.spare_views.empty()) {
     View& view = gone.spare_views.back();
@@ -622,9 +622,9 @@ void Arena::close() {
   refuse_fork(fork_generation_);
   const Both locks(*this);
   if (closed_) return;
-  undecided_ = false;  // whatever was applied, nobody can undo it any more
+  undecided_ = false;  // whatever was applied, no call can undo it any more
   registered_.clear();
-  if (fill_stream_ != 0) {  // first: waits for a fill whose end nobody saw
+  if (fill_stream_ != 0) {  // first: waits for a fill whose end no caller saw
     backend_->destroy_stream(fill_stream_);
     fill_stream_ = 0;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Looking at the arena: each call is a copy of the tables at one moment. What steps and passes ask for takes no lock.
+// Looking at the arena: each call is a copy of the tables at one moment. The calls of steps and passes take no lock.
 #include "remap/arena.h"
 #include "remap/fork.h"
 

@@ -80,7 +80,7 @@ void Arena::check() const {
           continue;
         }
         if (page == kNoPage) {
-          require(broken_ || region.view.shown[slot] == kNoPage, "A4", name + " shows a page nobody designated");
+          require(broken_ || region.view.shown[slot] == kNoPage, "A4", name + " shows a page that no call designated");
           continue;
         }
         require(region.slot_of[page] == slot && seen.insert(page).second, "A5", name + " page " + std::to_string(page));

@@ -26,7 +26,7 @@ bool of_nobody(Owner owner) noexcept { return owner == Owner::free || owner == O
 Executor::Executor(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {
   if (!arena_) throw Error(ErrorKind::invalid_argument, "An executor needs an arena. Nothing was created.");
   refuse_fork(arena_->fork_generation_);
-  // Now: a commit that could not start it would have to be taken back, and at exit nobody should start threads.
+  // Now: a commit that could not start it would have to be taken back, and at exit no code should start threads.
   worker_ = start_thread("remap-point", [this] { work(); });
 }
 
@@ -164,7 +164,8 @@ void Executor::require_homes(const Plan& plan) const {
   }
 }
 
-// What layers and (strict) rings show when the plan is done has the right owner then: A6 and A7 of arena.h. Part of validate().
+// The pages that layers and (strict) rings show after the plan have the right owner then: A6 and A7 of arena.h. Part of
+// validate().
 void Executor::require_backed(const Plan& plan) const {
   const Arena& arena = *arena_;
   const bool strict = arena.options_.mode == Mode::strict;
@@ -228,8 +229,8 @@ void Executor::require_backed(const Plan& plan) const {
   }
 }
 
-// Promise 6. A page comes to a tenant as KV, where it is zeroed; and by way of `free`, in a plan that was committed: what a
-// plan zeroes must be nobody's any more when it begins, so that undoing it takes no bytes from anybody.
+// Promise 6. A page comes to a tenant as KV, where it is zeroed; and by way of `free`, in a plan that was committed: a page that
+// a plan zeroes must be no tenant's any more when it begins, so that undoing it takes no bytes from a tenant.
 void Executor::refuse_mixing(PageId id, TenantId after) const {
   const Page& page = arena_->pages_[id];
   if (page.tenant != kNobody && page.tenant != after) {
@@ -254,7 +255,7 @@ void Executor::refuse_registered(const SetOwner& move) const {
   }
 }
 
-// Pre: the lock of the arena's tables is held. What validate() says; throws if the plan cannot be applied now.
+// Pre: the lock of the arena's tables is held. Does the checks of validate(); throws if the plan cannot be applied now.
 Executor::Needs Executor::admit(const Plan& plan) {
   Arena& arena = *arena_;
   arena.guard();
@@ -288,7 +289,7 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
     admit(plan);  // things may have changed meanwhile
   }
   if (needs.points) {
-    // Unmapping waits for nobody, so this thread does, before it begins. Not with the tables: others look at them, maybe holding
+    // Unmapping does not wait, so this thread does, before it begins. Not with the tables: others look at them, maybe holding
     // what the device needs to come to this event. Nor is the worker waited for with them.
     tables.unlock();
     if (needs.unmaps && ordering.after != 0) {
@@ -333,7 +334,7 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
 }
 
 // In each of the steps below everything that allocates comes first. Then the change, which is whole or throws, and then its undo
-// step, which only takes its place: so what has changed and what can be undone are always the same.
+// step, which only takes its place: so the changed steps and those that can be undone are always the same.
 void Executor::make_room_to_undo() {
   if (undo_.size() == undo_.capacity()) undo_.reserve(2 * undo_.size() + 8);
 }
@@ -425,7 +426,8 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
   applied.pages_moved += step.pages.size();
 }
 
-// Between this process's free pages and the others'. What comes in may hold anybody's bytes, and what goes out will.
+// Between this process's free pages and the others'. A page that comes in may hold any process's bytes, and one that goes out
+// will.
 void Executor::pass_on(const SetOwner& step, Applied& applied) {
   Arena& arena = *arena_;
   std::vector<TenantId> dirty;
@@ -446,9 +448,9 @@ void Executor::pass_on(const SetOwner& step, Applied& applied) {
   applied.pages_moved += step.pages.size();
 }
 
-// The last thing of a plan: nothing else of the plan can fail after it. The pages were nobody's when the plan began (validate),
-// so nobody misses the bytes that it zeroes before it fails, or before a rollback. Such pages go back to `free`, marked as
-// before or as unknown (zeroing.cpp), and are zeroed again for the next tenant.
+// The last thing of a plan: nothing else of the plan can fail after it. The pages were no tenant's when the plan began
+// (validate), so no tenant misses the bytes that it zeroes before it fails, or before a rollback. Such pages go back to `free`,
+// marked as before or as unknown (zeroing.cpp), and are zeroed again for the next tenant.
 void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied) {
   Arena& arena = *arena_;
   const bool frees = std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) {
@@ -554,7 +556,7 @@ void Executor::undo_all() {
   Arena& arena = *arena_;
   // All of it is tried, even behind a failure: every page that can be saved is. The first failure makes the arena broken.
   std::exception_ptr failure;
-  if (arena.broken_) undo_.clear();  // a step could not even undo itself: nobody knows what it would be undone onto
+  if (arena.broken_) undo_.clear();  // a step could not even undo itself: the core does not know what it would be undone onto
   for (auto entry = undo_.rbegin(); entry != undo_.rend(); ++entry) {
     try {
       entry->action(entry->pages);

@@ -48,7 +48,8 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
     std::lock_guard<std::mutex> queue_lock(queue_mutex_);
     if (stopping_ && !deferred_.empty()) {
       throw Error(ErrorKind::invalid_state,
-                  "The executor is stopped, nobody would re-point what the plan deferred. The plan is applied as before; roll it back.");
+                  "The executor is stopped: no worker would re-point what the plan deferred. "
+                  "The plan is applied as before; roll it back.");
     }
     decided();
     if (!deferred_.empty()) {
@@ -65,7 +66,7 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
   queue_changed_->notify_all();
 }
 
-// The plan that was applied. Pre: the lock of the tables and queue_mutex_ are held; who calls tells queue_changed_.
+// The plan that was applied. Pre: the lock of the tables and queue_mutex_ are held; the caller tells queue_changed_.
 void Executor::decided() noexcept {
   for (const RegionId id : left_to_later_) {
     const auto found = arena_->regions_.find(id);
@@ -90,7 +91,7 @@ void Executor::wake(TenantId tenant, EventHandle after) {
 
 // ---- the re-pointing worker -------------------------------------------------------------------------------------
 
-// Whether it is known what the event came to. Without any lock: the device may need a long time to come to it, and a thread that
+// Whether the event's result is known. Without any lock: the device may need a long time to come to it, and a thread that
 // waits for a lock of ours may hold what it needs for that.
 bool Executor::await(Fence& fence, std::chrono::nanoseconds timeout) noexcept {
   if (fence.after == 0 || fence.error) return true;
@@ -131,12 +132,13 @@ Executor::Standing Executor::repoint(const Job& job) {
     const Standing now = standing(job);
     if (now != Standing::present) return now;
   }
-  if (elsewhere(target)) return Standing::present;  // a plan that came later: nobody looks at it any more
+  if (elsewhere(target)) return Standing::present;  // a plan that came later: no pass looks at it any more
   Pointer(*arena_, Pointer::Tables::free).layer(arena_->region(job.region), target);
   return Standing::present;
 }
 
-// Says how the job stood in the end: one that is present is done, or has failed and keeps its error; of one that is not, nobody was told.
+// Says how the job stood in the end: one that is present is done, or has failed and keeps its error; of one that is not, no
+// waiter was told.
 Executor::Standing Executor::run(Job& job, std::exception_ptr error) noexcept {
   // Whatever is thrown: an exception must not leave the thread (that would end the process); wait(layer) throws it instead.
   job.error = std::move(error);

@@ -59,7 +59,7 @@ void Pointer::map(View& view, std::size_t first_slot, const std::vector<PageId>&
       try {
         backend.unmap(arena_.slot_address(view, first_slot + run->first), run->second * page_bytes);
       } catch (...) {
-        // What stays mapped stays in the table, so that close() unmaps it.
+        // Pages that stay mapped stay in the table, so that close() unmaps it.
         failure = std::current_exception();
         write([&] {
           arena_.broken_ = true;
@@ -89,7 +89,7 @@ void Pointer::unmap(View& view, std::size_t first_slot, std::size_t count) {
       undone_until = first + run;
     });
   } catch (...) {
-    // Whole or nothing: what was unmapped is mapped again.
+    // Whole or nothing: the unmapped part is mapped again.
     before.resize(undone_until);
     try {
       map(view, first_slot, before);
@@ -143,7 +143,7 @@ View& Pointer::spare_view(Region& region, const std::vector<PageId>& pages) {
 
 void Pointer::layer(Region& region, const std::vector<PageId>& pages) {
   if (region.view.shown == pages) return;
-  // What shows nothing has no page tables to swap.
+  // A region that shows nothing has no page tables to swap.
   if (!arena_.backend_->can_exchange() || elsewhere(pages) || elsewhere(region.view.shown)) {
     slots(region.view, 0, pages);
     return;

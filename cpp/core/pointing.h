@@ -3,8 +3,9 @@
 // Every function: pre: the arena's pointing lock is held. Whole, or nothing and a typed error; ArenaBroken if undoing fails.
 //
 // The driver is called with or without the lock of the tables: set-up calls and plans hold both; the worker holds the pointing
-// lock alone, so that nobody who only looks waits for a driver, and this class takes the tables for as long as it takes to write
-// down what a call has done. Views are read here without that lock: who writes them holds the pointing lock as well (arena.h).
+// lock alone, so that no thread that only looks waits for a driver, and this class takes the tables for as long as it takes to
+// write down what a call has done. Views are read here without that lock: a thread that writes them holds the pointing lock as
+// well (arena.h).
 #pragma once
 
 #include <algorithm>

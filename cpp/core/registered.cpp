@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Declared ranges: memory that somebody outside looked up page by page and will go on using at its address. An NCCL or NIC
+// Declared ranges: memory that outside code looked up page by page and will go on using at its address. An NCCL or NIC
 // registration keeps the pages that it found; re-pointing the region would leave it with other pages than the region shows,
-// and what it then writes would land in somebody else's memory. So such a region stands still.
+// and its writes would then land in another owner's memory. So such a region stands still.
 #include <algorithm>
 #include <cstdint>
 
@@ -39,8 +39,8 @@ void Arena::declare_registered(const std::byte* address, std::size_t bytes) {
     if (at >= begin + bytes || begin >= at + region.reserved_bytes) continue;
     if (region.pending) {
       throw Error(ErrorKind::invalid_state,
-                  "Region " + std::to_string(id) + " is still to be re-pointed: who looked its pages up before will have the "
-                  "wrong ones. Nothing changed; drain the executor, then register the range and declare it.",
+                  "Region " + std::to_string(id) + " is still to be re-pointed: code that looked its pages up before will have "
+                  "the wrong ones. Nothing changed; drain the executor, then register the range and declare it.",
                   {{"region", number(id)}, {"address", number(number_of(address))}});
     }
     made.shown.emplace_back(id, region.view.shown);
@@ -78,8 +78,8 @@ void Arena::refuse_registered(RegionId id) const {
     for (const auto& [region, shown] : each.shown) {
       if (region != id) continue;
       throw Error(ErrorKind::invalid_state,
-                  "Region " + std::to_string(id) + " lies in a declared range (a network or NCCL registration): what it shows "
-                  "must not change. No call was made; deregister the range and call withdraw_registered() first.",
+                  "Region " + std::to_string(id) + " lies in a declared range (a network or NCCL registration): the pages that it "
+                  "shows must not change. No call was made; deregister the range and call withdraw_registered() first.",
                   {{"region", number(id)}, {"address", number(number_of(each.address))}, {"bytes", number(each.bytes)}});
     }
   }

@@ -65,7 +65,7 @@ LayerSchedule::Claim LayerSchedule::claim(std::uint32_t position) noexcept {
 
   const bool in_order = wanted_ < pass_end_ && pass_begin_ + position >= wanted_;
   if (in_order) {
-    // What lies between the expected use and this one is skipped: it may be overwritten, it is not being read.
+    // The uses between the expected one and this one are skipped: their buffers may be overwritten, none is being read.
     wanted_ = pass_begin_ + position + 1;
     issued_ = std::max(issued_, wanted_);
   }

@@ -11,8 +11,8 @@
 //   content_[s]   the position whose bytes buffer s has, or will have when the last copy issued into it is finished
 //
 // Invariants (checked by check()):
-//   for all u in [C, I): content_[slot(u)] == position(u)          what was fetched ahead is still there
-//   for all s: open_[s] == kNone or content_[s] in {open_[s], kNone}   nobody overwrites what is being read
+//   for all u in [C, I): content_[slot(u)] == position(u)          layers fetched ahead are still there
+//   for all s: open_[s] == kNone or content_[s] in {open_[s], kNone}   no copy overwrites a buffer that is being read
 // The first one bounds I - C by min(m, beta), so the loops over [C, I) below are short.
 //
 // Copies are handed out strictly in use order: the copy for use I waits until its buffer is neither open nor wanted by an
@@ -71,7 +71,7 @@ class LayerSchedule {
   // The computation is finished with it, or a copy behind its reader is ordered: the buffer may be overwritten.
   void done(std::uint32_t position) noexcept;
 
-  // What a buffer (all buffers) holds is unknown.
+  // The contents of a buffer (all buffers) are unknown.
   void lost(std::uint32_t buffer) noexcept;
   void forget() noexcept;
 

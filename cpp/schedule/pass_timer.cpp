@@ -8,7 +8,7 @@
 namespace remap {
 namespace {
 
-// Whether it went well. Why nobody is told of what did not: see the comment on top of pass_timer.h.
+// Whether it went well. Why the caller is not told of failures: see the comment on top of pass_timer.h.
 template <typename Body>
 bool attempted(Body&& body) noexcept {
   try {

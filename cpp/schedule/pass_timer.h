@@ -6,7 +6,7 @@
 // it: one at its beginning, one at its end, and a pair around each wait that the stream may really have to wait at. Between
 // the two of a pair lies only the wait, so the time between them is how long the stream stood still, also when the
 // host was several passes ahead; and if the host itself had to wait before it could enqueue the wait (a held layer), how
-// long the stream had nothing to do meanwhile. Nobody waits for these events: collect() asks for the last one of a pass.
+// long the stream had nothing to do meanwhile. No thread waits for these events: collect() asks for the last one of a pass.
 //
 // Cost of a pass on a stream: two event records, and two more for each wait whose copy was not complete when it was
 // enqueued; asking for them and taking the differences afterwards. With nothing streamed: the two. (On an H200 a pass of 40
@@ -76,7 +76,7 @@ class PassTimer {
 
   EventHandle acquire();
   EventHandle record(StreamHandle stream);
-  void forget(Pass& pass) noexcept;  // its events are free again; nobody waits for them
+  void forget(Pass& pass) noexcept;  // its events are free again; no thread waits for them
   void known(const PassTiming& timing);
 
   Backend& backend_;

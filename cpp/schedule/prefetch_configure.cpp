@@ -223,11 +223,11 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   for (const Reload& reload : reloads) {
     if (reload.ticket != nullptr) ++reload.ticket->refs;
   }
-  for (const Reload& old : s.reloads) s.unref(old.ticket);  // what is wanted no longer, or counted twice by now
+  for (const Reload& old : s.reloads) s.unref(old.ticket);  // reloads wanted no longer, or counted twice by now
   s.reloads.swap(reloads);
   for (LayerId layer = 0; layer < count_; ++layer) {
     if ((bits[layer] & kFailed) == 0) s.errors[layer] = nullptr;
-    s.set(layer, bits[layer]);  // once: nobody may see a layer ready in between
+    s.set(layer, bits[layer]);  // once: no thread may see a layer ready in between
   }
   s.pump();
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the Prefetcher does under its lock: tickets, copies, readers. The rules are in prefetch_state.h.
+// The Prefetcher's work under its lock: tickets, copies, readers. The rules are in prefetch_state.h.
 #include "schedule/prefetch_state.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ void Prefetcher::State::grow() {
 Ticket* Prefetcher::State::acquire() {
   collect();
   if (free.empty()) {
-    // A copy that nobody waits for any more (its buffer was filled again since) need not be followed.
+    // A copy that no caller waits for any more (its buffer was filled again since) need not be followed.
     const auto stolen = std::find_if(in_flight.begin(), in_flight.end(), [](Ticket* t) { return t->refs == 1; });
     if (pool.size() < kTickets || stolen == in_flight.end()) {
       grow();
@@ -105,7 +105,7 @@ void Prefetcher::State::enqueue(StreamHandle copies, const std::vector<CopyRange
   const auto send = [&] {
     if (chunk.empty()) return;
     const CopyRange& front = chunk.front();
-    // What it writes is copied over by the chunk that follows it on the same stream.
+    // Its bytes are overwritten by the chunk that follows it on the same stream.
     if (!first) backend->fill(copies, front.to, 0, std::min(front.bytes, kGap));
     if (chunk.size() == 1) {
       backend->copy(copies, front.to, front.from, front.bytes);
@@ -146,7 +146,7 @@ Ticket* Prefetcher::State::issue(std::size_t bytes, const std::vector<Reader>* r
     if (timed) end_sample(copies, ticket);  // before the copy's own event: complete when that is
     backend->record(ticket->end, copies);
   } catch (...) {
-    // A copy whose end nobody can see: only destroying the stream waits for it.
+    // A copy whose end no event shows: only destroying the stream waits for it.
     if (enqueued) broken = std::current_exception();
     if (sample.ticket == ticket) sample.ticket = nullptr;
     if (listed) in_flight.pop_back();
@@ -257,7 +257,7 @@ void Prefetcher::State::recover() {
   spare.reserve(spare.size() + dead.size());
   if (next_stream == 0) next_stream = backend->create_stream();
   // This may wait, also in a pass on a stream, where nothing else does. It must: a copy that was enqueued before the
-  // failure may still be running, its end can be seen by no event any more, and what comes next writes to the same buffers.
+  // failure may still be running, its end can be seen by no event any more, and the next copy writes to the same buffers.
   // With that, all that the old stream came behind (configure's `after`, readers of buffers that left the ring) has
   // happened, and the new one need not wait for it again. It does not wait for ever: the old stream waits only for events
   // that were recorded before, none of them by a call that is still to come. And it is rare: an error was thrown, and the

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the Prefetcher knows and does while it holds its lock. Private to cpp/schedule.
+// The Prefetcher's state, and its work while it holds its lock. Private to cpp/schedule.
 //
 // Who writes what, and what orders it
 //   * Everything in State is read and written under `mutex` only. Nothing blocks while holding it, except recover() and a
@@ -31,7 +31,7 @@
 //   * A reader that was never closed (a pass abandoned between wait and done): a host reader ended, since the only way to
 //     get to begin_pass/end_pass is that its thread left the computation; a stream reader's kernels were enqueued before
 //     this call, so an event recorded now on its stream is behind them. No pass is in progress twice: one engine drives it.
-//   * Events are never recorded anew while somebody waits on them without the mutex: tickets are counted references.
+//   * Events are never recorded anew while a thread waits on them without the mutex: tickets are counted references.
 //
 // States of a layer (bits): 0 = resident, loaded, not held, and if any of this was not so when the pass began, waited for since.
 #pragma once
@@ -59,7 +59,7 @@ inline constexpr std::uint8_t kReload = 2;
 inline constexpr std::uint8_t kHeld = 4;
 inline constexpr std::uint8_t kFailed = 8;
 inline constexpr std::uint8_t kBlocks = 32;   // only in a pass: it reads KV blocks that are copied in
-inline constexpr std::uint8_t kUnwaited = 16;  // only in a pass: it was not 0 when the pass began, and nobody has waited for it
+inline constexpr std::uint8_t kUnwaited = 16;  // only in a pass: it was not 0 when the pass began, and no wait was for it yet
 
 // Copies whose completion was not yet seen, at most; beyond, the oldest of them are not followed.
 inline constexpr std::size_t kTickets = 256;
@@ -106,7 +106,7 @@ struct Reload {
   Ticket* ticket;  // null: not issued
 };
 
-// What of a streamed layer streams, and where in its buffer it lies.
+// The part of a streamed layer that streams, and its place in the buffer.
 struct Slice {
   std::size_t offset = 0;
   std::size_t place = 0;
@@ -168,14 +168,14 @@ struct Prefetcher::State {
   Ticket* acquire();
   // True if the copy is complete. Throws the copy stream's error.
   bool poll(Ticket* ticket);
-  // Takes what is complete off the list, without blocking. An error is kept for those who wait.
+  // Takes complete copies off the list, without blocking. An error is kept for those who wait.
   void collect() noexcept;
   // The next copy will be timed, if none is being timed. A failure here fails no copy: it stays untimed.
   bool begin_sample(StreamHandle copies) noexcept;
   void end_sample(StreamHandle copies, const Ticket* ticket) noexcept;
 
   // ---- copies ----------------------------------------------------------------------------------------------------
-  // Copies `ranges`, of so many bytes together. Post: a ticket with one reference for the caller. If it throws, the targets'
+  // Copies `ranges`, of `bytes` bytes together. Post: a ticket with one reference for the caller. If it throws, the targets'
   // contents are unknown. timed: it may tell the link's bandwidth.
   Ticket* issue(std::size_t bytes, const std::vector<Reader>* readers, bool timed);
   // The copies themselves, a chunk at a time. `enqueued`: whether some of them are on their way, also on an error.
@@ -185,7 +185,7 @@ struct Prefetcher::State {
   void issue_reload(Reload& reload);
   // The first reload not issued whose region is not held; null: none.
   Reload* next_reload();
-  // Issues all that may be issued, the layer that the pass needs first going first. What fails stays to be issued, and
+  // Issues all that may be issued, the layer that the pass needs first going first. A copy that fails stays to be issued, and
   // is tried again by the next call and by wait(), which reports it: the caller of done() could do nothing about it.
   void pump() noexcept;
   // A new copy stream in place of the failed one. Contents are unknown; reloads are issued again.
@@ -201,7 +201,7 @@ struct Prefetcher::State {
 
   // A pass begins that reads these blocks, or it ends (none).
   void read_blocks(std::vector<BlockRun> named) noexcept;
-  // A pass begins: every layer that is not ready has to be waited for in it; or it ends, and nobody has to.
+  // A pass begins: every layer that is not ready has to be waited for in it; or it ends, and none has to be.
   void expect_waits(bool expected) noexcept;
   void waited(LayerId layer) noexcept { set(layer, static_cast<std::uint8_t>(get(layer) & ~kUnwaited)); }
 
@@ -211,7 +211,7 @@ struct Prefetcher::State {
   // done yet. The use is open afterwards.
   Ticket* claim(LayerId layer);
   Ticket* claim_blocks(LayerId layer);
-  // `reader` is finished with the buffer that has this position. True: nobody reads it any more.
+  // `reader` is finished with the buffer that has this position. True: no stream reads it any more.
   bool finish(const LayerSchedule& uses, std::vector<Slot>& of, std::uint32_t position, StreamHandle reader);
   // Calls each(slot) for all buffers, of both kinds.
   template <typename Each>
@@ -220,7 +220,8 @@ struct Prefetcher::State {
       for (Slot& slot : *of) each(slot);
     }
   }
-  // Issues what the layer needs and was not issued yet, and lists in `awaited` what is not complete; empty: all is there.
+  // Issues the copies that the layer needs and were not issued yet, and lists in `awaited` those not complete; empty: all is
+  // there.
   void bring(LayerId layer);
   std::vector<Ticket*> awaited;  // bring()'s answer, valid while the mutex is held
   // The layer may be read. Only a streamed layer has a use that must be closed.
@@ -231,7 +232,7 @@ struct Prefetcher::State {
   void validate(const StreamConfiguration& c) const;
   void validate(const std::vector<BlockRun>& named) const;
   void validate_slices(const StreamConfiguration& c) const;
-  // What is still to be loaded at home under the new configuration. Tickets are shared with `reloads`: one of both must go.
+  // The layers still to be loaded at home under the new configuration. Tickets are shared with `reloads`: one of both must go.
   std::vector<Reload> outstanding(const StreamConfiguration& c) const;
 };
 

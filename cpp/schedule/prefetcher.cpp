@@ -70,7 +70,7 @@ Prefetcher::~Prefetcher() {
     (void)state_.release();  // its threads, locks and events are the parent's
     return;
   }
-  // A destructor has nobody to tell. What fails for a moment only must not stay behind, so it is tried a second time.
+  // A destructor has no caller to tell. A failure of a moment must leave nothing behind, so it is tried a second time.
   for (int attempt = 0; attempt < 2; ++attempt) {
     try {
       close();
@@ -126,14 +126,14 @@ void Prefetcher::stream_blocks(const BlockLayout& layout) {
   std::vector<Slot> slots(layout.buffers);
   LayerSchedule schedule;
   schedule.configure(static_cast<std::uint32_t>(layout.layers.size()), layout.buffers);
-  s.blocks = layout;  // last of what may fail
+  s.blocks = layout;  // the last step that may fail
   s.block_slots.swap(slots);
   s.block_schedule = std::move(schedule);
 }
 
 void Prefetcher::State::validate(const std::vector<BlockRun>& named) const {
   if (named.empty() || !blocks.layers.empty()) return;
-  refuse("the pass names " + std::to_string(named.size()) + " runs of KV blocks, and nobody has said where such blocks are copied in",
+  refuse("the pass names " + std::to_string(named.size()) + " runs of KV blocks, and no call has said where such blocks are copied in",
          {{"runs", static_cast<std::int64_t>(named.size())}});
 }
 

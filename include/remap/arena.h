@@ -7,7 +7,7 @@
 // Invariants, checked by check() after every step of every test:
 //   A1  free + params + kv + ring + outside + quarantine = total                  (conservation; each page has one owner)
 //   A2  backend.usage().page_bytes = total * page_bytes                           (memory is bounded by capacity)
-//   A3  owner free or outside  <=>  tenant nobody (quarantined pages keep theirs)
+//   A3  owner free or outside  <=>  tenant kNobody (quarantined pages keep theirs)
 //   A4  KV region, every slot s with a designated page p:
 //         aliased: shown(s) = p.    strict: shown(s) = p if owner(p) = kv and tenant(p) = region's tenant, else nothing
 //       A slot that is fixed shows its page in both modes: it is the tenant's ring, and may stand in several such slots
@@ -60,13 +60,13 @@ struct ArenaOptions {
   bool outside = false;  // other processes have all of the pages at first: plans bring those in that this one is given
 };
 
-// What a plan's effects on memory are ordered behind, where computation runs on streams. Both 0: nothing is in flight.
+// The events that a plan's effects on memory are ordered behind, where computation runs on streams. Both 0: nothing is in flight.
 struct Ordering {
   // Behind the last reader and writer of what the plan moves, copies of the prefetcher's included. Taken in by apply(): it may
   // be recorded anew or destroyed once that has returned.
   EventHandle after = 0;
-  // Pages that change tenant are zeroed by fills enqueued here, and nobody waits. The caller promises that the tenant touches
-  // them only behind it. 0: zeroed on a stream of the arena's, and waited for. (strict: always waited for.)
+  // Pages that change tenant are zeroed by fills enqueued here, and the host does not wait. The caller promises that the tenant
+  // touches them only behind it. 0: zeroed on a stream of the arena's, and waited for. (strict: always waited for.)
   StreamHandle zero_on = 0;
 };
 
@@ -85,10 +85,10 @@ struct Page {
   bool fixed = false;         // it stands in fixed slots, and stays its tenant's ring until that is removed
 };
 
-// As Page::dirty: nobody knows what it holds, so that any tenant has it zeroed. No tenant has this number, or kNobody.
+// As Page::dirty: its contents are unknown, so that any tenant has it zeroed. No tenant has this number, or kNobody.
 inline constexpr TenantId kUnknownBytes = kNobody - 1;
 
-// More slots than this are refused for a region: what the arena notes of each takes memory at once.
+// More slots than this are refused for a region: the arena's notes of each take memory at once.
 inline constexpr std::size_t kMaxSlots = std::size_t{1} << 24;
 
 // A page to be zeroed before `tenant` may see it, at an address where it is mapped.
@@ -149,7 +149,7 @@ struct Region {
   std::weak_ptr<Lease> lease;       // of the tensors over view
 };
 
-// A range of addresses whose pages somebody outside has looked up, and what the regions in it showed then.
+// A range of addresses whose pages code outside of the core has looked up, and what the regions in it showed then.
 struct Registration {
   const std::byte* address = nullptr;
   std::size_t bytes = 0;
@@ -177,9 +177,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // A region that shows `pages`, populated and writable. params pages are its home, which it shows for now; also used for what is
   // never streamed. ring pages stay the tenant's ring: a layer without a home shows them for good, and may share them with others.
   RegionId add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& pages);
-  // A region of `slots` without a home, which is empty until a plan gives it one and points it there (SetHome). stand_in: what all of
-  // its slots show meanwhile in aliased mode, so that looking there never ends the process: a params or ring page of the tenant's own,
-  // or kNoPage for nothing. Nobody may write there.
+  // A region of `slots` without a home, which is empty until a plan gives it one and points it there (SetHome). stand_in: the
+  // page that all of its slots show meanwhile in aliased mode, so that looking there never ends the process: a params or ring
+  // page of the tenant's own, or kNoPage for nothing. No caller may write there.
   RegionId add_empty_layer_region(TenantId tenant, const std::string& name, std::size_t slots, PageId stand_in = kNoPage);
   // A region of `slots` with nothing behind it; the ring's own view of its buffers, or the KV cache (one a tenant).
   RegionId add_ring_region(TenantId tenant, std::size_t slots);
@@ -187,7 +187,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Says which pages, each once, stand at [first_slot, ...) of a KV region whenever they are KV (aliased: maps them now).
   void designate(RegionId kv_region, std::size_t first_slot, const std::vector<PageId>& pages);
   // These slots of a KV region show these pages for good, whatever plans do. The pages are the tenant's ring and stay so: a page
-  // may stand in many slots, for the parts of blocks that are copied in one after another. Zeroed here, if somebody else wrote
+  // may stand in many slots, for the parts of blocks that are copied in one after another. Zeroed here, if another tenant wrote
   // into them. InvalidArgument if they do not fit, a slot is taken, or a page is not the tenant's ring or has a place of its own.
   void fix(RegionId kv_region, std::size_t first_slot, const std::vector<PageId>& pages);
   // No more pages get a place in the KV region. aliased: slots without one are retired, so that looking at all of the region never
@@ -197,16 +197,16 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void designate_ring(RegionId ring_region, std::size_t first_slot, const std::vector<PageId>& pages);
   // Makes a ready view of a layer's region so that pointing there later is one exchange. No-op without can_exchange().
   void prepare_view(RegionId layer_region, const std::vector<PageId>& pages);
-  // Releases all regions of the tenant; all its pages become free (and dirty). Pre: nobody uses them any more, no stream
-  // either: unmapping waits for nobody. InvalidState if one lies in a declared range, or if a plan that names the tenant is
+  // Releases all regions of the tenant; all its pages become free (and dirty). Pre: no thread uses them any more, no stream
+  // either: unmapping does not wait. InvalidState if one lies in a declared range, or if a plan that names the tenant is
   // applied and not decided: undoing it would need them. Tensors over the regions read zeros from then on (Lease). Addresses
   // that the backend does not take back are kept until close(): they cost no memory.
   // undoing: an attachment that failed is taken back; if that fails too the arena is broken (ArenaBroken).
   void remove_tenant(TenantId tenant, bool undoing = false);
-  // Says that somebody outside has looked up the pages behind [address, address + bytes) and will go on using them (an NCCL or
-  // NIC registration). What the regions that intersect it show must not change any more: plans that would change it,
+  // Says that outside code has looked up the pages behind [address, address + bytes) and will go on using them (an NCCL or
+  // NIC registration). The pages that intersecting regions show must not change any more: plans that would change them,
   // designate(), designate_ring() and remove_tenant() are refused with InvalidState (fields: region, address, bytes).
-  // Owners may change: in aliased mode a KV region shows the same pages whoever owns them. Ranges may overlap; each is
+  // Owners may change: in aliased mode a KV region shows the same pages whichever tenant owns them. Ranges may overlap; each is
   // withdrawn by the same address and size. Throws InvalidArgument if no region lies in the range, InvalidState if one of
   // them is still to be re-pointed, or an applied plan may still be rolled back; nothing has changed then.
   void declare_registered(const std::byte* address, std::size_t bytes);
@@ -215,7 +215,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Waits for nothing: the caller has stopped using every region. Idempotent. Everything goes back to the backend.
   void close();
 
-  // What a tensor over [address, address + bytes) of a region's has to keep. InvalidArgument if that is not part of one region.
+  // The lease that a tensor over [address, address + bytes) of a region has to keep. InvalidArgument if that is not part of one
+  // region.
   std::shared_ptr<Lease> hold(const std::byte* address, std::size_t bytes);
 
   // ---- looking -------------------------------------------------------------------------------------------------
@@ -247,11 +248,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
   friend class Pointer;
 
   // Two locks, always taken in this order, and who may do what:
-  //   pointing_mutex_  whoever changes what an address shows: it is held through the driver's calls, which may take milliseconds.
-  //   mutex_           the tables. The re-pointing worker holds it only to read what is wanted and to write down what it has done.
+  //   pointing_mutex_  for changing what an address shows: it is held through the driver's calls, which may take milliseconds.
+  //   mutex_           the tables. The re-pointing worker holds it only to read the targets and to write down its results.
   // Holders of both write the views and the pages that they show (regions_, View::shown, spare_views, designated, slot_of,
   // leftovers_), so a holder of either may read them. All other tables are mutex_'s alone. epoch_, broken_, closed_ and
-  // undecided_ are written under mutex_ and read without a lock: a step or a pass that only looks waits for nobody.
+  // undecided_ are written under mutex_ and read without a lock: a step or a pass that only looks does not wait.
   // Set-up calls and plans that map or unmap in apply() hold both until they return: a check, the change and the bookkeeping are
   // one step, and the time is their caller's own. Plans that call no driver (growing, in aliased mode) take mutex_ alone.
   struct Both {
@@ -312,7 +313,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::vector<Leftover> leftovers_;  // empty reservations that the backend did not take back yet
   StreamHandle fill_stream_ = 0;  // made when a page first changes tenant, or becomes free behind an event
   EventHandle fill_event_ = 0;
-  bool gathered_ = false;         // fill_stream_ may still wait for somebody; fill_event_ is behind them all
+  bool gathered_ = false;         // fill_stream_ may still wait for a stream; fill_event_ is behind them all
   std::atomic<std::uint64_t> epoch_{1};
   std::atomic<bool> undecided_{false};  // a plan is applied, and neither committed nor rolled back
   std::vector<TenantId> undecided_of_;  // the tenants that it names

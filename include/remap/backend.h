@@ -33,7 +33,7 @@ using EventHandle = std::uint64_t;
 
 enum class Access : std::uint8_t { none, read, read_write };
 
-// The kinds of calls, for the decorators: what to fail, to limit, or to log.
+// The kinds of calls, for the decorators, which fail, limit or log them.
 enum class Call : std::uint8_t {
   reserve,
   release,
@@ -74,7 +74,7 @@ struct CopyRange {
   std::size_t bytes = 0;
 };
 
-// What the backend holds now. After everything was released all numbers are zero again (tested).
+// The backend's holdings now. After everything was released all numbers are zero again (tested).
 struct Usage {
   std::size_t reserved_bytes = 0;  // address space
   std::size_t page_bytes = 0;      // physical memory in pages, mapped or not
@@ -115,11 +115,11 @@ class Backend {
   virtual std::byte* reserve(std::size_t bytes, std::size_t alignment) = 0;
   // Pre: the whole of an earlier reservation; nothing mapped in it.
   virtual void release(std::byte* address, std::size_t bytes) = 0;
-  // The end of a region that somebody outside may still look at (a tensor that was kept), or of a part of one that never gets a
+  // The end of a region that outside code may still look at (a tensor that was kept), or of a part of one that never gets a
   // page. Pre: aligned addresses inside one reservation; nothing mapped in them. Post: they stay reserved, and count as such, until
   // release() of the whole; nothing can be mapped there any more (invalid_state). Where the processor uses the pages by
   // itself (host), the range reads as zeros and can be written, with private memory of the process behind what is written, none of
-  // the arena's. On cuda nothing stands behind it: a kernel that uses it fails, as its caller's error. On an unbacked sim nobody
+  // the arena's. On cuda nothing stands behind it: a kernel that uses it fails, as its caller's error. On an unbacked sim no code
   // may touch it, as ever. Retiring again changes nothing.
   virtual void retire(std::byte* address, std::size_t bytes) = 0;
 
@@ -135,11 +135,11 @@ class Backend {
   // pages[i] stands behind [at + i*page_bytes, at + (i+1)*page_bytes). A page may stand behind several ranges.
   // Pre: the range is reserved and unmapped. Post: mapped, access none until set_access.
   virtual void map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) = 0;
-  // Pre: the range is whole mapped pages. Does not wait for anybody who may still use them: the caller does.
+  // Pre: the range is whole mapped pages. Does not wait for streams or threads that may still use them: the caller does.
   virtual void unmap(std::byte* at, std::size_t bytes) = 0;
   virtual void set_access(std::byte* at, std::size_t bytes, Access access) = 0;
   // Swaps what stands behind two mapped ranges of one size, page tables included, without touching a page.
-  // Only where can_exchange(). Between the two states either range may be unmapped for a moment, so nobody may use them.
+  // Only where can_exchange(). Between the two states either range may be unmapped for a moment, so no caller may use them.
   virtual bool can_exchange() const noexcept = 0;
   virtual void exchange(std::byte* a, std::byte* b, std::size_t bytes) = 0;
   // Fills the page tables of a mapped, accessible range so that later accesses do not fault. A hint; never changes bytes.
@@ -158,9 +158,9 @@ class Backend {
   // Waits for the stream's work, then destroys it.
   virtual void destroy_stream(StreamHandle stream) = 0;
   // A stream of the caller's (on cuda: the CUstream, with 1 for the legacy default stream and 2 for the per-thread one), so that
-  // copy, fill, record and stream_wait can be used on it. Adopting it again gives the same handle; who adopts it forgets it
-  // once, and others may go on. It stays the caller's: it is never waited for nor destroyed here, and does not count in usage().
-  // Pre: it belongs to this device.
+  // copy, fill, record and stream_wait can be used on it. Adopting it again gives the same handle; the caller that adopts it
+  // forgets it once, and others may go on. It stays the caller's: it is never waited for nor destroyed here, and does not count
+  // in usage(). Pre: it belongs to this device.
   virtual StreamHandle adopt_stream(std::uint64_t native) {
     throw Error(ErrorKind::invalid_argument,
                 std::string(name()) + " backend: it has no streams but its own. Nothing was changed; compute on the calling "
@@ -176,8 +176,8 @@ class Backend {
   // the error from query() and synchronize(), so a waiter gets an error and never hangs.
   // A range that lies in a region must be mapped with the access that is needed (cuda refuses others with invalid_state).
   //
-  // Where the driver takes a copy, or a batch, in several calls, a later one may fail. Then what is under way is waited for before
-  // the error is thrown, and what the targets hold is undefined.
+  // Where the driver takes a copy, or a batch, in several calls, a later one may fail. Then the copies under way are waited for
+  // before the error is thrown, and the contents of the targets are undefined.
   virtual void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
   // copy() of each, as one piece of the stream's work: they may run in any order and at once, so none may write what another reads or
   // writes. One call of the driver's for many of them, where it can do that.

@@ -18,8 +18,8 @@ struct HostOptions {
   std::size_t page_bytes = 0;      // every page has this size
   std::size_t copy_threads = 1;    // threads that share one copy
   // A memfd that other processes share, of exactly capacity_bytes and sealed against other sizes (F_SEAL_SHRINK, F_SEAL_GROW): the n-th
-  // page that is made is the n-th of the file, in each process. It may hold anybody's bytes, and none are given back when pages are
-  // destroyed. Duplicated: it stays the caller's. -1: a new one of this process's own.
+  // page that is made is the n-th of the file, in each process. It may hold any process's bytes, and none are given back when
+  // pages are destroyed. Duplicated: it stays the caller's. -1: a new one of this process's own.
   int file = -1;
 };
 
@@ -65,12 +65,12 @@ struct CudaOptions {
   // Page-locked host memory at most. 0: the environment variable REMAP_HOST_BUDGET ("24GiB", or a number of bytes); without that,
   // what the cgroup and the machine have to spare. LimitExceeded tells which it was (field limited_by).
   std::size_t host_budget_bytes = 0;
-  // Host memory is page-locked in pieces of so many bytes (a multiple of 2 MiB), so that other threads' launches, which wait for the
-  // driver's locks meanwhile, get in between. Copies of this backend's are cut where pieces end; others' (torch's) fail across one.
-  // So: larger than a layer, smaller than what holds launches up for a second.
+  // Host memory is page-locked in pieces of this many bytes (a multiple of 2 MiB), so that other threads' launches, which wait
+  // for the driver's locks meanwhile, get in between. Copies of this backend's are cut where pieces end; others' (torch's) fail
+  // across one. So: larger than a layer, smaller than what holds launches up for a second.
   std::size_t host_piece_bytes = std::size_t{1} << 30;
-  // Of this device, made or imported: the n-th page that is made is the n-th of these, in each process. It may hold anybody's bytes,
-  // and none are given back when pages are destroyed. None: pages of this process's own.
+  // Of this device, made or imported: the n-th page that is made is the n-th of these, in each process. It may hold any process's
+  // bytes, and none are given back when pages are destroyed. None: pages of this process's own.
   std::shared_ptr<CudaPages> pages;
 };
 
@@ -100,14 +100,15 @@ struct CudaDevice {
   int pcie_bus = 0, pcie_device = 0, pcie_domain = 0;
 };
 struct CudaProbe {
-  std::string library;   // what was loaded
+  std::string library;   // the library that was loaded
   int driver_version = 0;  // 13000 = CUDA 13.0
   bool emulated = false;   // the project's own emulated driver: proves order and bookkeeping, no speed
   std::size_t host_budget_bytes = 0;  // page-locked memory that an arena may take here now, if it is opened without a budget
   std::string host_limited_by;        // by what: "REMAP_HOST_BUDGET", "cgroup" or "machine"
   std::vector<CudaDevice> devices;
 };
-// What is there, without opening an arena (`remap doctor`). Throws as make_cuda_backend does if no driver can be loaded.
+// The devices that are there, without opening an arena (`remap doctor`). Throws as make_cuda_backend does if no driver can be
+// loaded.
 CudaProbe probe_cuda(const std::string& library = {});
 
 // Host memory that may be taken now, and what bounds it: `budget_bytes` ("host_budget") if that is not 0, else REMAP_HOST_BUDGET,
@@ -168,7 +169,7 @@ struct Limits {
   std::size_t streams = kNone;
   std::size_t events = kNone;
 };
-// Refuses what would pass a limit with LimitExceeded; the count is reserved before the inner call is made and given back
+// Refuses calls that would pass a limit with LimitExceeded; the count is reserved before the inner call is made and given back
 // if that throws, and dropped only after a release succeeded, so that the limit holds under concurrency.
 std::shared_ptr<Backend> make_limit_backend(std::shared_ptr<Backend> inner, const Limits& limits);
 

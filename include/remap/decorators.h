@@ -55,7 +55,7 @@ std::string serialize(const std::vector<TraceRecord>& log);
 std::vector<TraceRecord> parse_trace(const std::string& text);
 
 struct ReplayOptions {
-  // What to do with a record that failed when it was logged: leave it out, or do it and expect it to fail again.
+  // The treatment of a record that failed when it was logged: leave it out, or do it and expect it to fail again.
   enum class Failed : std::uint8_t { skip, expect };
   Failed failed = Failed::skip;
 };

@@ -13,7 +13,7 @@
 // if Applied::points_deferred is not 0, none in strict mode); then commit(), since the worker may release a layer at once.
 //
 // Where computation runs on streams, Ordering and `after` (events recorded on them) say what a change comes behind; see each
-// call. What touches memory is ordered behind them by the device; the host waits only before it unmaps what somebody may
+// call. The device orders work that touches memory behind them; the host waits only before it unmaps what a stream may
 // still use: in strict mode, for a ring whose buffers change pages, and for re-pointing that is not deferred. In aliased mode
 // growing, and re-pointing left to the worker, wait for nothing.
 #pragma once
@@ -35,10 +35,10 @@ namespace remap {
 
 // Told by the worker when a layer's region shows its target (Prefetcher is behind it in this library): once for the last plan that
 // deferred a step of the region, and not for those whose steps it took over. No lock of the arena's or the executor's is held
-// then: what the observer does next, enqueueing copies say, may take its time.
+// then: the observer's next work, enqueueing copies say, may take its time.
 //
 // Meanwhile a plan may have been applied that points the layer to other pages, and the layer be held for that. So the observer asks
-// `current`, under the lock that orders its own holds: false says that what it is told is of the past, and it changes nothing.
+// `current`, under the lock that orders its own holds: false says that the news is of the past, and it changes nothing.
 // Where it is true a plan that comes later finds the observer's lock taken, and its hold comes behind. `current` takes the lock of
 // the arena's tables for a moment and throws nothing.
 class PointObserver {
@@ -61,16 +61,16 @@ class Executor {
   // Throws StalePlan, InvalidArgument or InvalidState (a region in a declared range) before any backend call.
   Applied apply(const Plan& plan, const Ordering& ordering = {});
   // observer: told of each deferred step, by the worker's thread, unless a later plan takes the step over; kept until the last of
-  // them is done. It passes that on to who holds the layers. nullptr: nobody is told, so what a Prefetcher holds for the plan
+  // them is done. It passes that on to who holds the layers. nullptr: none is told, so what a Prefetcher holds for the plan
   // stays held.
   // `after`: the worker waits for this event before it touches a mapping (the last kernel that reads the old view, the last
   // copy into it), once for all steps of the plan. Tenants take turns, a step each, and one whose event has not come keeps no
   // other waiting. It comes behind those of earlier plans with steps of the same regions, which this one takes over. It lives
   // until drain() has returned and no step of the plan has failed; recorded anew before, it makes the worker wait for longer than
   // needed.
-  // asleep: nobody uses the plan's layers before wake(), so steps that point them away from home wait for that, and none is made
+  // asleep: no pass uses the plan's layers before wake(), so steps that point them away from home wait for that, and none is made
   // for a layer that comes home before: a tenant that lends its layers while it is idle costs no driver call. Until then such a
-  // region shows pages that may be somebody else's, as every region does whose step is deferred.
+  // region shows pages that may be another tenant's, as every region does whose step is deferred.
   // Throws InvalidState if no plan is applied, or if the plan has deferred steps and the worker was stopped. After any error the
   // plan is applied as before: commit() again or rollback().
   void commit(const std::shared_ptr<PointObserver>& observer, EventHandle after = 0, bool asleep = false);
@@ -99,7 +99,8 @@ class Executor {
   void stop();
 
  private:
-  // What the steps of one commit come behind. Whoever has one of its jobs in hand, the worker or retry(), and nobody else then.
+  // The work that the steps of one commit come behind. Only the thread that has one of its jobs in hand uses it: the worker, or
+  // retry().
   struct Fence {
     EventHandle after = 0;     // 0 once it was seen complete: it may be recorded anew then, and is another's
     std::exception_ptr error;  // its stream's
@@ -113,16 +114,16 @@ class Executor {
     std::shared_ptr<Fence> behind;
     std::exception_ptr error;
   };
-  // What has become of a job's plan, as far as the region is concerned.
+  // The state of a job's plan, as far as the region is concerned.
   enum class Standing : std::uint8_t {
     present,    // no other has set the region's target since
-    undecided,  // another is applied that does: what the region is to show is not known yet
+    undecided,  // another is applied that does: the region's target is not known yet
     past,       // another has, and brought a job of its own; or the region is gone
   };
-  // What applying a plan takes.
+  // The needs of applying a plan.
   struct Needs {
     bool points = false;  // apply() itself maps or unmaps
-    bool unmaps = false;  // and somebody may still use what it unmaps, or changes at once
+    bool unmaps = false;  // and a stream may still use what it unmaps, or changes at once
     bool leaves = false;  // pages go to other processes
   };
   Needs admit(const Plan& plan);
@@ -173,10 +174,10 @@ class Executor {
   std::uint64_t validation_ = 0;
 
   // Guarded by queue_mutex_: jobs for the worker. It takes a job out, lets go of this lock, and re-points under the arena's
-  // pointing lock. A job points its region for the plan that it came with, and for no other: who used the region before it was
-  // held is behind the event of that plan, but the layer may have been let go of and used since, when a later plan comes. So a plan
-  // that is committed takes the jobs of its regions away (the one in hand sees it by Region::targets), and while one is applied
-  // and not decided, the jobs of its regions are parked.
+  // pointing lock. A job points its region for the plan that it came with, and for no other: a stream that used the region before
+  // it was held is behind the event of that plan, but the layer may have been let go of and used since, when a later plan comes.
+  // So a plan that is committed takes the jobs of its regions away (the one in hand sees it by Region::targets), and while one is
+  // applied and not decided, the jobs of its regions are parked.
   mutable std::mutex queue_mutex_;
   std::unique_ptr<std::condition_variable> queue_changed_ = std::make_unique<std::condition_variable>();
   // Lists: a job changes its list without being allocated anew, so none is lost when memory runs out.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans: what the planner asks for and the executor does. Values only.
+// Plans, which the planner makes and the executor carries out. Values only.
 #pragma once
 
 #include <algorithm>
@@ -35,11 +35,12 @@ struct SetOwner {
 };
 
 // Step 2: slots [first_slot, first_slot + pages.size()) of a layer's or ring's region show these pages from now on.
-// `deferred`: may happen after apply() returned, by the re-pointing worker, since nobody reads the region before
+// `deferred`: may happen after apply() returned, by the re-pointing worker, since no pass reads the region before
 // Prefetcher::wait(layer) has seen it done. A layer's region is always pointed as a whole: where only its tail streams, the
 // pages of its head are named as well (and not touched, if the region shows them already). kNoPage in all of its slots: another
-// instance computes the layer, or its tenant is inactive and has given it up; nobody here looks at the region until a plan points it home. Then aliased mode leaves the region as
-// it is, without a backend call and without a deferred step, and strict mode unmaps it.
+// instance computes the layer, or its tenant is inactive and has given it up; no pass here reads the region until a plan points
+// it home. Then aliased mode leaves the region as it is, without a backend call and without a deferred step, and strict mode
+// unmaps it.
 struct Point {
   RegionId region = 0;
   std::size_t first_slot = 0;
@@ -54,8 +55,8 @@ inline bool elsewhere(const std::vector<PageId>& pages) noexcept {
 }
 
 // Step 3: from now on these pages are the home of a layer's region, slot by slot; none: it has no home, so that its pages may
-// become anybody's for good. Only of a region that shows nothing (`elsewhere`), before the plan where it gets a home, and after it
-// where it loses its own. No page is the home of two regions. Owners and mappings stay as they are: other steps change them.
+// go to any tenant for good. Only of a region that shows nothing (`elsewhere`), before the plan where it gets a home, and after
+// it where it loses its own. No page is the home of two regions. Owners and mappings stay as they are: other steps change them.
 struct SetHome {
   RegionId region = 0;
   std::vector<PageId> pages;

@@ -8,7 +8,7 @@
 // error of the copy stream (below). Both kinds of passes may alternate.
 //
 // One Prefetcher a tenant. The engine brackets each pass (begin_pass, end_pass) and each layer (wait, done); the executor
-// tells it between passes what is streamed (configure). LayerSchedule (cpp/schedule/layer_schedule.h) decides which copy
+// tells it between passes which layers stream (configure). LayerSchedule (cpp/schedule/layer_schedule.h) decides which copy
 // may be issued when, without knowing any device; this class issues it on its own copy stream and orders everything by
 // events.
 #pragma once
@@ -56,7 +56,7 @@ struct StreamConfiguration {
                                     // of them is wanted no longer. Copies under way: as into memory that leaves the ring.
   std::vector<LayerId> held;        // layers whose region is being re-pointed: wait() blocks until released() or failed()
   EventHandle after = 0;            // copies wait for it: the last reader or writer of pages that changed hands, and of the
-                                    // regions to reload (0: nobody). Uses of layers that were resident leave no trace here:
+                                    // regions to reload (0: none). Uses of layers that were resident leave no trace here:
                                     // with computation on a stream this is an event recorded on it now. Taken in by
                                     // configure(): it may be recorded anew or destroyed once that has returned.
   bool fresh = false;               // other pages stand behind the ring's addresses than before: keep no contents
@@ -109,20 +109,20 @@ struct PassTiming {
 // In a forked child every call throws ForkedProcess, and the end of the object does nothing.
 class Prefetcher {
  public:
-  // chunk_bytes: 0, or a copy of more than so many bytes is enqueued in pieces of that, with a fill of a few bytes between two.
+  // chunk_bytes: 0, or a copy of more bytes than that is enqueued in pieces of that size, with a fill of a few bytes between two.
   // A device's copy engine serves one direction first come, first served, whatever the streams' priorities, and goes on with a
-  // stream as long as that has copies ready: so a layer's copy keeps everybody else's waiting for its whole length. The fill, which
+  // stream as long as that has copies ready: so a layer's copy keeps all others waiting for its whole length. The fill, which
   // is not the copy engine's work, is where others get in (torchrec #4315, #4339).
   Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers, std::size_t chunk_bytes = 0);
   ~Prefetcher();
-  // Gives the copy stream and all events back; called by the destructor too. Pre: no other call is in progress, and nobody uses
-  // copy_stream() any more. Throws the first error when all were tried; what could not be given back is tried by the next call.
-  // Afterwards only stats() and close() are allowed.
+  // Gives the copy stream and all events back; called by the destructor too. Pre: no other call is in progress, and no caller
+  // uses copy_stream() any more. Throws the first error when all were tried; the rest is tried by the next
+  // call. Afterwards only stats() and close() are allowed.
   void close();
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;
 
-  // Replaces what is streamed. Not inside a pass, nor while a use is open (InvalidState). Copies that may start now are
+  // Replaces the set of streamed layers. Not inside a pass, nor while a use is open (InvalidState). Copies that may start now are
   // issued at once, in the order in which the pass needs their layers, reloads and ring copies together.
   // Throws and changes nothing if the arguments do not fit (unknown layer, not ascending, bytes > ring_bytes, ...).
   // A buffer whose address, layer, offset and place stay the same keeps its contents. Layers held or reloading before stay so
@@ -165,8 +165,8 @@ class Prefetcher {
   // be under way, or start when released() is called: before pages of homes change hands, drain the executor, then order them
   // behind copy_stream().
   bool loading() const;
-  // True if wait(layer) would return at once without looking at any event: resident, loaded and not held. What was not so when
-  // the pass began becomes so by its wait() only (see unwaited()). Never in a forked child.
+  // True if wait(layer) would return at once without looking at any event: resident, loaded and not held. A layer that was not so
+  // when the pass began becomes so by its wait() only (see unwaited()). Never in a forked child.
   bool ready(LayerId layer) const noexcept {
     return fork_generation() == fork_generation_ && layer < count_ && states_[layer].load(std::memory_order_acquire) == 0;
   }
@@ -187,7 +187,7 @@ class Prefetcher {
   void drain();
   PrefetchStats stats() const;
   // Completed passes whose times are known and that were not taken yet, oldest first. An abandoned pass has none. Of the
-  // passes on streams the last 64 are followed, and 64 known ones are kept: who takes less often misses the oldest.
+  // passes on streams the last 64 are followed, and 64 known ones are kept: a caller that takes less often misses the oldest.
   std::vector<PassTiming> take_timings();
   // Whether a stream was ever given to begin_pass(), wait() or done(). From then on a call here may have to wait, inside the
   // driver or for a thread that does, until a stream has room for more work: a caller should hold no lock that a stream's

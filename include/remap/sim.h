@@ -5,7 +5,7 @@
 // Time. Each stream has an end, the virtual time at which all that is enqueued on it will be done. Enqueuing computes start and
 // end of the work at once: it starts when the stream is free, the calling thread has come to the call (its `now`), and what it
 // needs (a copy engine) is free. A recorded event is complete at the stream's end, or now if the stream is idle. Nothing is ever
-// changed afterwards, so what is enqueued later never slows what was enqueued before.
+// changed afterwards, so later work never slows work enqueued before.
 //
 // The link has two copy engines, one a direction. An engine does one copy at a time, in the order in which they were
 // enqueued, but a copy takes an earlier gap that is long enough: one that waits for a late event does not keep another tenant's
@@ -21,12 +21,12 @@
 // Threads. The host is the thread that made the backend, and every thread that has called advance(), advance_to(), finish() or
 // join(); they share one `now`. Every other thread (the executor's re-pointing worker) has a now of its own, never earlier than the
 // host's: driver calls and waits of such a thread move only that. The host's query() is true when the event's time has come for the
-// host; another thread's is too, so that what only that thread has waited for is not taken for done by everybody: it sees
+// host; another thread's is too, so that what only that thread has waited for is not taken for done by all others: it sees
 // earlier than the host only the recording that it has waited for last. A copy starts no earlier than the now of the thread that
 // enqueues it, and no earlier than the mapping that it goes through was made.
 //
-// Memory. Unbacked (the default), a region is address space that nobody may touch, pages are numbers and copies move no bytes, so
-// an arena costs no memory whatever its size. All refusals of the contract hold. Backed, pages are those of the host backend
+// Memory. Unbacked (the default), a region is address space that no code may touch, pages are numbers and copies move no bytes,
+// so an arena costs no memory whatever its size. All refusals of the contract hold. Backed, pages are those of the host backend
 // and copies move their bytes when they are enqueued, which is a valid order: events are waited for after they were recorded.
 #pragma once
 
@@ -38,7 +38,7 @@
 
 namespace remap {
 
-// What went over the link, or inside the device, since the backend was made.
+// The bytes that went over the link, or inside the device, since the backend was made.
 struct SimTraffic {
   std::uint64_t copies = 0;
   std::uint64_t bytes = 0;
@@ -60,11 +60,11 @@ class SimBackend : public Backend {
   virtual double compute(StreamHandle stream, double seconds) = 0;
   // When all that is enqueued on the stream now will be done.
   virtual double stream_end(StreamHandle stream) const = 0;
-  // What is enqueued on the stream from now on starts no earlier than at `time`.
+  // Work enqueued on the stream from now on starts no earlier than at `time`.
   virtual void hold(StreamHandle stream, double time) = 0;
   // The host waits for the stream.
   virtual void finish(StreamHandle stream) = 0;
-  // The host waits for whoever works beside it: its now becomes the latest of all threads'.
+  // The host waits for all that work beside it: its now becomes the latest of all threads'.
   virtual void join() = 0;
   virtual SimTraffic traffic(SimRoute route) const = 0;
 };

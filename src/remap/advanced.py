@@ -134,13 +134,13 @@ def give_back(session: Session, name: str) -> StepReport:
 
 
 def offers(session: Session, name: str) -> list[Quote]:
-    """What the tenant's KV has now, or may have, beside the pages that it was attached with (see `Quote`): one increment from
-    nothing for each donor and kind. blocks: of its own, at least 1. Changes nothing.
+    """The memory that the tenant's KV has now, or may have, beside the pages that it was attached with (see `Quote`): one
+    increment from nothing for each donor and kind. blocks: of its own, at least 1. Changes nothing.
 
     Its own layers (donor: its name): as far as its certificate allows; each pass then waits for stall_s, and copies for reload_s,
     of which `share` is lost to the computation. By the times measured until now; before the first pass, one layer.
-    Other tenants: while they are inactive, what they lent and still would. Of active ones only what they lent: what they would
-    give comes and goes with their passes. Free pages, and those that no donor asks back (donor: ""), cost nothing.
+    Other tenants: while they are inactive, the memory that they lent and still would. Of active ones only what they lent:
+    the rest comes and goes with their passes. Free pages, and those that no donor asks back (donor: ""), cost nothing.
 
     Raises InvalidArgument for an unknown tenant, and InvalidState inside a pass.
     """
@@ -321,7 +321,7 @@ def show(session: Session, path: str) -> AbstractContextManager[object]:
 
     A look makes one `snapshot()`, in a thread of its own; nothing happens without one. The environment variable REMAP_TOP does
     the same for every session of a process, `{pid}` in its path being the process. Raises InvalidArgument (field path) if
-    nothing can listen there, InvalidState if somebody does.
+    nothing can listen there, InvalidState if another listener is there.
     """
     require("session", session, Session, "a remap.Session")
     require("path", path, str, "the path of a socket")

@@ -95,7 +95,7 @@ def require_options(
 
 
 def require_path(name: str, path: object, expected: str = "a path") -> None:
-    """Raises InvalidArgument (fields field, value) for what is no path, or none that a file can have."""
+    """Raises InvalidArgument (fields field, value) for a value that is no path, or none that a file can have."""
     require(name, path, (str, PathLike), expected)
     known = cast("str | PathLike[str]", path)
     if not _encodes(partial(fsencode, known)) or b"\0" in fsencode(known):
@@ -103,7 +103,7 @@ def require_path(name: str, path: object, expected: str = "a path") -> None:
 
 
 def require_layer(layer: object, layers: int) -> None:
-    """Raises InvalidArgument (fields field, value, layers) unless `layer` is the number of one of so many layers."""
+    """Raises InvalidArgument (fields field, value, layers) unless `layer` is the number of one of `layers` layers."""
     if not is_count(layer) or cast(int, layer) >= layers:
         raise InvalidArgument(
             f"layer must be an int in 0..{layers - 1}, got {shown(layer)}; nothing changed",
@@ -116,7 +116,7 @@ def require_layer(layer: object, layers: int) -> None:
 
 def require_layers(name: str, layers: object, count: int) -> tuple[int, ...]:
     """These numbers of layers, of `count` that there are, each once and ascending. Raises InvalidArgument (fields field, value)
-    for what is no collection of ints."""
+    for a value that is no collection of ints."""
     if isinstance(layers, (str, bytes, bytearray, memoryview)) or not isinstance(layers, Collection):
         raise invalid(name, layers, "a collection of layers' numbers")
     found = set[int]()

@@ -14,8 +14,8 @@ something restless decides in each `session.step` of the engine's. So the engine
 minute than in a day of service, in the way in which it sees them there, and has to give the answers that it gives with every
 layer at home.
 
-What it finds: tables that do not follow `report.moved`, layers that run without `wait`, writes beyond the usable blocks or into
-weights, blocks that are never freed, engines that never step, that close the session, or leave a pass open. What it cannot find:
+It finds tables that do not follow `report.moved`, layers that run without `wait`, writes beyond the usable blocks or into
+weights, blocks that are never freed, engines that never step, that close the session, or leave a pass open. It cannot find:
 a race of the engine's threads that the case's order hides; answers that are wrong in the first case too.
 """
 
@@ -167,7 +167,7 @@ class _Restless:
 
 
 class _Watched(Session):
-    """A session whose tenants are decided for by the case, and which counts what the engine is told."""
+    """A session whose tenants are decided for by the case, and which counts the engine's calls."""
 
     def __init__(self, case: Case, outcome: Outcome, **options: Any) -> None:
         super().__init__(**options, mode=case.mode)
@@ -213,7 +213,7 @@ class _Watched(Session):
         return report
 
     def judge(self) -> None:
-        """What is wrong now that the engine has answered."""
+        """Note the faults found now that the engine has answered."""
         problems = self._outcome.problems
         if self.closed:
             problems.append("the engine has closed the session that it was given")

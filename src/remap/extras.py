@@ -9,7 +9,7 @@ from __future__ import annotations
 
 __all__ = ["DISTRIBUTION", "install"]
 
-DISTRIBUTION = "remap-llm"  # its name in pyproject.toml; what is imported is `remap`
+DISTRIBUTION = "remap-llm"  # its name in pyproject.toml; the module is `remap`
 
 
 def install(extra: str) -> str:

@@ -14,7 +14,7 @@ _PLACE = "_inside"
 
 
 def inside(tenant: Tenant) -> Inside:
-    """What the tenant is for this library itself (see `Inside`). A simulation's or test's double of a tenant is its own."""
+    """The tenant as this library itself sees it (see `Inside`). A simulation's or test's double of a tenant is its own."""
     given: Any = tenant
     found: Inside = getattr(given, _PLACE, given)
     return found

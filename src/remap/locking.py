@@ -95,7 +95,7 @@ class SessionLock:
         return self._begin(session)
 
     def end(self, told: list[Moved] | None, failed: bool = False) -> None:
-        """The call is over. failed: undo what it had begun; its moves go into the next report."""
+        """The call is over. failed: undo the work that it had begun; its moves go into the next report."""
         session = self._session()
         if session is not None:
             self._end(session, told, failed)

@@ -213,7 +213,7 @@ def collector(session: _Session) -> Collector:
     """For `registry.register` of prometheus_client: one session a registry.
 
     It does not keep the session alive; once that is closed there are no samples. A scrape waits for the session's call in
-    progress, and a step for a scrape's snapshot. Raises InvalidArgument (field session) for what is no session.
+    progress, and a step for a scrape's snapshot. Raises InvalidArgument (field session) for an object that is no session.
     """
     if not callable(getattr(session, "snapshot", None)):
         raise InvalidArgument(f"session must be a remap.Session, got {type(session).__name__}", session=session)

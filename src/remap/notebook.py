@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a notebook shows of an object: a small HTML table, with everything escaped."""
+"""An object as a notebook shows it: a small HTML table, with everything escaped."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Rank:
     def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> RankReport | None:
         """Rank 0 decides (`Session.step`). Returns None on other ranks, and if nothing has changed.
 
-        blocks: demand. free: blocks of the engine that are free. anyway: no request can run before there are so many
+        blocks: demand. free: blocks of the engine that are free. anyway: no request can run before there are that many
         blocks, so remap as many layers as they take, at any cost. patient: without them a request is preempted, so wait for
         what other processes give (a quarter of a second at most, and for a twentieth of the time where that is not enough).
 
@@ -202,13 +202,13 @@ class Rank:
             logger.warning("rank 0: %s; serving goes on with %s layers remapped", error, self.tenant.remapped)
 
     def _await(self, blocks: int) -> int:
-        """Wait for so many blocks more. Returns how many are still missing."""
+        """Wait for `blocks` blocks more. Returns how many are still missing."""
         begun = time.monotonic()
         if begun < self._patient_again_s:
             return blocks
         enough = self.tenant.kv.usable_blocks + blocks
         while (short := enough - self.tenant.kv.usable_blocks) > 0 and time.monotonic() < begun + _PATIENT_S:
-            time.sleep(_AGAIN_S)  # what is granted comes in by another thread
+            time.sleep(_AGAIN_S)  # granted pages come in by another thread
             self.session.step({self.tenant.name: Demand(short, 0)})
         if short > 0:
             self._patient_again_s = time.monotonic() + 20 * _PATIENT_S

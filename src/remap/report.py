@@ -127,7 +127,7 @@ class Snapshot:
     stall: StallShare = StallShare()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the pages' owners, and a row a tenant."""
+        """The HTML for a notebook: the pages' owners, and a row a tenant."""
         owners = ("free", "params", "kv", "ring", "outside", "quarantine")
         pages = ", ".join(f"{count} {owner}" for owner in owners if (count := getattr(self.pages, owner)))
         title = f"{show_size(self.capacity_bytes)} at epoch {self.epoch}: {pages} of {self.pages.total} pages"

@@ -119,7 +119,7 @@ class Session:
     host_kv: host memory for KV of paused and preempted requests, of all tenants whose `KVSpec.host_blocks` is None together:
     bytes or "8GiB", shared evenly, with engines that are made later too as long as no engine has used a block of it; 0: none.
     "auto": at most half of what the machine and its control group can spare when an engine asks (`kv.host.open`), and no
-    tenant more than the session could hold of its blocks; what no engine has used of it makes room for master copies of models
+    tenant more than the session could hold of its blocks; the part that no engine has used makes room for master copies of models
     that are attached later. An engine that never asks takes none.
 
     Raises InvalidArgument for a bad size, device, mode or option; OutOfMemory or LimitExceeded if the pages cannot be
@@ -277,12 +277,13 @@ class Session:
         hooks: torch hooks make each layer wait for its weights and say when it is done, and make each call of the model
         a pass (`remap.model.hooks`). No layer streams before one whole pass has waited for every layer. False: the
         engine itself calls wait and done, for every layer in every pass.
-        resident_layers: so many layers have pages of their own. The others stream in every pass, for good, through a ring of
+        resident_layers: this many layers have pages of their own. The others stream in every pass, for good, through a ring of
         Knobs.buffers buffers (2 by default): so a model that is larger than the session can be attached. What streams then
         never changes, and none of its layers becomes KV. None: all layers have pages, and may come and go.
         pages: "own" takes pages of the arena for every layer and min_blocks KV blocks. "none", of an inactive tenant, takes none
-        for them: `activate` brings them, from whoever can spare them. So more models can be attached than there is memory for at
-        once. Tensors outside of layers have pages always. "auto": "none" if active=False and there are too few, else "own".
+        for them: `activate` brings them, from tenants that can spare them. So more models can be attached than there is memory
+        for at once. Tensors outside of layers have pages always. "auto": "none" if active=False and there are too few, else
+        "own".
 
         The model may be on the CPU or on the session's device. Afterwards it is on that device and computes as before,
         at new addresses that never change again. A model from the CPU needs no room on the device beside the session.
@@ -430,8 +431,8 @@ class Session:
         pass may begin at once. If there are too few pages, nothing changes: OutOfMemory (fields requested, free, short, offered).
 
         Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of
-        a tenant concerned, and the backend's error; nothing changes then. If what was done before a backend error cannot be taken
-        back, some layers may be home, and nobody is active who was not.
+        a tenant concerned, and the backend's error; nothing changes then. If changes made before a backend error cannot be taken
+        back, some layers may be home, and no tenant is active that was not.
         """
         require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):
@@ -496,7 +497,7 @@ class Session:
     def change(self, verb: Callable[[Core], Entries]) -> StepReport:
         """Run verb(parts of the session) as one call of the session, and report. `remap.advanced` has the verbs.
 
-        The call claims every tenant that is not inside a pass until it is over. On any exception: undo what is begun
+        The call claims every tenant that is not inside a pass until it is over. On any exception: undo all that is begun
         and not decided, then re-raise.
         """
         self._passes.check_open()
@@ -529,7 +530,7 @@ class Session:
         return f"<remap.Session of {show_size(self.capacity_bytes)} on {self.device}: {held}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the snapshot, or what there is to say of a session that has none."""
+        """The HTML for a notebook: the snapshot, or why the session has none."""
         size = show_size(self.capacity_bytes)
         if not self.closed:
             try:
@@ -632,7 +633,8 @@ class Session:
         self._release_claims()
 
     def _undo(self) -> None:
-        """Undo what a call has begun and not decided, and of a change of several plans what was. Can be called again."""
+        """Undo the work that a call has begun and not decided; of a change of several plans the decided ones too. Can be called
+        again."""
         self._changes.undo()
         self._changes.take_back()
         self._arrivals.undo()
@@ -640,7 +642,7 @@ class Session:
             self._release_departed()
 
     def _release_departed(self) -> None:
-        """Remove tenants whose memory is gone from all tables, and release what they hold outside the arena."""
+        """Remove tenants whose memory is gone from all tables, and release their resources outside the arena."""
         while self._departed:
             tenant = self._departed[-1]
             name = tenant.name
@@ -705,7 +707,7 @@ class Session:
         return any(tenant.host is host for tenant in self._tenants.values())
 
     def _check_attach(self, name: str, *others: object) -> None:
-        """What every way of attaching checks first, before anything changes."""
+        """The first checks of every way of attaching, before anything changes."""
         self._passes.check_open()
         require_attach(name, *others)
         if name in self._tenants:

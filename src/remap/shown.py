@@ -26,7 +26,7 @@ def show(session: Any, path: str) -> Window:
 
 
 def show_if_asked(session: Any) -> None:
-    """At the path that the variable names, `{pid}` in it being the process. It serves without that, too: what is wrong with it is
+    """At the path that the variable names, `{pid}` in it being the process. It serves without that, too: a fault of it is
     logged."""
     path = os.environ.get(VARIABLE)
     if not path:

@@ -96,7 +96,7 @@ class _Pass:
 
 
 class Inside:
-    """One attached model as this library's own engines, adapters and tests see it: what is measured of it, which of its bytes are
+    """One attached model as this library's own engines, adapters and tests see it: its measurements, which of its bytes are
     where, its whole KV cache (`kv`), and how its passes begin to wait. `Tenant` has what other engines call. Not a part of the
     API that stays as it is from release to release.
 
@@ -131,7 +131,7 @@ class Inside:
         return f"<remap.Tenant {self.name}: {self._how()}, {streams}, {self.kv.pool.usable_blocks} KV blocks usable>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. Takes no lock."""
+        """The HTML for a notebook. Takes no lock."""
         state, pool = self._state, self.kv.pool
         rows = (
             ("state", self._how()),
@@ -208,8 +208,8 @@ class Inside:
         self.session = None
 
     def _waits_by(self, wait: Callable[..., None], done: Callable[..., None] | None = None) -> None:
-        # The handle has them as attributes of its own, since a property would cost each layer more. Its own first: who looks at
-        # `wait` here whether they were exchanged does so again behind an interrupt.
+        # The handle has them as attributes of its own, since a property would cost each layer more. Its own first: code that
+        # looks at `wait` here whether they were exchanged does so again behind an interrupt.
         for each in (self.tenant, self):
             each.wait = wait
             if done is not None:
@@ -301,7 +301,7 @@ class Inside:
 
     @property
     def reload_s(self) -> float:
-        """Seconds in which the link loads what is away."""
+        """Seconds in which the link loads the layers that are away."""
         state = self._state
         away = self.away_pages * state.kv.geometry.page_bytes
         return away * state.timing.copy_seconds() / max(state.layer_bytes) if away else 0.0
@@ -313,7 +313,7 @@ class Inside:
 
     @property
     def pinned(self) -> tuple[int, ...]:
-        """Layers that may not stream: something wrote into them after attach, or somebody changed their weights file or
+        """Layers that may not stream: something wrote into them after attach, or other code changed their weights file or
         registered their memory elsewhere."""
         return tuple(sorted(self._state.pinned))
 
@@ -362,7 +362,7 @@ class Inside:
         return self._state.timing.copy_seconds()
 
     def streamed_seconds(self, blocks: int) -> float:
-        """Seconds to copy one layer's keys and values of so many streamed blocks in, by what was measured; 0 if the link was
+        """Seconds to copy one layer's keys and values of `blocks` streamed blocks in, by measurement; 0 if the link was
         not measured."""
         if not is_count(blocks):
             raise invalid("blocks", blocks, "an int of at least 0")
@@ -424,7 +424,7 @@ class Tenant:
 
         Leaving a pass that was not abandoned raises InvalidState if its results must be discarded. The pass has ended
         then: (fields tenant, layer, layers) it did not wait for layers that were streamed or loading, so its results
-        are not known; (tenant, written) the model, or somebody since the last pass, wrote into a streamed layer, and
+        are not known; (tenant, written) the model, or other code since the last pass, wrote into a streamed layer, and
         the write is lost; (file, expected, found) a weights file that layers come from has changed; entering raises
         this as well.
         """

@@ -166,7 +166,7 @@ struct CopyAttributes {                  // CUmemcpyAttributes
   X(cuEventSynchronize, 2000, (EventPointer event))                                                                            \
   X(cuEventElapsedTime, 2000, (float* milliseconds, EventPointer from, EventPointer to))
 
-// What newer drivers have; null where this one does not.
+// Entry points of newer drivers; null where this one lacks them.
 #define REMAP_CUDA_NEWER_ENTRY_POINTS(X)                                                                                       \
   X(cuMemcpyBatchAsync, 12080,                                                                                                 \
     (DevicePointer * to, DevicePointer * from, std::size_t * bytes, std::size_t count, CopyAttributes * attributes,            \

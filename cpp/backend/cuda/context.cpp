@@ -35,7 +35,7 @@ Context::Use::~Use() {
   leave();
 }
 
-// What a call did stands, so a failure here is not one of the call. If popping fails, setting puts the caller's context back.
+// The call's effect stands, so a failure here is not one of the call. If popping fails, setting puts the caller's context back.
 void Context::Use::leave() noexcept {
   if (!pushed_) return;
   ContextPointer popped = nullptr;

@@ -7,7 +7,7 @@
 //
 // A Use also puts the thread into relaxed capture mode. A graph capture begun in global mode (torch's default) forbids "unsafe"
 // calls, cuEventQuery and cuMemCreate among them, to every thread of the process, and such a call from a worker of ours would
-// invalidate the capture of a stream that we have nothing to do with. None of our calls is part of what anybody captures:
+// invalidate the capture of a stream that we have nothing to do with. None of our calls is part of a capture:
 // captured streams are refused (stream.cpp).
 #pragma once
 

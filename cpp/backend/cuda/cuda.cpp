@@ -30,7 +30,7 @@ void refuse_option(bool wanted, bool offered, const char* option, const CudaDevi
               {{"device", std::int64_t{device.index}}, {"option", std::string(option)}});
 }
 
-// What was asked for, compared with what the device can do, before anything is opened on it.
+// Compares the options with the device's abilities, before anything is opened on it.
 CudaDevice checked_device(const Driver& driver, const CudaOptions& options) {
   constexpr std::size_t kPieceUnit = std::size_t{2} << 20;  // a huge page
   if (options.host_piece_bytes == 0 || options.host_piece_bytes % kPieceUnit != 0) {
@@ -78,8 +78,8 @@ class CudaBackend final : public Backend {
                                        shared_of(options));
   }
 
-  // Streams first: what they still copy must stay mapped and locked. A forked child has neither the context nor the right to
-  // touch it, and locks may be held there for ever: everything is left as it is.
+  // Streams first: memory that they still copy must stay mapped and locked. A forked child has neither the context nor the right
+  // to touch it, and locks may be held there for ever: everything is left as it is.
   ~CudaBackend() override {
     if (fork_generation() == generation_) {
       streams_.reset();
@@ -174,7 +174,7 @@ class CudaBackend final : public Backend {
 
  private:
   void guard() const { refuse_fork(generation_); }
-  // What of the copy the driver takes at once, behind `parts`.
+  // The part of the copy that the driver takes at once, behind `parts`.
   void add_parts(const CopyRange& copy, const char* call, std::vector<CopyPart>& parts) const {
     if (copy.to == nullptr || copy.from == nullptr) {
       throw Error(ErrorKind::invalid_argument, std::string(call) + ": expected two addresses, got null. Nothing changed.",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a device is and can do, asked without a context.
+// A device's properties and abilities, asked without a context.
 #pragma once
 
 #include "backend/cuda/driver.h"
@@ -16,7 +16,7 @@ std::string uuid_of(const Driver& driver, Device device);
 // All but free_bytes, which only a context knows.
 CudaDevice describe(const Driver& driver, int ordinal);
 
-// What a page is made with: location, what it can be exported as, whether NICs may register it.
+// The properties of a page: location, how it can be exported, whether NICs may register it.
 AllocationProperties allocation_properties(Device device, ShareableHandle shareable, bool gpu_direct_rdma) noexcept;
 
 std::size_t granularity(const Driver& driver, const AllocationProperties& properties, int option);

@@ -166,7 +166,7 @@ const char* advice(Result code) noexcept {
     return "The device, or the permissions of this process, do not allow it: `remap doctor` lists what they allow.";
   }
   if (code == result::kHostMemoryAlreadyRegistered) {
-    return "A part of these OS pages is page-locked already, here or by somebody else in the process: give that up first.";
+    return "A part of these OS pages is page-locked already, here or by other code in the process: give that up first.";
   }
   if (is_about_capture(code)) return "A graph capture is in the way: end it, and make this call outside of captures.";
   if (context_is_lost(code)) {

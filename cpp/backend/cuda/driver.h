@@ -41,7 +41,7 @@ bool process_is_exiting() noexcept;
 bool context_is_lost(Result code) noexcept;
 
 // Throws the error that `code` of `entry` means: out_of_memory, invalid_state (graph capture) or driver, with fields `operation`
-// (the contract's call), `call` (the entry point), `code` and `name`. `consequence`: what was not changed.
+// (the contract's call), `call` (the entry point), `code` and `name`. `consequence`: the things left unchanged.
 [[noreturn]] void fail(const Driver& driver, const char* operation, const char* entry, Result code,
                        Error::Fields fields = {}, const char* consequence = "Nothing changed.");
 

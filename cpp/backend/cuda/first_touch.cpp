@@ -34,8 +34,8 @@ int touch_piece(std::byte* at, std::size_t bytes) {
   return 0;
 }
 
-// What the threads share. Pieces are handed out one by one, so that a thread that is held up holds up one piece. Nothing else is
-// shared: pieces do not overlap, and who started the threads joins them before it looks at the memory.
+// The threads' shared state. Pieces are handed out one by one, so that a thread that is held up holds up one piece. Nothing else
+// is shared: pieces do not overlap, and who started the threads joins them before it looks at the memory.
 class Pieces {
  public:
   Pieces(std::byte* at, std::size_t bytes) : at_(at), bytes_(bytes) {}

@@ -65,7 +65,7 @@ bool shared_memory(const std::string& name) {
   return false;
 }
 
-// `path`, and what is above it, down to "".
+// `path`, and its parents, up to "".
 std::vector<std::string> with_parents(std::string path) {
   std::vector<std::string> all;
   while (!path.empty() && path.back() == '/') path.pop_back();

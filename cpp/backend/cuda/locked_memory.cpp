@@ -71,7 +71,7 @@ LockedMemory::LockedMemory(const Context& context, const Options& options)
       options_(options),
       os_page_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))) {}
 
-// What the driver still has locked must not be unmapped under it: it stays then, to the end of the process.
+// Memory that the driver still has locked must not be unmapped under it: it stays then, to the end of the process.
 LockedMemory::~LockedMemory() {
   try {
     const Context::Use use(context_, "close");
@@ -190,7 +190,7 @@ std::byte* LockedMemory::allocate(std::size_t bytes) {
   try {
     lock_pages(at, rounded, kHostRegisterPortable, "allocate_host", made.registered);
   } catch (const Error&) {
-    if (made.registered != 0) buffer.keep();  // what the driver has locked must not be unmapped
+    if (made.registered != 0) buffer.keep();  // memory that the driver has locked must not be unmapped
     throw;
   }
   add(range);

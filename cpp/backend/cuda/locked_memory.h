@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Page-locked host memory: what copies can read at full speed, within a budget.
+// Page-locked host memory, which copies can read at full speed, within a budget.
 //
 // Buffers are mappings of our own, of the size asked for (rounded to OS pages and no further; allocators for page-locked memory
 // round to powers of two, which a machine full of weights cannot afford), of huge pages where the kernel gives them. They
@@ -34,7 +34,7 @@ namespace remap::cuda {
 class LockedMemory {
  public:
   struct Options {
-    HostBudget budget;                // not set: what the cgroups and the machine have left, at each call
+    HostBudget budget;                // not set: the rest that the cgroups and the machine have, at each call
     std::size_t piece = 0;           // bytes of a registration at most: `CudaOptions::host_piece_bytes`
     bool read_only_register = false;  // the device can register memory that may not be written
     bool coherent = false;            // it reads pageable memory through the host's page tables
@@ -62,7 +62,7 @@ class LockedMemory {
     std::size_t locked = 0;      // in whole OS pages
     std::size_t file_bytes = 0;  // of `locked`, behind which a file stands: the system counts it as available, wrongly
     bool owned = false;          // allocated here; else registered
-    std::size_t registered = 0;  // so many bytes from its begin on the driver knows, in whole pieces; all, but where it failed
+    std::size_t registered = 0;  // bytes from its begin on that the driver knows, in whole pieces; all, but where it failed
   };
   using Ranges = std::map<mapping::Address, Range>;
 
@@ -71,7 +71,7 @@ class LockedMemory {
   std::size_t piece_end(mapping::Address begin, std::size_t offset, std::size_t bytes) const noexcept;
   // registered: 0 before, `bytes` behind; on an error what could not be given back either.
   void lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call, std::size_t& registered) const;
-  // Gives back the pieces of [at, at + registered), the last first; `registered` says what is left of them, also on an error.
+  // Gives back the pieces of [at, at + registered), the last first; `registered` counts the rest, also on an error.
   Result unlock_pages(std::byte* at, std::size_t& registered) const;
   void add(Ranges& range);
   Ranges::iterator find(const std::byte* address, std::size_t bytes, bool owned, const char* call);

@@ -22,7 +22,7 @@ int access_flags(Access access) noexcept {
   return kAccessNone;
 }
 
-// Contiguous pages of one access: what one cuMemSetAccess can put back. The slot in the cell means nothing then.
+// Contiguous pages of one access: one cuMemSetAccess can put them back. The slot in the cell means nothing then.
 std::vector<std::pair<Address, Cell>> runs_by_access(const MappingTable& table, Address at, std::size_t bytes) {
   std::vector<std::pair<Address, Cell>> runs;
   for (auto cell = table.cells().lower_bound(at); cell != table.cells().end() && cell->first < at + bytes; ++cell) {
@@ -68,7 +68,7 @@ void Memory::add_usage(Usage& usage) const {
   usage.reserved_bytes = table_.reserved_bytes();
   usage.page_bytes = pages_.bytes();
   usage.mapped_bytes = table_.mapped_bytes();
-  // What the driver needs is not documented; a reservation and each page mapped in it, if each were one, bound it from above.
+  // The driver's need is not documented; a reservation and each page mapped in it, if each were one, bound it from above.
   usage.mappings = table_.regions().size() + table_.cells().size();
 }
 
@@ -196,7 +196,7 @@ void Memory::set_access(std::byte* at, std::size_t bytes, Access access) {
   table_.set_access(begin, bytes, access);
 }
 
-// The driver does not say how far a call that failed has come, so what was there is set again. A page that nobody may touch
+// The driver does not say how far a call that failed has come, so the former access is set again. A page that no caller may touch
 // yet does no harm if it stays more accessible than the books say; one that is in use must have its access back.
 void Memory::restore_access(const std::vector<std::pair<Address, Cell>>& before, Result code) {
   for (const auto& run : before) {
@@ -210,7 +210,7 @@ void Memory::restore_access(const std::vector<std::pair<Address, Cell>>& before,
 void Memory::fail_broken(const char* operation, const char* entry, Result first, Result undoing) const {
   throw Error(ErrorKind::arena_broken,
               std::string(operation) + " failed half-way (code " + std::to_string(first) + ") and could not be undone: " + entry +
-                  " gave code " + std::to_string(undoing) + ". What stands behind its range is unknown. Close the arena.",
+                  " gave code " + std::to_string(undoing) + ". The contents of its range are unknown. Close the arena.",
               {{"operation", std::string(operation)},
                {"call", std::string(entry)},
                {"code", std::int64_t{undoing}},
@@ -224,7 +224,7 @@ void Memory::populate(std::byte* at, std::size_t bytes) const {
 }
 
 // Without this check a copy that touches an address with nothing behind it would be no error of one call: the device stops,
-// and the context is lost for everybody in the process.
+// and the context is lost for the whole process.
 bool Memory::holds(const std::byte* at, std::size_t bytes, Access least, const char* call) const {
   const std::shared_lock<std::shared_mutex> books(books_);
   return table_.require_access(address_of(at), bytes, least, call);

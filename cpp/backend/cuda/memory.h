@@ -4,10 +4,10 @@
 // The driver checks little and says less (an unknown handle is undefined behaviour), so every precondition of the contract is
 // checked against the books before the driver is called, and the books change after it has answered.
 //
-// Concurrency: `changing_` is held over the driver's calls, so that the books and the driver never disagree for whoever makes
-// changes. Those calls are slow (tens of microseconds a page), and copies must not wait for them: a copy only looks at
-// the books, which `books_` guards; who changes them holds it for the moment of the change, after the driver's call.
-// Order: changing_, then books_. A holder of changing_ alone may read the books: nobody else can write them.
+// Concurrency: `changing_` is held over the driver's calls, so that the books and the driver never disagree for a thread that
+// makes changes. Those calls are slow (tens of microseconds a page), and copies must not wait for them: a copy only looks at
+// the books, which `books_` guards; the thread that changes them holds it for the moment of the change, after the driver's call.
+// Order: changing_, then books_. A holder of changing_ alone may read the books: no other thread can write them.
 //
 // Nothing here waits for the device: that a range is not in use any more is the caller's business.
 #pragma once

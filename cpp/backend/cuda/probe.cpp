@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `remap doctor` asks: which driver, which devices, what they can do, how much is free.
+// The questions of `remap doctor`: which driver, which devices, what they can do, how much is free.
 #include "backend/cuda/context.h"
 #include "backend/cuda/device.h"
 #include "backend/cuda/host_budget.h"

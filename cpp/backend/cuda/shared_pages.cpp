@@ -127,7 +127,7 @@ int SharedPages::export_page(std::size_t number_of_page) const {
   return descriptor;
 }
 
-// The driver takes the size from the page itself, and says it to nobody: one of another size is found when it is mapped.
+// The driver takes the size from the page itself, and does not tell it: one of another size is found when it is mapped.
 void SharedPages::import_page(int descriptor) {
   refuse_fork(generation_);
   const Driver& driver = context_->driver();

@@ -85,7 +85,7 @@ void Streams::destroy_stream(StreamHandle stream) {
                 {{"operation", std::string("destroy_stream")}, {"handle", static_cast<std::int64_t>(stream)}});
   }
   const Context::Use use(context_, "destroy_stream");
-  // The work is over when it has failed, too: what matters is that nothing is pending any more.
+  // The work is over when it has failed, too: nothing is pending any more then.
   if (const Result code = driver_.cuStreamSynchronize(native(stream)); code != result::kSuccess) {
     if (driver_.cuStreamQuery(native(stream)) == result::kNotReady) {
       fail(driver_, "destroy_stream", "cuStreamSynchronize", code);
@@ -203,8 +203,8 @@ Result Streams::enqueue(StreamPointer stream, const CopyPart* parts, std::size_t
 void Streams::fail_midway(StreamPointer stream, const char* call, const char* entry, Result code) const {
   const bool ended = driver_.cuStreamSynchronize(stream) == result::kSuccess;
   fail(driver_, call, entry, code, {},
-       ended ? "What was enqueued before it has ended; what the targets hold is undefined."
-             : "What was enqueued before it may still run: destroy the stream before the memory is used again.");
+       ended ? "The work enqueued before it has ended; the contents of the targets are undefined."
+             : "The work enqueued before it may still run: destroy the stream before the memory is used again.");
 }
 
 void Streams::copy(StreamHandle stream, const std::vector<CopyPart>& parts, const char* call) {
@@ -238,7 +238,7 @@ void Streams::fill(StreamHandle stream, std::byte* to, std::uint8_t value, const
 }
 
 // ---- events ----------------------------------------------------------------------------------------------------------
-// Timed only where somebody will ask: the device writes the time of each recording down then. With blocking sync: a thread that
+// Timed only where a caller will ask: the device writes the time of each recording down then. With blocking sync: a thread that
 // waits without a deadline sleeps until the device interrupts it. Such waits are a worker's, off the critical path, while the
 // cores that the driver's spinning would take are the engine's.
 EventHandle Streams::create_event(bool timed) {
@@ -264,7 +264,7 @@ std::shared_ptr<Streams::Event> Streams::event_of(EventHandle event, const char*
 
 Streams::Held Streams::hold(EventHandle event, const char* call) const {
   const std::shared_lock<std::shared_mutex> lock(books_);
-  return Held(event_of(event, call));  // does not wait: who holds an event's lock alone has put it out of sight before
+  return Held(event_of(event, call));  // does not wait: the one holder of an event's lock has put it out of sight before
 }
 
 void Streams::destroy_event(EventHandle event) {

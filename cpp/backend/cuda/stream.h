@@ -15,9 +15,9 @@
 // Concurrency: the driver orders what threads enqueue on one stream. `books_` guards the tables. It is never held while anything
 // is waited for, nor while anything is enqueued: the driver blocks in that if the stream's queue is full (or, in a copy, if the
 // host memory is not page-locked), and one tenant's full queue must not keep others from making events or adopting streams.
-// Each event has a lock of its own, which is shared while a call uses the event. Who destroys it first takes it out of sight
-// (`going`, under books_), then waits for those calls with that lock, holding no other. To share an event's lock is never to wait,
-// since that is done under books_ for what is in sight; and books_ is not taken by who has such a lock.
+// Each event has a lock of its own, which is shared while a call uses the event. The call that destroys it first takes it out of
+// sight (`going`, under books_), then waits for those calls with that lock, holding no other. To share an event's lock is never
+// to wait, since that is done under books_ for events in sight; and books_ is not taken by a thread that has such a lock.
 #pragma once
 
 #include <atomic>

@@ -9,7 +9,7 @@
 namespace remap::sim {
 namespace {
 
-// Handles begin above the numbers that stand for a driver's default streams, which nobody has here.
+// Handles begin above the numbers that stand for a driver's default streams, which do not exist here.
 constexpr StreamHandle kFirstStream = 0x100;
 
 // Not std::thread::id, which the next thread may get when this one has ended.
@@ -50,7 +50,7 @@ void Clock::add_usage(Usage& usage) const {
 // ---- threads -----------------------------------------------------------------------------------------------------------
 bool Clock::is_host() const { return hosts_.count(this_thread()) != 0; }
 
-// Whoever makes a call does so while the host's clock shows host_now_: nobody is in the host's past.
+// A thread makes each call while the host's clock shows host_now_: no thread is in the host's past.
 double Clock::mine() const {
   if (is_host()) return host_now_;
   const auto found = beside_.find(this_thread());

@@ -26,7 +26,7 @@ class Links {
   double copy(SimRoute route, double earliest, std::size_t bytes);
   // When a kernel of `seconds` that starts at `start` is done, beside the copies that are known now.
   double compute(double start, double seconds) const noexcept;
-  // Nothing will be put before `now` any more: what ended by then is forgotten.
+  // Nothing will be put before `now` any more: entries that ended by then are forgotten.
   void forget_before(double now) noexcept;
   // Of an engine, in the order of time; no two overlap.
   const std::deque<Busy>& busy(SimRoute route) const { return engines_.at(static_cast<std::size_t>(route)); }

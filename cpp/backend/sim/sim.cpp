@@ -125,7 +125,7 @@ class SimDevice final : public SimBackend, public std::enable_shared_from_this<S
     const CopyRange range{to, from, bytes};
     make(stream, range, sides("copy", range));
   }
-  // Each of them by itself: what a call costs is not modelled.
+  // Each of them by itself: a call's cost is not modelled.
   void copy_batch(StreamHandle stream, const CopyRange* ranges, std::size_t count) override {
     clock().require_stream(stream, "copy_batch");
     std::vector<Sides> all;

@@ -42,7 +42,7 @@ def kv_shape(model: Any, layers: Sequence[nn.Module], dtype: str | None = None) 
         raise _refused(type(model).__name__, "is an encoder-decoder, which has two caches", what="encoder_decoder")
     config = config.get_text_config(decoder=True)
     name = type(model).__name__
-    # What generate() itself would make. The cache holds no memory before its first pass.
+    # The cache that generate() itself would make. The cache holds no memory before its first pass.
     kept = DynamicCache(config=config).layers
     if (found := sorted({type(each).__name__ for each in kept if type(each) not in _KNOWN})) != []:
         raise _refused(

@@ -2,7 +2,7 @@
 """Two checks of an engine's version that is newer than those that an adapter was tested with.
 
 `admit` checks, before any change, that the engine has the names that the adapter uses and that they take its arguments.
-It does not see what a function means, nor how the engine calls the adapter. `prove` therefore runs a trial after the
+It does not see the meaning of a function, nor how the engine calls the adapter. `prove` therefore runs a trial after the
 attach and before the first request, and takes the attach back if the trial shows a difference. Tested versions pay for
 neither.
 """
@@ -82,7 +82,7 @@ def admit(
     _warned.add((what, found))
     warn(
         f"remap was tested with {what} {span}, this is {found}: it has the {len(touched)} names that remap uses, with "
-        "the expected parameters; nobody ran remap's tests with it"
+        "the expected parameters; remap's tests were not run with it"
     )
     return True
 
@@ -107,7 +107,7 @@ def prove(
         differed = trial()
     except Exception as error:  # noqa: BLE001 - an unknown version may fail with any error, and each means the same
         differed, cause = f"{type(error).__name__}: {error}", error
-    except BaseException:  # an interrupt: the caller does not get what was attached
+    except BaseException:  # an interrupt: the caller does not get the attached object
         undo()
         raise
     if not differed:

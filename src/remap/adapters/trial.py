@@ -35,7 +35,7 @@ class AttachedOnTrial(Protocol):
 
 
 def differs(attached: AttachedOnTrial) -> str:
-    """What differs between a few tokens of the attached model with its cache and with transformers' own; "" if nothing.
+    """The differences between a few tokens of the attached model with its cache and with transformers' own; "" if there are none.
 
     Both runs draw the same random numbers (dropout of a model in training mode), and so do the caller's next ones.
     Raises what transformers raises.

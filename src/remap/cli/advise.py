@@ -42,7 +42,7 @@ def advise(
     as_json: Json = False,
     html: Html = None,
 ) -> None:
-    """Say whether remap pays for these models on a machine under a load, what it costs, and which settings to use."""
+    """Say whether remap pays for these models on a machine under a load, at which price, and with which settings."""
     with exit_on_error():
         from remap.policy import hardware
         from remap.sim import advice, loads, planning_checks, policies, serving
@@ -110,7 +110,7 @@ def _percent(memory: str) -> str:
 def settings(setup: Setup, verdict: str) -> dict[str, str]:
     """One block for all of the models' engines: they share an arena in one process. Empty where nothing should be set.
 
-    Its capacity is what all have together without activations, so that it fits the device.
+    Its capacity is the memory that all have together without activations, so that it fits the device.
     """
     if verdict in ("not needed", "does not help"):
         return {}

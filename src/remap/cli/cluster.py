@@ -161,8 +161,8 @@ def serve(
 
 @contextmanager
 def _lines(level: str) -> Iterator[None]:
-    """What the server, uvicorn and Ray log from this level on goes to stderr, a line each. The library itself leaves that to
-    whoever runs it. Raises InvalidArgument (fields field, value) for a level that is none."""
+    """Send to stderr, a line each, the logs of the server, uvicorn and Ray from this level on. The library itself leaves that to
+    the program that runs it. Raises InvalidArgument (fields field, value) for a level that is none."""
     if level not in LEVELS:
         raise InvalidArgument(
             f"log-level: must be {', '.join(LEVELS)}, got {level!r}; nothing was started",
@@ -185,10 +185,10 @@ def _lines(level: str) -> Iterator[None]:
 
 
 def _keep_ray_to_itself() -> None:
-    """A Ray of this server's own is nobody else's: it listens at the loopback address, and has a token that is in no file.
+    """Only this server reaches the Ray that it starts: that listens at the loopback address, and has a token that is in no file.
 
     By itself it listens at all addresses, on Linux (the first name is Ray's, for systems where it does not), and writes the token
-    into ~/.ray, readable for everybody. It reads these when it is imported. What the operator has set stays.
+    into ~/.ray, readable for all users. It reads these when it is imported. The operator's settings stay.
     """
     for name, value in (
         ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"),
@@ -230,7 +230,7 @@ def _model(name: str, memory: int | None, swap: int) -> tuple[str, Served]:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Raises InvalidArgument (fields host, port) if nobody may listen there."""
+    """Raises InvalidArgument (fields host, port) if this process cannot listen there."""
     try:
         return socket.create_server((host, port))
     except (OSError, UnicodeError) as error:

@@ -29,7 +29,7 @@ def demo(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULTS.dtype,
-    requests: Annotated[int, typer.Option(min=1, max=DEFAULTS.requests, help="Serve the first so many prompts.")] = (
+    requests: Annotated[int, typer.Option(min=1, max=DEFAULTS.requests, help="Serve the first N prompts.")] = (
         DEFAULTS.requests
     ),
     max_num_seqs: MaxNumSeqs = DEFAULTS.max_num_seqs,

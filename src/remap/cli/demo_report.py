@@ -264,7 +264,7 @@ def worse_figures(result: DemoResult) -> list[Worse]:
 
 
 def worse_sentence(result: DemoResult) -> str:
-    """What got worse, the worst first, with both values; empty if nothing did."""
+    """The metrics that got worse, the worst first, with both values; empty if nothing did."""
     found = worse_figures(result)
     if not found:
         return ""
@@ -370,7 +370,7 @@ def _tenant_rows(runs: Sequence[RunResult]) -> list[tuple[str, str, str, str, st
     return rows
 
 
-# What the row "identical requests" says, and what not.
+# The meaning of the row "identical requests", and its limits.
 IDENTICAL = (
     "identical requests: a run forms other batches than the reference, and recomputes where it preempts; on some processors rows "
     "of other batches round otherwise, so that another token is chosen where two are nearly as good: both answers are right."
@@ -382,7 +382,7 @@ def table(result: DemoResult) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    # Fits 80 columns: the width of a terminal that nobody has touched, and of a log.
+    # Fits 80 columns: the default width of a terminal, and a log's.
     title = f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}"
     drawn = Table(title=title, caption=IDENTICAL, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)

@@ -43,7 +43,7 @@ def build_world(config: DemoConfig) -> SharedWorld:
     """The models, and KV caches that together fill the budget.
 
     The budget is config.budget_bytes; 0 means the weights and a tenth of them. Raises InvalidArgument (fields tenants,
-    or budget and least) if there are not so many models, or if they do not fit.
+    or budget and least) if there are fewer models, or if they do not fit.
     """
     if not 2 <= config.tenants <= MOST_TENANTS:
         raise InvalidArgument(
@@ -81,7 +81,7 @@ def build_world(config: DemoConfig) -> SharedWorld:
 def make_room(world: SharedWorld, requests: Mapping[str, list[Request]], config: DemoConfig) -> None:
     """Give each model's KV cache room for the longest of its requests, which the engine could not serve otherwise.
 
-    Without a budget of the user's the arena grows by what is missing; else the models with more than they need have less.
+    Without a budget of the user's the arena grows by the missing bytes; else the models with more than they need have less.
     Raises InvalidArgument (fields budget and least) if the longest requests do not fit; nothing has changed then.
     """
     need = {
@@ -99,7 +99,7 @@ def make_room(world: SharedWorld, requests: Mapping[str, list[Request]], config:
                 budget=config.budget_bytes,
                 least=least,
             )
-        # Whole pages of what is spare, so that none is lost to rounding.
+        # Whole spare pages, so that none is lost to rounding.
         weights = sum(map(world.weight_bytes, world.names))
         page = config.page_bytes
         for name in world.names:

@@ -117,7 +117,7 @@ def check_link(
         return Check(
             "bad",
             what,
-            f"{show_size(link.bytes)} came back different from what was sent",
+            f"{show_size(link.bytes)} came back different from the bytes sent",
             "do not use this device: its memory, its link or its driver is at fault",
         )
     if emulated:

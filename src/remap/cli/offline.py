@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["offline"]
 
-# Without --memory there is KV cache for so many tokens.
+# Without --memory there is KV cache for this many tokens.
 KV_TOKENS = 8192
 PAGE_BYTES = 2 << 20
 
@@ -109,7 +109,7 @@ def offline(
 
 
 def _chosen(engine: Engine) -> str:
-    """What a throughput engine kept as activations, and why; "" if nothing was served, or by another engine."""
+    """The blocks that a throughput engine kept as activations, and why; "" if nothing was served, or by another engine."""
     from remap.engine import ThroughputEngine
 
     chosen = engine.chosen if isinstance(engine, ThroughputEngine) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands have in common: options of one name mean the same in all of them, and a table is printed whole."""
+"""The common parts of several commands: options of one name mean the same in all of them, and a table is printed whole."""
 
 from __future__ import annotations
 

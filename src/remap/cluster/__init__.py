@@ -6,16 +6,16 @@
     ledger     every request: where it is, and which of its tokens were delivered
     service    control and ledger together: from a question to its last token
 
-These are pure, and the simulator drives control with the same messages. What decides who merges is `remap.policy.cluster`. One
+These are pure, and the simulator drives control with the same messages. `remap.policy.cluster` decides which instances merge. One
 instance:
 
     instance   the loop of one instance, and what control asks of it: a stage of a group, always, if only of a group of one
-    change     what was prepared, committed, aborted; prepared: the links of a group that is to be
+    change     the changes prepared, committed, aborted; prepared: the links of a group that is to be
     switch     how it becomes a member of the group that was decided
-    member     what it is between two changes; resources: what it has, whatever group it is in; counts: what it did
+    member     its state between two changes; resources: its own in any group; counts: its work
     probes     what passes cost, measured before it serves
     passes     a microbatch's way through a member: head (schedules, in as many lanes as the group has stages), stage (layers)
-    own_layers how layers leave, and come home; layer_copies: from other instances; room: what the group has room for then
+    own_layers how layers leave, and come home; layer_copies: from other instances; room: the group's room then
     beside     KV's room in layers that stream, and in idle models, while an instance is alone
     exchange   KV that moves when groups change; throughput: how fast the network was
     slots      where the logical blocks of a stage lie; pool: their numbers; stage_kv: the views of its layers
@@ -24,6 +24,6 @@ instance:
 And what serves:
 
     front         connects the service with instances and callers
-    ray_cluster   instances as Ray actors; served_model: what they serve
+    ray_cluster   instances as Ray actors; served_model: the model that they serve
     server        OpenAI's endpoints; openai: their bodies; answer_text: tokens into text; metrics: figures for Prometheus
 """

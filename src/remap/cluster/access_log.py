@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line for each request of the server: who asked, for what, with which status, and how long it took."""
+"""A line for each request of the server: the caller, the path, the status, and how long it took."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["AnswerText"]
 
 UNFINISHED = "\ufffd"
-"""What tokenizers decode the first bytes of a character as."""
+"""Tokenizers decode the first bytes of a longer character as this one."""
 
 
 class AnswerText:
@@ -58,7 +58,7 @@ class AnswerText:
 
     def _decoded(self, last: bool) -> str:
         # A token's text depends on those before it (a space at its front, bytes of one character), so the last tokens that were
-        # read are decoded again, and what is behind their text is new.
+        # read are decoded again, and the text behind theirs is new.
         before = self._text(self._tokens[self._context : self._read])
         now = self._text(self._tokens[self._context :])
         if now.endswith(UNFINISHED) and not last:

@@ -48,7 +48,7 @@ class Deadline:
         return max(0.0, self.at_s - asyncio.get_running_loop().time())
 
     def error(self, tokens: int = 0) -> TooLate:
-        """What a request is answered with that had so many tokens then."""
+        """The answer to a request that had `tokens` tokens then."""
         return TooLate(
             f"the request was not answered within {self.seconds:g} s, and has {tokens} tokens; it is ended; ask for less, or "
             "serve with a longer --deadline",
@@ -60,7 +60,7 @@ class Deadline:
 def pieces(
     front: Front[EngineRequest], served: Served, metrics: ClusterMetrics, asked: AnswerAsked, deadline: Deadline
 ) -> AsyncGenerator[AnswerPiece, None]:
-    """The answer as it comes. Who closes this cancels its requests, and so does the end of one of them by an error."""
+    """The answer as it comes. Closing this cancels its requests, and so does the end of one of them by an error."""
     return _merged([_choice(front, served, metrics, asked, number, deadline) for number in range(len(asked.requests))])
 
 
@@ -174,7 +174,7 @@ async def _prompt(
 
 
 async def _merged(sources: Sequence[AsyncGenerator[ValueT, None]]) -> AsyncGenerator[ValueT, None]:
-    """What they bring, as it comes. The first error of one ends all; so does who closes this."""
+    """Their parts, as they come. The first error of one ends all; so does closing this."""
     if len(sources) == 1:
         async with aclosing(sources[0]):
             async for value in sources[0]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's endpoints over a `Front`, with /health, /metrics, /cluster, /version and /tokenize.
 
-A caller who goes away cancels his request: what is streamed ends with the response, and beside every other wait the server
+A caller that goes away cancels its request: a stream ends with the response, and beside every other wait the server
 listens for the end of the connection.
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["cluster_state", "health_of", "make_app"]
 
 GONE = 499
-"""The status that nobody reads: of a caller who went away (nginx has the number)."""
+"""The status for a caller that went away, and does not read it (nginx has the number)."""
 
 LATE_S = 2.0
 """Seconds behind its deadline that a stream's caller has to take the event that says so."""
@@ -75,7 +75,8 @@ class _EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As `StreamingResponse`. When the caller goes away that stops to send, and leaves the generators as they are."""
         try:
-            # Both, for events that were never asked for close nothing. Who reads nothing is waited for no longer than others.
+            # Both, for events that were never asked for close nothing. A caller that reads nothing is waited for no longer than
+            # others.
             async with aclosing(self._source), aclosing(self._events):
                 await asyncio.wait_for(super().__call__(scope, receive, send), self._deadline.left_s + LATE_S)
         except asyncio.TimeoutError:
@@ -181,7 +182,7 @@ def make_app(
 
 
 class _Visit:
-    """A request of the server, from its first byte on. leave: what ends it. goes_on: its response does that."""
+    """A request of the server, from its first byte on. leave: ends it. goes_on: its response does that."""
 
     def __init__(self, http: HTTPRequest, leave: Callable[[], None], deadline: Deadline) -> None:
         self.deadline = deadline
@@ -199,7 +200,7 @@ class _Visit:
             each()
 
     async def in_time(self, work: Awaitable[ValueT]) -> ValueT:
-        """What the work returns or raises; it is cancelled, and TooLate raised, when the time is over."""
+        """The work's result or exception; it is cancelled, and TooLate raised, when the time is over."""
         try:
             return await asyncio.wait_for(work, self.deadline.left_s)
         except asyncio.TimeoutError:
@@ -209,7 +210,7 @@ class _Visit:
         """As `in_time`; it is cancelled, and _Gone raised, also if the caller goes away before."""
         answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(self._http))
         try:
-            # What waits for tokens ends by itself at the deadline, and says how many there were.
+            # A wait for tokens ends by itself at the deadline, and says how many there were.
             left_s = self.deadline.left_s + LATE_S
             await asyncio.wait([answer, gone], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():

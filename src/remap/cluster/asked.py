@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a body asks for, and how the answer to it looks: OpenAI's objects and chunks."""
+"""The answer that a body asks for, and its form: OpenAI's objects and chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AnswerAsked", "AnswerPiece"]
 
 
 class AnswerPiece(NamedTuple):
-    """A part of a choice. reason: None unless it is the last. logprobs: as OpenAI writes them; None if nobody asked. logprob: of
+    """A part of a choice. reason: None unless it is the last. logprobs: as OpenAI writes them; None if not asked for. logprob: of
     its tokens together, 0 unless they were noted."""
 
     choice: int

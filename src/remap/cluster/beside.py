@@ -21,7 +21,7 @@ __all__ = ["check", "end", "offers"]
 
 
 def offers(member: Member) -> tuple[Offer, ...]:
-    """What it has beside its own memory now, or may have; what costs least for its bytes first. Between passes. Raises what
+    """The memory that it has beside its own now, or may have; the cheapest for its bytes first. Between passes. Raises what
     `advanced.offers` raises."""
     block_bytes = member.has.tenant.kv.spec.block_bytes
     quotes = advanced.offers(member.has.session, member.has.name)
@@ -45,7 +45,7 @@ def check(member: Member) -> None:
 
 
 def end(member: Member) -> None:
-    """None of its layers streams any more, and what other models lent is theirs again: so nobody takes pages back, which would
+    """None of its layers streams any more, and what other models lent is theirs again: so no model takes pages back, which would
     move blocks of a stage. Live blocks as in `own_layers.changed`. Raises what `advanced.remap` and `advanced.give_back`
     raise."""
     has = member.has

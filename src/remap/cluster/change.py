@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What control has decided about an instance's next group: prepared, committed, aborted (see `messages`).
+"""Control's decision about an instance's next group: prepared, committed, aborted (see `messages`).
 
-Control's threads and the loop share it, under one lock. It serves nothing itself: the loop carries out what is decided
+Control's threads and the loop share it, under one lock. It serves nothing itself: the loop carries out the decisions
 (`switch`).
 """
 
@@ -27,7 +27,7 @@ NEVER_AGAIN = 1 << 62
 
 
 class InstanceChanges:
-    """Of the instance with this name. host: under which others reach it. ears: who hears the links of what is prepared.
+    """Of the instance with this name. host: under which others reach it. ears: the listeners to the links of what is prepared.
     timeout_s: for others to come."""
 
     def __init__(self, name: str, host: str, ears: Ears, timeout_s: float) -> None:
@@ -42,7 +42,7 @@ class InstanceChanges:
         self._aborted = 0
 
     def prepare(self, plan: GroupPlan, member: Member, check: Callable[[], None]) -> None:
-        """See `ClusterInstance.prepare`. member: what the instance is now. check: raises what stands against it; from before it
+        """See `ClusterInstance.prepare`. member: the instance now. check: raises if something stands against it; from before it
         is called, the change is pending. Waits for the other instances."""
         with self._lock:
             self._require_newer(plan.epoch)
@@ -79,7 +79,7 @@ class InstanceChanges:
             return self._meeting > 0 or self._prepared is not None or self._committed != epoch
 
     def commit(self, epoch: int) -> PreparedGroup | None:
-        """What the instance has to switch to; None the second time. Raises StalePlan (fields plan_epoch, epoch) if this epoch is
+        """The next group of the instance; None the second time. Raises StalePlan (fields plan_epoch, epoch) if this epoch is
         not prepared; nothing changed then."""
         with self._lock:
             if epoch == self._committed:
@@ -97,7 +97,7 @@ class InstanceChanges:
             return self._take()
 
     def abort(self, epoch: int) -> bool:
-        """Forbid this epoch, and leave what was prepared for it. False, with nothing changed, if it was committed."""
+        """Forbid this epoch, and leave the links prepared for it. False, with nothing changed, if it was committed."""
         with self._lock:
             if epoch <= self._committed:
                 return False
@@ -114,7 +114,7 @@ class InstanceChanges:
             self._require_newer(epoch)
 
     def recover(self, epoch: int) -> None:
-        """Commit this epoch, and leave what was prepared. Raises StalePlan unless it is above the one that was committed."""
+        """Commit this epoch, and leave the prepared links. Raises StalePlan unless it is above the one that was committed."""
         with self._lock:
             if epoch <= self._committed:
                 raise self._stale(epoch)
@@ -124,7 +124,7 @@ class InstanceChanges:
             prepared.close()
 
     def close(self) -> None:
-        """Prepare nothing any more, and leave what was prepared."""
+        """Prepare nothing any more, and leave the prepared links."""
         with self._lock:
             prepared, self._prepared = self._prepared, None
             self._aborted = NEVER_AGAIN
@@ -134,7 +134,7 @@ class InstanceChanges:
     # -- under the lock ------------------------------------------------------------------------------------------------------
 
     def _replaced(self, epoch: int) -> PreparedGroup | None:
-        """What this epoch takes the place of. Raises StalePlan if a call for a later one was quicker."""
+        """The group whose place this epoch takes. Raises StalePlan if a call for a later one was quicker."""
         older = self._prepared
         if older is not None and older.plan.epoch > epoch:
             raise self._stale(epoch)
@@ -152,7 +152,7 @@ class InstanceChanges:
 
     def _stale(self, epoch: int) -> StalePlan:
         return StalePlan(
-            f"instance {self._name!r} is at epoch {self._committed}, and what was aborted ends with {self._aborted}: epoch "
+            f"instance {self._name!r} is at epoch {self._committed}, and the aborted ones end with {self._aborted}: epoch "
             f"{epoch} is over, or not prepared; nothing changed; plan anew",
             plan_epoch=epoch,
             epoch=self._committed,

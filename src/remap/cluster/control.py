@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control of a cluster: who serves with whom, and how that changes. Pure: events in, commands out, no clock and no IO.
+"""Control of a cluster: which instances serve together, and how that changes. Pure: events in, commands out, no clock and no IO.
 
 Every change, a merger or a dissolution, goes through the same steps and has an epoch of its own:
 
@@ -11,18 +11,18 @@ Every change, a merger or a dissolution, goes through the same steps and has an 
 Until it is decided, a refusal, a death or a deadline aborts a change, and nothing has changed. Afterwards these are a fault:
 the instance at fault is evicted, those that it shared the change or the group with recover (each serves alone, with layers
 from its host's master copy), and their requests start again elsewhere. An instance that joins recovers in the same way, for it
-has an epoch that nobody knows. So each group holds a complete copy at every moment (`placement.check` sees each plan before it
-is sent), and epochs only rise.
+has an epoch that control does not know. So each group holds a complete copy at every moment (`placement.check` sees each plan
+before it is sent), and epochs only rise.
 
 What instances have done is read from their reports, which come in order with the tokens that they made. Loads are judged at
-ticks: who merges by `drop`, for as many tokens as the cluster lacks; when a group dissolves, by the policy:
+ticks: `drop` says which merge, for as many tokens as the cluster lacks; when a group dissolves, by the policy:
 
-    remap      exact plan; ski rental: a group dissolves when what its requests have waited longer for their tokens reaches
-               what the copies cost, while each instance has room for its own demand and `MARGIN` more, beside all of its
-               layers. A group without requests dissolves: there is nobody whom the copies could delay
+    remap      exact plan; ski rental: a group dissolves when its requests' added waiting for their tokens reaches
+               the cost of the copies, while each instance has room for its own demand and `MARGIN` more, beside all of its
+               layers. A group without requests dissolves: there is none that the copies could delay
     kunserve   the paper's: greedy plan; dissolves when less than half of the KV is used that there is without a drop
     alone      never merges
-    pipeline   groups of `stages` instances as soon as so many serve alone; never dissolves
+    pipeline   groups of `stages` instances as soon as that many serve alone; never dissolves
 
 A request that is too long for its group, alone in it, goes to a group with room for it, or waits for one (`drop.wider`), which
 does not dissolve while it runs. Where all instances together have no room for it, or the policy makes no larger group, it ends.
@@ -31,7 +31,7 @@ Who runs where after a dissolution is the old head's decision, when it knows the
 as if its instances had equal shares of it.
 
 An instance that serves alone lets its own layers stream when its requests ask for more KV than it has, as far as its
-certificate allows, and borrows pages of models that are idle in its session. Its reports say how much that is and what it costs
+certificate allows, and borrows pages of models that are idle in its session. Its reports say how much that is and its cost
 (`Offer`): room like any other, to which requests are sent. Groups merge when they ask for more than that; or, where a drop
 costs less (`drop.preferred`) and leaves no less room, for more than fits without it. Members of a group say nothing, and have
 nothing of it: their layers have to come home, and the KV to fit beside them, before the group is dissolved.
@@ -149,7 +149,7 @@ REMAP = GroupPolicy()
 
 @dataclass(frozen=True)
 class GroupView:
-    """What there is to show of a group. epoch: of its last change; changing: the epoch of the one under way, if any. capacity:
+    """A group, for display. epoch: of its last change; changing: the epoch of the one under way, if any. capacity:
     tokens of KV."""
 
     epoch: int
@@ -224,11 +224,11 @@ class _Group:
         return replace(self.reported, waiting=(*self.reported.waiting, *self.sent.values()), longest=longest)
 
     def capacity(self, model: ServedLayers) -> int:
-        """Tokens of KV, with what is offered. Asked for at every request."""
+        """Tokens of KV, with the offers. Asked for at every request."""
         return (self._offering() if self.offers else self.group).capacity(model)
 
     def seen(self) -> Group:
-        """The group with its load, spread over its instances, and with what is offered."""
+        """The group with its load, spread over its instances, and with the offers."""
         stages = self._offering().stages
         shares = zip(stages, _spread(self.load, len(stages)))
         return Group(tuple(replace(stage, instance=replace(stage.instance, load=load)) for stage, load in shares))
@@ -242,7 +242,7 @@ class Control:
 
     model: of the instances that may join. network: between them, until they have measured it (the median of their rates); the
     rate from their hosts is the least that they measured, once they have joined. timeout_s: without a report for so long, or
-    without an answer to what was asked, an instance counts as dead, and a change that was not decided is aborted.
+    without an answer to a command, an instance counts as dead, and a change that was not decided is aborted.
 
     Raises InvalidArgument (fields timeout_s) unless the timeout is above 0.
     """
@@ -263,7 +263,7 @@ class Control:
         self.changes = Counter[str]()
         """Changes of groups: "merged", "dissolved", "aborted"."""
         self.news = deque[News](maxlen=256)
-        """What became of changes, the oldest first; whoever has read it takes it away."""
+        """The results of changes, the oldest first; the reader takes away what it has read."""
         self._fingerprint: Fingerprint | None = None  # of the first that joined: requests may be half answered by it
         self._known: dict[str, Description] = {}
         self._groups: list[_Group] = []
@@ -272,7 +272,7 @@ class Control:
         self._rates: dict[str, float] = {}  # of the network, as instances measured it
         self._returning: set[str] = set()
         self._held: dict[str, int] = {}
-        # Requests that were stuck and moved, and the tokens that they asked for: more than whoever asks again may know.
+        # Requests that were stuck and moved, and the tokens that they asked for: more than the caller that asks again may know.
         self._moved: dict[str, int] = {}
         self._splits = Splits(model)
         self._commands: list[Command] = []
@@ -286,7 +286,7 @@ class Control:
 
     @property
     def groups(self) -> list[GroupView]:
-        """What there is to show."""
+        """The state, for display."""
         return [
             GroupView(
                 each.epoch,
@@ -310,17 +310,17 @@ class Control:
         return dict(self._known)
 
     def epoch_of(self, instance: str) -> int | None:
-        """Of the group that this instance is in, by what was decided; None if it is in none."""
+        """Of the group that this instance is in, by the last decision; None if it is in none."""
         return self._of[instance].epoch if instance in self._of else None
 
     def members(self, instance: str) -> tuple[str, ...]:
-        """The instances of this one's group, its head first; nobody if it is not in the cluster."""
+        """The instances of this one's group, its head first; none if it is not in the cluster."""
         return tuple(self._of[instance].names) if instance in self._of else ()
 
     # -- Events ---------------------------------------------------------------------------------------------------------------
 
     def on(self, event: Event, now_s: float) -> list[Command]:
-        """What to do because of this event, in this order. now_s: seconds on the caller's clock; it never goes back.
+        """The commands that follow from this event, in this order. now_s: seconds on the caller's clock; it never goes back.
 
         Raises, with nothing changed: OtherModel and OutOfMemory, for an instance that cannot serve this model.
         """
@@ -347,7 +347,7 @@ class Control:
                     each.sent.pop(id, None)
                     if each.stuck is not None and each.stuck[0] == id:
                         each.stuck = None
-                return []  # `Service.take` promises that: what is held waits for a group to open, not for the end of a request
+                return []  # `Service.take` promises that: a held request waits for a group to open, not for the end of a request
             case Tick():
                 self._tick(now_s)
         self._route()
@@ -371,7 +371,7 @@ class Control:
         self._recover([whole.stages[0]], now_s)
 
     def _require_same(self, description: Description) -> None:
-        """Raises OtherModel unless it serves what the first one served, even if all others are gone."""
+        """Raises OtherModel unless it serves the first one's model, even if all others are gone."""
         sizes = [
             [(layer.weight_bytes, layer.kv_bytes) for layer in model.layers]
             for model in (self.model, description.model)
@@ -416,7 +416,7 @@ class Control:
             return
         if group.phase == "fetching":
             self._arrived(group, report, now_s)
-        # Until all have switched, a new head does not have the requests of the others: the sum of what they had reported is
+        # Until all have switched, a new head does not have the requests of the others: the sum of their reports is
         # nearer to the truth.
         if group.phase != "switching" and report.instance == group.names[0]:
             group.reported, group.stuck, group.offers = report.load, report.stuck, report.offers
@@ -587,7 +587,7 @@ class Control:
         del self._known[instance], self._heard_s[instance]
         self._rates.pop(instance, None)
         self._recover([_bare(stage) for stage in stages if stage.instance.name != instance], now_s)
-        # Last: when these requests are asked for again, nobody must still count as able to serve them who is not.
+        # Last: when these requests are asked for again, no instance may still count as able to serve them that is not.
         self._commands.append(Restart(tuple(names)))
 
     def _recover(self, stages: Sequence[PlannedStage], now_s: float) -> None:
@@ -623,8 +623,9 @@ class Control:
             self._restore(now_s)
 
     def _deadlines(self, now_s: float) -> None:
-        """Evict who is silent or late. What is not decided is aborted instead: nothing was asked of them that they had to do. An
-        exchange has no deadline: it waits for room that requests free, and a connection that breaks is told by `poll`."""
+        """Evict instances that are silent or late. A change that is not decided is aborted instead: nothing was asked of them
+        that they had to do. An exchange has no deadline: it waits for room that requests free, and a connection that breaks is
+        told by `poll`."""
         for name in [name for name, heard_s in self._heard_s.items() if now_s - heard_s > self.timeout_s]:
             if name in self._of:
                 self._evict(name, f"no report for {self.timeout_s} s", now_s)
@@ -668,7 +669,7 @@ class Control:
                 self._unstick(each, GiveUp(each.names[0], id))
 
     def _divide_anew(self, ready: list[_Group], tokens: int, now_s: float) -> bool:
-        """Whether instances that all serve alone could make a group with room for so many tokens, though the present groups
+        """Whether instances that all serve alone could make a group with room for `tokens` tokens, though the present groups
         cannot, who have given up layers of each other's. Then one of these begins to dissolve, if what else it has fits."""
         if self.policy.name not in ("remap", "kunserve"):
             return False
@@ -684,11 +685,11 @@ class Control:
         return bool(several)
 
     def _fits(self, each: _Group) -> bool:
-        """Whether the group may dissolve. Where a request is stuck nobody runs, and nobody behind it will before it can."""
+        """Whether the group may dissolve. Where a request is stuck none runs, and none behind it will before it can."""
         return each.stuck is not None or restore.fits(self._placement([each]), 0, 0)
 
     def _unstick(self, each: _Group, command: TakeAway | GiveUp) -> None:
-        """The head of this group's line goes: nobody is to make room for it until a report shows it again."""
+        """The head of this group's line goes: no group is to make room for it until a report shows it again."""
         self._commands.append(command)
         each.stuck, each.reported = None, replace(each.reported, waiting=each.reported.waiting[1:])
 
@@ -711,7 +712,7 @@ class Control:
             self._merge(ready, plan.placement.groups, now_s, _lack(here, plan))
 
     def _line_up(self, now_s: float) -> None:
-        """Groups of so many instances, of those that serve alone."""
+        """Groups of `policy.stages` instances, of those that serve alone."""
         size = self.policy.stages
         single = sorted((each for each in self._ready(now_s) if len(each.names) == 1), key=lambda each: each.names)
         if size < 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an instance has computed and sent since it began."""
+"""An instance's counts of work computed and bytes sent since it began."""
 
 from __future__ import annotations
 

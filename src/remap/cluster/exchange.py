@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV that moves when groups change: who sends which layers of which request where, in chunks behind activations.
+"""KV that moves when groups change: which instance sends which layers of which request where, in chunks behind activations.
 
-All instances of a change take part, joined by a mesh. What an instance had computed before lies in its old places (`Departure`)
-until it is not needed any more; then the physical blocks go to whatever the instance is now. One request after another:
+All instances of a change take part, joined by a mesh. KV that an instance had computed before lies in its old places
+(`Departure`) until it is not needed any more; then the physical blocks go to whatever the instance is now. One request after
+another:
 
     old head   Handover to all: its unfinished requests, with the old logical blocks of each, and who goes on with it
     new head   takes blocks of the new group for the request, and says Move; or Forget, if it is computed again: because that
                is cheaper (`policy.cluster.exchange.resumptions`), or because there is no room
-    members    of the old group send each layer to whoever computes it in the new group, as Pieces; what stays, they copy
-    receivers  count what they have written; with all of it they say Done
+    members    of the old group send each layer to the member that computes it in the new group, as Pieces, and copy KV that stays
+    receivers  count the bytes that they have written; with all of it they say Done
     new head   lets the request run on when every stage with layers is done; when it waits for nothing more, it says Over
 
-An instance is through when it has handed everything on and every new head said Over. Nobody waits for anybody in a circle:
-pieces are sent from a copy by a thread of their own, and received in full before they are looked at.
+An instance is through when it has handed everything on and every new head said Over. No instances wait for each other in a
+circle: pieces are sent from a copy by a thread of their own, and received in full before they are looked at.
 
 The loop thread of the instance owns this object; `sent` is called by it too, when the sender thread says so. It calls the new
 group's head (`RequestTaker`), and nothing above. Physical blocks that the old group does not need any more are fetched with
@@ -51,7 +52,7 @@ class Run(NamedTuple):
 
 
 class RequestTaker(Protocol):
-    """What a new head (`head.Head`) does with the requests that it takes over."""
+    """The calls that an exchange makes of a new head (`head.Head`) for the requests that it takes over."""
 
     @property
     def ready(self) -> bool:
@@ -59,7 +60,7 @@ class RequestTaker(Protocol):
         ...
 
     def room(self, blocks: int) -> list[int] | None:
-        """So many blocks of the new group; None if it has no room now."""
+        """`blocks` blocks of the new group; None if it has no room now."""
         ...
 
     def unused(self, blocks: list[int]) -> None:
@@ -86,9 +87,9 @@ class Exchange:
     """One instance's part in one change.
 
     rank: its own; members: how many there are. old: where its old KV is, held: in which physical blocks. heads: ranks of the
-    old heads; head: that of its own old group. runs: of each new head, who computes what in its group. new, places: where KV
-    goes here; None, None without layers. taker: if the instance is a new head. send(to, message, payload): enqueue; `sent` is
-    called for each payload, in their order. chunk_bytes: a piece has at most so many, or a block of a layer run; while fewer are
+    old heads; head: that of its own old group. runs: of each new head, which member computes what in its group. new, places:
+    where KV goes here; None, None without layers. taker: if the instance is a new head. send(to, message, payload): enqueue;
+    `sent` is called for each payload, in their order. chunk_bytes: of a piece at most, or a block of a layer run; while fewer are
     on their way from here, the next goes.
     """
 
@@ -219,7 +220,7 @@ class Exchange:
         part = blocks[piece.begin : piece.stop]
         message = Piece(piece.id, piece.owner, first, end, part, len(blocks), shape, dtype)
         if piece.last:
-            # `data` is a copy: what it was made from is not needed any more.
+            # `data` is a copy: its source is not needed any more.
             del self._moves[piece.id]
             self._freed += self._departure.leave(piece.id)
         if piece.to.rank == self._rank:
@@ -233,7 +234,7 @@ class Exchange:
     # -- as a member of an old group -----------------------------------------------------------------------------------------
 
     def _leaves(self, owner: int, message: Move | Forget) -> None:
-        """What becomes of a request whose KV is here, if it is."""
+        """Carry out the message for a request, if its KV is here."""
         departure = self._departure
         assert departure is not None
         if message.id not in departure.live:
@@ -251,7 +252,7 @@ class Exchange:
             for begin in range(0, len(message.blocks), stride):
                 stop = min(begin + stride, len(message.blocks))
                 found.append(_Send(message.id, owner, Run(run.rank, first, end), begin, stop, False))
-        # What stays comes last: until then its places are not free, and what goes has the network to wait for.
+        # KV that stays comes last: until then its places are not free, and KV that goes has the network to wait for.
         found.sort(key=lambda piece: piece.to.rank == self._rank)
         if found:
             self._pieces += [*found[:-1], found[-1]._replace(last=True)]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that serves: it connects a `Service` with the instances and with the callers. Asynchronous, without Ray.
 
-One event loop owns the service, with control and ledger, and every queue of a caller; nobody else touches them, so nothing
+One event loop owns the service, with control and ledger, and every queue of a caller; no other thread touches them, so nothing
 here is locked. Each instance has one task that asks for its tokens and its report, again and again (a poll waits at the
 instance until there is something); commands go out as tasks of their own, in any order, which the epochs allow for.
 
 An instance counts as dead when its connection says so (`Lost`), and control evicts those that are silent. Then its task asks
 it to describe itself again until it is back, and it joins. While this process did not run (a suspended machine, a debugger),
-it heard nobody, and that is nobody's fault: such time does not count (`_now`).
+it heard no instance, and that is no instance's fault: such time does not count (`_now`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Lost(Error):
 
 
 class InstanceFailed(Error):
-    """A call of an instance raised what is none of this library's errors. Fields: instance, method, cause (its name)."""
+    """A call of an instance raised an error that is none of this library's. Fields: instance, method, cause (its name)."""
 
 
 class Connection(Protocol):
@@ -99,9 +99,9 @@ class Front(Generic[RequestT]):
         self.rejected: dict[str, Error] = {}
         """Instances that may not join, or do not come back, and why."""
         self.failure: BaseException | None = None
-        """What ended a task that must not end: a defect. Every request is answered with it."""
+        """The error that ended a task that must not end: a defect. Every request is answered with it."""
         self.over = asyncio.Event()
-        """Nobody will be served any more: there is a failure, or every instance is `rejected` or gone for good."""
+        """No request will be served any more: there is a failure, or every instance is `rejected` or gone for good."""
         self.reports: dict[str, InstanceReport] = {}
         """The last one of each instance that has a process."""
         self.restarts = 0
@@ -116,7 +116,7 @@ class Front(Generic[RequestT]):
         self._closing = False
         self.draining = False
         """No request is taken any more, and those that there are end."""
-        self._idle = asyncio.Event()  # nobody is unfinished, and nobody comes
+        self._idle = asyncio.Event()  # no request is unfinished, and none comes
         self._told: set[str] = set()  # instances that are gone, which was said
         self._suspect: str | None = None  # which was said
 
@@ -142,7 +142,7 @@ class Front(Generic[RequestT]):
             await self._idle.wait()
 
     def stop(self) -> None:
-        """Serve nobody any more: unfinished requests are answered with InvalidState, and so is who still comes."""
+        """Serve no request any more: unfinished ones are answered with InvalidState, and so are new ones."""
         self._closing = True
         self._fail_all(_closing())
 
@@ -155,7 +155,7 @@ class Front(Generic[RequestT]):
 
     @property
     def groups(self) -> list[GroupView]:
-        """What there is to show."""
+        """The state, for display."""
         return self.service.control.groups
 
     @property
@@ -170,13 +170,14 @@ class Front(Generic[RequestT]):
         return len(self.service.ledger)
 
     async def generate(self, id: str, request: RequestT) -> AsyncGenerator[Delivery, None]:
-        """The request's tokens as they come; the last delivery has the finish reason. Who stops to ask for more cancels it.
+        """The request's tokens as they come; the last delivery has the finish reason. A caller that stops asking for more cancels
+        it.
 
         Raises InvalidArgument for an id that is in use and for a request that the model cannot serve, NoCopy when no instance is
         left, InvalidState when the server closes.
         """
         if self.failure is not None:
-            raise InvalidState("the server has failed and serves nobody; restart it") from self.failure
+            raise InvalidState("the server has failed and serves no request; restart it") from self.failure
         if self._closing or self.draining:
             raise _closing()
         queue = asyncio.Queue[Delivery | Error]()
@@ -296,7 +297,7 @@ class Front(Generic[RequestT]):
         self._say(actions)
 
     def _say(self, actions: Sequence[Action[RequestT]]) -> None:
-        """What an event led to, for whoever reads along: changes of groups, requests that start again, suspects."""
+        """Log what an event led to: changes of groups, requests that start again, suspects."""
         news = self.service.control.news
         while news:
             LOG.info("%s", news.popleft())
@@ -359,7 +360,7 @@ class Front(Generic[RequestT]):
             LOG.warning("instance %s failed to %s: %s", name, type(action).__name__, error)
 
     async def _ask_of(self, connection: Connection, epoch: int, method: str, *arguments: object) -> None:
-        """A step of a change: control hears of what is refused, and of what is prepared."""
+        """A step of a change: control hears of refusals, and of prepared instances."""
         try:
             await connection.call(method, *arguments)
         except Lost:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's headers must be, looked at before anything of its body.
+"""Checks of a request's headers, before anything of its body is read.
 
 Host            one that this server goes by, if it was told which: else a page of another site can reach a server at the
                 loopback address through a name of its own that resolves there (DNS rebinding)
@@ -29,7 +29,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Guard:
-    """An ASGI app around another, that refuses what the module says. hosts: names without a port, in any case; None: any."""
+    """An ASGI app around another, that refuses the requests that the module names. hosts: names without a port, in any case;
+    None: any."""
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str] | None = None) -> None:
         self._app = app
@@ -43,7 +44,7 @@ class Guard:
         try:
             self._check(scope["method"], Headers(scope=scope))
         except Error as error:
-            # What is left of such a request is not read, so the connection is of no more use.
+            # The rest of such a request is not read, so the connection is of no more use.
             refused = JSONResponse(error_of(error), status_of(error), {"Connection": "close"})
             await refused(scope, receive, send)
             return

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler of a group: who runs in which microbatch. It computes nothing itself.
+"""The scheduler of a group: which request runs in which microbatch. It computes nothing itself.
 
-A head has as many lanes as its group has stages, each with at most one microbatch in flight: who goes where, and why that is
+A head has as many lanes as its group has stages, each with at most one microbatch in flight: which goes where, and why that is
 right, is said in `lanes`. Each lane is a production engine loop (`engine.Engine`, with its own scheduler); requests belong to
 the head, so all of them know them all.
 
 An instance alone has one lane over its own blocks (`tenant.kv`), and asks its session before each pass, as `Engine.step` does.
-With host blocks (`KVSpec.host_blocks`) it swaps: whoever is preempted keeps its KV in host memory. One thread owns a head.
+With host blocks (`KVSpec.host_blocks`) it swaps: a preempted request keeps its KV in host memory. One thread owns a head.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MEASURED_STEPS = 4096
 
 @dataclass(frozen=True)
 class HeadLimits:
-    """What requests and passes are held to. vocabulary, positions: of the model. max_num_seqs: running at once, for each
+    """Limits of requests and passes. vocabulary, positions: of the model. max_num_seqs: running at once, for each
     lane that there is. max_batch_tokens: of a microbatch. decode_cost: see `Scheduler`."""
 
     vocabulary: int
@@ -100,7 +100,7 @@ class _Lane(Engine):
 
 
 class _Shared:
-    """What a lane of a group sees as its tenant."""
+    """The tenant as a lane of a group sees it."""
 
     remapped = 0
 
@@ -161,8 +161,8 @@ class Head:
         self.draining = False
         """Launch nothing more."""
         self.stuck: tuple[str, int] | None = None
-        """A request that found no blocks although nobody else has any, and the tokens that it asks for. It waits: for a pool that
-        grows, for a larger group, or for `give_up`."""
+        """A request that found no blocks although no other request has any, and the tokens that it asks for. It waits: for a pool
+        that grows, for a larger group, or for `give_up`."""
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Head:
             for lane in lanes:
                 lane.leave_host(self.kv, spare)
         found = sorted(self._live.values(), key=lambda one: one.arrived_s)
-        for lane in lanes:  # whoever asks it for blocks finds nobody
+        for lane in lanes:  # a call that asks it for blocks finds no request
             lane.running.clear()
             lane.waiting.clear()
         return [(one, self._attempts[one.id]) for one in found]
@@ -251,7 +251,7 @@ class Head:
         return self._schedulers.load(stalled)
 
     def room(self, blocks: int) -> list[int] | None:
-        """So many blocks for KV that does not come through the pipeline; None, with nothing taken, if there are not. What a
+        """`blocks` blocks for KV that does not come through the pipeline; None, with nothing taken, if there are not. What a
         microbatch in flight may still write to is no room yet (`lanes`)."""
         writing, found, held = self._schedulers.writing(), list[int](), list[int]()
         try:

@@ -13,7 +13,7 @@ from .limits import Busy, TooLarge
 __all__ = ["MOST_TEXT", "NotJSON", "TooLate", "UnknownModel", "error_of", "status_of"]
 
 MOST_TEXT = 1000
-"""Characters of an error's text that a caller gets: what it quotes of a body may be as long as that."""
+"""Characters of an error's text that a caller gets: its quotes of a body may be as long as that."""
 
 
 class UnknownModel(Error):
@@ -54,7 +54,7 @@ def error_of(error: Error) -> dict[str, Any]:
 
 
 def _shortened(text: str) -> str:
-    """At most MOST_TEXT characters: its begin, which says what is wrong, and its end, which says what to do."""
+    """At most MOST_TEXT characters: its begin, which names the fault, and its end, which says what to do."""
     if len(text) <= MOST_TEXT:
         return text
     mark = f" ... ({len(text)} characters) ... "

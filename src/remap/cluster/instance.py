@@ -4,7 +4,7 @@
 One thread, the loop, owns everything that computes: the member that the instance is now (`member`), with its passes, its
 scheduler, its KV and its exchange. Calls of control and messages of peers come as entries of one queue, and each entry is
 carried out between two passes; so nothing here is shared but the queue, what control has decided (`change`), and what `poll`
-takes, which has a lock. In each round the loop does, what others wait for first:
+takes, which has a lock. In each round the loop does the following, work that others wait for first:
 
     1. commands, and messages of the ring (activations), that are there
     2. messages of the mesh (KV that comes, or layers), and pieces to send or to copy: about as many bytes as the network
@@ -14,14 +14,14 @@ takes, which has a lock. In each round the loop does, what others wait for first
 So activations wait for a chunk of KV at most, and KV for one pass and the activations that are there; neither starves.
 
 Each entry goes one way, down: from here to `passes` (microbatches), `own_layers` and `room` (layers that leave and come home),
-`switch` (the next member) or the member's exchange; what comes of it is returned.
+`switch` (the next member) or the member's exchange; its result is returned.
 
 `prepare` runs in its caller's thread, for it waits for others, and hands the loop two links that are ready. Peers may switch
-sooner than this instance: what they send for an epoch that is still to come waits in `_early`.
+sooner than this instance: messages for an epoch that is still to come wait in `_early`.
 
 What can go wrong: a peer that is gone leaves the instance as it is, waiting for `recover`. An error of its own (the model's, the
-session's) is raised by `poll`, again and again, until `recover`; and so is the loss of a peer when nobody has said `recover` for
-`timeout_s`: control sees processes that end, not connections that break. `poll` raises as well when the loop has been at one
+session's) is raised by `poll`, again and again, until `recover`; and so is the loss of a peer when control has not said `recover`
+for `timeout_s`: control sees processes that end, not connections that break. `poll` raises as well when the loop has been at one
 thing for `HUNG` times as long: its reports are from before then.
 """
 
@@ -149,7 +149,7 @@ class ClusterInstance:
     # -- what control asks ---------------------------------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        """Who this is, and what it can hold."""
+        """The instance's name and capacity."""
         has = self._has
         return Description(
             self.name,
@@ -167,8 +167,8 @@ class ClusterInstance:
         Raises, with nothing changed: StalePlan (fields plan_epoch, epoch) for an epoch that is over or was aborted;
         InvalidArgument (field instance; or differs, expected, got) for a plan without this instance, of another model, or
         from groups other than the present ones; IncompleteCopy; InvalidState while KV still moves, (field layers) if it
-        does not hold what it is to compute, or (field neighbours) if another model's KV lies in its layers' pages; PeerLost if
-        the others do not come.
+        does not hold the layers that it is to compute, or (field neighbours) if another model's KV lies in its layers' pages;
+        PeerLost if the others do not come.
         """
         self._changes.prepare(plan, self._now, lambda: self._ask(lambda: beside.check(self._now)))
 
@@ -181,7 +181,7 @@ class ClusterInstance:
             self._store.forget(epoch)
 
     def abort(self, epoch: int) -> None:
-        """Undo what was prepared or fetched for this epoch, and refuse it from now on. Nothing else happens; an epoch that was
+        """Undo the preparations for this epoch, and refuse it from now on. Nothing else happens; an epoch that was
         committed goes on."""
         if self._changes.abort(epoch):
             self._store.forget(epoch)
@@ -228,7 +228,7 @@ class ClusterInstance:
         self._inbox.put(partial(self._give_up, id))
 
     def poll(self, timeout_s: float = 0.0) -> tuple[list[Tokens], InstanceReport]:
-        """What has been computed since the last call, and how things are. Waits for so long for any tokens.
+        """The tokens computed since the last call, and a report. Waits for `timeout_s` for any tokens.
 
         Raises what ended the loop's work, after the tokens before it were taken: the instance has to `recover`, or go. And
         InvalidState (fields instance, busy_s) if the loop hangs: it has to go.
@@ -281,7 +281,8 @@ class ClusterInstance:
 
     def close(self) -> None:
         """End the loop and leave the group. The session and its tenant stay the caller's. A second call does nothing; at the
-        interpreter's end it is called, if nobody has. Raises InvalidState (field instance) if the loop hangs (see `poll`)."""
+        interpreter's end it is called, if it was not before. Raises InvalidState (field instance) if the loop hangs (see
+        `poll`)."""
         self._inbox.put(self._close)
         self._thread.join(HUNG * self._timeout_s)
         if self._thread.is_alive():
@@ -376,7 +377,7 @@ class ClusterInstance:
         return self._now.lost is not None or self._failed is not None
 
     def _round(self) -> bool:
-        """What the module says, once; whether there may be more to do at once."""
+        """One round, as the module says; whether there may be more to do at once."""
         count = self._inbox.qsize()
         for _ in range(count):
             self._inbox.get_nowait()()
@@ -390,7 +391,7 @@ class ClusterInstance:
         self._emit(tokens or [])
         self._unmoved = 0 if moved else self._unmoved + (tokens is not None)
         if tokens is not None and not moved and self._now.exchange is not None:
-            # What one request gave up has come round when as many microbatches as stages have.
+            # Blocks that one request gave up have come round when as many microbatches as stages have.
             late = self._unmoved > len(self._now.stages)
             self._unmoved = 0 if late else self._unmoved
             self._now.exchange.pump(give_up=late)
@@ -441,7 +442,7 @@ class ClusterInstance:
             self._early.setdefault(epoch, []).append(item)
 
     def _update_report(self, busy: bool = False) -> None:
-        """Say how things are; while busy only if somebody took the last report, for that takes as long as there are requests."""
+        """Say how things are; while busy only if control took the last report, for that takes as long as there are requests."""
         if busy and not self._report_taken:
             return
         report = replace(self._now.report(), counts=self._report.counts if self._halted else self.counts())
@@ -505,7 +506,8 @@ class ClusterInstance:
             self._now.lost, self._lost_s = error, time.monotonic()
 
     def _tell_broken(self) -> None:
-        """A peer is gone and nobody says `recover`: perhaps it lives, and the connection alone is broken. `poll` says so then."""
+        """A peer is gone and control does not say `recover`: perhaps it lives, and the connection alone is broken. `poll` says so
+        then."""
         lost = self._now.lost
         if lost is not None and self._failed is None and time.monotonic() - self._lost_s > self._timeout_s:
             self._fail(lost)
@@ -526,7 +528,7 @@ class ClusterInstance:
                 instance=self.name,
             )
         if epoch is not None and epoch < self._recovered:
-            # It came after `recover`, which was to forget it: whoever sent it has started it again elsewhere since.
+            # It came after `recover`, which was to forget it: the sender has started it again elsewhere since.
             raise InvalidState(
                 f"instance {self.name!r} has recovered at epoch {self._recovered}, and request {request.id!r} was sent to it "
                 f"at {epoch}; nothing was queued; submit it again",
@@ -614,7 +616,7 @@ class ClusterInstance:
         try:
             kv.free(kv.pool.live_ids())
         except Error:
-            # A copy to or from host memory has failed, of KV that nobody needs any more. None is in flight now.
+            # A copy to or from host memory has failed, of KV that no request needs any more. None is in flight now.
             kv.free(kv.pool.live_ids())
         kv.free_host(kv.host.live_ids())
         self._become(alone(self._has, epoch))

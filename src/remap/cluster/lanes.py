@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lanes of a group: who runs in the next microbatch, and how much of the prompts. Pure; the simulator runs it as well.
+"""The lanes of a group: which requests run in the next microbatch, and how much of the prompts. Pure; the simulator runs it as
+well.
 
 A pipeline of g stages is full while g microbatches are on their way. So a group has as many *lanes* as stages: schedulers over
 one pool of blocks, each with at most one microbatch in flight. Requests that wait stand in one line, and enter whichever lane
@@ -13,8 +14,8 @@ Why that is right. Every stage computes microbatches in the order of launching, 
                     token counts as computed when it is launched, and nothing is left to be done when it lands.
     its token       Only the part with the last token known yields one. Until that has landed its request stays in its lane,
                     which schedules nothing meanwhile: it is neither continued, nor preempted, nor moved.
-    preemption      Whoever loses its blocks while an earlier part is in flight begins anew with other blocks. That part may
-                    still write to the old ones, but whatever is launched later writes, and reads, behind it. The same holds
+    preemption      A request that loses its blocks while an earlier part is in flight begins anew with other blocks. That part
+                    may still write to the old ones, but whatever is launched later writes, and reads, behind it. The same holds
                     for a request that is cancelled.
     KV from others  does not come through the pipeline, and might be overwritten by such a part. It must not be written to
                     blocks that one in flight writes to (`Lanes.writing`).
@@ -52,7 +53,7 @@ _order = attrgetter("order")
 class Lane(Scheduler):
     """The reference engine's scheduler; with an allowance, prompts are cut where the next microbatch's have cost so much.
 
-    cost: of a pass through all layers. grain: then they are cut at multiples of so many tokens of what is left. The other
+    cost: of a pass through all layers. grain: then they are cut at multiples of `grain` tokens of the rest. The other
     arguments are the scheduler's.
     """
 
@@ -73,9 +74,9 @@ class Lane(Scheduler):
             return count
         most = self._cost.tokens(sequence.computed, self._left_s)
         if most < count:
-            if self._left_s == self._allowance_s:  # the first one: some of it at least, or nobody would ever go on
+            if self._left_s == self._allowance_s:  # the first one: some of it at least, or no prompt would ever go on
                 most = max(most, self._grain)
-            most += self._grain // 2  # to the nearest multiple: what is rounded down adds up to microbatches of its own
+            most += self._grain // 2  # to the nearest multiple: the remainders add up to microbatches of its own
             count = super().chunk_tokens(sequence, min(most - most % self._grain, count))
         self._left_s -= self._cost.chunk(sequence.computed, count)
         return count
@@ -86,7 +87,7 @@ class Lane(Scheduler):
 
 
 class Lanes:
-    """See the module. lanes: without requests. decode_s: what a pass over these, which decode, takes in all layers.
+    """See the module. lanes: without requests. decode_s: seconds of a pass over these, which decode, through all layers.
 
     To launch a lane: `gather`, then `allow`, then its `schedule`, then `launched`; when it is over: `landed`, then `commit` of
     what that returns, then `settle` for each request that goes on.
@@ -172,7 +173,7 @@ class Lanes:
         return sum(map(lane.commit, parts))
 
     def landed(self, number: int) -> Schedule:
-        """Its tokens are known: what is left of it to be committed, the chunks that yield one."""
+        """Its tokens are known: the rest of it is committed, the chunks that yield one."""
         del self._written[number]
         schedule = self.flying.pop(number)
         return schedule._replace(chunks=tuple(chunk for chunk in schedule.chunks if chunk.samples))

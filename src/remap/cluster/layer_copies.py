@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that come home from other instances of the group, in pieces behind activations: who sends which bytes when.
+"""Layers that come home from other instances of the group, in pieces behind activations: which instance sends which bytes when.
 
     stage that lacks a layer   Want, to the stage that control named as its source
     source                     LayerPart after LayerPart; or Cannot: its layer streams, loads or is elsewhere
     stage that lacks it        writes them where the layer lies (`advanced.fill_layer`); with the last byte it has the layer
 
-A source sends one layer after another, in the order in which it was asked. Nobody waits for anybody: whatever does not come, the
-host's master copy has (`own_layers`), and control gives a restoration up that does not go on.
+A source sends one layer after another, in the order in which it was asked. No instance waits for a layer: one that does not come,
+the host's master copy has (`own_layers`), and control gives a restoration up that does not go on.
 
 The loop thread of the instance owns this object; `sent` is called by it too, when the sender thread says so.
 Source: KunServe, section 4.4 (pull from instances, in chunks behind activations).
@@ -33,14 +33,14 @@ __all__ = ["Came", "LayerCopies"]
 
 
 class Came(NamedTuple):
-    """What came of a message: this layer has all of its bytes, or (not whole) its source cannot send it."""
+    """The result of a message: this layer has all of its bytes, or (not whole) its source cannot send it."""
 
     layer: int
     whole: bool
 
 
 class _Send(NamedTuple):
-    """What is left to send of a layer, from `offset` on."""
+    """The rest of a layer to send, from `offset` on."""
 
     to: int
     want: WantLayer
@@ -77,7 +77,7 @@ class LayerCopies:
             self._send(rank, WantLayer(epoch, layer, self._layer_bytes(layer)), None)
 
     def drop(self, epoch: int) -> None:
-        """Nobody needs what was asked for in this epoch, here or elsewhere."""
+        """No stage needs the layers asked for in this epoch, here or elsewhere."""
         self._asked = deque(each for each in self._asked if each.want.epoch != epoch)
         if self._epoch == epoch:
             self._wanted.clear()
@@ -85,7 +85,7 @@ class LayerCopies:
     # -- messages ------------------------------------------------------------------------------------------------------------
 
     def on(self, source: int, message: WantLayer | LayerPart | Cannot, payload: torch.Tensor | None) -> Came | None:
-        """Take a message. What came of it, if anything did."""
+        """Take a message. Returns its result, if it has one."""
         match message:
             case WantLayer():
                 self._asked.append(_Send(source, message, 0))

@@ -3,7 +3,7 @@
 
 A request is sent in attempts. When the instance that has it is lost, the next attempt begins behind the tokens that were
 delivered: they are part of its prompt then, and since a token depends on those before it and on its place only, the answer is
-the same (`SamplingParams`). What an older attempt still produces is ignored.
+the same (`SamplingParams`). Tokens of an older attempt are ignored.
 
 Tokens of one attempt can come from several instances, for requests move when groups change, and in any order. They are
 delivered in theirs: those that come early wait here.
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["Delivery", "RequestLedger", "Submission"]
 
 RequestT = TypeVar("RequestT")
-"""What a caller asks for: `engine.Request` in production; the ledger passes it on."""
+"""A caller's request: `engine.Request` in production; the ledger passes it on."""
 
 
 @dataclass(frozen=True)
 class Submission(Generic[RequestT]):
-    """What an instance is sent: the request, the number of the attempt, and the tokens that it has generated until now."""
+    """A submission to an instance: the request, the number of the attempt, and the tokens that it has generated until now."""
 
     id: str
     request: RequestT
@@ -97,7 +97,7 @@ class RequestLedger(Generic[RequestT]):
         return Submission(id, entry.request, entry.attempt, tuple(entry.tokens))
 
     def located(self, instance: str, requests: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """A report of this instance shows these attempts (id and number): they are there now. Returns those that nobody waits
+        """A report of this instance shows these attempts (id and number): they are there now. Returns those that no caller waits
         for: of requests that have ended, and older ones than the last."""
         unwanted = []
         for id, attempt in requests:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server takes from callers: bytes of a body, requests at once. Both are checked before a body is read or parsed.
+"""The server's limits for callers: bytes of a body, requests at once. Both are checked before a body is read or parsed.
 
 A body is counted as it comes, so the limit holds for one without Content-Length too. A request counts from its first byte until
 its answer has been sent, or its caller has gone.
@@ -22,12 +22,12 @@ class TooLarge(Error):
 
 
 class Busy(Error):
-    """So many requests are open that no other one is taken. Nothing was asked. Fields: open, maximum, retry_after_s."""
+    """Too many requests are open: no other one is taken. Nothing was asked. Fields: open, maximum, retry_after_s."""
 
 
 @dataclass(frozen=True)
 class FrontLimits:
-    """body_bytes: of one body. requests: open at once, of all callers together. retry_after_s: what a caller is told who comes
+    """body_bytes: of one body. requests: open at once, of all callers together. retry_after_s: told to a caller that comes
     when there are as many. deadline_s: from the first byte of a request to the last of its answer.
 
     Raises InvalidArgument (with a field for each) unless each is at least 1, and the deadline above 0.
@@ -58,7 +58,7 @@ class Admission:
         self.open = 0
 
     def enter(self, count: int = 1) -> Callable[[], None]:
-        """Count so many more, and return what ends them; a second call of that does nothing. Raises Busy, with nothing
+        """Count `count` requests more, and return what ends them; a second call of that does nothing. Raises Busy, with nothing
         changed."""
         if count > self.limits.requests - self.open and count:
             raise Busy(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an instance is between two changes: one stage of a group, if only of a group of one."""
+"""An instance between two changes: one stage of a group, if only of a group of one."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class Member:
     leaving_for: int = 0
     shrinking: bool = False
     launched: dict[int, list[Any]] = field(default_factory=dict)
-    # What ends it: the change that was decided, the epoch for which the ring has ended, a peer that is gone.
+    # The causes of its end: the change that was decided, the epoch for which the ring has ended, a peer that is gone.
     next: PreparedGroup | None = None
     ended: int = 0
     lost: PeerLost | None = None
 
     @property
     def part(self) -> Part:
-        """What it computes."""
+        """The layers that it computes."""
         return self.stages[self.place]
 
     @property

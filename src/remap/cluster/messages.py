@@ -7,11 +7,11 @@ an instance can tell an old command from a new one, however they were delayed on
     prepare   valid if its epoch is above the instance's own and above every epoch that was aborted; a newer one takes the
               place of an older one
     commit    valid for the epoch that is prepared
-    abort     ends what was prepared or fetched for this epoch and forbids it from now on; nothing else happens
+    abort     ends the preparations for this epoch and forbids it from now on; nothing else happens
     fetch     like prepare: the instance's own epoch stays
     recover   valid if its epoch is above the instance's own: it ends everything older
 
-What is not valid is refused with StalePlan, and nothing changes. What an instance has done it says in its reports, which state
+An invalid command is refused with StalePlan, and nothing changes. An instance tells its work in its reports, which state
 how things are and not what happened. So a report that is lost costs nothing.
 """
 
@@ -67,9 +67,9 @@ NOTHING = InstanceLoad()
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What must be equal for instances to compute parts of one model. config: a digest of the model's configuration and of
-    its weights' names and shapes; version: of this library; layers: transformer layers; weights: a digest of values that lie all
-    over each tensor, "" where there are none (in simulations); block_tokens: of a KV block."""
+    """The values that must be equal for instances to compute parts of one model. config: a digest of the model's configuration
+    and of its weights' names and shapes; version: of this library; layers: transformer layers; weights: a digest of values that
+    lie all over each tensor, "" where there are none (in simulations); block_tokens: of a KV block."""
 
     config: str
     dtype: str
@@ -123,7 +123,7 @@ class GroupPlan:
         return self.stages[0].instance
 
     def part(self, instance: str) -> Part:
-        """What this member computes; KeyError if it is none."""
+        """The layers that this member computes; KeyError if it is none."""
         for stage in self.stages:
             if stage.instance == instance:
                 return stage
@@ -193,7 +193,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Abort:
-    """Undo what was prepared or fetched for this epoch."""
+    """Undo the preparations and fetches for this epoch."""
 
     instance: str
     epoch: int
@@ -201,7 +201,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class BringHome:
-    """Bring these layers home, behind all else, when there is room; who is named as their source is asked for them."""
+    """Bring these layers home, behind all else, when there is room; the instance named as their source is asked for them."""
 
     instance: str
     epoch: int
@@ -218,7 +218,7 @@ class Recover:
 
 @dataclass(frozen=True)
 class Evict:
-    """Kill this instance: it did not answer, or could not carry out what was decided. Answered by Joined, when it is back, or by
+    """Kill this instance: it did not answer, or could not carry out the decision. Answered by Joined, when it is back, or by
     Died, if it does not come back."""
 
     instance: str
@@ -252,14 +252,14 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Restart:
-    """What these instances had was lost: ask for their requests again (`Ledger.restart`, then Asked)."""
+    """The KV of these instances was lost: ask for their requests again (`Ledger.restart`, then Asked)."""
 
     instances: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Decline:
-    """Answer this request with the error: nobody can serve it, now or later."""
+    """Answer this request with the error: no instance can serve it, now or later."""
 
     id: str
     error: Error
@@ -270,7 +270,7 @@ Command = Prepare | Commit | Abort | BringHome | Recover | Evict | Route | Resta
 
 @dataclass(frozen=True)
 class News:
-    """A change of groups, for whoever reads along. step: begun, decided, or aborted. groups: of instances, that merge or dissolve
+    """A change of groups, for the log. step: begun, decided, or aborted. groups: of instances, that merge or dissolve
     into the members of each. why: of its begin, or of its abort."""
 
     epoch: int
@@ -319,7 +319,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class ChangeRefused:
-    """The instance refused, or failed in, what it was asked for this epoch. error: the name of the error's class."""
+    """The instance refused, or failed in, a command of this epoch. error: the name of the error's class."""
 
     instance: str
     epoch: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/metrics of a server: what it counted, and what its front shows at the moment of the look."""
+"""/metrics of a server: its counts, and the state of its front at the moment of the look."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class ClusterMetrics:
             self._tpot.observe(decoding_s / (tokens - 1))
 
     def text(self) -> bytes:
-        """What Prometheus reads."""
+        """The text that Prometheus reads."""
         return generate_latest(self._registry)
 
 
 class _Now(Collector):
-    """Read off the front when somebody looks, so that nothing has to be kept up to date. A group's name is its head's."""
+    """Read off the front when Prometheus asks, so that nothing has to be kept up to date. A group's name is its head's."""
 
     def __init__(self, front: Front[Any]) -> None:
         self._front = front

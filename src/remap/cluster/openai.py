@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of OpenAI's completions and chat into requests of the engine.
 
-What the engine does not have is refused by name, unless its value asks for nothing; so is a field that nobody here knows, unless
-its value is one that usually asks for nothing. `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` (besides those that the
-model ends with), `ignore_eos` (not those) and `token_ids` in each choice are vLLM's additions.
+A feature that the engine does not have is refused by name, unless its value asks for nothing; so is a field that the server does
+not know, unless its value is one that usually asks for nothing. `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` (besides
+those that the model ends with), `ignore_eos` (not those) and `token_ids` in each choice are vLLM's additions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_BIASES = 1024
 """Tokens of logit_bias: each pass has them all."""
 
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""What says who asks, or what OpenAI is to do with it beside the answer: ignored whatever it is."""
+"""Fields that name the caller, or tell OpenAI what to do beside the answer: ignored, whatever their values."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -51,20 +51,20 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
 }
-"""Fields that bodies need not know, with values that ask for nothing. Of all others None, false, 0 and what is empty do."""
+"""Fields that bodies need not know, with values that ask for nothing. Of all others None, false, 0 and empty values do."""
 
 BodyT = TypeVar("BodyT")
 
 
 class StreamOptions(msgspec.Struct):
-    """include_usage: a chunk at the end says how many tokens there were. What else clients write there is about chunks that there
-    are not."""
+    """include_usage: a chunk at the end says how many tokens there were. Other fields that clients write there are about chunks
+    that there are not."""
 
     include_usage: bool | None = None
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What both have. `nothing`: OpenAI's fields that ask for what there is not, and the values with which they do not."""
+    """The fields of both. `nothing`: OpenAI's fields that ask for what there is not, and the values with which they do not."""
 
     model: str | None = None
     stream: bool | None = None
@@ -118,7 +118,7 @@ class Chat(_Body, kw_only=True):
 
 
 def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wanted = always) -> AnswerAsked:
-    """A body. wanted: asked between steps; CancelledError is raised when nobody waits any more.
+    """A body. wanted: asked between steps; CancelledError is raised when no caller waits any more.
 
     Raises InvalidArgument (field param, where one is at fault) for a body that is not as it must be, and UnknownModel.
     """
@@ -141,7 +141,7 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wa
     for prompt in prompts:
         sampling = _sampling(body, len(prompt), served, 0 if logprobs is None and tries > n else logprobs)
         for choice in range(tries):
-            # A draw that nobody named a seed for is to differ each time, and be the same when the request is started again.
+            # A draw without a given seed is to differ each time, and be the same when the request is started again.
             seed = secrets.randbits(31) if body.seed is None else _seed(body.seed + choice)
             name = id if len(prompts) * tries == 1 else f"{id}-{len(requests)}"
             requests.append(Request(name, prompt, replace(sampling, seed=seed)))
@@ -165,7 +165,7 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wa
 
 
 def decoded(text: bytes, kind: type[BodyT]) -> BodyT:
-    """Raises InvalidArgument for what is no such body."""
+    """Raises InvalidArgument for a text that is no such body."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -288,14 +288,14 @@ def _prompts(body: Completion, n: int, served: Served, wanted: Wanted) -> tuple[
 
 
 def _sampling(body: Completion | Chat, prompt: int, served: Served, logprobs: int | None) -> SamplingParams:
-    """Of a prompt of so many tokens, but for the seed."""
+    """Of a prompt of `prompt` tokens, but for the seed."""
     echo = not isinstance(body, Chat) and bool(body.echo)
     most = body.max_tokens
     if isinstance(body, Chat):
         most = body.max_completion_tokens if body.max_completion_tokens is not None else most
         most = max(1, served.positions - prompt) if most is None else most
     elif most == 0 and echo:
-        most = 1  # an engine has no passes without a token; this one is nobody's (`AnswerAsked.echo_only`)
+        most = 1  # an engine has no passes without a token; no caller gets this one (`AnswerAsked.echo_only`)
     return SamplingParams(
         max_tokens=COMPLETION_TOKENS if most is None else most,
         temperature=1.0 if body.temperature is None else body.temperature,

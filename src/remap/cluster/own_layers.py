@@ -35,11 +35,11 @@ __all__ = ["ReportT", "came", "changed", "fetch", "following", "give_up", "hold"
 
 
 ReportT = TypeVar("ReportT", StepReport, ActivationReport)
-"""What calls of the session return that may move blocks."""
+"""The reports of calls of the session that may move blocks."""
 
 
 def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fill: Collection[int] = ()) -> None:
-    """Compute the layers first <= i < end from now on, and hold those of `besides` as well. What is missing of them comes from
+    """Compute the layers first <= i < end from now on, and hold those of `besides` as well. Missing ones come from
     the host's master copies, but for the layers of `fill`.
 
     Live blocks as in `changed`. Raises what `advanced.place` raises, with nothing changed; and InvalidState (fields expected,
@@ -60,7 +60,7 @@ def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fi
 
 
 def changed(member: Member, change: Callable[[], ReportT]) -> ReportT:
-    """As `following`, and whoever has the session's other tenants hears where their live blocks moved. Raises what both raise."""
+    """As `following`, and `others` is told where live blocks of the session's other tenants moved. Raises what both raise."""
     report = following(member, change)
     member.has.tell(report.moved)
     return report
@@ -79,7 +79,7 @@ def following(member: Member, change: Callable[[], ReportT]) -> ReportT:
         except OutOfBlocks as error:
             in_the_way = error.fields.get("preempt")
             if not isinstance(in_the_way, dict) or member.has.name not in in_the_way or not _preempt(member):
-                raise  # others' blocks, or nobody has any more
+                raise  # others' blocks, or no request has any more
             continue
         _moved(member, report.moved.get(member.has.name, {}))
         blocks = isinstance(report, ActivationReport) and not report.activated and member.has.name in report.preempt
@@ -88,8 +88,8 @@ def following(member: Member, change: Callable[[], ReportT]) -> ReportT:
 
 
 def _preempt(member: Member) -> bool:
-    """Whether a request lost its blocks, which lay in pages that layers need. Of a stage of several, nobody here knows whose they
-    are."""
+    """Whether a request lost its blocks, which lay in pages that layers need. Of a stage of several, the head does not know whose
+    they are."""
     return member.alone and member.head is not None and member.head.preempt()
 
 
@@ -108,7 +108,7 @@ def _moved(member: Member, moved: Mapping[int, int]) -> None:
 
 def fetch(member: Member, epoch: int, sources: Mapping[int, int]) -> None:
     """Begin to bring all layers home for this epoch: these from other instances (by their ranks in the mesh), all others from the
-    master copies. What was begun for an earlier epoch is undone, for commands may overtake each other. Does nothing if they are
+    master copies. Work begun for an earlier epoch is undone, for commands may overtake each other. Does nothing if they are
     here, or if this epoch is over."""
     if epoch <= member.unfetched or epoch < member.fetching:
         return
@@ -159,7 +159,7 @@ def give_up(member: Member, message: Shrink) -> None:
 
 
 def unfetch(member: Member, epoch: int) -> None:
-    """The pages of what came home for this epoch become KV again, or of what is still to come. Does nothing if nothing is."""
+    """The pages of layers that came home for this epoch, or still come, become KV again. Does nothing if there are none."""
     member.unfetched = max(member.unfetched, epoch)
     if member.fetching != epoch or member.alone:
         return

@@ -6,7 +6,7 @@
     last stage            sends the tokens that it chose to the head
     head        land      gives them to their requests
 
-Alone all of it happens at once. What a function returns are tokens for callers; the next stage gets its part over the ring.
+Alone all of it happens at once. A function returns tokens for callers; the next stage gets its part over the ring.
 """
 
 from __future__ import annotations

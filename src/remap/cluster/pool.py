@@ -67,7 +67,7 @@ class GroupPool:
         return self._live.issuperset(ids)
 
     def grow(self, capacity: int) -> None:
-        """Every stage has places for so many blocks now; fewer than before change nothing (`shrink`)."""
+        """Every stage has places for `capacity` blocks now; fewer than before change nothing (`shrink`)."""
         for id in range(self.usable_blocks, capacity):
             heapq.heappush(self._free, id)
         self.usable_blocks = max(self.usable_blocks, capacity)

@@ -21,7 +21,7 @@ __all__ = ["Ears", "PreparedGroup", "meet"]
 
 
 class Ears(NamedTuple):
-    """Who hears what comes over the links: ring and mesh are called with (epoch, source, header, payload), lost with
+    """The listener to the links: ring and mesh are called with (epoch, source, header, payload), lost with
     (epoch, error)."""
 
     ring: Callable[[int, int, bytes, torch.Tensor | None], None]
@@ -39,7 +39,7 @@ class PreparedGroup:
     mesh: GroupLink | None
 
     def open(self, ears: Ears) -> None:
-        """Hear what comes from now on: a peer may switch before this instance does."""
+        """Hear messages from now on: a peer may switch before this instance does."""
         epoch = self.plan.epoch
         lost = partial(ears.lost, epoch)
         if self.mesh is not None:

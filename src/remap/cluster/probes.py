@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes cost on this instance, measured on a few of them before it serves.
+"""The cost of passes on this instance, measured on a few of them before it serves.
 
-The factors of a pass (`policy.cluster.lookahead`) are fitted to passes of different shapes: few, for nobody is served meanwhile,
-and so different that each factor has an effect of its own. KunServe fits them in the same way (section 4.3).
+The factors of a pass (`policy.cluster.lookahead`) are fitted to passes of different shapes: few, for no request is served
+meanwhile, and so different that each factor has an effect of its own. KunServe fits them in the same way (section 4.3).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ROWS = 8
 """Requests of a pass over several."""
 
 REPEATS = 3
-"""Of these the quickest counts: what else the machine does only makes a pass longer."""
+"""Of these the quickest counts: the machine's other work only makes a pass longer."""
 
 ENOUGH_S = 1.0
-"""A pass is not repeated when it has taken so long in all: what disturbs it is short beside it."""
+"""A pass is not repeated when it has taken so long in all: disturbances are short beside it."""
 
 
 class Probe(NamedTuple):
@@ -44,10 +44,10 @@ class Probe(NamedTuple):
 
 
 def probes(most_tokens: int, batch_tokens: int) -> list[Probe]:
-    """For requests of at most so many tokens, and passes of at most batch_tokens; both at least 1."""
+    """For requests of at most most_tokens, and passes of at most batch_tokens; both at least 1."""
     tokens = max(1, min(TOKENS, most_tokens // 2))
     prefix, longest = min(PREFIX, most_tokens - tokens), min(most_tokens, batch_tokens)
-    # The longest as well: what is quadratic is not to be guessed from short ones.
+    # The longest as well: a quadratic cost is not to be guessed from short ones.
     single = [(0, 1), (0, -(-tokens // 2)), (0, tokens), (0, longest), (prefix, 1), (prefix, tokens)]
     decoding = [Probe(ROWS, min(1, prefix), 1), Probe(ROWS, prefix, 1)]
     return [*(Probe(1, *shape) for shape in single), *decoding]
@@ -62,14 +62,14 @@ def cost_of(seconds: Callable[[Probe], float], most_tokens: int, batch_tokens: i
 
 
 def rows_of(probe: Probe, blocks: Sequence[int]) -> list[Row]:
-    """What the pass computes. One token behind others is decoded, as it would be."""
+    """The rows that the pass computes. One token behind others is decoded, as it would be."""
     length = probe.prefix + probe.tokens
     prompt = probe.prefix if probe.prefix and probe.tokens == 1 else length
     return [Row(probe.prefix, probe.tokens, prompt, length, list(blocks))] * probe.rows
 
 
 def timed(stage: Stage, blocks: Sequence[int], probe: Probe) -> float:
-    """Seconds of this pass. stage: of all layers. blocks: for one request; all of the pass use them, for nobody reads what it
+    """Seconds of this pass. stage: of all layers. blocks: for one request; all of the pass use them, for no request reads what it
     computes."""
     rows = rows_of(probe, blocks)
     taken = list[float]()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of bodies into token ids. What cannot be served is refused before it is tokenised, which can take a time that grows
-with the square of the length."""
+"""Prompts of bodies into token ids. A prompt that cannot be served is refused before it is tokenised, which can take a time that
+grows with the square of the length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .vocabulary import Vocabulary
 __all__ = ["Served", "Wanted", "always", "encoded", "ids_of", "refused", "still"]
 
 Wanted = Callable[[], bool]
-"""Whether anybody waits for what is being read."""
+"""Whether a caller waits for the text that is being read."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Served:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What its tokens stand for; for one thread."""
+        """The texts of its tokens; for one thread."""
         return Vocabulary(self.tokenizer)
 
 
 def always() -> bool:
-    """Somebody waits."""
+    """A caller waits."""
     return True
 
 
 def still(wanted: Wanted) -> None:
-    """Raises CancelledError if nobody waits."""
+    """Raises CancelledError if no caller waits."""
     if not wanted():
         raise CancelledError
 

@@ -2,7 +2,7 @@
 """Instances as Ray actors: where they run, that they come back, and what Ray says when they do not.
 
 Ray places them (a placement group, spread over the nodes), starts them, starts them again (`max_restarts`), and carries
-calls. What is between instances, activations and KV, goes its own way (`transport`). Calls run in threads of the actor, for
+calls. Data between instances, activations and KV, goes its own way (`transport`). Calls run in threads of the actor, for
 a poll waits there; Ray does not keep their order then, which the epochs of `messages` allow for.
 
 Without Ray's own head process (GCS) calls go on, for they go from process to process; actors that die are not started again
@@ -117,7 +117,7 @@ class RayConnection:
         ray.kill(self._actor, no_restart=False)
 
     def end(self) -> None:
-        """Kill the process, if it still runs: without its raylet nobody else does."""
+        """Kill the process, if it still runs: without its raylet no other process does."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -133,7 +133,7 @@ class RayConnection:
 
 
 def _reason(error: BaseException | None) -> str:
-    """The last line of what Ray says, where the reason is; what stands before it is of the actor, or a traceback."""
+    """The last line of what Ray says, where the reason is; the text before it is of the actor, or a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -224,8 +224,8 @@ class RayInstances:
 
     def close(self) -> None:
         """End the actors and this process's part of Ray."""
-        # Ray's head process answers this, or nobody does until its patience ends, which here is a day. `shutdown` ends what this
-        # process started, with or without it.
+        # Ray's head process answers this; without it the call waits until its patience ends, which here is a day. `shutdown` ends
+        # what this process started, with or without it.
         if self._shared and not self._headless:
             with suppress(RayError):
                 remove_placement_group(self._group)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies become requests beside the event loop: a long prompt holds up neither anybody's tokens nor another's prompt.
+"""Bodies become requests beside the event loop: a long prompt holds up neither tokens nor another prompt.
 
 A few threads, each with a copy of the tokenizer, for tokenizers need not bear several threads. A copy is made when its thread
-first has something to do, which is when all others are busy. Who is waited for no more is not begun; who has been begun ends at
-his next step (parsed, template, one prompt of several), and a step is bounded, since a body and a prompt are (`limits`).
+first has something to do, which is when all others are busy. A body that no caller waits for is not begun; one that has been
+begun ends at its next step (parsed, template, one prompt of several), and a step is bounded, since a body and a prompt are
+(`limits`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ ValueT = TypeVar("ValueT")
 
 
 class Readers:
-    """What they run is called with its arguments, `served` with the thread's tokenizer, and wanted(): whether anybody waits."""
+    """The function that they run is called with its arguments, `served` with the thread's tokenizer, and wanted(): whether a
+    caller waits."""
 
     def __init__(self, served: Served, threads: int = THREADS) -> None:
         self._served = served
@@ -36,7 +38,7 @@ class Readers:
         self._pool = ThreadPoolExecutor(threads, "bodies")
 
     async def run(self, function: Callable[..., ValueT], *arguments: object) -> ValueT:
-        """What the function returns or raises. When this is cancelled it is not begun, or wanted() is False from now on."""
+        """The function's result or exception. When this is cancelled it is not begun, or wanted() is False from now on."""
         wanted = threading.Event()
         wanted.set()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an instance has, whatever group it is in, and what it measured of that before it serves."""
+"""An instance's resources, the same in any group, and their measurements from before it serves."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ SAMPLES = 1024
 
 
 def fingerprint_of(model: nn.Module, block_tokens: int) -> Fingerprint:
-    """What has to be equal for two instances to compute parts of one model (see `Fingerprint`). All layers are resident."""
+    """The values that have to be equal for two instances to compute parts of one model (see `Fingerprint`). All layers are
+    resident."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())  # type: ignore[union-attr, operator]
     values = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
@@ -127,14 +128,14 @@ class Resources:
 
     def tell(self, moved: Mapping[str, Mapping[int, int]]) -> None:
         """By tenant, live blocks (old -> new) that a call of this instance moved: the other tenants' are for `others`. Raises
-        KVLost (fields instance, moved) if there are such, and nobody to tell."""
+        KVLost (fields instance, moved) if there are such, and no `others` to tell."""
         strange = {name: blocks for name, blocks in moved.items() if blocks and name != self.name}
         if not strange:
             return
         if self._others is None:
             raise KVLost(
-                f"{sum(map(len, strange.values()))} live blocks of {sorted(strange)} moved beside {self.name!r}, and nobody is "
-                "told, so their KV is lost; give the instance others=, or keep the session's other tenants idle",
+                f"{sum(map(len, strange.values()))} live blocks of {sorted(strange)} moved beside {self.name!r}, and no others= "
+                "is told, so their KV is lost; give the instance others=, or keep the session's other tenants idle",
                 instance=self.name,
                 moved=strange,
             )

@@ -24,7 +24,8 @@ def grow(member: Member, blocks: Iterable[int]) -> None:
 
 
 def reuse(member: Member) -> bool:
-    """What the old group's KV does not need any more is the stage's; then more requests may have room. Whether there was any."""
+    """Places that the old group's KV does not need any more are the stage's; then more requests may have room. Whether there was
+    any."""
     did = False
     while member.exchange is not None and (blocks := member.exchange.take_freed()):
         grow(member, blocks)
@@ -34,7 +35,7 @@ def reuse(member: Member) -> bool:
 
 
 def tell(member: Member, blocks: int, leaving: int = 0) -> None:
-    """Tell the head that this stage has places for so many logical blocks; leaving: that it will have (see `Room`)."""
+    """Tell the head that this stage has places for `blocks` logical blocks; leaving: that it will have (see `Room`)."""
     message = Room(member.place, blocks, leaving)
     if member.head is not None:
         hear(member, message)
@@ -50,7 +51,7 @@ def hear(member: Member, message: Room) -> None:
         if message.leaving <= member.unfetched or message.leaving < member.leaving_for:
             return
         if message.leaving > member.leaving_for:
-            member.go_on()  # what it may drain for is an earlier epoch's
+            member.go_on()  # it may drain for an earlier epoch
             member.leaving_for = message.leaving
     rooms = member.leaving if message.leaving else member.rooms
     rooms[message.stage] = message.blocks

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["InstanceLayout", "Tokenizer", "check_files", "ends_of", "layout_of", "make", "shapes", "tokenizer_of"]
 
 KV_TOKENS = 8192
-"""Without a given memory there is KV for so many tokens beside the weights."""
+"""Without a given memory there is KV for this many tokens beside the weights."""
 
 Tokenizer = Any
 """A transformers tokenizer, or None if the model has none: then prompts are token ids."""
@@ -50,8 +50,8 @@ class InstanceLayout:
 
 
 def shapes(name: str) -> nn.Module:
-    """The model with weights that nobody wrote: they have addresses, and no memory. Raises InvalidArgument (fields field, value)
-    if there is none, or no causal one."""
+    """The model with weights that were never written: they have addresses, and no memory. Raises InvalidArgument (fields field,
+    value) if there is none, or no causal one."""
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         with torch.device("meta"):

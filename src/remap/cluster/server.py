@@ -48,7 +48,7 @@ class NobodyLeft(Error):
 
 
 class NoRestarts(Error):
-    """What starts instances again is gone, so the server ended after what was in flight. Fields: reason."""
+    """The process that starts instances again is gone, so the server ended after the requests in flight. Fields: reason."""
 
 
 async def serve(
@@ -70,11 +70,11 @@ async def serve(
     """
     config = uvicorn.Config(
         make_app(front, served, limits, hosts, access_log),
-        log_config=None,  # whoever runs this process says where lines go
+        log_config=None,  # the program that runs this process says where lines go
         log_level="warning",
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=int(GRACE_S + LEAVE_S) + 10,  # nobody is left by then
+        timeout_graceful_shutdown=int(GRACE_S + LEAVE_S) + 10,  # no request is left by then
     )
     server = _Server(config)
     loop = asyncio.get_running_loop()
@@ -115,7 +115,7 @@ async def serve(
         )
         await front.drain()
         server.should_exit = True
-        later.append(loop.call_later(GRACE_S, stop))  # for what is still being sent
+        later.append(loop.call_later(GRACE_S, stop))  # for answers still being sent
 
     watched = None if broken is None else loop.create_task(leave())
     try:

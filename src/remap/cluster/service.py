@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control and ledger together: what becomes of a request, from the question to its last token. Pure, like both.
+"""Control and ledger together: the way of a request, from the question to its last token. Pure, like both.
 
-`Service.on` takes the events of `Control.on` and carries out what concerns requests: what was lost is asked for again, and a
-route becomes a submission. What is left are commands to instances and answers to callers; whoever owns the connections
+`Service.on` takes the events of `Control.on` and carries out what concerns requests: lost ones are asked for again, and a
+route becomes a submission. The rest are commands to instances and answers to callers; the owner of the connections
 carries them out, in their order.
 
 Some requests end whichever instance computes them. Each failure of an instance counts against all requests that were with it.
-After the first they start again at once. Who was there twice is a suspect: suspects start again one at a time in the whole
-cluster, on trial. A trial is over when the request ends, or has got `TRIAL_TOKENS` tokens more, and that many times as many for
-each failure beyond. If its instance fails during its trial, the request ends, with `Fatal`; whoever else was there starts again.
+After the first they start again at once. A request that was there twice is a suspect: suspects start again one at a time in the
+whole cluster, on trial. A trial is over when the request ends, or has got `TRIAL_TOKENS` tokens more, and that many times as many
+for each failure beyond. If its instance fails during its trial, the request ends, with `Fatal`; the others there start again.
 
-Promises: nobody ends so before `MOST_FAULTS` failures. A request that fails its instance within its first `TRIAL_TOKENS`
-tokens fails as many, and ends nobody else by itself: for another, a third failure would have to come during its own trial, in
+Promises: no request ends so before `MOST_FAULTS` failures. A request that fails its instance within its first `TRIAL_TOKENS`
+tokens fails as many, and ends no other by itself: for another, a third failure would have to come during its own trial, in
 which no suspect but itself is on its way. One that fails its instance T tokens later each time fails at most log T (to
-the base `TRIAL_TOKENS`) more. Suspects wait for each other's first tokens; nobody else waits.
+the base `TRIAL_TOKENS`) more. Suspects wait for each other's first tokens; no other request waits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST_FAULTS", "TRIAL_TOKENS", "Action", "Cancel", "Fatal", "Service", "Submit"]
 
 MOST_FAULTS = 3
-"""A request that was on trial when so many instances, or more, have failed with it ends: it is why (see the module).
+"""A request that was on trial when this many instances, or more, have failed with it ends: it is why (see the module).
 
 With 2 every request of an instance that was killed is a suspect, and waits for its trial. In the worlds of the tests (4
 instances, 80 requests, one kill, 20 seeds) requests then end after 10.7 s in the mean instead of 5.9, the last after 20.4 s
@@ -59,8 +59,8 @@ instead of 9.3; and a second kill may end one that is innocent, which now takes 
 """
 
 TRIAL_TOKENS = 4
-"""Tokens of the first trial. What fails at a certain place fails there again, with no new token but those that were lost on
-their way to the ledger: a pass or two of them."""
+"""Tokens of the first trial. A request that fails at a certain place fails there again, with no new token but those that were
+lost on their way to the ledger: a pass or two of them."""
 
 RequestT = TypeVar("RequestT")
 
@@ -73,7 +73,7 @@ class Fatal(Error):
 
 @dataclass(frozen=True)
 class _Trial:
-    """Of this suspect; over when it has so many tokens."""
+    """Of this suspect; over when it has `tokens` tokens."""
 
     id: str
     tokens: int
@@ -81,7 +81,7 @@ class _Trial:
 
 @dataclass(frozen=True)
 class Submit(Generic[RequestT]):
-    """Submit to this instance, which is at this epoch, by what was decided. If it refuses with InvalidState, it is no head any
+    """Submit to this instance, which is at this epoch, by the last decision. If it refuses with InvalidState, it is no head any
     more, or has recovered since: call `Service.bounced`."""
 
     instance: str
@@ -134,22 +134,22 @@ class Service(Generic[RequestT]):
         return self.on(PlacementAsked(id, self._tokens(id)), now_s)
 
     def is_last(self, id: str, attempt: int) -> bool:
-        """Whether the request is unfinished and this is its last attempt: what comes of older ones is nobody's."""
+        """Whether the request is unfinished and this is its last attempt: tokens of older ones are for no caller."""
         return id in self.ledger and self.ledger.attempt(id) == attempt
 
     def cancel(self, id: str, now_s: float) -> list[Action[RequestT]]:
-        """Nobody wants the request any more. Unknown ids are ignored: it may have ended."""
+        """The caller does not want the request any more. Unknown ids are ignored: it may have ended."""
         attempt = self.ledger.attempt(id) if id in self.ledger else 0
         where = self.ledger.forget(id)
         members = () if where is None else self.control.members(where)
-        # All of its group: it may be on its way from one to another. Whoever has it later is told when it says so.
+        # All of its group: it may be on its way from one to another. An instance that has it later is told when it says so.
         return [*(Cancel(name, id, attempt) for name in members), *self.on(Finished(id), now_s)]
 
     def take(self, tokens: Tokens, now_s: float) -> Delivery | None:
-        """What an instance produced: the part that its caller has not had yet."""
+        """The tokens that an instance produced: the part that its caller has not had yet."""
         delivery = self.ledger.take(tokens)
         if delivery is not None and delivery.finish_reason is not None:
-            # No commands come of it: what is held waits for an instance that serves, not for the end of a request.
+            # No commands come of it: a held request waits for an instance that serves, not for the end of a request.
             self.control.on(Finished(tokens.id), now_s)
         return delivery
 
@@ -223,7 +223,7 @@ class Service(Generic[RequestT]):
 
 def _fatal(id: str, faults: int) -> Fatal:
     return Fatal(
-        f"request {id!r} was with {faults} instances when they failed, with the last of them while nobody else was suspected; it "
+        f"request {id!r} was with {faults} instances when they failed, with the last of them while no other was suspected; it "
         "is taken to be why, and not started again; look into their logs for what ended them",
         request=id,
         faults=faults,

@@ -90,7 +90,7 @@ class Slots:
     def grow(self, blocks: Iterable[int]) -> int:
         """These physical blocks are the stage's from now on. Returns the new capacity; places that there are stay.
 
-        Blocks that continue a run use up what was left of it, so at most count - 1 slots of each run stay without a place.
+        Blocks that continue a run use up its rest, so at most count - 1 slots of each run stay without a place.
         Raises InvalidArgument (field blocks) for a block that is held already, or named twice; nothing changed then.
         """
         given = sorted(blocks)
@@ -147,7 +147,7 @@ class Slots:
         self._places, self._spare = kept, free[::-1]
         self.held -= gone
         self._tails = {end: slot for end, slot in self._tails.items() if end - 1 in self.held}
-        # What is left of a run whose last blocks stay may begin in one that goes.
+        # The rest of a run whose last blocks stay may begin in one that goes.
         for end, slot in self._tails.items():
             lost = [block for block in range(slot // self.layers, end) if block in gone]
             if lost:
@@ -159,7 +159,7 @@ class Slots:
 
 
 class Departure:
-    """KV that is going away, and the physical blocks that it still keeps: what an instance computed before its group changed.
+    """KV that is going away, and the physical blocks that it still keeps: KV that an instance computed before its group changed.
 
     places: of the logical blocks then. held: the physical blocks there. live: for each request its logical blocks.
     """

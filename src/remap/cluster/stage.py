@@ -48,7 +48,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Choice(NamedTuple):
-    """What a microbatch yields: the tokens of the rows that yield one, in their order; and by row the logprobs noted there, by
+    """The result of a microbatch: the tokens of the rows that yield one, in their order; and by row the logprobs noted there, by
     the place of their token in its sequence."""
 
     tokens: list[int]
@@ -66,7 +66,7 @@ def row_of(chunk: Chunk) -> Row:
 
 @dataclass(eq=False)
 class _Part:
-    """What a pass asks of a sequence; blocks are first slots here. tokens: on the first stage, or those of the row."""
+    """The sequence as a pass asks for it; blocks are first slots here. tokens: on the first stage, or those of the row."""
 
     blocks: list[int]
     prompt_tokens: int
@@ -96,7 +96,7 @@ class Stage:
     def compute(
         self, rows: Sequence[Row], hidden: torch.Tensor | None = None, known: Iterable[Sequence[int]] | None = None
     ) -> torch.Tensor | Choice:
-        """One microbatch. Returns hidden states for the next stage; or, of the stage that samples, what was chosen.
+        """One microbatch. Returns hidden states for the next stage; or, of the stage that samples, the chosen tokens.
 
         rows: in the order of `decode_first`. hidden: from the stage before. known: of the first stage, each sequence's tokens.
         What the model or the tenant raises passes through: the microbatch can be computed again then.

@@ -34,7 +34,7 @@ MOST_BYTES = 256 << 20
 
 
 def switch(old: Member, prepared: PreparedGroup, sent: Callable[[], None]) -> Member:
-    """What the plan says. Nothing of the old group is in flight here. sent: called in another thread, each time that a piece of
+    """Carry the plan out. Nothing of the old group is in flight here. sent: called in another thread, each time that a piece of
     KV or of a layer has left."""
     has, plan, kv = old.has, prepared.plan, inside(old.has.tenant).kv
     new = member.alone(has, plan.epoch) if prepared.ring is None else member.stage_of(has, plan, prepared.ring)
@@ -42,7 +42,7 @@ def switch(old: Member, prepared: PreparedGroup, sent: Callable[[], None]) -> Me
     new.home = new.part.end - new.part.first == has.layers
     if old.alone and not new.alone:
         # Behind the drop, which makes room for blocks that move. From here on they must not: a stage's places straddle
-        # them, so nobody may take a page back later.
+        # them, so no model may take a page back later.
         beside.end(old)
     leaving = old.head.leave() if old.head is not None else []
     held = set(kv.pool.live_ids())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the network between instances brings, as the pieces show that went over it."""
+"""The throughput of the network between instances, by the pieces that went over it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_BYTES = 1 << 20
 """Of a piece that shows it: smaller ones wait for processes more than for the network."""
 
 KEPT = 0.9
-"""Of what is known, when a piece adds to it: about the last ten pieces count."""
+"""Of the known figure, when a piece adds to it: about the last ten pieces count."""
 
 
 class Throughput:
@@ -30,7 +30,7 @@ class Throughput:
         self._seen = 0.0, 0.0  # bytes and seconds of late
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """So many bytes took so long to send."""
+        """`nbytes` bytes took `seconds` to send."""
         if nbytes >= LEAST_BYTES and seconds > 0.0:
             before = self._seen
             self._seen = KEPT * before[0] + nbytes, KEPT * before[1] + seconds
@@ -43,6 +43,6 @@ class Throughput:
 
     @property
     def network(self) -> Network:
-        """With what was measured."""
+        """The network with the measured figures."""
         rate = self.bytes_per_s
         return replace(self._assumed, bytes_per_s=rate) if rate else self._assumed

@@ -5,7 +5,7 @@ A `GroupLink` is one process group of its own: made from a store and a prefix, n
 a header of bytes (wire.py), and perhaps a tensor. Nothing is pickled.
 
 What ends a wait: the message, the end of the peer's process (its connections close), or the peer's own `close`, which says so
-to everybody first. gloo cannot give up a receive without breaking the connection, so a receive has no time limit; a peer
+to all peers first. gloo cannot give up a receive without breaking the connection, so a receive has no time limit; a peer
 that lives and is silent is for the control plane to find. A send has one: a peer that takes no message for so long is as good
 as gone.
 
@@ -45,7 +45,7 @@ FRAME = 4096
 """Bytes of the first part of each message: two lengths, and as much of the header as fits."""
 
 ASSUMED = Network(Line(5e-4, 0.0), 2e9)
-"""What gloo over loopback is taken to need, where nobody says otherwise, until pieces have shown what it brings
+"""The assumed times of gloo over loopback, where no argument says otherwise, until pieces have shown what it brings
 (`throughput`). It decides what to move, and so speed alone."""
 
 _c10d: Any = dist  # torch's annotations do not export what its documentation names
@@ -95,7 +95,8 @@ class GroupLink:
         self, sources: Iterable[int], listeners: Iterable[int], deliver: Deliver, lost: Callable[[PeerLost], None]
     ) -> None:
         """From now on hand each message of these members to deliver(source, header, payload), in the order of sending, and send
-        what is posted. listeners: who listens to this one. lost(error): for each that is gone. `close` ends both."""
+        the posted messages. listeners: the peers that listen to this one. lost(error): for each that is gone. `close` ends
+        both."""
         group = self._group
         if group is None:
             return
@@ -111,13 +112,13 @@ class GroupLink:
         payload: torch.Tensor | None = None,
         then: Callable[[float], None] | None = None,
     ) -> None:
-        """Send to the member with this rank, behind what was posted before. payload: uint8, one dimension; it must not change.
+        """Send to the member with this rank, behind all posted before. payload: uint8, one dimension; it must not change.
         then(seconds): it has left, which took so long. After `close`, or when the peer is gone, nothing is sent."""
         self._outbox.put(_Outgoing(to, header, payload, then))
 
     def close(self) -> None:
-        """Tell who listens that nothing comes after what was posted, and go. Does not wait, raises nothing; a second call does
-        nothing."""
+        """Tell the listeners that nothing comes after the posted messages, and go. Does not wait, raises nothing; a second call
+        does nothing."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -126,7 +127,7 @@ class GroupLink:
         self._stop()
 
     def _stop(self) -> None:
-        """Send nothing behind what was posted, and call nobody any more."""
+        """Send nothing behind the posted messages, and call no callback any more."""
         self._closed.set()
         self._outbox.put(None)
 
@@ -167,7 +168,7 @@ class GroupLink:
         if self._closed.is_set():
             return  # it ended as well, perhaps sooner
         found = PeerLost(
-            f"{self.names[rank]!r} is gone, or takes no messages ({self._prefix}); what was in flight is lost; recover",
+            f"{self.names[rank]!r} is gone, or takes no messages ({self._prefix}); messages in flight are lost; recover",
             peer=self.names[rank],
             link=self._prefix,
         )
@@ -203,9 +204,9 @@ class ServedStore:
     """Where instances find each other: a torch.distributed.TCPStore, which lives as long as this object and listens at `host`
     alone. address: of it, "host:port/space".
 
-    Whoever reaches the port may write to it. Keys of instances begin with `space`, which nobody else uses by accident; all
-    others are left alone. That keeps foreign keys apart, and keeps nobody out: who asks for the keys sees it. Nor does it bound
-    what foreign keys take: the store has no limit, and what it holds is this process's memory until it ends.
+    A process that reaches the port may write to it. Keys of instances begin with `space`, which no other uses by accident; all
+    others are left alone. That keeps foreign keys apart, and keeps no process out: one that asks for the keys sees it. Nor does
+    it bound what foreign keys take: the store has no limit, and its contents are this process's memory until it ends.
     """
 
     def __init__(self, host: str) -> None:
@@ -219,8 +220,8 @@ class ServedStore:
         self.address = f"{host}:{port}/{self._space}"
 
     def forget(self, epoch: int) -> None:
-        """Keep nothing of changes before this epoch: whoever is still to come is too late. Behind the space, keys begin with
-        their epoch. Raises nothing: what stays is memory, and no change depends on it."""
+        """Keep nothing of changes before this epoch: an instance that is still to come is too late. Behind the space, keys begin
+        with their epoch. Raises nothing: keys that stay are memory, and no change depends on it."""
         try:
             for key in self._store.list_keys():
                 space, _, rest = key.partition("/")
@@ -242,7 +243,7 @@ def connect(address: str, prefix: str, names: Sequence[str], name: str, host: st
     address: "host:port" of a torch.distributed.TCPStore, or "host:port/space" for keys that begin with a space.
     host: this member's, at which it listens. timeout_s: for all to come,
     and later for a send. Raises InvalidArgument (field address) for an address that is none; PeerLost (fields peer: "", link)
-    if not all came, or at once if nobody is at the address.
+    if not all came, or at once if no process is at the address.
     """
     server, slash, space = address.partition("/")
     at, _, port = server.rpartition(":")
@@ -291,7 +292,7 @@ def _end_threads() -> None:
 
 
 def _parts(header: bytes, payload: torch.Tensor | None) -> list[torch.Tensor]:
-    """What is sent for a message, one after another."""
+    """The parts sent for a message, one after another."""
     nbytes = 0 if payload is None else payload.numel()
     frame = bytearray(FRAME)
     frame[:8], frame[8:16] = len(header).to_bytes(8, "little"), nbytes.to_bytes(8, "little")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What single tokens of a model stand for: their bytes, whatever the rest of the text.
+"""The texts of single tokens of a model: their bytes, whatever the rest of the text.
 
 A token may be a part of a character, and tokenizers show such a part as U+FFFD. Its bytes are in how the vocabulary writes it:
 byte-level BPE (GPT-2, OPT, Qwen, Llama 3) writes each byte as one character, SentencePiece with byte fallback as `<0xE2>`.
@@ -39,7 +39,7 @@ class Vocabulary:
         return self._known[token]
 
     def in_text(self, token: int, first: bool) -> bytes:
-        """What an answer's text has of it: of special tokens nothing. first: the text begins with it."""
+        """Its part in an answer's text: of special tokens nothing. first: the text begins with it."""
         if token in self._special or self._tokenizer is None:
             return b""
         found = self.bytes_of(token)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What instances of a cluster say to each other: msgpack, one struct for each message.
+"""The messages between instances of a cluster: msgpack, one struct for each message.
 
 The *ring* joins the stages of a group: each stage sends to the next, the last to the head. So everything that concerns the group
 passes all stages in one order: a block that is reused after a message cannot be read by a microbatch before it. The *mesh*
@@ -66,14 +66,14 @@ class Microbatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Chosen(msgspec.Struct, frozen=True, tag=True):
-    """Ring, to the head: the tokens of this lane's microbatch, and what was noted in it."""
+    """Ring, to the head: the tokens of this lane's microbatch, and the logprobs noted in it."""
 
     lane: int
     choice: Choice
 
 
 class Room(msgspec.Struct, frozen=True, tag=True):
-    """Ring, to the head: this stage has places for so many logical blocks. leaving: it will have, when the head has answered
+    """Ring, to the head: this stage has places for `blocks` logical blocks. leaving: it will have, when the head has answered
     with Shrink: the epoch for which layers come home; else 0."""
 
     stage: int
@@ -91,7 +91,7 @@ class Shrink(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Ring: nothing comes after this; the stages become what they prepared for this epoch."""
+    """Ring: nothing comes after this; the stages become the members prepared for this epoch."""
 
     epoch: int
 
@@ -171,7 +171,7 @@ class KVComplete(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Mesh, from the request's new head, to all: nobody needs the KV that it had."""
+    """Mesh, from the request's new head, to all: no stage needs the KV that it had."""
 
     id: str
 
@@ -181,7 +181,7 @@ class Over(msgspec.Struct, frozen=True, tag=True):
 
 
 class WantLayer(msgspec.Struct, frozen=True, tag=True):
-    """Mesh, to a stage that has this layer: send its bytes, so many; they are to come home for this epoch."""
+    """Mesh, to a stage that has this layer: send its `nbytes` bytes; they are to come home for this epoch."""
 
     epoch: int
     layer: int

@@ -7,17 +7,17 @@ one token for every sequence whose last known token was in the pass.
 
 | module | one line |
 |---|---|
-| request.py | what the user asks for, what he gets, and the engine's own record of a sequence |
-| scheduler.py | who runs in the next pass: admission, chunked prefill, preemption by recompute; pure |
+| request.py | the user's request, its answer, and the engine's own record of a sequence |
+| scheduler.py | the requests of the next pass: admission, chunked prefill, preemption by recompute; pure |
 | metrics.py | latencies, throughput, recomputed tokens, and the timeline; pure |
 | attention.py | attention over blocks that may lie anywhere in the KV region |
 | models.py | a forward for Llama, Qwen2 and Qwen3, for OPT and for GPT-2, from the modules' own weights; KV from activations |
 | layer_run.py | consecutive layers of a flat token batch, on the CPU |
 | runner.py | one pass on the CPU: flat token batch -> logits |
 | sampling.py | logits -> the next token: penalties, cuts, a draw; logprobs |
-| sharing.py | several engines on one arena, in turns or in rounds; shared_metrics.py: what that cost |
+| sharing.py | several engines on one arena, in turns or in rounds; shared_metrics.py: its cost |
 | offline.py | serves a file of requests; offline_file.py: the files of requests and answers; pure |
-| throughput.py | offline batches, KV in host memory; throughput_runner.py: their passes; throughput_times.py: what these cost |
+| throughput.py | offline batches, KV in host memory; throughput_runner.py: their passes; throughput_times.py: their cost |
 | engine.py | the loop; with a model. **remap is adopted in `Engine.step` and `LayerRun.compute`, about ten lines in all** |
 
 On a GPU, `gpu_runner` stands in the place of `runner`:

@@ -14,7 +14,7 @@ Everything that depends on the batch alone (where to write, which blocks to read
 Rounding in a matrix kernel depends on the shape it is called with, and a recomputed token is computed in another shape than
 when it was decoded: its keys and values are right, and may differ in their last bits.
 
-What was in a block before is never seen. Blocks come with whatever their pages held, perhaps weights, and 0 * NaN is
+The former contents of a block are never seen. Blocks come with whatever their pages held, perhaps weights, and 0 * NaN is
 NaN, so masking is not enough: slots of a block that are not written yet are zeroed when its first token is written.
 """
 
@@ -47,7 +47,7 @@ def decode_first(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def padded(tokens: int) -> int:
-    """The width at which a sequence of so many tokens is attended: the next multiple of 64, or of an eighth if that is
+    """The width at which a sequence of `tokens` tokens is attended: the next multiple of 64, or of an eighth if that is
     more.
     """
     step = max(64, 1 << max(0, tokens.bit_length() - 4))

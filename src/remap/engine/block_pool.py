@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler needs of a KV cache: `tenant.kv`, or a test's double."""
+"""The scheduler's view of a KV cache: `tenant.kv`, or a test's double."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["SchedulerBlocks"]
 
 
 class SchedulerBlocks(Protocol):
-    """What the scheduler needs of `tenant.kv`."""
+    """The part of `tenant.kv` that the scheduler needs."""
 
     @property
     def block_tokens(self) -> int: ...

@@ -58,7 +58,7 @@ class CapturedDecode:
         self._whole: dict[int, Callable[[], None]] = {}
         self._pieces: dict[int, list[Callable[[], None]]] = {}
         self.tokens = torch.zeros(most, dtype=torch.int64, device=inputs.ids.device)
-        # Shapes are the model's business: what it makes of one token, for as many as there can be.
+        # The model decides the shapes: those of one token, for as many as there can be.
         hidden, rotary = decoder.embed(inputs.ids[:1], inputs.positions[:1])
         self.hidden = _room_for(hidden, most)
         self._rotary: Any = None if rotary is None else tuple(_room_for(one, most) for one in rotary)
@@ -86,7 +86,7 @@ class CapturedDecode:
     def run(self, bucket: int, *, piecewise: bool, tenant: Any) -> None:
         """One pass over the first `bucket` rows of the inputs. piecewise: each layer between `wait` and `done`.
 
-        What is not recorded runs as it is, with the same result.
+        Pieces that are not recorded run as they are, with the same result.
         """
         if not piecewise:
             whole = self._whole.get(bucket)

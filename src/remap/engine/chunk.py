@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a sequence one pass computes."""
+"""The part of a sequence that one pass computes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Chunk:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether logprobs of the prompt's tokens behind some of these were asked for, and nobody has them yet."""
+        """Whether logprobs of the prompt's tokens behind some of these were asked for, and are not computed yet."""
         sequence = self.sequence
         unanswered = sequence.length == sequence.prompt_tokens and self.start < sequence.prompt_tokens - 1
         return sequence.sampling.prompt_logprobs and unanswered

@@ -53,7 +53,7 @@ class Due:
             self.ids = [], []
 
     def give_surely(self, pool: SchedulerBlocks) -> None:
-        """As `give`, where a copy that has failed concerns nobody here: those whose KV it was learn of it when they ask
+        """As `give`, where a copy that has failed is no error of this call: those whose KV it was learn of it when they ask
         (`kept`, `arrived`). None is in flight any more then, so the second try does it."""
         try:
             self.give(pool)

@@ -40,7 +40,7 @@ STUCK_STEPS = 256
 
 
 class StepOutput(NamedTuple):
-    """What one step did: who got which token, finished requests, and how many tokens were computed."""
+    """The result of one step: which request got which token, finished requests, and how many tokens were computed."""
 
     sampled: Listed[Sequence]
     chosen: Listed[int]
@@ -55,7 +55,7 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs by request id, and what the run cost."""
+    """Outputs by request id, and the metrics of the run."""
 
     outputs: dict[str, Output]
     metrics: Metrics
@@ -142,7 +142,7 @@ class Engine(ABC):
         return self.advance(begin)
 
     def demand(self) -> Demand:
-        """What to tell the session before the next pass: the KV blocks wanted beyond those that are held."""
+        """The demand to tell the session before the next pass: the KV blocks wanted beyond those that are held."""
         return Demand(blocks=self.scheduler.demand(), waited_s=self.waited_s)
 
     @property
@@ -157,7 +157,7 @@ class Engine(ABC):
         self.scheduler.relocate(moved)
 
     def preempt(self, blocks: int) -> tuple[str, ...]:
-        """Free so many blocks, or all, between steps: the youngest requests lose theirs. They are recomputed, unless host
+        """Free `blocks` blocks, or all, between steps: the youngest requests lose theirs. They are recomputed, unless host
         memory has room for their KV.
 
         Returns the ids of those requests, youngest first.
@@ -174,7 +174,7 @@ class Engine(ABC):
         return tuple(victims)
 
     def release(self, blocks: int) -> None:
-        """Free so many blocks for others, between turns, or all that can go: the youngest requests first. Their KV goes to
+        """Free `blocks` blocks for others, between turns, or all that can go: the youngest requests first. Their KV goes to
         host memory."""
         for sequence, fits in self._leaving():
             if blocks <= 0 or not fits:
@@ -183,11 +183,11 @@ class Engine(ABC):
             self.scheduler.preempt(sequence, self._kv)
 
     def releasable(self) -> int:
-        """Blocks that `release` could free now: host memory has room for what it does not hold yet of them."""
+        """Blocks that `release` could free now: host memory has room for the part of them that it does not hold yet."""
         return sum(sequence.held_blocks for sequence, fits in self._leaving() if fits)
 
     def _leaving(self) -> list[tuple[Sequence, bool]]:
-        """Who gives blocks up, in this order, and whether host memory has room for it after those before it."""
+        """The requests that give blocks up, in this order, and whether host memory has room for it after those before it."""
         scheduler, room, found = self.scheduler, self._kv.host.free_blocks, []
         for sequence in self._youngest():
             room -= scheduler.blocks_for(sequence.computed) - len(sequence.host)
@@ -195,11 +195,12 @@ class Engine(ABC):
         return found
 
     def _youngest(self) -> tuple[Sequence, ...]:
-        """Who has blocks, in the order in which they give them up: first those whose KV is only being copied in."""
+        """The requests that have blocks, in the order in which they give them up: first those whose KV is only being copied
+        in."""
         return (*reversed(self.scheduler.arriving), *reversed(self.scheduler.running))
 
     def pause(self, soon: bool = False) -> None:
-        """The engine's turn is over: what is new of its requests' KV goes to host memory, if it swaps, so that their blocks
+        """The engine's turn is over: new KV of its requests goes to host memory, if it swaps, so that their blocks
         can go at once when others need them. soon: its turn will be over soon; complete blocks go already."""
         if self.scheduler.swap:
             self._settle()
@@ -212,14 +213,14 @@ class Engine(ABC):
             self.scheduler.bring_back(self._kv)
 
     def advance(self, begin: float | None = None) -> StepOutput:
-        """`step` without asking the session: whoever calls it has done that. begin: when the step began (default: now)."""
+        """`step` without asking the session: the caller has done that. begin: when the step began (default: now)."""
         begin = self._clock() if begin is None else begin
         schedule = self.launch()
         samplers, chosen = self.runner.run(schedule.chunks) if schedule.chunks else ([], [])
         return self.land(schedule, samplers, chosen, begin)
 
     def launch(self) -> Schedule:
-        """The first half of `advance`: who runs in the next pass, with blocks allocated."""
+        """The first half of `advance`: the requests of the next pass, with blocks allocated."""
         self._settle()
         if self._landing:
             self._catch_up()
@@ -253,8 +254,8 @@ class Engine(ABC):
             self.reports.settle(lambda: self.session.step())
 
     def _catch_up(self) -> None:
-        """An interrupt ended `land`: who has all his tokens is finished, in the next step's output, and a token that was not
-        noted is computed again."""
+        """An interrupt ended `land`: a request that has all its tokens is finished, in the next step's output, and a token that
+        was not noted is computed again."""
         for sequence in list(self._live.values()):
             if sequence.ended is not None:
                 self._end(sequence, sequence.ended)
@@ -268,7 +269,7 @@ class Engine(ABC):
             raise InvalidArgument(
                 f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
             )
-        # The embedding would fail on it in the middle of a pass, and everybody in that pass with it.
+        # The embedding would fail on it in the middle of a pass, and every request of that pass with it.
         strange = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
         if strange is not None:
             raise InvalidArgument(
@@ -357,7 +358,7 @@ class LLMEngine(Engine):
     model: a transformers causal LM whose layers the tenant owns. tenant: see `ModelRunner` and `Engine`, as are session and
     probe. runner: "cpu" (`ModelRunner`), "gpu" (`GpuRunner`) or "auto", by the device of the KV tensors;
     attention, graphs, staging, max_model_len: the GPU runner's. The other arguments are the scheduler's. With a session the
-    engine takes the host memory that this gives it (`Session(host_kv=)`, `KVSpec.host_blocks`) and swaps: whoever is preempted
+    engine takes the host memory that this gives it (`Session(host_kv=)`, `KVSpec.host_blocks`) and swaps: a preempted request
     keeps its KV in host memory, and nothing is recomputed while that has room. Without one it swaps only if `host_blocks` is a
     number. Streamed blocks (`KVSpec.streamed_blocks`): complete blocks stream from there before it preempts.
     """

@@ -2,7 +2,7 @@
 """Llama-like layers with the small operations fused: one Triton kernel each for the norm, the rotation of q and k, and
 the gated activation, and the residual added by the matrix product. About a dozen launches a layer.
 
-A decode pass reads every weight once; what the launches in between cost is lost to everybody. Without this the baseline
+A decode pass reads every weight once; every policy loses the time of the launches in between. Without this the baseline
 would be slow, and a slow computation hides more copies than a good one: remap would look better than it is.
 
 The weights are those of the model's own modules, at their fixed addresses. Roundings differ from transformers' in the
@@ -112,7 +112,7 @@ class FusedLlama(LlamaLike):
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Whether the model's layers are what the kernels compute: SiLU, and every dimension of a head rotated."""
+        """Whether the model's layers are those that the kernels compute: SiLU, and every dimension of a head rotated."""
         layer = model.model.layers[0]
         partial = getattr(model.config, "rope_parameters", None) or {}
         return (

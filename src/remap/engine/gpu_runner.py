@@ -9,8 +9,8 @@ does not wait at all.
     decodes only           a bucket of `CapturedDecode`: whole while nothing is streamed, else piecewise
     prompts, or a mixture  eager: decodes first, then chunks, one flat batch
 
-The same code runs over CPU tensors, without graphs and with torch's attention; that is how it is tested. What needs a GPU
-(streams, page-locked staging, graphs, kernels) is not yet run on one.
+The same code runs over CPU tensors, without graphs and with torch's attention; that is how it is tested. The part that needs a
+GPU (streams, page-locked staging, graphs, kernels) is not yet run on one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GpuRunner:
 
     tenant: `forward(phase, tokens[, stream])`, `wait(layer)`, `done(layer)`, `streaming`, `kv.tensors`. session: None, or
     what `settle()` quiesces before anything is recorded. max_num_seqs, max_batch_tokens: the scheduler's. max_model_len:
-    most tokens of a sequence (default: what the model and the KV region can hold). attention: see `paged`. graphs: "cuda",
+    most tokens of a sequence (default: as many as the model and the KV region can hold). attention: see `paged`. graphs: "cuda",
     "eager" (recordings that are called again), "off", or "auto" (cuda on a GPU, eager on the CPU). staging: how batch
     tensors reach the device: "copy", "kernel" (see `paged_triton.fetch`) or "auto" (kernel on a GPU with Triton). stream: a
     torch stream to work on (default: a new one).
@@ -169,7 +169,7 @@ class GpuRunner:
         with self._pass("decode", len(chunks), chunks):
             inputs.publish()
             self.attention.plan_decode(chunks, bucket)
-            # Entering the pass may have finished a change that had failed before. What was not recorded for the kind of
+            # Entering the pass may have finished a change that had failed before. A batch not recorded for the kind of
             # pass that it is now runs unrecorded, this once.
             piecewise = self.tenant.streaming
             self.captured.run(bucket, piecewise=piecewise, tenant=self.tenant)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record a piece of a pass once, run it again and again: CUDA graphs, and a stand-in that runs the piece itself.
 
-A piece is a function without arguments or result that works on fixed tensors. What it does must depend on them alone, for
+A piece is a function without arguments or result that works on fixed tensors. Its work must depend on them alone, for
 the recording holds addresses and launches, no Python. It contains no copy of a layer and no `wait` or `done`: those stay
-between pieces, on the stream, so that a graph knows nothing of what is streamed and no change of the remapping makes a
+between pieces, on the stream, so that a graph knows nothing of streaming and no change of the remapping makes a
 recording stale (regions keep their addresses).
 """
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass on a device reads besides weights and KV: token ids, positions, slots, lengths and the block table.
+"""The inputs of a pass on a device besides weights and KV: token ids, positions, slots, lengths and the block table.
 
 All of it is int32 in one buffer at a fixed address (a captured graph reads it there), filled once a pass, asynchronously,
 from page-locked staging of the same layout.
 
 The block table stands transposed, (width, sequences): the columns in use are then one contiguous run, and the copy is as
 long as the longest sequence that changed, not as the longest one possible. A running sequence keeps its row, so that a
-step writes only what is new: about one entry in `block_tokens` for each sequence.
+step writes only new entries: about one entry in `block_tokens` for each sequence.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Staged:
         words = sum(fields.values())
         on_gpu = device.type == "cuda"
         staging = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
-        # On the CPU a second buffer all the same: what is not published must not be seen there either.
+        # On the CPU a second buffer all the same: unpublished values must not be seen there either.
         target = torch.zeros(words, dtype=torch.int32, device=device)
         self.words = words
         self.host: dict[str, torch.Tensor] = {}
@@ -87,7 +87,7 @@ class BlockTable:
 
     `rows_of(sequences)` brings their rows up to date in the staging and returns their indices. `changed` columns are to be
     published then (0: none). A row is right if the list of blocks is the one that was written and only grew since:
-    whoever changes an entry of a sequence's blocks replaces the list (see `request.Sequence`).
+    code that changes an entry of a sequence's blocks replaces the list (see `request.Sequence`).
     """
 
     def __init__(self, staged: Staged, field: str, sequences: int, width: int) -> None:

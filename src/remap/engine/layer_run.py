@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consecutive layers of a model over a flat batch of tokens: what every pass on the CPU does, of a whole model (runner.py) or
+"""Consecutive layers of a model over a flat batch of tokens: the work of every pass on the CPU, of a whole model (runner.py) or
 of a part of it (remap.cluster.stage).
 
 This is where an engine adopts remap in the pass: `tenant.forward()` around it, `tenant.wait(i)` before layer i reads its weights,
@@ -31,7 +31,7 @@ __all__ = ["FlatBatch", "LayerRun"]
 
 
 class FlatBatch:
-    """What all layers of a pass over `chunks` need: the chunks in `decode_first` order, index tensors, and who gets a token.
+    """The inputs of all layers of a pass over `chunks`: the chunks in `decode_first` order, index tensors, and which get a token.
 
     samplers: the chunks that yield a token; phase: "prefill", "decode" or "mixed". dtype: the model's.
     """
@@ -103,7 +103,7 @@ class LayerRun:
         """One pass. Writes the chunks' KV. Returns hidden states, padded rows included; or, of a run that samples, the logits
         of the samplers, (samplers, vocabulary), with logprobs of prompts noted where they were asked for.
 
-        hidden: what the run before this one returned; None: this one begins with the embedding. streamed: see
+        hidden: the result of the run before this one; None: this one begins with the embedding. streamed: see
         `Tenant.forward`. If anything raises, the pass is abandoned and can be run again.
         """
         tenant, decoder = self.tenant, self.decoder

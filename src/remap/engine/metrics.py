@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run cost: time to first token, time between tokens, throughput, preemptions, recomputed tokens, and a
+"""The metrics of a run: time to first token, time between tokens, throughput, preemptions, recomputed tokens, and a
 timeline. Pure.
 """
 

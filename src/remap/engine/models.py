@@ -66,7 +66,7 @@ class Decoder(Protocol):
     activation_width: int  # elements of one token's input of a layer (keys and values: 2 * kv_heads * head_dim)
 
     def rotary(self, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
-        """What every layer needs of the positions, in the dtype of `hidden`."""
+        """The positions as every layer needs them, in the dtype of `hidden`."""
         ...
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -74,7 +74,7 @@ class Decoder(Protocol):
         ...
 
     def keys_values(self, index: int, hidden: torch.Tensor, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `layer` gives `attend` as k and v, each (tokens, kv_heads, head_dim). `hidden` does not change."""
+        """The k and v that `layer` gives `attend`, each (tokens, kv_heads, head_dim). `hidden` does not change."""
         ...
 
     def layer(self, index: int, hidden: torch.Tensor, rotary: Any, attend: Attend) -> torch.Tensor:
@@ -209,7 +209,7 @@ class Opt:
         return hidden if before else layer.final_layer_norm(hidden)
 
     def _attended(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """What queries, keys and values are projected from."""
+        """The input of the projections of queries, keys and values."""
         return layer.self_attn_layer_norm(hidden) if layer.do_layer_norm_before else hidden
 
     def _keys_values(self, attention: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ MOST_STEPS_MEASURED = 4096
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used."""
 
     eos_token_id: int | None
 
@@ -67,7 +67,7 @@ def generate_offline(
 
     Raises InvalidState if the engine has unfinished requests, or another run writes to the output file; InvalidArgument (field
     `field`) if a file cannot be used, or the output file has answers to other requests (nothing changed in both cases);
-    AnswersNotWritten if the disk is full or fails. What `engine.step` raises passes through, but for OutOfBlocks of one
+    AnswersNotWritten if the disk is full or fails. Errors of `engine.step` pass through, but for OutOfBlocks of one
     request, which is its answer.
     """
     if engine.unfinished:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["FIELDS", "AnswerFile", "AnswersNotWritten", "Job", "read_request"]
 
 FIELDS = ("custom_id", "prompt", "max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids")
-# Answers between two fsyncs. After a power failure at most so many are answered again.
+# Answers between two fsyncs. After a power failure at most this many are answered again.
 GROUP = 32
-# What every line of the answers begins with: only a last line that does is one that was cut off.
+# The beginning of every line of the answers: only a last line that does is one that was cut off.
 START = b'{"line": '
 
 
@@ -63,8 +63,8 @@ def read_request(
 ) -> tuple[str, str | tuple[int, ...], SamplingParams]:
     """(custom_id, prompt, how to sample) of a line. stop_token_ids: of a request that names none.
 
-    Raises InvalidArgument, with the field custom_id (None if that cannot be read), for what is not JSON, not an object, or has
-    a field that is missing, unknown or of the wrong kind.
+    Raises InvalidArgument, with the field custom_id (None if that cannot be read), for a line that is not JSON, not an object, or
+    has a field that is missing, unknown or of the wrong kind.
     """
     try:
         values = json.loads(text.decode("utf-8-sig"))
@@ -296,7 +296,7 @@ class AnswerFile:
 
 
 def _regular(path: Path, field: str, look: Any) -> os.stat_result:
-    """What `look` finds. Raises InvalidArgument unless that is a regular file."""
+    """The status that `look` returns. Raises InvalidArgument unless it is of a regular file."""
     try:
         found: os.stat_result = look()
     except OSError as error:

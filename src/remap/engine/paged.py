@@ -172,7 +172,7 @@ class TorchPaged:
             out[first : first + count] = self._attend(layer, q[first : first + count], table[row], end)
 
     def _attend(self, layer: int, q: torch.Tensor, row: torch.Tensor, end: int) -> torch.Tensor:
-        """The last tokens of a sequence of `end` tokens, q (tokens, heads, head_dim). Gathers what is written, no more."""
+        """The last tokens of a sequence of `end` tokens, q (tokens, heads, head_dim). Gathers the written tokens, no more."""
         blocks = row[: -(-end // self._block_tokens)].long()
         keys, values = (part[blocks].flatten(0, 1)[:end].transpose(0, 1)[None] for part in self._tensors[layer])
         later = torch.arange(end, device=q.device) > torch.arange(end - q.shape[0], end, device=q.device)[:, None]

@@ -37,7 +37,7 @@ MATRIX_GROUP = 4
 
 class FlashInferPaged:
     """`paged.DeviceAttention` by FlashInfer. max_blocks: most blocks that the sequences of a pass hold together. by_kernel:
-    how their ids reach the device, see `inputs.Staged`; what planning itself computes is copied by FlashInfer.
+    how their ids reach the device, see `inputs.Staged`; FlashInfer copies the results of planning itself.
     """
 
     name = "flashinfer"

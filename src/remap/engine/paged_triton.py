@@ -4,7 +4,7 @@
 The KV of a layer is (2, blocks, block_tokens, kv_heads, head_dim) with any strides: in a block-major region the next
 block lies a whole block of all layers away, and a region has more than 2^31 elements, so block offsets are 64 bit.
 
-What a block held before is never seen. Pages come with whatever was in them, perhaps weights, and 0 * NaN is NaN, so
+The former contents of a block are never seen. Pages come with whatever was in them, perhaps weights, and 0 * NaN is NaN, so
 masking scores is not enough: slots beyond a sequence's length are not loaded at all (the tile holds 0 there), and their
 scores are -inf. Slots need no zeroing, and block ids beyond a sequence's length are not read.
 
@@ -32,7 +32,7 @@ __all__ = ["decode_config", "decode_splits", "fetch", "paged_decode", "write_kv"
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 LOG2E = 1.4426950408889634
 # A context longer than this is split even if the batch alone would fill the machine: one long sequence in a large batch
-# would otherwise keep everybody waiting.
+# would otherwise keep all others waiting.
 LONG_SPLIT = 4096
 MOST_SPLITS = 32
 

@@ -25,7 +25,7 @@ class Pair:
 
 @dataclass(slots=True)
 class Kept:
-    """What a running sequence has: `out` pairs are in host memory, the first ones; `promised` host blocks are its own."""
+    """The blocks of a running sequence: `out` pairs are in host memory, the first ones; `promised` host blocks are its own."""
 
     pairs: list[Pair] = field(default_factory=list)
     out: int = 0

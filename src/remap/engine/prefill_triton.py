@@ -4,7 +4,7 @@
 The batch is flat: chunks of many sequences, of any lengths, stand one after another. The host cuts it into tiles (some
 tokens of one chunk); one program serves a (tile, KV head) with the query heads of that KV head and the tile's tokens as
 the rows of one matrix product. Keys before the tile's first token are seen by all its rows and need no mask; the few after
-it are masked, before use as in `paged_triton`: what lies in slots beyond the last token is never loaded.
+it are masked, before use as in `paged_triton`: the slots beyond the last token are never loaded.
 
 Importing this module imports triton. Not yet run on a GPU; the tests run it in Triton's interpreter and compile it.
 """

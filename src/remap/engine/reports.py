@@ -2,7 +2,7 @@
 """The session's last report, until the tables of all engines follow it.
 
 A report tells which live blocks moved, once. An interrupt (Ctrl-C) may come between the session's call and the engine's tables:
-so the report is kept, and whoever touches the tables next lets them follow first. Of a call that an interrupt has ended the
+so the report is kept, and the next call that touches the tables lets them follow first. Of a call that an interrupt has ended the
 session's next report tells.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["Reports"]
 
 
 class Tables(Protocol):
-    """What has block tables: an engine."""
+    """An owner of block tables: an engine."""
 
     def follow(self, moved: Mapping[int, int]) -> None: ...
 

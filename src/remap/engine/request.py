@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user asks for (`Request`, `SamplingParams`), what he gets (`Output`), and the engine's own record of it
+"""A user's request (`Request`, `SamplingParams`), its answer (`Output`), and the engine's own record of it
 (`Sequence`).
 """
 
@@ -19,7 +19,7 @@ MOST_LOGPROBS = 20
 
 class TokenLogprobs(NamedTuple):
     """The natural logarithm of a token's probability, and (token, logprob) of the likeliest tokens in its place, the likeliest
-    first and of equal ones the smallest id: so many as were asked for. By the model's logits alone, before penalties, bias and
+    first and of equal ones the smallest id: as many as were asked for. By the model's logits alone, before penalties, bias and
     temperature; at least -9999."""
 
     token: int
@@ -33,17 +33,17 @@ class SamplingParams:
 
     temperature 0 is greedy. Otherwise the token is drawn from softmax(logits / temperature), cut to the `top_k` most
     likely (0: all), to those at least `min_p` times as likely as the likeliest, and to the smallest set whose probability
-    reaches `top_p`; whoever ties with the last one kept is kept. The random numbers depend on (seed, position, token) only:
+    reaches `top_p`; a token that ties with the last one kept is kept. The random numbers depend on (seed, position, token) only:
     neither the batch nor a preemption changes them.
 
     Both look at logits that are changed before, in this order: `logit_bias` is added ((token, bias) pairs, each token once);
     logits of tokens that the prompt or the answer has are divided by `repetition_penalty` if they are above 0, else multiplied
     by it; `frequency_penalty` times how often the answer has a token is subtracted, and `presence_penalty` once if it has it.
 
-    logprobs: note each token's `TokenLogprobs` with so many alternatives (None: note nothing). prompt_logprobs: also those of
+    logprobs: note each token's `TokenLogprobs` with that many alternatives (None: note nothing). prompt_logprobs: also those of
     the prompt's tokens but the first.
 
-    Raises InvalidArgument (field param: its name, and a field of that name) for a value outside of what it says.
+    Raises InvalidArgument (field param: its name, and a field of that name) for a value outside of its range.
     """
 
     max_tokens: int = 16
@@ -143,9 +143,9 @@ class Sequence:
     Invariants between steps: `computed` tokens of `tokens` have their KV in `blocks`, so computed <= len(blocks) *
     block_tokens and computed < len(tokens); a waiting sequence has no blocks, and computed = 0 unless its KV lies in
     host memory. `host`: host blocks that hold the KV of its first len(host) blocks; while it runs they are complete blocks,
-    which never change. `streamed`: so many of its first blocks are of `kv.host.stream`, and show the first of `host`; `homing`: a
-    ticket, and blocks into which the last of them are being copied back. `high_water` = the most
-    tokens whose KV ever existed, so computing token i < high_water is recomputing. `blocks` is extended in place; whoever
+    which never change. `streamed`: how many of its first blocks are of `kv.host.stream`, and show the first of `host`; `homing`:
+    a ticket, and blocks into which the last of them are being copied back. `high_water` = the most
+    tokens whose KV ever existed, so computing token i < high_water is recomputing. `blocks` is extended in place; code that
     changes an entry, or takes any away, replaces the list (a block table knows by that what to write again). `relocated`: the
     last move of blocks that the tables follow (`Scheduler.relocate`). `noted`: logprobs that were asked for, by the place of
     their token in `tokens`; a pass that is run again notes the same again.

@@ -30,7 +30,7 @@ _LEAST = -9999.0
 """JSON has no infinity."""
 
 _SCORED_ROWS = 32
-"""Of a prompt whose logprobs are noted, so many rows go through the head at once, always: logits of a whole prompt take much
+"""Of a prompt whose logprobs are noted, this many rows go through the head at once, always: logits of a whole prompt take much
 memory, and another number of rows might round otherwise."""
 
 
@@ -83,7 +83,7 @@ def logprobs_of(logits: torch.Tensor, token: int, count: int) -> TokenLogprobs:
 def changed_logits(
     logits: torch.Tensor, sampling: SamplingParams, tokens: Sequence[int], prompt_tokens: int
 ) -> torch.Tensor:
-    """What penalties and the bias make of logits, (vocabulary,), behind these tokens, of which the first are the prompt: float64.
+    """The logits, (vocabulary,), after penalties and the bias, behind these tokens, of which the first are the prompt: float64.
     See `SamplingParams`."""
     found = logits.to(torch.float64, copy=True)
     for token, bias in sampling.logit_bias:
@@ -99,13 +99,13 @@ def changed_logits(
 
 
 def scores(logits: torch.Tensor, sampling: SamplingParams, position: int) -> torch.Tensor:
-    """What the next token has the largest of: the logits, (vocabulary,), of a greedy request; else float64, -inf for tokens that
-    `top_k`, `min_p` or `top_p` leaves out, and logits / temperature with Gumbel noise for the others.
+    """The scores of which the next token has the largest: the logits, (vocabulary,), of a greedy request; else float64, -inf for
+    tokens that `top_k`, `min_p` or `top_p` leaves out, and logits / temperature with Gumbel noise for the others.
 
     The largest of these sums is a draw from the softmax. Each token has noise of its own, a function of (seed, position, token):
     logits that are rounded otherwise, as in another batch, give another token only where the two best sums are that close. (A
     draw from sorted probabilities changes whenever two neighbours change places, or a sum before the token rounds otherwise.)
-    `top_k` and `top_p` keep whoever ties with the last token kept; where logits decide who that is, rounding may.
+    `top_k` and `top_p` keep each token that ties with the last one kept; where logits decide which that is, rounding may.
     """
     if sampling.temperature == 0:
         return logits
@@ -138,7 +138,7 @@ def _last_of_share(scaled: torch.Tensor, share: float) -> torch.Tensor:
     last = (reached[1:] < wanted).sum()
     ordered = scaled[slices == last].sort(descending=True).values
     below = (reached[last] + ordered.exp().cumsum(0) < wanted).sum()
-    return ordered[below.clamp(max=len(ordered) - 1)]  # sums in another order may round below what is wanted
+    return ordered[below.clamp(max=len(ordered) - 1)]  # sums in another order may round below the target
 
 
 def _gumbel(key: str, like: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs in the next pass. Pure: no torch, no clock; blocks come from a pool that is handed in.
+"""Chooses the requests of the next pass. Pure: no torch, no clock; blocks come from a pool that is handed in.
 
 The policy is vLLM V1's, so that the engine without a session is a fair baseline: running sequences first, in the order
-of their arrival; a prompt is computed in chunks that fill what the token budget has left; a running sequence that
+of their arrival; a prompt is computed in chunks that fill the rest of the token budget; a running sequence that
 cannot get a block preempts the youngest one, which loses its KV and goes to the front of the queue; new sequences are
 admitted only in a step without preemption and only when their whole prompt would fit (vLLM's
 `scheduler_reserve_full_isl`, on by default there as here).
@@ -35,7 +35,7 @@ _MOVES = count(1)  # numbers of moves of blocks: a sequence may go to another sc
 
 
 class Schedule(NamedTuple):
-    """What one pass computes (tokens: of all chunks), and who lost their blocks for it."""
+    """The chunks of one pass (tokens: of all chunks), and the requests that lost their blocks for it."""
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[Sequence, ...]
@@ -47,21 +47,21 @@ class Scheduler:
 
     max_num_seqs: most sequences running at once. max_batch_tokens: most tokens a pass. watermark: share of the usable
     blocks that an admission must leave free while others run (vLLM's default is 0). lookahead_blocks: blocks a running
-    sequence that `demand` asks for ahead of need. chunk_align: a prompt is cut at multiples of so many tokens, so that
+    sequence that `demand` asks for ahead of need. chunk_align: a prompt is cut at multiples of this many tokens, so that
     its attention has the same shapes wherever it was cut. decode_cost: how many prompt tokens one decoding
     sequence costs in a pass (about 3 to 4 on a CPU); the prompt chunk shrinks by as much, so that passes take equally long
     and those who decode do not wait longer the more of them there are. 0 (default): only tokens count, as in vLLM.
-    swap: whoever is preempted keeps its KV in host memory (`pool.copy_out`), if that has room, and goes on from there. KV is
-    append-only, so host copies of complete blocks are kept while their sequence runs, and only what is new is copied out
+    swap: a preempted sequence keeps its KV in host memory (`pool.copy_out`), if that has room, and goes on from there. KV is
+    append-only, so host copies of complete blocks are kept while their sequence runs, and only new blocks are copied out
     again. A sequence that comes back is `arriving` while its KV is copied in, beside the passes of the others. overlap: False
-    for vLLM V0's way: everything is copied out each time, and the next pass waits for what comes in.
-    stream: beside that, complete blocks of running sequences stream from host memory in each pass rather than that somebody is
+    for vLLM V0's way: everything is copied out each time, and the next pass waits for the copies in.
+    stream: beside that, complete blocks of running sequences stream from host memory in each pass rather than that another is
     preempted, or not admitted, as many as `pool.streamable_blocks` says (streaming.py).
-    Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what a full pool preempted is older than
+    Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; a preempted sequence is older than
     the rest). A sequence is in one of `waiting`, `running` and `arriving`.
     Interrupts: a call that an interrupt ends leaves every sequence in one queue, with tables that are true; the same call goes
-    on where it ended. A sequence that waits may have blocks then, and uses them when its turn comes. `due`: what nobody has any
-    more and the pool has not back yet.
+    on where it ended. A sequence that waits may have blocks then, and uses them when its turn comes. `due`: blocks that no
+    sequence has any more and the pool has not back yet.
     """
 
     def __init__(
@@ -117,19 +117,20 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._arriving: dict[Sequence, int] = {}
-        # Who goes to another queue, to which (its state then), and the ticket if its KV is being copied in: see `_move`.
+        # The sequence that goes to another queue, to which (its state then), and the ticket if its KV is being copied in: see
+        # `_move`.
         self._moving: tuple[Sequence, RequestState, int | None] | None = None
 
     @property
     def running(self) -> list[Sequence]:
-        """Who is computed in passes."""
+        """The sequences that passes compute."""
         if self._moving is not None:
             self._place()
         return self._running
 
     @property
     def waiting(self) -> deque[Sequence]:
-        """Who has no KV, or has it in host memory."""
+        """The sequences without KV, or with KV in host memory."""
         if self._moving is not None:
             self._place()
         return self._waiting
@@ -142,7 +143,7 @@ class Scheduler:
         return self._arriving
 
     def share_line(self, line: deque[Sequence]) -> None:
-        """Who waits stands in this line, perhaps with those of other schedulers. Before the first request."""
+        """Let waiting sequences stand in this line, perhaps with those of other schedulers. Before the first request."""
         self._waiting = line
 
     def add(self, sequence: Sequence) -> None:
@@ -202,7 +203,7 @@ class Scheduler:
         self.due.give_surely(pool)
 
     def queued(self) -> Iterable[Sequence]:
-        """Who does not run yet, in the order in which they will."""
+        """The sequences that do not run yet, in the order in which they will."""
         return self.waiting
 
     def schedule(self, pool: SchedulerBlocks) -> Schedule:
@@ -233,7 +234,7 @@ class Scheduler:
         """`schedule`, of those who run and wait."""
         budget = self.max_batch_tokens
         decoding = sum(1 for sequence in self.running if sequence.length - sequence.computed == 1)
-        # Prompt tokens of this pass: what the decoding sequences, at their real cost, leave of it; at least one tile.
+        # Prompt tokens of this pass: the rest that the decoding sequences leave, at their real cost; at least one tile.
         prompt = max(self.chunk_align, budget - self.decode_cost * decoding)
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
@@ -296,7 +297,7 @@ class Scheduler:
 
     def save(self, pool: SchedulerBlocks, complete: bool = False) -> None:
         """Copy out what host memory does not have yet of those who run, while there is room, the youngest first: so their
-        blocks can go at once when somebody needs them. Between turns, when nobody writes; during a turn only `complete`
+        blocks can go at once when others need them. Between turns, when no pass writes; during a turn only `complete`
         blocks."""
         self._mend(pool)
         for sequence in reversed(self.running):
@@ -313,7 +314,7 @@ class Scheduler:
             self._fetch(sequence, pool)
 
     def leave_host(self, pool: SchedulerBlocks, spare: int) -> None:
-        """Have nothing in host memory any more, but for what streams: what there is room for, with so many blocks to spare, comes
+        """Have nothing in host memory any more, but for what streams: what there is room for, with `spare` blocks to spare, comes
         back, the oldest first, and runs; the rest is computed again. Waits for the copies. Raises the pool's error if they have
         failed: then those who waited for them wait again, with their KV in host memory."""
         self._mend(pool)
@@ -352,14 +353,14 @@ class Scheduler:
         return 0 if budget < self.max_batch_tokens else count
 
     def _room(self, blocks: int, pool: SchedulerBlocks) -> bool:
-        """Whether so many blocks are free, or could be made free by letting others stream."""
+        """Whether `blocks` blocks are free, or could be made free by letting others stream."""
         short = blocks - pool.free_blocks
         if short <= 0 or not self.stream:
             return short <= 0
         return streaming.make_room(self.running, short, pool, self.block_tokens, self.due)
 
     def _seat(self, sequence: Sequence, tokens: int, blocks: int, pool: SchedulerBlocks) -> bool:
-        """Give a waiting sequence its blocks for so many tokens, if `blocks` are free or can be made free. Where they are not,
+        """Give a waiting sequence its blocks for `tokens` tokens, if `blocks` are free or can be made free. Where they are not,
         its own blocks in host memory stream first: that costs no copy now."""
         if self.stream and not sequence.blocks:
             streaming.show(sequence, blocks - pool.free_blocks, pool, self.block_tokens)
@@ -388,7 +389,7 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence, pool: SchedulerBlocks, kept: bool) -> None:
         """It waits, without blocks; with its KV in host memory if that is `kept`."""
-        # What has KV goes first, so that nobody computes with blocks that it lost; what has none, when it has none.
+        # A sequence with KV leaves its queue first, so that it never computes with blocks that it lost; one without, at the end.
         if kept:
             self._move(sequence, RequestState.WAITING)
         self._drop(sequence, pool, kept)
@@ -396,7 +397,7 @@ class Scheduler:
             self._move(sequence, RequestState.WAITING)
 
     def _settle(self, pool: SchedulerBlocks) -> None:
-        """What streams is there to be read, or its sequence waits."""
+        """See that blocks that stream are there to be read; else their sequence waits."""
         if self.stream:
             for sequence in streaming.settle(self.running, pool, self.due):
                 self._retire(sequence, pool, kept=False)  # its KV is lost
@@ -405,7 +406,7 @@ class Scheduler:
 
     def _move(self, sequence: Sequence, state: RequestState, ticket: int | None = None) -> None:
         """A sequence goes to the queue of this state, in the place of its age; with a ticket it arrives. It has happened as soon
-        as that is written down: what an interrupt leaves undone, whoever looks at the queues next does."""
+        as that is written down: the next look at the queues does the rest after an interrupt."""
         if self._moving is not None:
             self._place()
         self._moving = sequence, state, ticket
@@ -459,7 +460,7 @@ class Scheduler:
             try:
                 sequence.host = sequence.host + pool.copy_out(new)
             except OutOfBlocks:
-                # What host memory keeps of those who run only saves a copy later.
+                # Host copies of running sequences only save a copy later.
                 for other in spare or ():
                     self._forget_host(other, 0, pool)
             else:
@@ -468,7 +469,7 @@ class Scheduler:
 
     def _fetch(self, sequence: Sequence, pool: SchedulerBlocks) -> bool:
         """Start copying its KV back into its new blocks: it arrives. False if a copy out has failed: then it has no KV any more.
-        Without a copy in flight it has no blocks either, so that nobody waits for those."""
+        Without a copy in flight it has no blocks either, so that no other waits for those."""
         host, streamed = sequence.host, sequence.streamed
         kept = pool.kept(host)
         try:
@@ -485,7 +486,7 @@ class Scheduler:
         streaming.forget_host(sequence, keep, pool, self.due)
 
     def _arrive(self, pool: SchedulerBlocks, behind: int | None = None) -> list[Sequence]:
-        """Let those run whose KV has arrived. The host keeps complete blocks, which nobody writes any more. behind: the pass
+        """Let those run whose KV has arrived. The host keeps complete blocks, which no pass writes any more. behind: the pass
         comes behind this ticket and those before it."""
         try:
             if behind is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of several engines on one arena cost: each tenant's metrics, all of them together, and the turns. Pure."""
+"""The metrics of a run of several engines on one arena: each tenant's metrics, all of them together, and the turns. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TenantSample:
 
 @dataclass(frozen=True)
 class SharedSample:
-    """All tenants after one step. `time_s` counts from the start of the run; `active`: who ran."""
+    """All tenants after one step. `time_s` counts from the start of the run; `active`: the tenant that ran."""
 
     time_s: float
     active: tuple[str, ...]
@@ -60,7 +60,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class SharedResult:
-    """Outputs by tenant and request id, and what the run cost. stall_s: seconds in which passes waited for layers."""
+    """Outputs by tenant and request id, and the metrics of the run. stall_s: seconds in which passes waited for layers."""
 
     outputs: Mapping[str, Mapping[str, Output]]
     metrics: Mapping[str, Metrics]
@@ -74,7 +74,7 @@ class SharedResult:
         return max((one.duration_s for one in self.metrics.values()), default=0.0)
 
     def tokens(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """What was generated, to compare runs by: equal for the same requests, whatever memory there was."""
+        """The generated tokens, to compare runs by: equal for the same requests, whatever memory there was."""
         return {name: {id: one.tokens for id, one in outputs.items()} for name, outputs in self.outputs.items()}
 
     def different(self, reference: Mapping[str, Mapping[str, tuple[int, ...]]]) -> list[tuple[str, str]]:

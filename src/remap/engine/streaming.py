@@ -2,8 +2,8 @@
 """Which blocks of running sequences stream from host memory in each pass. Pure, as the scheduler, which calls this.
 
 A block that is complete never changes, so once host memory has it, passes can read it from there (`kv.host.stream`) and its
-pages are free: nothing is copied out a second time, whatever happens. The first blocks of a sequence go first, so that
-those which stream are the first `streamed` of it, and copies are long. They come back when nobody else wants the blocks:
+pages are free: nothing is ever copied out a second time. The first blocks of a sequence go first, so that
+those which stream are the first `streamed` of it, and copies are long. They come back when no other sequence wants the blocks:
 that costs as much as one pass that streams them.
 """
 
@@ -37,8 +37,8 @@ def streamed(chunks: Listed[Chunk]) -> list[int]:
 
 
 def make_room(running: Listed[Sequence], blocks: int, pool: SchedulerBlocks, block_tokens: int, due: Due) -> bool:
-    """Free so many blocks by letting complete ones of these sequences stream, the oldest's first, as far as the passes'
-    certificate (`pool.streamable_blocks`) goes. False if that was not enough; what has been freed stays free. Raises the
+    """Free `blocks` blocks by letting complete ones of these sequences stream, the oldest's first, as far as the passes'
+    certificate (`pool.streamable_blocks`) goes. False if that was not enough; freed blocks stay free. Raises the
     pool's error; every sequence is consistent then."""
     freed = 0
     for sequence in running:
@@ -75,8 +75,8 @@ def bring_home(running: Listed[Sequence], spare: int, pool: SchedulerBlocks, due
 
 
 def settle(running: Listed[Sequence], pool: SchedulerBlocks, due: Due) -> list[Sequence]:
-    """Let what has come back be the sequences' own blocks again. Returns those of which bytes that stream never reached host
-    memory: they have to be computed anew. Raises the pool's error if copies back have failed; what streams goes on."""
+    """Let blocks that have come back be the sequences' own again. Returns those of which bytes that stream never reached host
+    memory: they have to be computed anew. Raises the pool's error if copies back have failed; streaming goes on."""
     for sequence in running:
         if sequence.homing is None:
             continue

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline batches of a model that need not fit into memory, and whose KV lies in host memory: who runs in the next pass.
+"""Offline batches of a model that need not fit into memory, and whose KV lies in host memory: the requests of the next pass.
 
 Every pass reads all layers once, for all running sequences. Complete blocks go out to host memory and stream in again, layer by
 layer, in each pass. They go out in pairs of blocks, as keys and values (two host blocks), or as *activations*: the layer's
 input of these tokens, from which keys and values are made again (one host block, whose key half has the first block's and whose
-value half the second's). That halves what is copied, for one more matrix product: HybridServe, sections 3.3 and 4.2. Which
+value half the second's). That halves the bytes copied, for one more matrix product: HybridServe, sections 3.3 and 4.2. Which
 pairs are activations is decided when their first token is computed, by `ratio`, so that each request has the same mixture.
 
 No request is preempted: one is admitted when host memory has room for all of its life, and the pool for its last pair.
@@ -44,7 +44,7 @@ __all__ = ["ChosenRatio", "ThroughputEngine", "ThroughputScheduler"]
 class ThroughputScheduler(Scheduler):
     """First come, first served; each pass decodes a token of all who can, and prompts fill the budget.
 
-    ratio: (activations, KV), of the pairs of each request. host_blocks: those that can stream. held: what each sequence has.
+    ratio: (activations, KV), of the pairs of each request. host_blocks: those that can stream. held: by sequence, its blocks.
     """
 
     def __init__(self, *, ratio: Ratio, host_blocks: int, **settings: Any) -> None:
@@ -64,13 +64,13 @@ class ThroughputScheduler(Scheduler):
         return PAIR * pairs - activations_of(pairs, self.ratio)
 
     def activation_blocks(self, tokens: int) -> int:
-        """Scratch blocks that a sequence of so many tokens needs in a pass."""
+        """Scratch blocks that a sequence of `tokens` tokens needs in a pass."""
         return PAIR * activations_of(self.blocks_for(tokens) // PAIR, self.ratio)
 
     @property
     def least_blocks(self) -> int:
         """The pool's blocks without which nothing runs: for the end of one sequence's last pair, and the least chunk of its
-        prompt. With END more for each other sequence whoever runs can always go on."""
+        prompt. With END more for each other sequence all that run can always go on."""
         blocks = self.blocks_for(self.chunk_align)
         return END + blocks + blocks // PAIR + 2
 
@@ -93,7 +93,7 @@ class ThroughputScheduler(Scheduler):
             self._put_out(sequence, pool)
         self.due.give(pool)
         self._admit(pool)
-        # Of the pool's blocks `taken` are in use, or kept for the end of somebody's last pair.
+        # Of the pool's blocks `taken` are in use, or kept for the end of a sequence's last pair.
         taken = sum(max(END, self._in_pool(sequence)) for sequence in self.running)
         budget, chunks = self.max_batch_tokens, list[Chunk]()
         for sequence in self.running:
@@ -134,12 +134,12 @@ class ThroughputScheduler(Scheduler):
         return len(sequence.blocks) - PAIR * kept.out + sum(pair.staging is not None for pair in kept.pairs[kept.out :])
 
     def _new_pairs(self, sequence: Sequence, tokens: int) -> list[Pair]:
-        """The pairs that it needs beyond those that it has, for so many tokens."""
+        """The pairs that it needs beyond those that it has, for `tokens` tokens."""
         have, need = len(self.held[sequence].pairs), -(-self.blocks_for(tokens) // PAIR)
         return [Pair(self.keeps_activations(number)) for number in range(have, need)]
 
     def _missing(self, sequence: Sequence, tokens: int) -> int:
-        """Blocks of the pool that it needs beyond those that it holds, for so many tokens."""
+        """Blocks of the pool that it needs beyond those that it holds, for `tokens` tokens."""
         staging = sum(pair.activations for pair in self._new_pairs(sequence, tokens))
         return max(0, self.blocks_for(tokens) - len(sequence.blocks)) + staging
 
@@ -188,8 +188,8 @@ class ThroughputScheduler(Scheduler):
 
 @dataclass(frozen=True)
 class ChosenRatio:
-    """Which ratio of (activations, KV) an engine keeps, and why. times, options: what was measured and what follows from it
-    (`remap.policy.offline.choose`), if the engine chose among ratios."""
+    """Which ratio of (activations, KV) an engine keeps, and why. times, options: the measurements and the options that follow
+    from them (`remap.policy.offline.choose`), if the engine chose among ratios."""
 
     ratio: Ratio
     why: str
@@ -319,7 +319,7 @@ class ThroughputEngine(Engine):
 
 
 def _kv_alone(runner: ThroughputRunner) -> str | None:
-    """Why nothing but KV can be kept, or nobody could say what is best; None if there is a choice."""
+    """Why nothing but KV can be kept, or the best ratio cannot be known; None if there is a choice."""
     from remap.engine.models import require_block_activations
 
     tenant = runner.tenant

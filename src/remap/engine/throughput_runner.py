@@ -3,7 +3,7 @@
 
 A mini-batch is as many sequences as the scratch blocks have room for: keys and values that are made from activations are written
 there, used by its attention, and written over by the next mini-batch's. The order of computation is all that protects them.
-What is no attention is computed for all sequences together, so that a layer's weights are read once a pass.
+All but attention is computed for all sequences together, so that a layer's weights are read once a pass.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class ThroughputRunner:
         return torch.cat(found)
 
     def remake(self, layer: int, group: MiniBatch) -> None:
-        """The layer's keys and values of what is kept as activations, into the scratch blocks."""
+        """The layer's keys and values of blocks kept as activations, into the scratch blocks."""
         if group.remade is not None:
             source, targets, positions = group.remade
             tensor = self.tenant.kv.tensors[layer]

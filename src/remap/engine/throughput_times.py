@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the passes of an offline batch cost on this machine: a short calibration, before the first of them.
+"""The cost of an offline batch's passes on this machine: a short calibration, before the first of them.
 
 One pass computes layer 0 several times on made-up activations, whose keys and values go to scratch blocks: no block of a
 request is read or written, so no token changes. The link's seconds are the session's (`Inside.streamed_seconds`), which
@@ -54,7 +54,7 @@ class Times:
     ends_s: float
 
     def forward_s(self, requests: int, pairs: int) -> float:
-        """One layer, for a token of so many requests with so many pairs together."""
+        """One layer, for a token of each of `requests` requests with `pairs` pairs together."""
         return self.base_s + self.token_s * requests + self.pair_s * pairs
 
 
@@ -91,7 +91,7 @@ def room_of(layers: int, unit_bytes: int, host_blocks: int, scratch_blocks: int)
 
 @torch.inference_mode()
 def measure(runner: ThroughputRunner, requests: int, tokens: int, clock: Callable[[], float]) -> Times:
-    """Of passes with so many requests of so many tokens each, in one pass. clock: in seconds. The tenant must be between
+    """Of passes with `requests` requests of `tokens` tokens each, in one pass. clock: in seconds. The tenant must be between
     passes. Raises what a pass raises."""
     tenant = runner.tenant
     pair_tokens = PAIR * runner.block_tokens
@@ -155,7 +155,7 @@ def _copy_line(one: float, two: float) -> Line:
 
 
 def _seconds(works: Listed[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
-    """The median of a few times of each, without the first, all in turns: what others do on the machine falls on all of them, as
+    """The median of a few times of each, without the first, all in turns: other work on the machine falls on all of them, as
     it will on the passes."""
     found: list[list[float]] = [[] for _ in works]
     for _ in range(_REPEATS + 1):
@@ -167,7 +167,7 @@ def _seconds(works: Listed[Callable[[], object]], clock: Callable[[], float]) ->
 
 
 def _fill(runner: ThroughputRunner) -> None:
-    """Give the scratch blocks numbers that are like activations: what lies there may be slow to compute with."""
+    """Give the scratch blocks numbers that are like activations: the bytes there may be slow to compute with."""
     tensor, scratch = runner.tenant.kv.tensors[0], inside(runner.tenant).kv.scratch
     tensor[:, scratch.start : scratch.stop] = torch.randn(tensor[:, :1].shape, dtype=tensor.dtype)
 
@@ -204,7 +204,7 @@ def _remake(runner: ThroughputRunner, pairs: int) -> Callable[[], object]:
 
 
 def _ends(runner: ThroughputRunner, rows: int, length: int) -> Callable[[], object]:
-    """What is done once a pass: the index tensors, the embedding and the head."""
+    """The work done once a pass: the index tensors, the embedding and the head."""
 
     def work() -> object:
         batch, padding = _batch(runner, rows, length), max(0, min_rows(runner.dtype) - rows)

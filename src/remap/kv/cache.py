@@ -42,7 +42,7 @@ def _require_call(name: str, call: object) -> None:
 
 
 class BlockCopies(Protocol):
-    """What moves the bytes of blocks: remap.memory.kv_copies."""
+    """The mover of the bytes of blocks: remap.memory.kv_copies."""
 
     def copy(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
     def copy_out(
@@ -77,7 +77,7 @@ class TenantKV:
         host_store: Callable[[], HostBlocks] | None = None,
     ) -> None:
         """copies: of bytes of the region and of the host store. host_store: takes the store that comes in place of `host`, when
-        somebody first asks for it; None: `host` stays.
+        a caller first asks for it; None: `host` stays.
 
         memory(address, nbytes) makes byte tensors. turn: the tenant's; the engine's calls wait for changes in progress.
         """
@@ -152,7 +152,7 @@ class TenantKV:
         return ticket
 
     def kept(self, host_ids: Iterable[int]) -> bool:
-        """Whether these host blocks hold what was copied out to them: False if a copy to one of them has failed. Then
+        """Whether these host blocks hold the KV copied out to them: False if a copy to one of them has failed. Then
         recompute what it held."""
         return self._copies.kept(listed(host_ids))
 
@@ -284,7 +284,7 @@ class TenantKV:
         fixed address. geometry.tensor_blocks is max_blocks, or more if blocks stream.
 
         Index 0 holds keys, 1 values; they are on the session's device. With block_major the block stride is that of a
-        whole block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to somebody else:
+        whole block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to another owner:
         reading them gives anything (`strict` sessions fault), writing them destroys weights. After the tenant is
         detached or the session closed, this raises InvalidState; a tensor kept from before reads zeros, and writes to
         it reach no other tenant (on a GPU a kernel that uses it fails).
@@ -304,7 +304,7 @@ class TenantKV:
     @property
     def scratch(self) -> range:
         """The ids of the scratch blocks. Layer i's part of them is the engine's from `wait(i)` to `done(i)`, in passes and out of
-        no copy: what it holds before is not known. The pool knows nothing of them."""
+        no copy: its contents before are not known. The pool knows nothing of them."""
         first = self.geometry.first_streamed + self.spec.streamed_blocks
         return range(first, first + self.spec.scratch_blocks)
 
@@ -316,7 +316,7 @@ class TenantKV:
         return self._memory(self.address, self.geometry.region_bytes)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. Takes no lock."""
+        """The HTML for a notebook. Takes no lock."""
         spec, pool = self.spec, self.pool
         rows = (
             ("blocks", f"{pool.usable_blocks} usable, {pool.free_blocks} of them free; {spec.max_blocks} at most"),
@@ -331,8 +331,8 @@ class TenantKV:
         self._copies.close()
 
     def retire(self) -> None:
-        """The region goes away. Tensors kept by callers read zeros from now on; no new ones are made. Whoever keeps this
-        object keeps nothing of the tenant or its engine."""
+        """The region goes away. Tensors kept by callers read zeros from now on; no new ones are made. Keeping this
+        object keeps alive nothing of the tenant or its engine."""
         self._tensors = None
         self._memory = _gone
         self._host_store = None

@@ -8,7 +8,7 @@ The store is laid out as the KV region is, with `total` blocks a range instead o
 
 so blocks that are consecutive on both sides are one copy a range. KV is append-only: a complete block never changes, so
 its host copy stays valid for as long as the request lives (Pie copies out again whatever it copies in; theory: an
-append-only cache writes out what is new, and nothing else).
+append-only cache writes out new blocks, and nothing else).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HostBlocks:
         return len(self._placed[1])
 
     def place(self, address: int, total: int) -> None:
-        """So many blocks from `address` on, in place of those before. Pre: `untouched`."""
+        """`total` blocks from `address` on, in place of those before. Pre: `untouched`."""
         self._placed = address, bytes(total)
 
     @property

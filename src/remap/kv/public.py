@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tenant.kv`: the KV cache of one tenant, as an engine sees it. Blocks come and go; tensors never move.
 
-`cache.TenantKV` is the whole of it, for the library itself. Each object here names what engines call, and what it promises.
+`cache.TenantKV` is the whole of it, for the library itself. Each object here names the calls of engines, and their promises.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class HostKV:
         self._kv.join(ticket)
 
     def kept(self, host_ids: Iterable[int]) -> bool:
-        """Whether these host blocks hold what was copied out to them: False if a copy to one of them has failed. Then
+        """Whether these host blocks hold the KV copied out to them: False if a copy to one of them has failed. Then
         recompute what it held."""
         return self._kv.kept(host_ids)
 

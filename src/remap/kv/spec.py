@@ -157,8 +157,8 @@ class KVSpec:
 
 
 def with_streamed(spec: KVSpec, streamed_blocks: int, page_bytes: int) -> KVSpec:
-    """`spec` in layer_major layout with so many streamed blocks, or as many as it has host blocks. Their buffers come out of
-    the memory of its min_blocks, which falls by what they take, in whole blocks. spec: block_major."""
+    """`spec` in layer_major layout with `streamed_blocks` streamed blocks, or as many as it has host blocks. Their buffers come
+    out of the memory of its min_blocks, which falls by what they take, in whole blocks. spec: block_major."""
     wide = replace(spec, layout="layer_major", streamed_blocks=min(streamed_blocks, spec.host_blocks or 0))
     geometry = KVGeometry(wide, page_bytes)
     pages = KVGeometry(spec, page_bytes).pages_for_blocks(spec.min_blocks) - geometry.buffer_pages
@@ -204,7 +204,7 @@ class KVGeometry:
         ranges = 1 if block_major else 2 * spec.layers
         unit = spec.block_bytes if block_major else spec.chunk_bytes
         columns = pages = -(-spec.max_blocks * unit // self.page_bytes)
-        step = self.page_bytes // math.gcd(self.page_bytes, unit)  # every so many blocks one begins with a page
+        step = self.page_bytes // math.gcd(self.page_bytes, unit)  # one of `step` blocks begins with a page
         first = -(-columns * self.page_bytes // (unit * step)) * step
         streamed = -(-(spec.streamed_blocks + spec.scratch_blocks) * unit // self.page_bytes)
         if streamed:

@@ -8,7 +8,7 @@ be one. Many streamed blocks cost the memory of few: 2 / layers of it.
 
 A pass copies one run of each range, from the lowest block that it names to the highest, whatever lies between: a copy has
 a price of its own, and one of a single block in one layer is far too small for a link (Pie: 16 MB for 95 % of it). Host
-blocks are handed out lowest first, so little lies between. (theory.md: KV is append-only, so what is streamed in is never
+blocks are handed out lowest first, so little lies between. (theory.md: KV is append-only, so a block streamed in is never
 copied out again; Pie copies both ways.)
 """
 

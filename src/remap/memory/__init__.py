@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is so: pages, homes, rings and pools of all tenants, and every change of them."""
+"""The state of memory: pages, homes, rings and pools of all tenants, and every change of them."""

@@ -64,7 +64,7 @@ class _Saved:
 
 
 class JournalTaker(Protocol):
-    """Who has opened the journal (undoing.py). take_back: called again if it was interrupted."""
+    """The owner of the open journal (undoing.py). take_back: called again if it was interrupted."""
 
     def take_back(self) -> None: ...
 
@@ -87,7 +87,8 @@ class Changes:
         self.moved: dict[str, dict[int, int]] = {}
         self._simulator = streams.simulator
         self.applied = 0  # plans whose effects stand: undoing.py subtracts those that it takes back
-        # What can be taken back, in the order of happening: changes with a plan, of which those that are decided stand.
+        # The changes that can be taken back, in the order of happening: changes with a plan, of which those that are decided
+        # stand.
         self._journal: list[_Saved] = []
         self._raised: Exception | None = None  # by a listener while the journal was open: the first one
         self._takers: list[JournalTaker] = []  # who will take back since when, unless it ends well; the outermost first
@@ -350,7 +351,7 @@ class Changes:
 
     @annotated("remap.settle")
     def settle(self, tenant: TenantState) -> None:
-        """Tell the prefetcher what is streamed and start the re-pointing worker. If it raises, the plan stays
+        """Tell the prefetcher which layers stream and start the re-pointing worker. If it raises, the plan stays
         unsettled: retry."""
         if tenant.unsettled is None:
             return
@@ -374,14 +375,13 @@ class Changes:
         after = tenant.compute.mark()
         self._configure(tenant, ready, ready.plan.held if self._deferring else (), after)
         asleep = self._deferring and not tenant.active
-        tenant.asleep = (
-            tenant.asleep or asleep
-        )  # before: to wake nobody is no error, to let somebody sleep would be one
+        # Before the commit: waking a tenant that is awake is no error, leaving one asleep would be one.
+        tenant.asleep = tenant.asleep or asleep
         self._executor.commit(tenant.prefetcher, after, asleep)
 
     def wake(self, tenant: TenantState) -> None:
-        """The tenant serves passes again: the worker begins to re-point what it left while the tenant was inactive. Raises the
-        backend's error; then it can be called again."""
+        """The tenant serves passes again: the worker begins to re-point the layers that it left while the tenant was inactive.
+        Raises the backend's error; then it can be called again."""
         if tenant.asleep:
             self._executor.wake(tenant.number, tenant.compute.mark())
             tenant.asleep = False  # only now
@@ -424,7 +424,7 @@ class Changes:
     # -- plans that are taken back ----------------------------------------------------------------------------------
 
     def journal_end(self) -> int:
-        """The place in the journal of what is done next."""
+        """The place in the journal of the next change."""
         if not self._takers:
             self._journal.clear()
         return len(self._journal)
@@ -434,7 +434,7 @@ class Changes:
         self._takers.append(taker)
 
     def close_journal(self, taker: JournalTaker) -> Exception | None:
-        """What was done since `open_journal` stays, or has been taken back. Returns, to the last one, the first error of a
+        """The changes since `open_journal` stay, or have been taken back. Returns, to the last one, the first error of a
         listener: it comes behind the change, which it does not end."""
         del self._takers[self._takers.index(taker) :]
         if self._takers:
@@ -448,7 +448,7 @@ class Changes:
         while self._takers:
             try:
                 self._takers[-1].take_back()
-            except Exception:  # a broken arena, or what nobody foresaw: what stands by now stays, and calls go on
+            except Exception:  # a broken arena, or an unforeseen error: changes made by now stay, and calls go on
                 self._takers.clear()
                 self._journal.clear()
                 self._raised = None

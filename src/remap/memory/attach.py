@@ -75,7 +75,7 @@ class Attaching:
         self.link = SharedLink(tenants)
         self._next = 0
         self._arriving: _Arrival | None = None
-        # Asks other processes for so many pages, which are free then, or fewer. None: there are none.
+        # Asks other processes for this many pages, which are free then, or fewer. None: there are none.
         self.supply: Callable[[int], None] | None = None
         self.borrowed: Container[int] = ()  # pages that others may call home, so they become no layer's
 
@@ -94,7 +94,7 @@ class Attaching:
         pages: str = "auto",
     ) -> TenantState:
         """Make a new tenant of the session. host: the page-locked memory of its master copies, if they need any; if
-        this raises, the caller gives it back. handle(state): makes what shows the tenant, which nobody knows before this
+        this raises, the caller gives it back. handle(state): makes what shows the tenant, which no caller knows before this
         returns. resident_layers, pages: see `Session.attach`.
 
         On any error nothing stays behind. Raises InvalidArgument, LimitExceeded and OutOfMemory (fields: requested,
@@ -149,7 +149,7 @@ class Attaching:
         layers and KV blocks; None: only if there are too few.
 
         Raises before anything changes if there are too few free pages. The layers' pages of tenants attached already
-        get a place in the new KV region too; pages that they have lent become nobody's home.
+        get a place in the new KV region too; pages that they have lent become no layer's home.
         """
         arena, source, tenant, name = self._arena, arrival.source, arrival.number, arrival.name
         others = tuple(self._tenants.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decided of one tenant, as one value: a change makes the next one before it begins, and swaps it whole (apply.py)."""
+"""The decided state of one tenant, as one value: a change makes the next one before it begins, and swaps it whole (apply.py)."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ _CUDA = re.compile(r"cuda(?::(0|[1-9]\d{0,3}))?")
 class Platform:
     """How a session's pages are made and its copies run, for experts and tests (`remap.advanced`).
 
-    copy_chunk_bytes: layers are copied in chunks of so many bytes (or "32MiB"), and other copies may run between two
+    copy_chunk_bytes: layers are copied in chunks of this many bytes (or "32MiB"), and other copies may run between two
     chunks: else an engine's copies of its inputs wait for all layers that are on their way. 0: one copy per layer. None:
     on cuda COPY_CHUNK_BYTES, else 0.
     copy_threads: on the CPU, threads that share one copy.

@@ -5,7 +5,7 @@
                                            nothing. share: of an inactive giver's reload, what falls on each pass
     give(giver, receiver, take)            makes the taken increments free pages, for the receiver to take
 
-    unused KV         blocks above min_blocks that nobody uses (a giver that serves, or waits for its turn, keeps its demand,
+    unused KV         blocks above min_blocks that no request uses (a giver that serves, or waits for its turn, keeps its demand,
                       headroom and hysteresis)
     inactive layers   a tenant's last layers, up to what its first prefill hides and its targets leave
     active layers     layers of a tenant that serves, or is about to, within its own slowdown; the receiver's own layers
@@ -43,8 +43,8 @@ def paused(tenant: TenantState) -> bool:
 
     By its turn, its lent pages would hold live blocks of tenants that wait for their own turns. They could not come
     home, and its layers would stream in every pass. So a paused tenant gives only as much as an active one, within
-    `slowdown`, unless all tenants can copy their live blocks to host memory. Nobody knows which blocks of an engine with
-    its own allocator are live: such a tenant counts as idle while it is inactive.
+    `slowdown`, unless all tenants can copy their live blocks to host memory. The session cannot know which blocks of an engine
+    with its own allocator are live: such a tenant counts as idle while it is inactive.
     """
     return not tenant.active and not tenant.kv.pool.external and tenant.kv.live_blocks > 0
 
@@ -111,11 +111,11 @@ class UnusedKV:
 
 
 class PausedKV:
-    """What an inactive tenant will miss in its next turn: unused blocks that it needed in its last one, and live blocks, whose KV
-    its engine copies to host memory, what is new of it, before it frees them.
+    """Blocks that an inactive tenant will miss in its next turn: unused blocks that it needed in its last one, and live blocks,
+    whose KV its engine copies to host memory, as far as it is new, before it frees them.
 
-    Both cost nobody anything until then, and as much: a block's KV is copied in again, the giver's own, or that of whoever
-    lies in the giver's place by then. stuck: whether live blocks stay where they are, whoever needs their pages.
+    Neither costs anything until then, and both cost the same then: a block's KV is copied in again, the giver's own or that of
+    the tenant that has its place by then. stuck: whether live blocks stay where they are, whichever tenant needs their pages.
     """
 
     kind: Kind = "paused_kv"
@@ -130,7 +130,7 @@ class PausedKV:
         blocks = int(missed * giver.kv.spec.block_bytes / receiver.kv.spec.block_bytes)
         if blocks <= 0:
             return []
-        # At the link's rate, as layers are copied. What was new went out when its turn ended.
+        # At the link's rate, as layers are copied. New blocks went out when its turn ended.
         nbytes = max(giver.layer_bytes)
         reload = missed * giver.kv.spec.block_bytes * giver.timing.copy_seconds() / nbytes if nbytes else 0.0
         return [Quote(giver.name, self.kind, blocks, 0.0, reload, share, Take(giver.name, self.kind, blocks))]
@@ -180,7 +180,7 @@ class InactiveLayers(_Layers):
 
     def away_cap(self, giver: TenantState) -> int:
         """The most layers that may be away: loading all streamed layers, the ring's included, may delay a short prefill
-        of the giver by at most `Knobs.late_s`, beyond what can be loaded ahead of it.
+        of the giver by at most `Knobs.late_s`, beyond the part that can be loaded ahead of it.
 
         While none of its passes was measured: one layer, and those that this pays for. Never all: the ring's layers
         stay, and one more.

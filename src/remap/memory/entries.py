@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call did to each tenant, for its report. Which blocks moved is not here: `Changes.moved` has that, so that a call that
-raises loses nothing."""
+"""The effects of a call on each tenant, for its report. Which blocks moved is not here: `Changes.moved` has that, so that a call
+that raises loses nothing."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def merge(report: Entries, cause: str, moved: Mapping[str, Mapping[int, int]]) -
 
 
 def ended_early(reason: str, problem: str) -> str:
-    """The reason, and the problem that ended the change early, if there is one. What was done by then stays."""
+    """The reason, and the problem that ended the change early, if there is one. Changes made by then stay."""
     return f"{reason}; it ended early, and what was done before that stays: {problem}" if problem else reason

@@ -41,7 +41,7 @@ class HostMemory:
         beside: Callable[[], int] = lambda: 0,
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
-        """beside: bytes of the machine's memory that the session has by now. make_room(): gives back what nobody uses; whether
+        """beside: bytes of the machine's memory that the session has by now. make_room(): gives back what no tenant uses; whether
         there was any."""
         self._backend = backend
         self._device = device
@@ -163,7 +163,7 @@ class _Piece:
     sharers: tuple[_Sharer, ...] = ()
 
     def part(self, more: int) -> int:
-        """Bytes of a part, with so many more sharers; 0 if one of the present ones cannot make room, or would keep no block."""
+        """Bytes of a part, with `more` sharers more; 0 if one of the present ones cannot make room, or would keep no block."""
         if not all(each.store.untouched for each in self.sharers):
             return 0
         part = self.nbytes // (len(self.sharers) + more) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -204,7 +204,7 @@ class HostMemories:
         self, backend: _core.Backend, device: Device, arena: _core.Arena, kv_bytes: int | None = None, budget: int = 0
     ) -> None:
         """arena: it lies in host memory as well on the CPU. kv_bytes: for KV of tenants whose `KVSpec.host_blocks` is None; None:
-        sized by itself. budget: of page-locked memory; 0: the environment's, or what can be spared.
+        sized by itself. budget: of page-locked memory; 0: the environment's, or as much as can be spared.
         """
         self._backend = backend
         self._device = device
@@ -227,14 +227,14 @@ class HostMemories:
         """Memory for the KV blocks of tenant `name`, whose `host` has none yet: an equal part of what there is for those that
         have none, and never more than the arena could hold of its blocks. Those that asked before give up what makes the parts
         equal, as long as none of their blocks was ever in use: engines are made one after another. Sized by itself, all together
-        take at most half of what can be spared, and give that back for master copies that have no room (`_make_room`). None to
+        take at most half of the spare memory, and give that back for master copies that have no room (`_make_room`). None to
         spare: no blocks, and a line of log. Raises what `reserve` raises if a number was named. lock: held while the store's
         books change. With the session's lock held."""
         asking = sum(each.asks_kv for each in self._held)
         store, each_bytes = HostBlocks(geometry, 0), geometry.spec.block_bytes
         most = min(geometry.spec.max_blocks, self._capacity // each_bytes, MOST_BLOCKS)
         self._give_part(_Sharer(name, host, store, most, lock), asking)
-        # An interrupt above leaves memory that nobody uses, until the tenant goes.
+        # An interrupt above leaves this memory unused until the tenant goes.
         host.asks_kv = False
         return store
 
@@ -247,8 +247,8 @@ class HostMemories:
         return (spare + taken) // 2 - taken, why
 
     def _make_room(self) -> bool:
-        """Give back what KV was given by itself and has not used: master copies go first. Whoever loses it has a part of what is
-        left when the tenant is attached. Whether there was any."""
+        """Give back what KV was given by itself and has not used: master copies go first. A tenant that loses it has a part of
+        the rest when the tenant is attached. Whether there was any."""
         if self._kv_bytes is not None:  # the caller's own word
             return False
         found = [piece for piece in self._pieces if piece.empty()]
@@ -259,7 +259,7 @@ class HostMemories:
         return bool(found)
 
     def _share_again(self) -> None:
-        """Whoever has lost host memory for KV gets an equal part of what can be spared now."""
+        """Each tenant that has lost host memory for KV gets an equal part of the memory that can be spared now."""
         lost, self._lost = [each for each in self._lost if each.host in self._held], []
         for sharer in lost:  # the first one has all of it, until the others have their parts
             self._give_part(sharer, 1)
@@ -284,7 +284,7 @@ class HostMemories:
                 _logger.info("KV of %r: %d host blocks, %s", each.name, each.store.total, show_size(each.store.nbytes))
         else:
             _logger.warning(
-                "KV of %r gets no host memory: %s to give, a block takes %s (%s); whoever is preempted is recomputed",
+                "KV of %r gets no host memory: %s to give, a block takes %s (%s); preempted requests are recomputed",
                 sharer.name,
                 show_size(max(0, room)),
                 show_size(each_bytes),
@@ -292,7 +292,7 @@ class HostMemories:
             )
 
     def _take_piece(self, sharer: _Sharer, blocks: int) -> None:
-        """Memory for so many blocks, which it alone has for now."""
+        """Memory for `blocks` blocks, which it alone has for now."""
         nbytes = blocks * sharer.store.geometry.spec.block_bytes
         memory = HostMemory(self._backend, self._device, self.nbytes)
         self._held.append(memory)

@@ -4,7 +4,7 @@
 Copies within the region come behind all work that the tenant has enqueued, and before whatever it enqueues next: on its
 compute stream, or at once if its passes compute on the calling thread. Copies out and in run beside the passes, on a
 stream for each direction, behind what the compute stream has now (it has written what goes out, and zeroes pages that
-were gained). So nobody may read or write the blocks of a copy in until it has arrived, nobody may write those of a copy
+were gained). So no pass may read or write the blocks of a copy in until it has arrived, no pass may write those of a copy
 out while they are live, and whatever takes such blocks away comes behind their copies: `join`. A copy in comes behind the
 copies out that write what it reads.
 
@@ -71,7 +71,7 @@ class KVCopies:
                 self._leaving.pop(event, None)
                 self._out = 0 if self._out == event else self._out
         self._lost.difference_update(host_blocks)
-        # What these host blocks held before may still be on its way in, for a pass that was abandoned.
+        # The former contents of these host blocks may still be on their way in, for a pass that was abandoned.
         with self._noting():
             self._out = self._start(_OUT, ranges, behind=self._prefetched() if self._prefetched is not None else 0)
             self._leaving[self._out] = tuple(host_blocks), frozenset(blocks)
@@ -153,7 +153,7 @@ class KVCopies:
             self._out = 0
 
     def close(self) -> None:
-        """The tenant goes away: `_give_back`. Whoever keeps this object keeps no prefetcher."""
+        """The tenant goes away: `_give_back`. Keeping this object keeps no prefetcher alive."""
         self._give_back()
         self._prefetched = None
 
@@ -172,8 +172,8 @@ class KVCopies:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Copies are started in it, and written down: whoever frees their blocks must find them. On any exception, an interrupt
-        included, some may be under way that are not, so nothing is in flight any more."""
+        """Copies are started in it, and written down: the code that frees their blocks must find them. On any exception, an
+        interrupt included, some may be under way that are not, so nothing is in flight any more."""
         try:
             yield
         except BaseException as error:
@@ -222,7 +222,7 @@ class KVCopies:
             return  # it is tried again, by `close` at the latest
 
     def _settle(self) -> None:
-        """Nobody asks for the copies out any more that are under way: what they have not written yet counts as lost."""
+        """No caller asks any more for the copies out that are under way: bytes not written yet count as lost."""
         for event, (host_blocks, _) in self._leaving.items():
             if not self._done(event):
                 self._lost.update(host_blocks)

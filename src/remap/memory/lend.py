@@ -36,14 +36,14 @@ Moves = dict[str, dict[int, int]]
 
 @dataclass
 class BroughtHome:
-    """The result of bringing pages home. moved: tenant -> {old block: new block}. problem: what ended it early."""
+    """The result of bringing pages home. moved: tenant -> {old block: new block}. problem: the error that ended it early."""
 
     moved: Moves = field(default_factory=dict)
     problem: str = ""
 
 
 class Receiver(Protocol):
-    """Who can use pages: a tenant, or the other processes. index_of: the pages that have a place there."""
+    """A user of pages: a tenant, or the other processes. index_of: the pages that have a place there."""
 
     @property
     def number(self) -> int: ...
@@ -164,7 +164,7 @@ class Lending:
         return self.free_idle(donor, receiver, wanted, surplus)
 
     def free_idle(self, donor: TenantState, receiver: Receiver, wanted: int, surplus: int) -> int:
-        """`give_idle`, of at most so many pages."""
+        """`give_idle`, of at most `wanted` pages."""
         slots = self.idle_slots(donor, receiver, wanted, surplus)
         if not slots:
             return 0

@@ -2,7 +2,7 @@
 """A pass begins and ends: the checks before its first layer, and the checks at its end.
 
     begin   no change in progress, none left to be finished -> turn.open_pass -> Prefetcher.begin_pass
-    end     layers that were not waited for -> Prefetcher.end_pass -> times are learnt -> what must be discarded is refused
+    end     layers that were not waited for -> Prefetcher.end_pass -> times are learnt -> bad results are refused
 
 The thread of the tenant's engine runs this, under the turn's lock where a change might begin (locking.py).
 """
@@ -94,7 +94,7 @@ class Passes:
                 _logger.warning("tenant %r: layers that have come back stream on: %s", tenant.name, error)
 
     def _begin_behind_changes(self, tenant: TenantState, stream: Any, mark: object, streamed: Sequence[int]) -> None:
-        """Begin a pass after the change that was in progress, and finish first what the last change has left."""
+        """Begin a pass after the change that was in progress, and finish first the rest of the last change."""
         self._changes.settle(tenant)
         self._changes.retry_failed(tenant)
         self._changes.wake(tenant)
@@ -176,7 +176,7 @@ class Passes:
                 return  # the caller has an exception already
             raise InvalidState(f"tenant {tenant.name!r}: the session was closed inside of the pass", tenant=tenant.name)
         tenant.last_pass_s = self._clock()
-        # No local name for the prefetcher: a traceback that somebody keeps would keep its events beyond the session's
+        # No local name for the prefetcher: a traceback that a caller keeps would keep its events beyond the session's
         # end.
         timing = tenant.timing
         missed = [*filter(tenant.pages.computes, tenant.prefetcher.unwaited())] if completed else []
@@ -202,7 +202,7 @@ class Passes:
         if missed:
             raise InvalidState(
                 f"tenant {tenant.name!r}: the pass did not wait for layers {missed}, which were streamed or loading, "
-                "so what it computed with them is not known; the pass has ended and its results, KV included, must be "
+                "so its results of them are not known; the pass has ended and its results, KV included, must be "
                 "discarded; call the layers as modules, with their hooks in place, or call wait and done for every "
                 "layer in every pass",
                 tenant=tenant.name,

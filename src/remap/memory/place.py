@@ -94,7 +94,7 @@ def place(
     entry = merge(report, tenant.name, {})
     reason = f"layers from {first} to before {end} are computed here, {len(held)} of {tenant.layers} are held"
     lent = any(map(tenant.lends, _leaving(tenant, held)))
-    # What is refused is refused now: once lent layers have come home, their holders' blocks have moved.
+    # Refusals come now: once lent layers have come home, their holders' blocks have moved.
     there = tenant.pages.at_home() if lent else tenant.pages
     _require_room(changes, tenant, there, _plans(tenant, there, held, frozenset(fill)))
     changes.cancel_draining(tenant)
@@ -210,9 +210,9 @@ def _leaving(tenant: TenantState, held: Collection[int]) -> list[int]:
 
 
 def _plans(tenant: TenantState, now: TenantPages, held: Collection[int], fill: frozenset[int]) -> list[Plan]:
-    """From the tenant's pages as they are `now`, or will be by then. Who leaves and does not stream goes first, and who comes
-    back comes last: so there is room for blocks on the way. Pages that wait for their bytes, and go on being held, stay where
-    they are.
+    """From the tenant's pages as they are `now`, or will be by then. A layer that leaves and does not stream goes first, and one
+    that comes back comes last: so there is room for blocks on the way. Pages that wait for their bytes, and go on being held,
+    stay where they are.
 
     Raises InvalidArgument (fields pages, max_blocks) if pages have no place in the KV region.
     """
@@ -234,7 +234,7 @@ def _plans(tenant: TenantState, now: TenantPages, held: Collection[int], fill: f
 
 
 def _rest(now: TenantPages, layers: Collection[int]) -> Streaming:
-    """What goes on streaming of these layers: all that streams now, or nothing if the ring finds no pages in it."""
+    """The streaming that goes on in these layers: all that streams now, or nothing if the ring finds no pages in it."""
     tails = tuple(tail if layer in layers else 0 for layer, tail in enumerate(now.tails))
     rest = Streaming(tails, len(now.ring), now.depth)
     if len(rest.layers) > rest.buffers and ring_of(now, rest) is not None:

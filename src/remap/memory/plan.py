@@ -20,7 +20,7 @@ KV, and its region shows nothing (`TenantPages.elsewhere`). It neither streams n
 come from another instance, its pages come home first (`TenantPages.unfilled`): until they are filled it is as good as away.
 
 A layer that its inactive tenant has given up has no home at all: it is elsewhere without pages (`TenantPages.cold`), and what
-was its home is anybody's. A plan gives it another one, of pages that the tenant has taken (`plan_homes`).
+was its home is for any tenant. A plan gives it another one, of pages that the tenant has taken (`plan_homes`).
 
 Tails are aligned to the end of the ring's buffers: slot s of a home of p pages shows slot (buffer slots - p) + s of its
 buffer, whatever the tail's length. So one more page of each layer leaves everything that streams already at its place:
@@ -134,7 +134,7 @@ Step = SetOwner | Point | SetHome
 
 @dataclass(frozen=True)
 class Streaming:
-    """What streams: how many of each layer's last pages, through `buffers` ring buffers of `depth` pages."""
+    """The part that streams: how many of each layer's last pages, through `buffers` ring buffers of `depth` pages."""
 
     tails: tuple[int, ...]
     buffers: int
@@ -195,7 +195,7 @@ class TenantPages:
 
     @property
     def streaming(self) -> Streaming:
-        """What streams now."""
+        """The layers that stream now."""
         return Streaming(self.tails, len(self.ring), self.depth)
 
     @functools.cached_property
@@ -267,7 +267,7 @@ class TenantPages:
         )
 
     def shows(self, layer: int) -> Pages:
-        """What the layer's region shows, or will; () if it is elsewhere."""
+        """The pages that the layer's region shows, or will; () if it is elsewhere."""
         home, tail = self.homes[layer], self.tails[layer]
         if not tail:
             return home
@@ -450,7 +450,7 @@ def plan_homes(now: TenantPages, there: TenantPages, *, apart: str) -> Plan:
 
     apart: whose the pages are that layers hold in one of the two and in the other do not: "free" where layers are given up, and
     "kv" where they come home, or are taken back. These are in no pool then (`Changes.reclaim`). Pages of layers that are the
-    tenant's own KV, or lent, stay what they are.
+    tenant's own KV, or lent, stay as they are.
     """
     was, will = now.held, there.held
     found: dict[tuple[str, str], list[int]] = {}

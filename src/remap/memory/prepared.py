@@ -37,7 +37,7 @@ class PreparedPlan:
 def prepare(
     before: TenantPages, plan: Plan, gained: SlotRuns, layer_bytes: Sequence[int], page_bytes: int
 ) -> PreparedPlan:
-    """What follows from the plan for a tenant with these pages. Changes nothing. gained: slots of the plan's gained
+    """The plan's consequences for a tenant with these pages. Changes nothing. gained: slots of the plan's gained
     pages."""
     core = _core.Plan(0)
     frees = False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Change what streams: grow and shrink what one tenant gives to KV, in whole layers or in a slice of every layer.
 
-    choose what is to stream (layers found written are pinned) -> plan it (plan.py) -> carry it out (apply.py)
+    choose the layers to stream (layers found written are pinned) -> plan it (plan.py) -> carry it out (apply.py)
 
 A target that neither contains what streams now nor is contained in it gains some pages and loses others. If the blocks
 in the lost pages have no room, the change takes two plans: gain first, then exchange.
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-# What is recorded for a selection that depends on what streams already.
+# The record of a selection that depends on what streams already.
 _RECORDED = {"onward": "nested", "inward": ""}
 
 
@@ -253,7 +253,7 @@ def can_restream(tenant: TenantState, amount: int, buffers: int, selection: str)
 
 
 def streamable(tenant: TenantState, amount: int, buffers: int, selection: str) -> Streaming:
-    """What is to stream. Checks each of its layers for writes since attach, and pins the written ones.
+    """The layers that are to stream. Checks each of its layers for writes since attach, and pins the written ones.
 
     Raises InvalidArgument (fields layers, streamable, pinned) if too few layers are left, or (field selection) if
     slices stream: then neither can whole layers be added, nor can layers come home one by one.

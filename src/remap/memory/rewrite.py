@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that somebody writes where they lie, in ways that no counter sees: `advanced.rewrite` and `advanced.differing`.
+"""Weights written in place in ways that no counter sees: `advanced.rewrite` and `advanced.differing`.
 
     every layer home, its bytes there -> the caller writes -> the master copies are made anew from the layers
 
@@ -51,7 +51,7 @@ def differing(core: Core, tenant: TenantState) -> dict[int, list[str]]:
 
 
 def _await_loads(core: Core, tenant: TenantState) -> None:
-    """Finish what the last change has left, and wait for the layers that are on their way home."""
+    """Finish the rest of the last change, and wait for the layers that are on their way home."""
     core.changes.settle(tenant)
     core.changes.retry_failed(tenant)
     core.changes.wake(tenant)

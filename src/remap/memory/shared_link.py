@@ -18,10 +18,10 @@ __all__ = ["SharedLink"]
 
 
 class SharedLink:
-    """A session's. Inactive tenants run no passes, so they copy nothing; a tenant that is active alone waits for nobody,
+    """A session's. Inactive tenants run no passes, so they copy nothing; a tenant that is active alone waits for no other,
     and its times are those that were measured.
 
-    switching: what turns take of the link, if all tenants can make room by a copy; `Offers` tells it.
+    switching: the turns' share of the link, if all tenants can make room by a copy; `Offers` tells it.
 
     It reads tenants whose passes may be open: their pages and times are replaced, never changed.
     """
@@ -31,7 +31,7 @@ class SharedLink:
         self.switching = Switching()
 
     def times(self, tenant: TenantState) -> LayerTimes | None:
-        """Seconds per layer of a decode pass beside what the other active tenants compute and copy now: the same object
+        """Seconds per layer of a decode pass beside the passes and copies of the other active tenants now: the same object
         while all of that is the same. None before the first pass; beside others, before the first decode pass."""
         if len(self._tenants) < 2:  # every step asks
             return tenant.timing.decode()
@@ -56,7 +56,7 @@ class SharedLink:
         return known[2]
 
     def neighbours(self, tenant: TenantState) -> list[Neighbour] | None:
-        """What `TenantView.neighbours` is for this tenant."""
+        """`TenantView.neighbours` of this tenant."""
         if len(self._tenants) < 2 or not tenant.active or len(self._active()) < 2:
             return None
         return self._neighbours(tenant)

@@ -33,7 +33,7 @@ class SharedPages(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of them. Members keep what they have."""
+        """Let go of them. Members keep their pages."""
         ...
 
 
@@ -134,7 +134,8 @@ class JoinedPages:
             os.close(file)
 
     def make_backend(self, pages: int, page_bytes: int, copy_threads: int, host_budget: int) -> _core.Backend:
-        """Over all of them. host_budget: of a device, bytes of page-locked host memory at most; 0: what the machine can spare."""
+        """Over all of them. host_budget: of a device, bytes of page-locked host memory at most; 0: as much as the machine can
+        spare."""
         if self._device is None:
             return _core.make_host_backend(pages * page_bytes, page_bytes, copy_threads, file=self._file)
         device = self._device

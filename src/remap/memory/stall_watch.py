@@ -21,7 +21,7 @@ __all__ = ["LEAST_PASSES", "MARGIN", "WINDOW", "StallWatch"]
 WINDOW = 256
 """The number of passes in the shares, of all tenants together."""
 LEAST_PASSES = 64
-"""No warning before so many passes were timed: the first ones after a change load layers that were away."""
+"""No warning before this many passes were timed: the first ones after a change load layers that were away."""
 MARGIN = 0.05
 """By how much the seen share may exceed the allowed one: five hundredths of the computation."""
 

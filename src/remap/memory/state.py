@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tenant's state: its books (what is decided of it), its model, its KV cache, and the times learnt from passes.
+"""One tenant's state: its books (the decisions about it), its model, its KV cache, and the times learnt from passes.
 
 Plain data. `attach.py` makes it, the functions of this package get it as an argument, and the public `Tenant` is a
 handle over it. The thread of the tenant's engine writes the fields marked as the pass's, between a pass's begin and its
@@ -92,7 +92,7 @@ class TenantState:
     timing: PassTimes  # the pass's
     link: TenantLink  # the session's
     copy_setup_s: float = field(default=0.0, init=False)  # of any copy, at least; measured if KV blocks stream
-    chunk_bytes: int  # layers are copied in chunks of so many bytes; 0: each as a whole
+    chunk_bytes: int  # layers are copied in chunks of this many bytes; 0: each as a whole
 
     # -- what the controller has decided
     controller: Controller = field(init=False)
@@ -221,8 +221,8 @@ class TenantState:
         return self.pages.streamed
 
     def order_of(self, pages: TenantPages) -> tuple[int, ...]:
-        """What these pages and the pinned layers leave to be streamed; the present order itself, the key of kept answers, if it
-        is the same."""
+        """The layers that these pages and the pinned layers leave to be streamed; the present order itself, the key of kept
+        answers, if it is the same."""
         gone = self.pinned | pages.gone
         order = () if pages.for_good else tuple(n for n in schedule.nested(self.layers) if n not in gone)
         return self.order if order == self.order else order
@@ -428,7 +428,7 @@ class TenantState:
         return all(page in self.index_of or page in unmoved for page in chain.from_iterable(tails))
 
     def prepare(self, plan: Plan) -> PreparedPlan:
-        """What follows from this plan for the present pages."""
+        """This plan's consequences for the present pages."""
         gained = self.kv.pool.runs_of(self.slots_of(plan.gained))
         return prepare(self.pages, plan, gained, self.layer_bytes, self.kv.geometry.page_bytes)
 
@@ -463,7 +463,7 @@ class TenantState:
         ]
 
     def decode_times(self) -> LayerTimes | None:
-        """Seconds per layer of a decode pass, beside what the other active tenants compute and copy now
+        """Seconds per layer of a decode pass, beside the passes and copies of the other active tenants now
         (`SharedLink.times`)."""
         return self.link.times(self)
 
@@ -479,12 +479,12 @@ class TenantState:
         return max(weights, self.blocks_piece(self.kv.streamed.stop))
 
     def blocks_piece(self, blocks: int) -> float:
-        """`longest_piece` of so many streamed blocks: a layer's keys and values are handed to the link together."""
+        """`longest_piece` of `blocks` streamed blocks: a layer's keys and values are handed to the link together."""
         return 2 * self.part_seconds(blocks)
 
     def period(self, times: LayerSeconds, target: Streaming, blocks: int = 0) -> float:
         """Seconds per pass at most: in passes beside other tenants' passes and copies or, if these are stretched by
-        more, in the quicker ones beside none (and so without any wait for the link), at the same scale. blocks: so many
+        more, in the quicker ones beside none (and so without any wait for the link), at the same scale. blocks: how many
         host blocks, from the first on, stream too."""
         copies, part_s = self.copy_seconds(times, target), self.part_seconds(blocks)
         if times.wait_s:

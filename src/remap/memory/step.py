@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a session: every tenant's demand, in order of priority, then what may come home.
+"""One step of a session: every tenant's demand, in order of priority, then the layers that may come home.
 
     demand -> view -> Controller.decide -> carry out: grow, take from others, shrink      for each tenant that has one
               NeedQuotes -> Outside.bring, Offers.to -> Controller.decide_with            where free pages do not suffice
@@ -78,7 +78,7 @@ class Steps:
         except Error as error:
             if self._changes.applied == applied:
                 raise
-            # Something has changed, so do not raise: the report says what was done, and the next step tries the rest
+            # Something has changed, so do not raise: the report tells the changes made, and the next step tries the rest
             # again.
             entry = merge(entries, tenant.name, {})  # whose turn it was
             entry.reason = ended_early(entry.reason, str(error))
@@ -109,7 +109,7 @@ class Steps:
         short = _short(tenant, wanted)
         entry = report[tenant.name] = Entry(short=short, stall=decision.predicted_stall_s, reason=decision.reason)
         try:
-            with AllOrNothing(changes, (tenant,), partly=True):  # the report says what was done before a plan failed
+            with AllOrNothing(changes, (tenant,), partly=True):  # the report tells of changes before a failure
                 if decision.action == "grow":
                     changes.cancel_draining(tenant)
                     self._take(tenant, decision)
@@ -148,7 +148,7 @@ class Steps:
 
     @staticmethod
     def _lacking(tenant: TenantState, wanted: Demand, lost: int) -> int:
-        """Blocks of the demand that would be lacking after a shrink that loses so many. The controller counts with the mean
+        """Blocks of the demand that would be lacking after a shrink that loses `lost`. The controller counts with the mean
         layer; a larger layer, or blocks that become usable in groups, may cost more."""
         free = (wanted.free or 0) if tenant.kv.pool.external else tenant.kv.free_blocks
         return max(0, wanted.blocks - (free - lost))
@@ -229,7 +229,7 @@ class Steps:
                 predicted_stall_s=decision.predicted_stall_s,
                 drain=True,
             )
-        except OutOfBlocks:  # an engine with its own allocator holds blocks that nobody could foresee: nothing changed
+        except OutOfBlocks:  # an engine with its own allocator holds unforeseen blocks: nothing changed
             return
         entry = merge(report, lender.name, result.moved)
         entry.stall = decision.predicted_stall_s

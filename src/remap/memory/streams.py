@@ -192,7 +192,7 @@ class Streams:
         try:
             return bool(self.backend.query(event))
         except Error:
-            return False  # its stream has failed: keep the event as it is, since somebody may still ask for it
+            return False  # its stream has failed: keep the event as it is, since a caller may still ask for it
 
 
 class ComputeStream:

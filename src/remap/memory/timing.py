@@ -46,7 +46,7 @@ class PassTimes:
         self._seen_copies = 0
 
     def compute_only(self, layers: range) -> None:
-        """From now on passes compute these layers alone: what was learnt of passes over others is forgotten. The link is the
+        """From now on passes compute these layers alone: times of passes over others are forgotten. The link is the
         same."""
         rate = self._cost.undisturbed_seconds_per_byte
         self._cost = CostModel(self._layer_bytes, layers)

@@ -11,10 +11,10 @@ of `free`) is
 Inside, the journal of `Changes` has each plan that was decided, with what its tenant's pages were before. On any exception,
 KeyboardInterrupt included, the plans are taken back, newest first, by the one way back that every plan has (`plan_back`), and
 the exception goes on; nothing has changed. An interrupt of that leaves the rest to the end of the call, and one of that to the
-next call's beginning (`Changes.take_back`). What a listener raises takes nothing back: it is raised behind the change.
+next call's beginning (`Changes.take_back`). A listener's error takes nothing back: it is raised behind the change.
 
 Taking back needs the backend too. If that fails, what still stands stays in the journal, for an outer `with` to try once more,
-and `changes.applied` is larger than before: then the call must not raise as if nothing had changed, but report what it did.
+and `changes.applied` is larger than before: then the call must not raise as if nothing had changed, but report its changes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AllOrNothing:
             raise raised
 
     def take_back(self) -> None:
-        """Take back what was done since the `with` began. Can be called again, if it was interrupted. Raises ArenaBroken."""
+        """Take back the changes since the `with` began. Can be called again, if it was interrupted. Raises ArenaBroken."""
         changes = self._changes
         changes.undo()  # the undecided change, before the decided ones
         if self._partly and changes.stands_since(self._start):

@@ -41,7 +41,7 @@ class LayerSource:
     install: Callable[[Sequence[int], int, Handle], None]
     # (layers, device): move the model back to ordinary memory there; these layers' bytes come from their masters
     detach: Callable[[Sequence[int], Any], None]
-    # (layers): for each layer that may not stream, what was written since attach: its tensors, or its weights file
+    # (layers): for each layer that may not stream, the places written since attach: its tensors, or its weights file
     watch: Callable[[Collection[int]], dict[int, list[str]]]
     writes: Callable[[Collection[int]], dict[int, list[str]]]  # (layers): tensors of each written since attach
     # (layers): raises InvalidState if the weights file that one of them comes from has changed; None: there are no
@@ -51,7 +51,7 @@ class LayerSource:
     modules: tuple[Any, ...] = ()
     # (layers): tensors of each whose bytes are not those of its master copy; reads all bytes
     differing: Callable[[Collection[int]], dict[int, list[str]]] = lambda layers: {}
-    # Make every master copy anew from the layers' bytes, and forget the writes; None: somebody else owns these bytes
+    # Make every master copy anew from the layers' bytes, and forget the writes; None: another object owns these bytes
     renew: Callable[[], None] | None = None
 
     def released(self) -> LayerSource:

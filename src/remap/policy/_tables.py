@@ -28,7 +28,7 @@ def _builtin(kind: str) -> dict[str, Any]:
 
 
 def table_of(kind: str, extra: Extra) -> dict[str, Mapping[str, Any]]:
-    """The built-in entries with the user's on top, each merged with what it is like."""
+    """The built-in entries with the user's on top, each merged with the one that it is like."""
     table: dict[str, Mapping[str, Any]] = dict(_builtin(kind))
     if extra is None:
         return table

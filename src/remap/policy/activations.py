@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Ratio = tuple[int, int]
-"""(activations, KV): so many blocks of each kind. Not both 0."""
+"""(activations, KV): the number of blocks of each kind. Not both 0."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Line:
 
 
 def next_is_activations(activations: int, kv: int, ratio: Ratio) -> bool:
-    """Whether the next block of a request that has so many of each kind keeps activations: that kind is furthest below its
+    """Whether the next block of a request that has these of each kind keeps activations: that kind is furthest below its
     share then, or both are equally far. Source: derived from HybridServe, section 4.3.2, which keeps to the ratio but
     says neither how nor who wins a tie."""
     wanted, other = _checked(ratio)

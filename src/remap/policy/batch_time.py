@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode pass takes with so many live KV blocks: a line through what was measured. Pure.
+"""The time of a decode pass, by its live KV blocks: a line through the measured times. Pure.
 
 A pass reads the weights once and every live block once, and computes for every request: of requests of like length its time is
-a line in the live blocks (Oneiros section 4 has the same two terms). Only the slope is asked for: what one block more adds.
+a line in the live blocks (Oneiros section 4 has the same two terms). Only the slope is asked for: the time of one more block.
 Old measurements fade, since lengths change.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 __all__ = ["BatchTime"]
 
-_FADES = 0.98  # what a measurement counts after another one
+_FADES = 0.98  # the weight of a measurement after another one
 _SPREAD = 0.02  # of the mean: so far must live blocks have been apart, or the line may have any slope
 
 
@@ -25,7 +25,7 @@ class BatchTime:
         """Seconds of one block more, at least 0; 0 while nothing is known."""
 
     def observe(self, blocks: int, seconds: float) -> None:
-        """A pass with so many live blocks computed for so long."""
+        """A pass with `blocks` live blocks computed for `seconds`."""
         self._last = blocks, seconds
         old, self._count = self._count * _FADES, self._count * _FADES + 1.0
         ahead, later = blocks - self._blocks, seconds - self._seconds

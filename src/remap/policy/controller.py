@@ -100,7 +100,7 @@ class Controller:
         return self._headroom
 
     def decide(self, view: TenantView, demand: Demand) -> Decision | NeedQuotes:
-        """The decision for this step, or what has to be asked before: `decide_with` takes the answer. Calls nothing but the
+        """The decision for this step, or the question to be asked before: `decide_with` takes the answer. Calls nothing but the
         injected functions; changes nothing outside itself."""
         blocks = demand.blocks
         wanted = view.live_blocks + blocks
@@ -125,8 +125,8 @@ class Controller:
         return self._shrink_or_keep(view, blocks, headroom)
 
     def decide_with(self, view: TenantView, demand: Demand, quotes: Sequence[Sequence[Quote]]) -> Decision:
-        """The decision after `NeedQuotes`, for the same demand. view: as before, but with the neighbours. quotes: what other
-        tenants can give, one list of increments per donor."""
+        """The decision after `NeedQuotes`, for the same demand. view: as before, but with the neighbours. quotes: the offers of
+        other tenants, one list of increments per donor."""
         return self._grow(view, demand, demand.blocks + self._headroom - view.free_blocks, quotes)
 
     # -- growing ---------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Controller:
     def _share(
         self, view: TenantView, need: int, others: Sequence[Sequence[Quote]], patient: bool
     ) -> tuple[int, int, tuple[Take, ...], float]:
-        """(own alpha, own beta, what others give, `Supply.gap_s`): all donors' increments compete, the tenant's own
+        """(own alpha, own beta, takes from others, `Supply.gap_s`): all donors' increments compete, the tenant's own
         included."""
         own = self.offers(view, patient=patient)
         alpha, buffers = view.remapped, view.buffers
@@ -214,7 +214,7 @@ class Controller:
 
     def offers(self, view: TenantView, donor: str = "", *, patient: bool = True) -> list[Quote]:
         """The tenant's offers of its own layers: increments within the slowdown and, if `patient`, `tbt_s`, each
-        (alpha, beta) and what it adds.
+        (alpha, beta) and its addition.
 
         Blocks are its own. An alpha that stalls too long is no increment by itself, even if a larger alpha does not.
         """
@@ -240,7 +240,7 @@ class Controller:
         return quotes
 
     def whole_offer(self, view: TenantView, donor: str = "") -> Quote:
-        """What streams now and all of `offers`, as one increment from nothing."""
+        """The layers that stream now and all of `offers`, as one increment from nothing."""
         more = self.offers(view, donor)
         alpha, buffers = cast("tuple[int, int]", more[-1].step) if more else (view.remapped, view.buffers)
         times = view.times
@@ -287,7 +287,7 @@ class Controller:
     def _useful(self, view: TenantView, patient: bool) -> float:
         """The most usable blocks with which a decode pass that reads all of them, and stalls as long as `slowdown` allows, takes
         no longer than tbt_s. Infinite without that target, before the passes have said what a block costs, and if nothing is
-        live although there are so many: who needs more than that has nobody beside him, and must be served."""
+        live although there are that many: a request that needs more has none beside it, and must be served."""
         target = self.config.tbt_s
         if target is None or not patient:
             return math.inf
@@ -322,7 +322,7 @@ class Controller:
     # -- coming home -----------------------------------------------------------------------------------------------
 
     def sigma(self, view: TenantView) -> int:
-        """Hysteresis in blocks: so many must be free beyond demand and headroom after a layer has come home."""
+        """Hysteresis: the blocks that must be free beyond demand and headroom after a layer has come home."""
         fixed = self.config.hysteresis_blocks
         return math.ceil(max(self.variation, 0.5 * view.blocks_per_layer)) if fixed is None else fixed
 

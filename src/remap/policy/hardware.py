@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named machines and models: what the simulator and `remap plan` reckon with. Pure; facts with their sources, as JSON.
+"""Named machines and models, for the simulator and `remap plan`. Pure; facts with their sources, as JSON.
 
     machine("GH200-96GB").h2d_bytes_per_s           # 4.19e11
     machine("my-box", extra="my-box.json")          # a table of one's own, of the same form; `remap fit` writes one
@@ -13,7 +13,7 @@ The form of a table, of which `tables/machines.json` and `tables/models.json` ar
                              "roofline": {"eff_bw": 0.9}}},
      "models": {"my-model": {"like": "Llama-3-8b", "layers": 16}}}
 
-A figure is a number, or an object with `value`, `source` and `grade`. What an entry leaves out is taken from the entry
+A figure is a number, or an object with `value`, `source` and `grade`. A figure that an entry leaves out is taken from the entry
 that it is `like`; an entry with the name of a built-in one changes that one.
 """
 
@@ -102,7 +102,7 @@ class Machine:
     """One accelerator and its link to host memory. Bytes, bytes/s, FLOP/s, seconds. Raises InvalidArgument (field).
 
     hbm_bytes: device memory as the driver shows it. hbm_bytes_per_s, flops: nominal. link: its kind, in words.
-    h2d_bytes_per_s, d2h_bytes_per_s: what large copies reach, alone. duplex: the share of a direction's bandwidth that is
+    h2d_bytes_per_s, d2h_bytes_per_s: of large copies, alone. duplex: the share of a direction's bandwidth that is
     left while the other one is busy too. copy_setup_s: of each copy. create_page_s, map_page_s, set_access_s,
     unmap_page_s: driver calls for one 2 MiB page. iteration_gap_s: between two iterations of an engine. sources: figure ->
     "grade: source"; it is read only, and two machines with the same figures are equal whatever it says. misfit: of a fitted
@@ -328,7 +328,7 @@ _REST = 0.02
 
 
 def _consistent(found: Model) -> None:
-    """An entry that is like another one takes what it leaves out from there: sizes that then belong to two different models are
+    """An entry that is like another one takes missing figures from there: sizes that then belong to two different models are
     refused, since every figure of a plan would be wrong."""
     matrices = found.matrix_elements * found.matrix_bytes
     if not matrices <= found.layer_bytes <= matrices * (1 + _REST) + 2**20:
@@ -347,7 +347,7 @@ def _consistent(found: Model) -> None:
 
 
 def namesakes(name: str, extra: Extra = None) -> tuple[str, ...]:
-    """The other machines whose names begin with what was asked for: `H100` is H100-SXM, and H100-PCIe could be meant."""
+    """The other machines whose names begin with the name asked for: `H100` is H100-SXM, and H100-PCIe could be meant."""
     table = table_of("machines", extra)
     found, wanted = resolve("machine", name, table), name.strip().lower()
     return tuple(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine hides of a model, by the times of its passes and copies alone: `remap plan` asks it of a machine's figures, and
-an engine's adapter of what it has measured."""
+"""The part of a model that a machine hides, by the times of its passes and copies alone: `remap plan` asks it of a machine's
+figures, and an engine's adapter of its own measurements."""
 
 from __future__ import annotations
 

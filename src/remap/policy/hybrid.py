@@ -35,9 +35,9 @@ class Costs(ABC):
     """Seconds of a pass that gives each request a token; of one layer, but for ends_s.
 
     weights_s: to copy all of a layer's weights in. load_kv, load_activations, recompute: of blocks of one mini-batch.
-    forward_s: of all else that is computed for so many requests with so many blocks; of two mini-batches together never
-    more than of both. ends_s: what no layer holds, for so many requests. store_kv_s, store_activations_s: to copy one
-    request's new token out.
+    forward_s: of all else that is computed, by the numbers of requests and blocks; of two mini-batches together never
+    more than of both. ends_s: of the work outside of layers, by the number of requests. store_kv_s, store_activations_s: to copy
+    one request's new token out.
     """
 
     layers: int
@@ -62,7 +62,7 @@ class Costs(ABC):
 
     @abstractmethod
     def least_seconds(self, mix: Mix, streamed: float = 1.0) -> float:
-        """A bound that no packing of these blocks goes below: what the link, or the processor, does in a pass."""
+        """A bound that no packing of these blocks goes below: the link's, or the processor's, work in a pass."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class HybridRoom(ABC):
         return self.device_bytes // (self.layers * self.block.activations)
 
     def divided(self, blocks: Sequence[int], ratio: Ratio) -> list[Mix]:
-        """The requests' blocks at a ratio. What the device holds is spread evenly over all blocks of its kind.
+        """The requests' blocks at a ratio. Bytes on the device are spread evenly over all blocks of their kind.
 
         A byte that the device holds saves a byte on the link in each pass, whatever it is of: activations come first, as
         in HybridServe, section 4.2.1, then weights, then KV.
@@ -114,11 +114,11 @@ class HybridRoom(ABC):
         return mixes
 
     def least(self, blocks: Sequence[int], fewest: Ratio, most: Ratio) -> tuple[Mix, float]:
-        """What is loaded of all requests together at least at any ratio from `fewest` activations to `most`, and the least
+        """The least that is loaded of all requests together at any ratio from `fewest` activations to `most`, and the least
         share of each layer's weights that is streamed. Exact if both are one ratio.
 
         A request has the fewest activations at one end and the fewest K and V at the other. The share of a kind that the
-        device holds falls as the kind grows, so what is left to be loaded of it is least where there is the least of it.
+        device holds falls as the kind grows, so the rest to be loaded is least where there is the least of it.
         """
         few, many = activations_of_each(blocks, fewest), activations_of_each(blocks, most)
         every = max(1, sum(many))
@@ -210,7 +210,7 @@ class _Looked:
         self._known: list[dict[tuple[int, ...], float]] = [{} for _ in passes]
 
     def least_seconds(self, fewest: Ratio, most: Ratio) -> float:
-        """At least so many seconds at any ratio from `fewest` activations to `most`; inf: host memory holds none of them."""
+        """No fewer seconds are possible at any ratio from `fewest` activations to `most`; inf: host memory holds none of them."""
         bound = 0.0
         for count, blocks in self._passes:
             mix, streamed = self._room.least(blocks, fewest, most)
@@ -241,8 +241,8 @@ def algorithm_1(costs: Costs, room: HybridRoom) -> Ratio:
 
     It balances T_load_w + T_load_kv(KV) with T_kv_gen(activations in host memory and on the device) for a host memory that
     is full, whatever is served, and counts neither loading activations, stores nor the rest of the layer. Decided here,
-    where the paper is silent: the lines' base is paid once, by whoever has blocks first, so step 1 solves
-    T_kv_gen(device + x) = T_load_w; a solution outside the memory is moved to its end; blocks are whole, and what is then
+    where the paper is silent: the lines' base is paid once, by the first kind that has blocks, so step 1 solves
+    T_kv_gen(device + x) = T_load_w; a solution outside the memory is moved to its end; blocks are whole, and the memory then
     left over, less than a block of KV, stays free; on the device are as many activations as it holds.
 
     Raises InvalidArgument (fields host_bytes, block_bytes) if not one block of KV fits.

@@ -64,5 +64,5 @@ def delayed(copy_s: Sequence[float], pieces: Sequence[int], wait_s: float) -> tu
 
 def spared(neighbours: Iterable[Neighbour], present_s: float, longest_s: float) -> bool:
     """Whether a tenant may copy pieces of `longest_s`, instead of the `present_s` of now: no neighbour's certificate
-    rises above what is allowed, or further above it."""
+    rises above the allowed, or further above it."""
     return all(each.stall(longest_s) <= max(each.allowed_s, each.stall(present_s)) for each in neighbours)

@@ -53,7 +53,7 @@ Packing = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class BufferLimits:
-    """What the buffers on the device hold of one mini-batch. most: bytes; kv, activations, held: what one block takes of
+    """The room for one mini-batch in the buffers on the device. most: bytes; kv, activations, held: what one block takes of
     them. HybridServe has a maximum for each kind instead, which leaves one buffer empty where requests differ."""
 
     most: int

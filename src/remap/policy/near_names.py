@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody may have meant by a name that is not known. Pure."""
+"""The known names that a user may have meant by an unknown one. Pure."""
 
 from __future__ import annotations
 

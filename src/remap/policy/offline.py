@@ -59,7 +59,7 @@ class OfflineCosts(Costs):
         return passed + self._stores(mix)
 
     def least_seconds(self, mix: Mix, streamed: float = 1.0) -> float:
-        """A bound that no packing of these blocks goes below: what the link, or the processor, does in a pass."""
+        """A bound that no packing of these blocks goes below: the link's, or the processor's, work in a pass."""
         layers = [layer for layer, seconds in enumerate(self.weights) if seconds]
         copied = math.fsum(self.weights[layers[use]] for use in copied_uses(len(layers), self.ring, "fixed"))
         computed = self.recompute(mix.recomputed) + self.forward_s(mix.requests, mix.blocks)
@@ -88,7 +88,7 @@ class OfflineRoom(HybridRoom):
 
 @dataclass(frozen=True)
 class Option:
-    """What a ratio is expected to give. at_once: requests in a pass, as many as host memory holds to their ends. pass_s: the
+    """The expected results of a ratio. at_once: requests in a pass, as many as host memory holds to their ends. pass_s: the
     certified seconds of a pass, in the mean of their answers."""
 
     ratio: Ratio
@@ -112,7 +112,7 @@ def choose(
     """The options by name: KV, activations and Algorithm 1 (HybridServe's), those of them that fit, and best.
 
     lengths: tokens of each prompt and of each answer, in the order in which they are served. block_tokens: of the pair that
-    is one block here. most: requests at once, if host memory holds so many. `hybrid.better_ratio` gives the best ratio
+    is one block here. most: requests at once, if host memory holds that many. `hybrid.better_ratio` gives the best ratio
     for each number of requests that it may hold, from KV alone to activations alone; more than 8 numbers are taken together
     in 8 ranges, as if the least of a range ran. Best has the most tokens a second of these ratios and the others; of equals
     it is the first in that order.
@@ -162,8 +162,8 @@ class _Asked:
         self._longest = max(_blocks(lengths, block_tokens, 1.0))
 
     def better_ratio(self, first: int, last: int, tokens_per_s: float) -> Ratio | None:
-        """The best for `first` requests, of the ratios with which at least so many fit, and fewer than `last`; None if none gives
-        so many of these more tokens a second, or holds the longest request."""
+        """The best for `first` requests, of the ratios with which at least that many fit, and fewer than `last`; None if none
+        gives `last` - 1 of these more than `tokens_per_s`, or holds the longest request."""
         passes = self._passes(first)
         every = ratios([each for _, blocks in passes for each in blocks])
         low, high = (bisect_left(every, count, key=self._at_once) for count in (first, last))
@@ -191,6 +191,6 @@ class _Asked:
         return at_once(self._lengths, self._block_tokens, ratio, self._room)
 
     def _passes(self, count: int) -> list[tuple[int, list[int]]]:
-        """Those that are counted, and what has to fit: all of them at their ends, and the longest request alone."""
+        """Those that are counted, and those that have to fit: all of them at their ends, and the longest request alone."""
         counted = [(1, _blocks(self._lengths[:count], self._block_tokens, share)) for share in _STAGES]
         return [*counted, (0, _blocks(self._lengths[:count], self._block_tokens, 1.0)), (0, [self._longest])]

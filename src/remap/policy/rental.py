@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When lent layers move back: ski rental for each lender, a guard for each holder, and why they cannot thrash.
 
-Streaming a lent layer costs something in every pass (the rent); reloading it costs once (the price). Nobody knows how
+Streaming a lent layer costs something in every pass (the rent); reloading it costs once (the price). It is not known how
 long the surplus of blocks will last. The rule: reload when the rent since the surplus began would reach the price.
 Oneiros (section 5.2, algorithm 1) reverts as soon as KV tensors are empty, by calling the function that grows; it has
 neither hysteresis nor a bound on how often layers move. Everything below is derived.
@@ -17,7 +17,7 @@ one `Rental` says True at most T / s times.
     back, layers lent <= layers that may be lent + layers reloaded: growths are bounded as well.
 
 Claim 2, the price of not knowing. For one layer, the rent and the reloads that `Rental` pays are at most
-max(2, 1 + (D - 1) G) times what the best plan pays that knows the future and keeps to the same condition (the layer is
+max(2, 1 + (D - 1) G) times the cost of the best plan that knows the future and keeps to the same condition (the layer is
 lent while it fails): at most twice, for D <= 1 + 1 / G.
     Steps where the condition fails cost both the same, nothing, and leave the layer lent and the credit 0. So each
     maximal row of steps in which it holds is a problem of its own. Let R be the row's whole rent. The best plan pays

@@ -251,7 +251,7 @@ def one_shot_delay(compute_s: Sequence[float], transfer_s: float | Sequence[floa
 
 
 def _real(value: object) -> float:
-    """As a float; NaN for what is no number."""
+    """As a float; NaN for a value that is no number."""
     if not hasattr(value, "__float__") or isinstance(value, (bool, str, bytes, type)):
         return math.nan
     try:

@@ -129,7 +129,7 @@ def least_walk(problem: Problem) -> tuple[int, ...]:
         ]  # rows[k][j]: the least cost from `first` to j with k stops after `first`; j counts from first + k
         for k in range(1, m):
             before, low = rows[-1], first + k - 1  # its entry 0 is place `low`
-            end = size - (m - 1 - k)  # so many more stops lie behind j
+            end = size - (m - 1 - k)  # m - 1 - k more stops lie behind j
             rows.append([min(map(add, before, into[j][low:j])) for j in range(low + 1, end)])
         for last, cost in enumerate(rows[-1], first + m - 1):
             wait = tau[first] - (total - ends[last] + starts[first])

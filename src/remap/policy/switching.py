@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of the host link's time the turns of tenants take. Pure: callers pass times in, in seconds.
 
-When tenants take turns, layers come home and KV comes back at each switch, over the link over which the passes of whoever has
-the turn copy their streamed layers: a pass then waits for its copies behind them. So a tenant that streams beside switches
+When tenants take turns, layers come home and KV comes back at each switch, over the link over which the passes of the one that
+has the turn copy their streamed layers: a pass then waits for its copies behind them. So a tenant that streams beside switches
 has only the rest of the link, and its certificate counts with that (`SharedLink.times`): each copy takes 1 / (1 - share) as
 long. That is a mean over turns. A pass that lies in a switch may wait for longer, others for less.
 
@@ -29,7 +29,7 @@ MOST = 0.5
 class Switching:
     """share: of the link's time, in [0, 1): of late, in the mean. 0 until two turns have passed.
 
-    smoothing: weight of the newest turn. stale: so many mean turns after the last one, nobody switches any more.
+    smoothing: weight of the newest turn. stale: this many mean turns after the last one, tenants do not switch any more.
     """
 
     def __init__(self, smoothing: float = 0.25, stale: float = 4.0) -> None:

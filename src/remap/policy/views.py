@@ -106,7 +106,7 @@ class Take:
 
 @dataclass(frozen=True)
 class NeedQuotes:
-    """Free pages do not suffice: what other tenants can give is to be asked, for so many blocks."""
+    """Free pages do not suffice: the caller is to ask what other tenants can give, for `blocks` blocks."""
 
     blocks: int
 

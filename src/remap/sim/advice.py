@@ -6,7 +6,7 @@
 
 Five policies serve the same requests: `recompute` (what engines do), KV that the models share while weights stay (`kv-pool`, what
 kvcached gives), the same with KV swapped to host memory, `remap` with all its donors, and six times the memory (`ideal`), which
-nobody has. So the answer is not "better than recompute" where sharing the KV alone, or nothing at all, would do.
+no machine here has. So the answer is not "better than recompute" where sharing the KV alone, or nothing at all, would do.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _lines(
     alone = len(setup.tenants) == 1
     gained = {
         "not needed": (
-            "You do not need remap: recomputing what does not fit gives a P99 time to the first token of "
+            "You do not need remap: recomputing the requests that do not fit gives a P99 time to the first token of "
             f"{first['recompute']}, six times the memory {first['ideal']}."
         ),
         "sharing KV suffices": (
@@ -165,7 +165,7 @@ def _lines(
             f"six times the memory gives {first['ideal']}."
         ),
     }[verdict]
-    stays = "one model, which has nobody to share KV with" if alone else "KV shared between the models"
+    stays = "one model, which has no other to share KV with" if alone else "KV shared between the models"
     added = (
         f"What weights add: {stays}: {first[UNUSED_KV]}; and KV in host memory: {first[UNUSED_KV_AND_SWAP]}; and weights: "
         f"{first[OURS]}, {_sooner(pool_s, ours.ttft_p99_s)} than the better of these."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One simulated engine: the reference engine's loop (remap.engine.engine), whose passes take time and compute nothing.
 
-What is its own: requests have lengths (`workload.Item`), are cut to the context and refused where a real engine would raise; a
-gap follows each pass; and what is recorded is bounded, since runs are long.
+Its own: requests have lengths (`workload.Item`), are cut to the context and refused where a real engine would raise; a
+gap follows each pass; and the records are bounded, since runs are long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from remap.sim.workload import Item
 __all__ = ["EMPTY_S", "SimEngine"]
 
 EMPTY_S = 0.001
-"""What an iteration takes that found nothing to run, at least: were the gap 0, time would stand still, and with it what is
+"""The least time of an iteration that found nothing to run: were the gap 0, time would stand still, and with it what is
 waited for."""
 
 
@@ -32,7 +32,7 @@ class SimEngine(Engine):
 
     tenant: name, kv (a pool), remapped, lent_pages: a session's tenant, or a stand-in. session: None if its memory never
     changes through one. clock: the backend, or a `VirtualClock`: now, advance_to(t), advance(s). gap_s: between two passes, the
-    host's time for scheduling and sampling. most_blocks: what the pool could ever hold.
+    host's time for scheduling and sampling. most_blocks: the most that the pool could ever hold.
     """
 
     runner: Pass
@@ -76,7 +76,7 @@ class SimEngine(Engine):
 
     def give_up(self) -> bool:
         """Refuse the request whose turn it is, if it has the engine to itself and still is too long for the memory. Whether it
-        was: what may be remapped is bounded by more than layers, so nobody knew when it came."""
+        was: more than layers bounds remapping, so the engine did not know when it came."""
         scheduler, kv = self.scheduler, inside(self.tenant).kv
         first = next(iter(scheduler.queued()), None)
         if scheduler.running or first is None or scheduler.blocks_for(first.length) <= kv.usable_blocks:
@@ -96,7 +96,7 @@ class SimEngine(Engine):
 
     @property
     def last_finish_s(self) -> float:
-        """When the last of those that have finished did; 0 if nobody has."""
+        """When the last of those that have finished did; 0 if none has."""
         return max((one.last_s or 0.0 for one in self._done), default=0.0)
 
     def result(self) -> TenantResult:
@@ -134,4 +134,4 @@ class SimEngine(Engine):
         """`timeline.Timeline` looks at all tenants at once, after each step of any."""
 
     def _check_progress(self, progressed: bool) -> None:
-        """Whoever runs the engines watches for that, and has requests refused (`give_up`)."""
+        """The caller that runs the engines watches for that, and has requests refused (`give_up`)."""

@@ -8,7 +8,7 @@
 Linear operators give the bandwidth and the FLOP/s that are reached, the sharpness p of the knee between them, and the time
 that an operator takes at least: four parameters within bounds, least squares of the logarithms' errors (scipy). Copies, attention
 and the other operators are straight lines through their points, least squares of relative errors. The
-nominal bandwidth and FLOP/s are what was measured, so efficiencies of a fitted machine are shares of that.
+nominal bandwidth and FLOP/s are the measured ones, so efficiencies of a fitted machine are shares of that.
 
 A fit that is off by more than MOST_MISFIT in the mean of a group is refused: no plan could be made of it. The table that a fit
 writes carries its misfit, and `remap plan` says it; above POOR_MISFIT as a warning.
@@ -63,14 +63,14 @@ class Fit:
         return {group: error for group, error in self.errors.items() if error > POOR_MISFIT}
 
     def document(self) -> dict[str, Any]:
-        """What `machine(name, extra=...)` takes, and a file of which may hold."""
+        """The argument of `machine(name, extra=...)`; a file may hold it."""
         return {"machines": {self.name: dict(self.entry)}}
 
 
 def fit(measurements: Mapping[str, Any], name: str, like: str | None = None, extra: Extra = None) -> Fit:
     """Constants from measurements (see GROUPS; besides: dtype_bytes, memory_bytes, link, and optionally memory_bytes_per_s and
     pages, an object of PAGE_CALLS). like: a known machine, out of `extra` too, that
-    gives what was not measured; without one only driver calls, the gap between iterations and duplex may be missing.
+    gives the unmeasured figures; without one only driver calls, the gap between iterations and duplex may be missing.
 
     Raises InvalidArgument (field): measurements of another form, fewer than 8 linear operators, a group that is missing while
     no machine is named to take its figures from. Misfit: a group that is off by more than MOST_MISFIT. InvalidState: no scipy.
@@ -114,7 +114,7 @@ def fit(measurements: Mapping[str, Any], name: str, like: str | None = None, ext
         roofline["other_ops_s"], roofline["other_ops_s_per_token_per_khidden"] = least, slope
         errors["other_ops"] = _error(groups["other_ops"], lambda p: least + slope * p["tokens"] * p["hidden"] / 1000)
 
-    # Nominal: what was measured apart, unless an operator did better.
+    # Nominal: the figures measured apart, unless an operator did better.
     memory = max(reached["bandwidth"], reached.get("decode", 0.0), _optional(measurements, "memory_bytes_per_s"))
     flops = max(reached["flops"], reached.get("prefill", 0.0), _optional(measurements, "flops"))
     figures |= {"hbm_bytes_per_s": memory, "flops": flops}
@@ -158,7 +158,7 @@ def fit(measurements: Mapping[str, Any], name: str, like: str | None = None, ext
         )
     entry["misfit"] = dict(errors)
     found = Fit(name, entry, errors, {group: len(points) for group, points in groups.items() if points})
-    machine(name, found.document())  # refuses what no machine may be
+    machine(name, found.document())  # refuses impossible machines
     return found
 
 

@@ -3,8 +3,8 @@
 
     found, notes = read_config("Qwen3-8B/config.json")
 
-Weights are counted from the shapes, as the checkpoint has them: biases, norms and learned positions included. What a family does
-that these counts do not know (layers of several kinds, windows that differ from layer to layer) is refused by name.
+Weights are counted from the shapes, as the checkpoint has them: biases, norms and learned positions included. A feature of a
+family that these counts do not know (layers of several kinds, windows that differ from layer to layer) is refused by name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Config:
 
 
 def find_model(name: str, tables: Extra = None, dtype: str | None = None) -> tuple[Model, tuple[str, ...]]:
-    """(the model of this name, what was assumed of it): one of the tables, or, for a path, of a checkpoint's config.json or its
+    """(the model of this name, the assumptions): one of the tables, or, for a path, of a checkpoint's config.json or its
     folder. dtype: as in `read_config`. Raises InvalidArgument as `hardware.model` and `read_config` do."""
     if name.endswith(".json") or os.sep in name or Path(name).is_dir():
         return read_config(name, dtype)
@@ -73,7 +73,7 @@ def find_model(name: str, tables: Extra = None, dtype: str | None = None) -> tup
 
 
 def read_config(path: str | Path, dtype: str | None = None) -> tuple[Model, tuple[str, ...]]:
-    """(the model, what was assumed of it, in sentences). path: a config.json, or the folder of one. dtype: instead of the
+    """(the model, the assumptions, in sentences). path: a config.json, or the folder of one. dtype: instead of the
     checkpoint's, see `model_variants.in_dtype`. Raises InvalidArgument (field): a file that cannot be read, a family that is not
     in FAMILIES, a number that is missing or cannot be, weights that are quantised in a way that is not known."""
     file = Path(path)

@@ -60,7 +60,7 @@ AGAINST_IDEAL = (
     # Not a gap: with more memory more requests run at once, and ideal's time between tokens is often the longer one.
     Against("tbt_p99_of_ideal", "TBT P99 / ideal's", "tbt_p99_s", ratio=True),
 )
-"""What stands in every table of results."""
+"""The rows of every table of results."""
 
 
 def against_ideal(figures: Mapping[str, Mapping[str, float | None]]) -> dict[str, dict[str, float]]:

@@ -11,7 +11,7 @@ Of R requests at a rate of r in all, a tenant with the share s of the rate has s
 come within R / r seconds: time is compressed or stretched so that the requests of every run have exactly the rate that was
 asked for, as Oneiros rescales its trace. A faster run of a seed is the same pattern, compressed.
 
-A file of arrivals is a ring: tenants that share one begin at evenly spaced rows, and what goes beyond the end goes on at the
+A file of arrivals is a ring: tenants that share one begin at evenly spaced rows, and rows beyond the end go on at the
 beginning. Lengths of a file are dealt in an order that the seed shuffles, each row once before any row twice; but if
 arrivals and lengths are the same file, every arrival keeps the lengths of its own row (Oneiros uses two files).
 """
@@ -88,19 +88,19 @@ _TOKENS = ("input_tokens", "output_tokens")
 
 
 def arrivals_known() -> str:
-    """What `--arrivals` takes, in words."""
+    """The values of `--arrivals`, in words."""
     return f"{', '.join(ARRIVALS)}, bursty:CV:DUTY, or the path of a .csv or .csv.gz file with arrival_s"
 
 
 def lengths_known() -> str:
-    """What `--lengths` takes, in words."""
+    """The values of `--lengths`, in words."""
     return (
         f"{', '.join(LENGTHS)}, fixed:IN:OUT, or the path of a .csv or .csv.gz file with input_tokens and output_tokens"
     )
 
 
 _LONGEST_S = 1e10
-"""Of a run: a double of so many seconds is exact to 2 us."""
+"""Of a run: a double of this many seconds is exact to 2 us."""
 
 
 def _unknown(field: str, name: str, known: str) -> InvalidArgument:
@@ -118,7 +118,7 @@ def _is_path(name: str) -> bool:
 
 
 def _numbers(field: str, name: str, count: int, known: str) -> list[float]:
-    """What follows the first colon of a name, at most `count` numbers."""
+    """The numbers behind the first colon of a name, at most `count`."""
     parts = name.split(":")[1:]
     try:
         values = [float(part) for part in parts]
@@ -207,7 +207,7 @@ def load(
     seed: int = 0,
     context: Mapping[str, int] | None = None,
 ) -> tuple[Item, ...]:
-    """Exactly `requests` requests of all tenants, in order of time; see this module's text for what the names mean.
+    """Exactly `requests` requests of all tenants, in order of time; see this module's text for the names.
 
     rate: requests per second of all tenants together, or one number each. arrivals, lengths: one name for all, or one each.
     context: most tokens of one request, by tenant; longer prompts are cut (the answer keeps its length where it fits). The same
@@ -215,7 +215,7 @@ def load(
     lengths.
 
     Raises InvalidArgument (field) for names that are not known, with those that are; for files without the columns or without
-    rows; and for numbers out of range. What opening a file raises (FileNotFoundError) is InvalidArgument too.
+    rows; and for numbers out of range. An error on opening a file (FileNotFoundError) is InvalidArgument too.
     """
     if not tenants or len(set(tenants)) != len(tenants):
         raise InvalidArgument(

@@ -16,7 +16,7 @@ __all__ = ["masters"]
 
 
 def masters(layer_bytes: Sequence[int]) -> list[memoryview]:
-    """One read-only buffer of each of these sizes, in bytes. All begin at the same address and cost no memory until somebody
+    """One read-only buffer of each of these sizes, in bytes. All begin at the same address and cost no memory until a caller
     reads them; they read as zero, and the address space is given back with the last of them.
 
     Raises InvalidArgument (field layer_bytes) for a size below 1, or if there are none.

@@ -42,9 +42,9 @@ def in_dtype(model: Model, dtype: str) -> Model:
 
 
 def sharded(model: Model, devices: int) -> Model:
-    """What one of `devices` holds and computes under tensor parallelism: heads, the MLP's width and the vocabulary are divided,
-    norms and biases are whole on each; KV heads are copied where there are fewer of them than devices. Raises InvalidArgument
-    (field tp) where it does not divide."""
+    """One device's part of the model under tensor parallelism over `devices`: heads, the MLP's width and the vocabulary are
+    divided, norms and biases are whole on each; KV heads are copied where there are fewer of them than devices. Raises
+    InvalidArgument (field tp) where it does not divide."""
     if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= 1024:
         raise _refuse(devices, "from 1 to 1024")
     if devices == 1:

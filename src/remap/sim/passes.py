@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a simulated pass takes, and what it does on the device while it lasts.
+"""The duration of a simulated pass, and its work on the device.
 
-    SessionPass   on a stream of the sim backend, through `tenant.forward`: what the production path does on a GPU. Streamed
+    SessionPass   on a stream of the sim backend, through `tenant.forward`: as the production path on a GPU. Streamed
                   layers are waited for and given back layer by layer; the copies, and how long they hold the computation up,
                   are the prefetcher's and the backend's, not a formula's.
     PiePass       Pie's pipeline in closed form (see there): it has no counterpart in the library.
@@ -27,13 +27,13 @@ __all__ = ["Cost", "Pass", "PiePass", "PieTimes", "SessionPass", "sampled"]
 
 
 class Cost(Protocol):
-    """What computing takes: `Roofline`, or something measured."""
+    """The time of computing: `Roofline`, or something measured."""
 
     def layer_s(self, prefill_tokens: int, prefill_pairs: int, decode_rows: int, decode_context: int) -> float:
         """Seconds of one layer over one batch."""
 
     def ends_s(self, tokens: int, sampled_rows: int) -> float:
-        """Seconds of what no layer holds."""
+        """Seconds of the work outside of layers."""
 
 
 class Pass(ABC):
@@ -84,17 +84,17 @@ class Pass(ABC):
 
     @abstractmethod
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
-        """layer_s: of computing one layer; ends_s: of what no layer holds. Returns when the pass ends."""
+        """layer_s: of computing one layer; ends_s: of the work outside of layers. Returns when the pass ends."""
 
 
 def sampled(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
-    """What a pass yields: the chunks that have a token more, and tokens that stand for any."""
+    """The result of a pass: the chunks that have a token more, and tokens that stand for any."""
     samplers = [chunk for chunk in chunks if chunk.start + chunk.count == chunk.sequence.length]
     return samplers, [0] * len(samplers)
 
 
 class SessionPass(Pass):
-    """Passes of an attached tenant, on a stream of its own. What is copied to and from host memory for requests that are
+    """Passes of an attached tenant, on a stream of its own. KV copied to and from host memory for requests that are
     swapped is enqueued there, so the next pass waits for it."""
 
     def __init__(self, backend: Any, tenant: Any, cost: Cost, model: Model) -> None:
@@ -116,7 +116,7 @@ class SessionPass(Pass):
 
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         backend, tenant, stream = self._backend, self._tenant, self.stream
-        if tenant.kv.host.total:  # its last pass has ended, so what it still waits for is copies
+        if tenant.kv.host.total:  # its last pass has ended, so it still waits for copies alone
             self._swap_s += max(0.0, backend.stream_end(stream) - backend.now)
         with tenant.forward(phase=work.phase, tokens=work.tokens, stream=stream, streamed=self._streamed):
             if not tenant.streaming:
@@ -174,7 +174,7 @@ class PiePass(Pass):
         pass = max(computation, (m + 2) t_in, (m + 2) t_out)
 
     (Eq. 5 of Oneiros has the same form.) Where copies are hidden that is exact. Where they are not, Pie's protocol, run event by
-    event, takes a little longer, about n / (n - 1) of it with up to half of the layers away and more beyond: what is simulated is
+    event, takes a little longer, about n / (n - 1) of it with up to half of the layers away and more beyond: the simulation is
     on Pie's side. Only with directions as unequal as a GH200's and few layers away is it up to 6 % quicker, as not every copy is
     in the slower direction's way.
 
@@ -233,7 +233,7 @@ class PiePass(Pass):
 
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         swapped = self._swapped_layers()
-        # A pass of prompts alone reads nobody's KV: only what it makes is copied, and out. Charged as if both ways.
+        # A pass of prompts alone reads no request's KV: only its own is copied, and out. Charged as if both ways.
         used = self._used_tokens() if work.decode_rows else work.prefill_tokens
         times = self.times(layer_s, ends_s, used, swapped)
         if not work.prefill_tokens:

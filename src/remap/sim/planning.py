@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What remapping would do on a machine for a model, before anything is installed: `remap plan`. Pure.
+"""The effect of remapping on a machine for a model, before anything is installed: `remap plan`. Pure.
 
     found = plan(machine("GH200"), model("OPT-13b"), memory_bytes=35_918_813_593, context=512)
     found.balance.remapped, found.balance.rows        # 6 layers, 32 requests at once instead of 23
 
 Layer times come from the roofline, copies from the machine's link, what can be hidden from `remap.schedule` and
-`remap.policy.slices`: what the controller itself asks, here of computed times instead of measured ones. Not in it: queueing,
+`remap.policy.slices`: the controller's own functions, here of computed times instead of measured ones. Not in it: queueing,
 and that a running copy takes memory bandwidth from the computation (`contention`, which the settings name).
 
 Of several devices under tensor parallelism (tp) the plan is one device's: its share of the model, its memory, its link. Of a
 mixture of experts only batches are planned for that touch nearly all experts: below, the roofline knows no layer's time.
 
-The batch and what it hides depend on each other: more layers remapped make room for more requests, whose pass is longer and
-hides more. `Balance` is the largest number of layers that the batch which it makes possible still hides.
+The batch and the layers that it hides depend on each other: more layers remapped make room for more requests, whose pass is
+longer and hides more. `Balance` is the largest number of layers that the batch which it makes possible still hides.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ WHAT_IF = (0, 2, 4, 8, 15)
 
 @dataclass(frozen=True)
 class MachinePlan(Numbers):
-    """The answer. steps: each number with its formula and what was put in. advice: whether streaming active layers pays here,
-    and which settings follow, each with its reason. assumed: what the plan takes for granted, in sentences."""
+    """The answer. steps: each number with its formula and its inputs. advice: whether streaming active layers pays here,
+    and which settings follow, each with its reason. assumed: the plan's assumptions, in sentences."""
 
     steps: tuple[Step, ...]
     advice: Advice
     assumed: tuple[str, ...]
 
     def environment(self) -> dict[str, str]:
-        """What to set for an engine's adapter (`remap.adapters.settings` reads it): the advice, on one device.
+        """The settings for an engine's adapter (`remap.adapters.settings` reads it): the advice, on one device.
 
         With donors it is one block for all models: they share an arena, whose capacity is the same whichever of them is
         planned for.
@@ -88,7 +88,7 @@ class MachinePlan(Numbers):
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; what is not finite (a speed-up from nothing) is None."""
+        """For JSON; a number that is not finite (a speed-up from nothing) is None."""
         found: dict[str, Any] = _finite(asdict(self))
         return {**found, "environment": self.environment()}
 
@@ -110,7 +110,7 @@ def kv_tokens(model: Model, memory_bytes: int, activation_bytes: int = ACTIVATIO
 
 
 def limit(roof: Roofline, rows: int, context: int, kv_tokens: int | None = None) -> Limit:
-    """What a decode pass hides. kv_tokens: of the KV cache without remapping, for `fits`; None: it always fits."""
+    """The layers that a decode pass hides. kv_tokens: of the KV cache without remapping, for `fits`; None: it always fits."""
     machine, model = roof.machine, roof.model
     n = model.layers
     layer_s, copy_s = roof.layer_s(0, 0, rows, rows * context), machine.copy_s(model.layer_bytes)
@@ -301,7 +301,7 @@ def plan(
     tp: int = 1,
     assumed: Sequence[str] = (),
 ) -> MachinePlan:
-    """What remapping would do. memory_bytes: of one device, for weights and KV cache; by default what 90 % of it leaves beside
+    """The effect of remapping. memory_bytes: of one device, for weights and KV cache; by default what 90 % of it leaves beside
     the donors' weights. context: tokens that a decoding request has on average. batch: one more row of the table. donors: other
     models on the same devices that are idle. max_requests: that run at once. tp: devices that share every layer. assumed: what
     the caller assumed, to be told with the rest.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from a plan's numbers: whether to stream active layers, what to set, and the arithmetic behind each. Pure."""
+"""The advice that follows from a plan's numbers: whether to stream active layers, what to set, and the arithmetic behind each.
+Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ SHORT_RELOAD_S = 0.1
 
 @dataclass(frozen=True)
 class Step:
-    """One number: what it is, its formula, and the formula with the numbers put in, the result last."""
+    """One number: its meaning, its formula, and the formula with the numbers put in, the result last."""
 
     what: str
     formula: str
@@ -45,14 +46,14 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """What engines' adapters read it from."""
+        """The text from which engines' adapters read it."""
         return f"REMAP_{self.name.upper()}"
 
 
 @dataclass(frozen=True)
 class Advice:
     """active: whether streaming layers of a model that runs pays here; donors: whether lending those of idle ones does.
-    why: in sentences. settings: what to give to Knobs; what is not named keeps its default."""
+    why: in sentences. settings: for Knobs; others keep their defaults."""
 
     active: bool
     donors: bool
@@ -97,7 +98,7 @@ def _pages(model: Model) -> Step:
 
 
 def arithmetic(numbers: Numbers) -> tuple[Step, ...]:
-    """Each number of the plan, with its formula and what was put in."""
+    """Each number of the plan, with its formula and its inputs."""
     machine, model, balance, reload = numbers.machine, numbers.model, numbers.balance, numbers.reload
     memory_bytes, activation_bytes, most = numbers.memory_bytes, numbers.activation_bytes, numbers.max_requests
     context, kv_tokens, tokens_per_layer = numbers.context, numbers.kv_tokens, numbers.tokens_per_layer
@@ -237,10 +238,10 @@ def _why_active(numbers: Numbers, *, active: bool, full: bool) -> str:
         )
     could = " or ".join(hidden)
     limited = numbers.max_requests in (balance.rows_before, balance.rows, balance.slices_rows)
-    limit = f" --max-num-seqs {numbers.max_requests} was the limit: so many run at once at most." if limited else ""
+    limit = f" --max-num-seqs {numbers.max_requests} was the limit: that many run at once at most." if limited else ""
     if full:
         most = max(float(balance.remapped), balance.slices)
-        useless = f"; what a pass could hide, {most:.3g} layers' worth, would serve nobody" if most else ""
+        useless = f"; the {most:.3g} layers' worth that a pass could hide would serve no request" if most else ""
         return (
             f"Do not stream active layers: at {numbers.context} tokens the KV cache holds the {balance.rows_before} requests "
             f"that run at once without it{useless}.{limit}"

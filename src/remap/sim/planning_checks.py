@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan can be made of, and what it takes for granted: memory, donors, fits, mixtures of experts. Pure."""
+"""The inputs of a plan, and its assumptions: memory, donors, fits, mixtures of experts. Pure."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def least_batch(model: Model, found: Balance, batch: int | None) -> int:
     if rows and min(rows) < least:
         raise InvalidArgument(
             f"{model.name} has {model.experts} experts of which a token uses {model.active_experts}: a batch of {min(rows)} "
-            f"requests touches a part of them (even routing: {TOUCHED:.0%} from {least} on), and what is missing is a "
+            f"requests touches a part of them (even routing: {TOUCHED:.0%} from {least} on), and there is no "
             "measurement of how many, and of how long a layer takes then; nothing was computed; give more memory, a shorter "
             f"context, or a batch of at least {least}",
             field="model",
@@ -121,7 +121,7 @@ def assumptions(numbers: Numbers, whole: Model, donors: Sequence[Model], *, defa
         copied = " (KV heads are copied: there are fewer than devices)" if whole.kv_heads < numbers.tp else ""
         yield (
             f"tensor parallelism over {numbers.tp} devices: every figure is one device's share{copied}; each has a link of "
-            "its own at full speed; what the devices tell one another is not counted, so that passes take longer and hide more "
+            "its own at full speed; the traffic between the devices is not counted, so that passes take longer and hide more "
             "than is said here, and tokens/s are lower"
         )
     if model.matrix_bytes < model.dtype_bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `remap.sim.planning` finds, as plain data. Pure."""
+"""The results of `remap.sim.planning`, as plain data. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ KINDS: tuple[Selection, ...] = ("uniform", "nested")
 
 @dataclass(frozen=True)
 class Limit:
-    """What a decode pass of `rows` requests with `context` tokens each hides. Exact, fixed slots, no stall at all.
+    """The layers that a decode pass of `rows` requests with `context` tokens each hides. Exact, fixed slots, no stall at all.
 
     layer_s: computing one layer; copy_s: copying one in. remapped: whole layers, by `selection` through `buffers` ring
     buffers. slices: layers' worth, when every layer streams its last pages. paper: what Eq. 5 of Oneiros allows, which
-    assumes rotating slots. fits: whether the KV cache, with what is remapped, holds that many tokens.
+    assumes rotating slots. fits: whether the KV cache, with the remapped layers, holds that many tokens.
     """
 
     rows: int
@@ -58,7 +58,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A pass with so many layers remapped, KV full. iteration_s: computing, waiting, both ends, and the gap."""
+    """A pass with `remapped` layers remapped, KV full. iteration_s: computing, waiting, both ends, and the gap."""
 
     remapped: int
     rows: int
@@ -69,7 +69,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Reload:
-    """What it takes to load a model back when it wakes. layer_s: copying one layer, all_s: all of them. hidden: (prefill
+    """The cost of loading a model back when it wakes. layer_s: copying one layer, all_s: all of them. hidden: (prefill
     tokens, most layers that may be away without the first prefill being late); late_s: (prefill tokens, by how much it is late
     if half of the layers are). The last layers are away, and the one whose memory is the ring is loaded with them: the rule by
     which the controller lends."""
@@ -84,7 +84,7 @@ class Reload:
 
 @dataclass(frozen=True)
 class IdleDonor:
-    """What an idle model on the same machine can give.
+    """The memory that an idle model on the same machine can give.
 
     weight_bytes: of one device. tokens_free: KV tokens of the layers that its 512-token prefill hides the reload of;
     tokens_half: of half of its layers.
@@ -101,9 +101,9 @@ class IdleDonor:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a plan found. kv_tokens: without remapping; tokens_per_layer: what one remapped layer adds. limits: by context, then
-    rows. activation_bytes: what was assumed. max_requests: that run at once, at most. tp: devices that share each layer; model,
-    memory_bytes and all that follows are of one of them."""
+    """The results of a plan. kv_tokens: without remapping; tokens_per_layer: of one remapped layer. limits: by context,
+    then rows. activation_bytes: as assumed. max_requests: that run at once, at most. tp: devices that share each layer;
+    model, memory_bytes and all that follows are of one of them."""
 
     machine: Machine
     model: Model

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policies that a simulation can compare, by name. Pure.
 
-    recompute     KV of the size that the reservation leaves; what does not fit is preempted and recomputed (vLLM)
+    recompute     KV of the size that the reservation leaves; requests that do not fit are preempted and recomputed (vLLM)
     swap          the same, but preempted requests keep their KV in host memory (vLLM V0's swapping, whole requests)
     pie           KV of some layers lies in host memory and is swapped layer by layer, both ways; adaptive expansion (Pie);
                   "pie:1.6": a fixed expansion
     static:X      a fixed X of the layers (default 10 %) is streamed from the start, as vLLM's prefetch offloader; "static:6" or
                   "static:10%"
-    kv-pool       unused KV of any tenant is everybody's, weights stay (kvcached); "kv-pool+swap": and preempted requests keep
+    kv-pool       unused KV of any tenant is shared, weights stay (kvcached); "kv-pool+swap": and preempted requests keep
                   their KV in host memory. The strongest alternatives: what weights add is beyond these
-    remap         the production controller with all donors: unused KV of any tenant is everybody's, KV of paused and preempted
+    remap         the production controller with all donors: unused KV of any tenant is shared, KV of paused and preempted
                   requests goes to host memory, and weights are lent and streamed
     remap:weights weights alone: every reservation is its tenant's own, nothing is swapped (what Oneiros has)
     remap:A       any of its ablations (below), or settings of Knobs: "remap:selection=slices+buffers=2"
     sleep         recompute; one model is awake at a time, whole, with all memory that the others do not need while they sleep;
                   weights come and go over the link when turns change (vLLM's sleep mode, level 1). For turns only. "sleep+swap":
                   and KV of paused and preempted requests goes to host memory
-    ideal         recompute with six times the memory: what memory is worth. Nobody can choose it; the others are
+    ideal         recompute with six times the memory: what memory is worth. It cannot be chosen; the others are
                   compared with it (`remap.sim.ideal`)
 
 A name may carry several settings, joined by "+", which are set from left to right: "remap:uniform+lru",
@@ -72,9 +72,9 @@ class Policy:
 
     controller: settings of Knobs that are not its defaults. static: layers, or a share of them below 1; of Pie the
     expansion, 0 if it is adaptive. pooled: the
-    share of each tenant's KV reservation that is its own; the rest is free for whoever needs it first. partial: see
+    share of each tenant's KV reservation that is its own; the rest is free for the tenant that needs it first. partial: see
     `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5". memory: how many times the
-    setup's memory it has (`Setup.times`). whole: `Setup.whole`: what lending between tenants in turns could reach at most, if
+    setup's memory it has (`Setup.times`). whole: `Setup.whole`: the most that lending between tenants in turns could reach, if
     the link were infinitely fast. stream: complete blocks of running requests stream from host memory, layer by layer.
     """
 
@@ -105,7 +105,7 @@ def _policy(name: str, about: str, kind: str, **settings: Any) -> Policy:
 
 
 _POOLED = 0.25
-"""The share of each reservation that stays its tenant's own where unused KV is everybody's."""
+"""The share of each reservation that stays its tenant's own where unused KV is shared."""
 _KV_POOL: Mapping[str, Any] = MappingProxyType({"controller": {"max_layers": 0}, "pooled": _POOLED})
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
@@ -136,7 +136,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             _policy("ideal", "recompute with six times the memory", "recompute", memory=IDEAL_MEMORY),
             _policy(
                 "whole",
-                "recompute; whoever has the turn has all memory, and switching costs nothing",
+                "recompute; the model that has the turn has all memory, and switching costs nothing",
                 "recompute",
                 whole=True,
             ),
@@ -146,7 +146,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        # What the paper chooses: evenly spaced layers, the most recently used donor first. All of it: "remap:weights+oneiros".
+        # The paper's choices: evenly spaced layers, the most recently used donor first. All of it: "remap:weights+oneiros".
         "oneiros": (
             "evenly spaced layers, MRU, two buffers",
             {"selection": "uniform", "policy": "mru", "buffers": 2, "partial": True},
@@ -168,7 +168,7 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
             "every KV reservation is its tenant's own and nothing is swapped",
             {"pooled": 1.0, "swap": False, "stream": False},
         ),
-        "pool": ("three quarters of every KV reservation are everybody's", {"pooled": _POOLED}),
+        "pool": ("three quarters of every KV reservation are shared", {"pooled": _POOLED}),
         "swap": ("preempted requests keep their KV in host memory", {"swap": True}),
         "stream": (
             "they do, and complete blocks of running ones stream from there, layer by layer",

@@ -37,7 +37,7 @@ class CountedPool:
         self.live_blocks -= len(ids)
 
     def holds(self, ids: list[int]) -> bool:
-        """Nothing interrupts virtual time: what is to be freed was not freed before."""
+        """Nothing interrupts virtual time: blocks to be freed were not freed before."""
         return True
 
     holds_host = holds

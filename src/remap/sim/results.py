@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated run gives: one `PolicyResult` a policy, its headline figures, and its form as JSON. Pure.
+"""The results of a simulated run: one `PolicyResult` a policy, its headline figures, and its form as JSON. Pure.
 
     found = [simulate(setup, items, policy) for policy in ("recompute", "remap")]
     found[0].ttft_p99_s, found[0].headline()
@@ -162,7 +162,7 @@ class TenantResult:
     (seconds between two tokens of a request, how many gaps were that long), ascending. compute_s: its passes without stalls.
     tpot_s: of the same requests as ttft_s, mean seconds of a token after the first; None of a request of one token.
     swapped_bytes: of KV, to host memory and back; swapped_out_bytes: to it. kv_blocks_start: before the first request; where
-    unused KV is everybody's, only what is the tenant's own.
+    unused KV is shared, only the tenant's own.
     """
 
     tenant: str
@@ -200,7 +200,7 @@ class TenantResult:
 class PolicyResult:
     """One run: all tenants under one policy. The properties are over all tenants.
 
-    virtual_s: from the first arrival to the last finish. wall_s: what simulating it took. decisions: plans applied.
+    virtual_s: from the first arrival to the last finish. wall_s: of the simulation itself. decisions: plans applied.
     targets: what `goodput_per_s` counts by; they change nothing else. Two runs of a seed are equal but for wall_s.
     """
 
@@ -273,8 +273,8 @@ class PolicyResult:
 
     @property
     def tpot_p99_s(self) -> float:
-        """Of the requests' own means: a request that was preempted for long counts as one of so many requests, where
-        `tbt_p99_s` counts its pause as one of so many tokens."""
+        """Of the requests' own means: a request that was preempted for long counts as one of all requests, where
+        `tbt_p99_s` counts its pause as one of all tokens."""
         return percentile([value for tenant in self.tenants for value in tenant.tpot_s if value is not None], 0.99)
 
     @property
@@ -401,7 +401,7 @@ def _fewer(pairs: Pairs, limit: int = POINTS) -> Pairs:
 
 
 def report(configuration: Mapping[str, Any], results: Iterable[PolicyResult]) -> dict[str, Any]:
-    """What `remap simulate --json` prints: {"configuration": ..., "policies": {name: headline and details}}.
+    """The output of `remap simulate --json`: {"configuration": ..., "policies": {name: headline and details}}.
 
     Where both "recompute" and "ideal" are among them, each has "against_ideal" (`remap.sim.ideal`), with None for what
     is not defined. Raises InvalidArgument if two results have the name of one policy.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What computing takes on a machine: a roofline with soft knees, layer by layer. Pure, no numpy; cheap per iteration.
+"""The time of computing on a machine: a roofline with soft knees, layer by layer. Pure, no numpy; cheap per iteration.
 
 An operator that moves b bytes and computes f FLOP takes
 
@@ -80,7 +80,7 @@ class Roofline:
         return seconds
 
     def ends_s(self, tokens: int, sampled_rows: int) -> float:
-        """Seconds of what no layer holds: embedding and final norm over `tokens`, head over `sampled_rows`."""
+        """Seconds of the work outside of layers: embedding and final norm over `tokens`, head over `sampled_rows`."""
         key = (tokens, sampled_rows)
         seconds = self._ends.get(key)
         if seconds is None:

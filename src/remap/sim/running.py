@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs when, in virtual time.
+"""The order of the engines' runs, in virtual time.
 
 Turns        temporal sharing: one tenant at a time, in turns. `SharedEngines` of the reference engine, as it is; only what it
              records is bounded, and long silences are skipped once nothing changes any more.
@@ -72,7 +72,7 @@ class Serving(SharedEngines):
         self.timeline.look(now - self._started_s, self._simulated)
 
     def _watch(self, stuck: bool) -> None:
-        """Refuse what is too long for the memory that there will be. Raises InvalidState if that is not the reason."""
+        """Refuse requests that are too long for the memory that there will be. Raises InvalidState if that is not the reason."""
         self._stuck = self._stuck + 1 if stuck else 0
         if self._stuck <= _STUCK:
             return

@@ -99,7 +99,7 @@ class PrefillFirst(Scheduler):
         return chunks
 
     def _decode(self, pool: SchedulerBlocks) -> tuple[list[Chunk], list[Sequence]]:
-        """A token of everybody who runs, and a block for whoever needs one more; the latest ones, in the end itself, are
+        """A token of every request that runs, and a block for each that needs one more; the latest ones, in the end itself, are
         preempted for it: (chunks, those)."""
         running, size = self.running, self.block_tokens
         chunks: list[Chunk] = []
@@ -122,8 +122,8 @@ class PrefillFirst(Scheduler):
         return *super()._queues(), self.swapped
 
     def _swap_in(self, pool: SchedulerBlocks) -> None:
-        """Whoever has room comes back. With `overlap` room is a block for each of those who have some, too: somebody who takes
-        the last one is preempted again before he has paid for his copy."""
+        """A request that has room comes back. With `overlap` room is a block for each that has some, too: a request that takes
+        the last one is preempted again before it has paid for its copy."""
         spare = int(self.watermark * pool.usable_blocks)
         while self.swapped and self._held < self.max_num_seqs:
             sequence, held = self.swapped[0], self._held

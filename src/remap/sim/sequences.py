@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request as the simulated engine keeps it, and what one pass computes. Pure."""
+"""One request as the simulated engine keeps it, and the work of one pass. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SimSequence", "Work"]
 class SimSequence(EngineSequence):
     """A sequence of the engine of which only the lengths are known: `prompt_tokens` at first, `length` now, `end` at the end.
 
-    There are no values, so it has neither `request` nor `tokens`: what needs them cannot be simulated.
+    There are no values, so it has neither `request` nor `tokens`: code that needs them cannot be simulated.
     """
 
     __slots__ = ("end", "id", "length", "prompt_tokens")
@@ -51,7 +51,7 @@ class SimSequence(EngineSequence):
 
 
 class Work(NamedTuple):
-    """What one pass computes. prefill_pairs: of query and key, causal. decode_context: tokens whose KV the decoding rows read.
+    """The work of one pass. prefill_pairs: of query and key, causal. decode_context: tokens whose KV the decoding rows read.
     parts: parts of prompts, and rows."""
 
     prefill_tokens: int

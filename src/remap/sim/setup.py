@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is simulated: machine, tenants and how they share it."""
+"""The simulated setup: machine, tenants and how they share it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class Setup:
-    """What is simulated, but for the policy and the requests.
+    """The simulated setup, but for the policy and the requests.
 
     sharing: "temporal" (one tenant computes at a time, in turns of `quantum_s`), "spatial" (all compute, and passes that overlap
     share the device) or "mig" (every tenant has a partition of its own: memory as reserved, and of computation, memory bandwidth

@@ -2,7 +2,8 @@
 """Swapping whole models, with the means of a session: a turn begins when all of one model is there, and all others are away.
 
 What systems do that put models to sleep and wake them. The model whose turn it is gets everything that the others do not need
-while they sleep (they keep the ring's pages and their own KV cache); nothing streams, and nobody decides by what would pay.
+while they sleep (they keep the ring's pages and their own KV cache); nothing streams, and no controller decides by what would
+pay.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Moved = Mapping[str, Mapping[int, int]]
 
 
 class WholeModels:
-    """What `SharedEngines` asks of a session, over `session`, whose tenants have `layers[name]` layers.
+    """A session as `SharedEngines` sees it, over `session`, whose tenants have `layers[name]` layers.
 
     follow: told of blocks that have moved, before anything else moves.
     """
@@ -34,7 +35,7 @@ class WholeModels:
         """All of `name` in, all of the others out, and every byte there when this returns. Where live blocks of others lie in the
         way, the report says so and nothing but who is active has changed, as with `Session.activate`. Raises InvalidState
         (field tenant) unless `alone`."""
-        if not alone:  # a turn that is to come; what is awake has the memory until its own is over
+        if not alone:  # a turn that is to come; the awake model has the memory until its own is over
             raise InvalidState(f"{name!r} wakes when its turn begins; nothing changed", tenant=name)
         report = self._session.activate(name, alone=True, partial=False)
         if not report.activated:
@@ -49,7 +50,7 @@ class WholeModels:
         return replace(report, moved={})
 
     def deactivate(self, name: str) -> None:
-        """Nobody was woken ahead of a turn."""
+        """No model was woken ahead of a turn."""
 
     def step(self, demand: Mapping[str, Any]) -> Any:
         """Nothing changes within a turn."""

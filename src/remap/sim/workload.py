@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who asks for what, and when: arrivals in bursts and lengths of prompts and answers, for any number of tenants. Pure.
+"""Simulated requests: arrivals in bursts and lengths of prompts and answers, for any number of tenants. Pure.
 
     loads = [Load("chat", Arrivals(rate=2.0, cv=4.0), SHAREGPT.scaled(0.25)), Load("code", Arrivals(rate=0.5), ALPACA)]
     for item in generate(loads, seconds=60, seed=1): ...
@@ -275,7 +275,7 @@ ALPACA = Lengths(Lognormal(19.31, 0.56, 4, 256), Lognormal(58.45, 0.85, 1, 640))
 # peak over mean 26 / 25 (median of runs as long as the trace), correlation with the next second 0.76 / 0.79, ten seconds on
 # 0.26 / 0.23; of 10 s windows: dispersion 71 / 77, empty 56 / 59 %; of 60 s windows: 161 / 165, 21 / 20 %.
 AZURE_CODE = Arrivals(rate=2.567, cv=13.15, duty=0.27, spread=0.85, spells=8.0)
-"""What Oneiros, section 7.1, replays: silence, then 150 requests at once. `AZURE_CODE.at(rate)` is its rescaling."""
+"""The replay of Oneiros, section 7.1: silence, then 150 requests at once. `AZURE_CODE.at(rate)` is its rescaling."""
 AZURE_CONVERSATION = Arrivals(rate=5.530, cv=1.094, duty=0.6)
 """The calm one: nearly Poisson."""
 
@@ -315,7 +315,7 @@ def merge(*streams: Iterable[Item]) -> tuple[Item, ...]:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a stream looks like. cv: of the gaps. empty_share: of whole 1 s windows from 0 to the last arrival."""
+    """The figures of a stream of requests. cv: of the gaps. empty_share: of whole 1 s windows from 0 to the last arrival."""
 
     requests: int
     rate: float

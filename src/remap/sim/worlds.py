@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a setup and a policy to something that runs: the session with its tenants attached, one engine each, and who runs them.
 
-recompute, swap and static   tenants of a session on the sim backend whose memory nobody changes while they serve
+recompute, swap and static   tenants of a session on the sim backend whose memory does not change while they serve
 ideal                        recompute, with more memory
 remap                        the same session, asked before every pass: `session.step`
 sleep                        the same session by `WholeModels`, which moves all of a model at once, when turns change
@@ -34,8 +34,8 @@ __all__ = ["World", "fitting", "make_world"]
 
 _STATIC_BUFFERS = 2
 _HOST_BLOCKS = 1 << 17
-"""Of host memory for KV, where requests are swapped: two million tokens a tenant, more than any run asks for. What asks in vain
-recomputes."""
+"""Of host memory for KV, where requests are swapped: two million tokens a tenant, more than any run asks for. A request that asks
+in vain recomputes."""
 
 
 @dataclass
@@ -241,7 +241,7 @@ def _runner(
 
 @dataclass
 class _PieTenant:
-    """What engines and timelines ask of a tenant."""
+    """A tenant under Pie, as engines and timelines see it."""
 
     name: str
     kv: PiePool

@@ -10,9 +10,9 @@ Later the layers come back and the group is dissolved. Where what is decided:
     stages      which consecutive layers each instance of a group computes
     pipeline    how long a pass through such stages takes: rounds of decoding, queues of microbatches, their bubbles
     drop        which groups merge, what that costs, and which offers of instances alone cost more
-    restore     what has to be copied to dissolve a group, from where, and whether that pays
+    restore     the copies that dissolve a group, their sources, and whether that pays
     exchange    which KV moves when groups change, in which chunks, and how long activations wait for them
-    lookahead   what a microbatch costs, and how queued requests are divided into microbatches
+    lookahead   the cost of a microbatch, and the division of queued requests into microbatches
     allowances  how much of what waits the next microbatch of a lane takes, beside what decodes there
 
 Nothing here copies, maps, sends or measures: callers pass placements, loads and measured times in, and carry plans out.

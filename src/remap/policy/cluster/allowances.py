@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each microbatch of a group may take of the prompts that wait, in seconds of a pass through all layers. Pure.
+"""The share of the waiting prompts for each microbatch of a group, in seconds of a pass through all layers. Pure.
 
 All that waits is divided by `lookahead`, and microbatches take its parts in turn; when those are used up, all that waits then is
 divided anew. Each microbatch decodes besides, however prompts are cut. So when the number of parts is chosen, decoding counts as
@@ -24,7 +24,7 @@ _AHEAD = 2  # parts for each lane that are taken before everything is divided an
 
 class Allowances:
     """cost: of a pass through all layers. lanes: of the group, as many as it has stages. most_tokens: no microbatch's prompts
-    are to cost more than one prompt of so many. grain: prompts are cut at multiples of so many tokens."""
+    are to cost more than one prompt of that length. grain: prompts are cut at multiples of this many tokens."""
 
     def __init__(self, cost: ChunkCost, lanes: int, most_tokens: int, grain: int) -> None:
         self.cost, self.lanes, self.most_tokens, self.grain = cost, lanes, most_tokens, grain
@@ -32,9 +32,10 @@ class Allowances:
         self._parts: list[float] = []  # seconds, the first part's last
 
     def take(self, lane: int, decode_s: Sequence[float], waiting: Callable[[int], Sequence[Waiting]]) -> float | None:
-        """What the next microbatch of this lane may take; 0 or less: as little as possible. None: as much as it can.
+        """The seconds that the next microbatch of this lane may take; 0 or less: as little as possible. None: as much as it can.
 
-        decode_s: what decoding takes in each lane. waiting(most): so many of those whose prompts are not computed, in order.
+        decode_s: seconds of decoding in each lane. waiting(most): at most `most` of those whose prompts are not computed, in
+        order.
         """
         mean_s = math.fsum(decode_s) / len(decode_s)
         if not self._parts:
@@ -44,10 +45,10 @@ class Allowances:
         return min(self._most_s, seconds + self.balance(mean_s, decode_s[lane]))
 
     def divided(self, waiting: Sequence[Waiting], decode_s: float) -> list[Microbatch]:
-        """All that waits, in parts. decode_s: what decoding takes in a microbatch."""
+        """All that waits, in parts. decode_s: seconds of decoding in a microbatch."""
         cost = replace(self.cost, batch_s=self.cost.batch_s + decode_s)
         return lookahead(waiting, cost, self.lanes, self.grain) if waiting else []
 
     def balance(self, mean_s: float, decode_s: float) -> float:
-        """What a lane takes more of prompts, whose decoding takes decode_s, and that of all in the mean mean_s."""
+        """More seconds of prompts for a lane whose decoding takes decode_s; the mean of all lanes is mean_s."""
         return mean_s - decode_s

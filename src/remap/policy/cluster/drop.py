@@ -3,8 +3,8 @@
 
 A plan divides the present groups into those that merge; nothing is copied, and no group is taken apart (`restore` does that).
 Merging g groups leaves one copy of the model where there were g. A merged group is divided by `stages`, for most tokens. A
-merger that frees tokens has room for what runs in it, since its parts had; no plan below has one that frees none. Plans
-are compared by, in this order:
+merger that frees tokens has room for the requests that run in it, since its parts had; no plan below has one that frees none.
+Plans are compared by, in this order:
 
     missing     tokens of the need that the plan does not free
     added_s     seconds by which requests wait longer for their next token, over all requests of merged groups, when the burst
@@ -17,23 +17,23 @@ are compared by, in this order:
 Without load this is the paper's rule, as few stages as possible, and says which of {4, 2} and {3, 3} is better.
 
 A drop is one donor among others. An instance alone has offers as well (`Offer`: layers that stream, pages that are lent), which
-are room that it has already: a need is what goes beyond them, and a merger frees that much less. That is right where they are
-the cheaper donors. Where one is dearer than the drop of an instance and another like it, `preferred` leaves it out; but nobody
+are room that it has already: a need is the part beyond them, and a merger frees that much less. That is right where they are
+the cheaper donors. Where one is dearer than the drop of an instance and another like it, `preferred` leaves it out; but no group
 merges into less room than the instances have alone with all of their offers (`decided`). All are measured in the same way: by
 how many seconds requests wait longer for their next tokens when the room is filled, for each token of room.
 
 Who has no room even so takes turns with others, swapped to host memory if there is any for that, else computed again. That comes
 last, and is not compared: by the same measure (does the merged group, full, compute as many tokens a second as its parts?) some
-mergers seemed dearer that were not, since it sees neither what is computed again nor that who waits has no token at all. In the
-simulator P99 TTFT of a ShareGPT burst rose from 6 to 15 s by it.
+mergers seemed dearer that were not, since it sees neither the tokens computed again nor that a waiting request has no token at
+all. In the simulator P99 TTFT of a ShareGPT burst rose from 6 to 15 s by it.
 
 `plan` is exact for up to EXACT instances: it looks at every partition. With more it takes the better of the paper's greedy and
 of equal sizes, floor and ceil of N / G for the largest number of groups G that suffices, the groups with fewest tokens in the
-larger ones; and undoes what is superfluous. It is never worse than the greedy. A need that cannot be met is no error.
+larger ones; and undoes superfluous mergers. It is never worse than the greedy. A need that cannot be met is no error.
 
-Source: KunServe, section 4.1, algorithm in its Figure 6 (`greedy`). Decided here: what a merge frees is counted exactly (it
-is a copy of the weights only if layers divide evenly and instances are equal); a group whose merger with the next smallest
-frees nothing stays as it is; equal sizes merge in the order given. The order of plans is derived.
+Source: KunServe, section 4.1, algorithm in its Figure 6 (`greedy`). Decided here: the tokens that a merge frees are counted
+exactly (it is a copy of the weights only if layers divide evenly and instances are equal); a group whose merger with the next
+smallest frees nothing stays as it is; equal sizes merge in the order given. The order of plans is derived.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DropPlan:
     """A placement to change to, and what that is worth; plans compare as the module says, the better one is less.
 
     placement: with the next epoch, or the present one if nothing merges. epoch: that the plan was made for. freed: tokens
-    by which capacity grows; missing: what the need exceeds that by.
+    by which capacity grows; missing: the need beyond that.
     """
 
     missing: int
@@ -84,8 +84,8 @@ def plan(placement: Placement, need: int, network: Network) -> DropPlan:
 
 
 def preferred(placement: Placement, network: Network) -> Placement:
-    """The placement without those offers than which a drop costs less (see the module); the same one if nobody asks for more than
-    fits without any. It does not change."""
+    """The placement without those offers than which a drop costs less (see the module); the same one if no group asks for more
+    than fits without any. It does not change."""
     if not overloaded(replace(placement, groups=tuple(map(_resident, placement.groups)))):
         return placement
     density = _density(placement)
@@ -119,11 +119,11 @@ def preferred(placement: Placement, network: Network) -> Placement:
 def decided(
     placement: Placement, network: Network, find: Callable[[Placement, int, Network], DropPlan] = plan
 ) -> DropPlan | None:
-    """What merges now, as `find` plans it; None if nobody has to.
+    """The groups that merge now, as `find` plans them; None if no group has to.
 
     Offers that are dearer than a drop do not count (`preferred`), unless it leaves a merged group with less room than its
-    instances have alone, all of their offers taken: then offers count all, and only what is beyond them is a reason to merge.
-    A token of room that a drop has not got makes somebody wait for his first token until another request has ended; a dear
+    instances have alone, all of their offers taken: then offers count all, and only a need beyond them is a reason to merge.
+    A token of room that a drop has not got makes a request wait for its first token until another request has ended; a dear
     offer makes all wait a fraction of a pass longer.
     """
     judged = preferred(placement, network)
@@ -136,7 +136,7 @@ def decided(
 
 
 def _loses_room(after: Placement, before: Placement) -> bool:
-    """Whether a merged group has less room than its instances had before, with what they were offered."""
+    """Whether a merged group has less room than its instances had before, with their offers."""
     model = before.model
     room = {stage.instance.name: group for group in before.groups for stage in group.stages}
     for group in after.groups:
@@ -153,7 +153,7 @@ def greedy(placement: Placement, need: int, network: Network) -> DropPlan:
 
 
 def wider(placement: Placement, number: int, tokens: int) -> Group | None:
-    """This group merged with as few others as it takes, those with the least load first, until a request of so many tokens has
+    """This group merged with as few others as it takes, those with the least load first, until a request of `tokens` tokens has
     room, and more than the group has now; None if all of them do not suffice. The placement does not change."""
     model, group = placement.model, placement.groups[number]
     needs = max(tokens, group.capacity(model) + 1)
@@ -173,12 +173,12 @@ def _density(placement: Placement) -> float:
 
 
 def _resident(group: Group) -> Group:
-    """It, without what it is offered."""
+    """The group without its offers."""
     return Group(tuple(replace(stage, offers=()) for stage in group.stages))
 
 
 def _like(stage: PlannedStage) -> PlannedStage:
-    """What equal instances alone have in common."""
+    """The stage without name and load: the same for equal instances alone."""
     return replace(stage, instance=replace(stage.instance, name="", load=InstanceLoad()))
 
 
@@ -200,8 +200,8 @@ class _Mergers:
         self.weight = cache(self._weight)
 
     def _capacity(self, part: tuple[int, ...]) -> int:
-        """Tokens of the group that these become; of one alone its present ones, at least what runs there: it may have taken
-        offers that do not count (`preferred`)."""
+        """Tokens of the group that these become; of one alone its present ones, at least the tokens that run there: it may have
+        taken offers that do not count (`preferred`)."""
         if len(part) == 1:
             group = self.placement.groups[part[0]]
             return max(0, group.capacity(self.placement.model), group.load.tokens)
@@ -233,14 +233,14 @@ class _Mergers:
         return self.requests(part) * max(0.0, self.round_s(part) - before)
 
     def _weight(self, part: tuple[int, ...]) -> tuple[int, float, int, int, int]:
-        """What it adds to each number that plans are compared by, but the tokens that it frees for those that are missing."""
+        """Its addition to each number that plans are compared by, but the tokens that it frees for those that are missing."""
         groups = [self.placement.groups[number] for number in part]
         size = sum(len(group.stages) for group in groups)
         stalled = sum(group.load.tokens for group in groups) if len(part) > 1 else 0
         return self.gain(part), self.added_s(part), size, size * size, stalled
 
     def order(self, parts: _Parts, need: int) -> tuple[int, float, int, int, int]:
-        """What plans are compared by."""
+        """The numbers that plans are compared by."""
         freed, added_s, sizes, squares, stalled = zip(*map(self.weight, parts))
         return max(0, need - sum(freed)), math.fsum(added_s), max(sizes), sum(squares), sum(stalled)
 
@@ -251,7 +251,7 @@ class _Mergers:
         return DropPlan(*self.order(parts, need), sum(map(self.gain, parts)), epoch, after)
 
     def best(self, need: int) -> _Parts:
-        """What `plan` carries out."""
+        """The parts that `plan` carries out."""
         none = tuple((number,) for number in range(len(self.placement.groups)))
         if need <= 0:
             return none
@@ -303,7 +303,7 @@ class _Mergers:
         return most[1]
 
     def _dealt(self, count: int) -> _Parts:
-        """So many parts, of as equal sizes as whole groups allow; those whose merger frees nothing stay apart."""
+        """`count` parts, of as equal sizes as whole groups allow; those whose merger frees nothing stay apart."""
         groups = self.placement.groups
         room = [-(-(self.instances - place) // count) for place in range(count)]
         parts: list[list[int]] = [[] for _ in room]

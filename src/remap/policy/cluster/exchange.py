@@ -5,7 +5,7 @@ Each stage keeps the KV of its own layers. So a request that runs on while its g
 no longer compute those layers: of a request of one instance that joins g - 1 others in equal stages, the share (g - 1) / g
 (KunServe, section 4.2). A restoration moves as much back.
 
-A link sends what has the highest priority, piece by piece: activations, then weights that a stage is about to need, then the
+A link sends the data with the highest priority, piece by piece: activations, then weights that a stage is about to need, then the
 exchange, then what restores. A piece that is being sent is not interrupted. KunServe's chunks take about as long to send as
 a stage takes to compute: so the link is asked again about once for each microbatch. An activation waits for at most the
 longest chunk below it, if the link has time for all activations (`longest_wait`, derived: the busy period of a line with
@@ -27,7 +27,7 @@ __all__ = ["Flow", "Priority", "Resumption", "Running", "chunk_bytes", "longest_
 
 
 class Priority(IntEnum):
-    """Who goes first on a link: the lowest number."""
+    """The requests' order on a link: the lowest number."""
 
     ACTIVATION = 0
     WEIGHTS = 1
@@ -55,7 +55,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Resumption:
-    """How a request goes on. request: its place in what was given. again: its KV is computed again instead of moved. ready_s:
+    """How a request goes on. request: its place in the argument. again: its KV is computed again instead of moved. ready_s:
     when its KV has come, if nothing else is sent; None if it is computed again, for the scheduler decides when."""
 
     request: int
@@ -64,7 +64,7 @@ class Resumption:
 
 
 def moves(model: ServedLayers, before: Group, after: Group, tokens: int) -> dict[tuple[str, str], int]:
-    """Bytes that go from instance to instance, (source, target), so that a request with so many tokens of KV in the stages of
+    """Bytes that go from instance to instance, (source, target), so that a request with `tokens` tokens of KV in the stages of
     `before` runs on in those of `after`."""
     found: dict[tuple[str, str], int] = {}
     for source in before.stages:

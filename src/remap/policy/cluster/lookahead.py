@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a microbatch costs, and how everything that waits is divided into microbatches of equal cost. Pure.
+"""The cost of a microbatch, and the division of the queue into microbatches of equal cost. Pure.
 
 A chunk is a run of tokens of one request behind a prefix whose KV is there. Its cost is attention to the prefix and to itself,
 work that is linear in its tokens, and a constant; a microbatch is the sum of its chunks less (k - 1) times what k chunks load
@@ -39,7 +39,7 @@ __all__ = ["ChunkCost", "Microbatch", "QueuedChunk", "Waiting", "balanced", "fit
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request with so many tokens to compute, behind so many whose KV is there. One that decodes has one token."""
+    """A request with `tokens` tokens to compute, behind `prefix` whose KV is there. One that decodes has one token."""
 
     prefix: int
     tokens: int
@@ -69,7 +69,7 @@ class ChunkCost:
     batch_s: float
 
     def chunk(self, prefix: int, tokens: int) -> float:
-        """Of one chunk, without what a microbatch costs once; of no tokens 0."""
+        """Of one chunk, without the cost of a microbatch as such; of no tokens 0."""
         if not tokens:
             return 0.0
         attention = self.pair_s * (prefix * tokens + tokens * tokens / 2) + self.masked_s * tokens * tokens
@@ -77,12 +77,12 @@ class ChunkCost:
 
     def tokens(self, prefix: int, seconds: float) -> int:
         """Of the longest chunk behind this prefix that costs at most so much, but for rounding; `sys.maxsize` if any does."""
-        # half n^2 + linear n = left, solved without subtracting what may be nearly equal.
+        # half n^2 + linear n = left, solved without subtracting nearly equal numbers.
         half, left = self.pair_s / 2 + self.masked_s, seconds - self.chunk_s
         linear = self.pair_s * prefix + self.token_s
         if left < 0.0:
             return 0
-        # hypot: the square of what is small may be 0.
+        # hypot: the square of a small number may be 0.
         divisor = linear + math.hypot(linear, 2.0 * math.sqrt(half) * math.sqrt(left))
         most = 2.0 * left / divisor if divisor else math.inf
         return math.floor(most) if most < sys.maxsize else sys.maxsize
@@ -146,7 +146,7 @@ def balanced(requests: Sequence[Waiting], cost: ChunkCost, count: int, grain: in
     the queue, divided at multiples of `grain`.
 
     Filling each as far as a bound allows needs the fewest microbatches for it. Each bound that is too low says which is the
-    next higher one that changes anything; each that suffices, what is really needed.
+    next higher one that changes anything; each that suffices, the tokens really needed.
     """
     queue = _Queue(requests, cost, grain)
     best = [queue.cuts] if queue.cuts else []
@@ -166,7 +166,7 @@ def balanced(requests: Sequence[Waiting], cost: ChunkCost, count: int, grain: in
 
 
 def lookahead(requests: Sequence[Waiting], cost: ChunkCost, stages: int, grain: int = 1) -> list[Microbatch]:
-    """The queue divided for a pipeline of so many equal stages: into m microbatches or one more or less, by `balanced` or
+    """The queue divided for a pipeline of `stages` equal stages: into m microbatches or one more or less, by `balanced` or
     `halved`, whichever passes soonest.
 
     m microbatches of C seconds of work take C + m batch_s + (stages - 1) (C / m + batch_s), divided by the stages: more of
@@ -200,7 +200,7 @@ class _Queue:
         self._cost, self._grain = cost, grain
         self._numbers = [number for number, request in enumerate(requests) if request.tokens]
         self._requests = [requests[number] for number in self._numbers]
-        # Of the first i requests: how many places they have, and what they cost whole.
+        # Of the first i requests: how many places they have, and their whole cost.
         self._places = list(accumulate((-(-each.tokens // grain) for each in self._requests), initial=0))
         whole = (cost.chunk(each.prefix, each.tokens) for each in self._requests)
         self._whole = list(accumulate(whole, initial=0.0))

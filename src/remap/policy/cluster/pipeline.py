@@ -28,7 +28,7 @@ __all__ = ["Network", "equal_stages_s", "group_round_s", "round_s"]
 
 @dataclass(frozen=True)
 class Network:
-    """What copies and activations take. hop_s: to send the activations of one microbatch to the next stage, by its tokens.
+    """The times of copies and activations. hop_s: to send the activations of one microbatch to the next stage, by its tokens.
     bytes_per_s: of an instance to and from others, each way. host_bytes_per_s: from its own host memory; 0: that has no
     master copy.
 
@@ -51,7 +51,7 @@ class Network:
 
 
 def round_s(stage_s: Sequence[float], hop_s: float, microbatches: int) -> float:
-    """Seconds of a round of so many equal microbatches, which take stage_s in the stages and hop_s on each link.
+    """Seconds of a round of `microbatches` equal microbatches, which take stage_s in the stages and hop_s on each link.
 
     One stage has no links; of more the last sends to the first. Exact (see the module).
     """
@@ -61,7 +61,7 @@ def round_s(stage_s: Sequence[float], hop_s: float, microbatches: int) -> float:
 
 
 def group_round_s(model: ServedLayers, stages: Sequence[PlannedStage], requests: int, network: Network) -> float:
-    """Seconds of a round of so many requests with the best number of microbatches, at most two for each stage; 0 without
+    """Seconds of a round of `requests` requests with the best number of microbatches, at most two for each stage; 0 without
     requests. Stages without layers are passed by; all that is offered is used."""
     runs = [
         (stage.first, stage.end, math.fsum(offer.added_s for offer in stage.offered(model)))

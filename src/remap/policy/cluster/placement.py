@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes which layers: the words of `remap.policy.cluster`, its invariant, and capacity. Pure.
+"""Which instance computes which layers: the words of `remap.policy.cluster`, its invariant, and capacity. Pure.
 
 The invariant of every placement: the stages of each group compute all layers, each once, in order; so each group holds a
 complete copy of the model. `check` raises where it is broken, or where memory does not suffice.
@@ -9,7 +9,7 @@ stage with the least room limits the group. For g equal instances of memory M, w
 that divide evenly, this is g (M - W / g) / k. Source: derived (KunServe leaves it implicit).
 
 An instance that serves alone may let its own layers stream (Oneiros), and borrow pages from models that are idle in its session:
-what it says of that (`Offer`) counts as room as well. A stage of several does neither, and a stage that is planned does not yet:
+its offer (`Offer`) counts as room as well. A stage of several does neither, and a stage that is planned does not yet:
 who merges gives that room up, and who is to serve alone again has to fit beside all of its weights.
 """
 
@@ -91,7 +91,7 @@ class ServedLayers:
         return self.kv_ends[end] - self.kv_ends[first]
 
     def seconds(self, first: int, end: int, tokens: float) -> float:
-        """Seconds to compute the layers first <= i < end for a microbatch of so many tokens; of none 0."""
+        """Seconds to compute the layers first <= i < end for a microbatch of `tokens` tokens; of none 0."""
         if tokens <= 0:
             return 0.0
         base_s, each_s = self._seconds
@@ -134,12 +134,12 @@ class InstanceLoad:
 
     @property
     def demand(self) -> int:
-        """Tokens of what runs and of the head of the line. Source: KunServe, section 2.2, after Llumnix."""
+        """Tokens of the requests that run and of the head of the line. Source: KunServe, section 2.2, after Llumnix."""
         return self.tokens + sum(self.waiting[:1])
 
     @property
     def wanted(self) -> int:
-        """Tokens of what runs and of everything that waits."""
+        """Tokens of all requests, running and waiting."""
         return self.tokens + sum(self.waiting)
 
 

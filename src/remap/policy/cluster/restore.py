@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Back to instances that serve alone: what is copied from where, whether there is room, and whether it pays. Pure.
+"""Back to instances that serve alone: the copies and their sources, whether there is room, and whether it pays. Pure.
 
 Layers come from the instances of the group that still hold them, over the network, or from the master copy in the instance's
-own host memory: each layer from whichever brings it sooner, behind what was assigned to that way before. An instance
+own host memory: each layer from whichever brings it sooner, behind the layers assigned to that way before. An instance
 receives one layer at a time, sends one at a time, and reads its host memory beside both. So each layer comes no later than
 with the host alone.
 
@@ -89,8 +89,8 @@ def copies(before: Placement, after: Placement, network: Network) -> list[Copy]:
             ways.append((reads[name] + size / network.host_bytes_per_s, reads[name], None))
         if not ways:
             raise InvalidState(
-                f"nobody has layer {layer} for {name}: no instance of its group holds it and the host has no master copy; "
-                "nothing changed; load the model from its files",
+                f"no copy of layer {layer} is left for {name}: no instance of its group holds it and the host has no master "
+                "copy; nothing changed; load the model from its files",
                 layer=layer,
                 instance=name,
             )

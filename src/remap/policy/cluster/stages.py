@@ -37,8 +37,8 @@ _Worth = Callable[[int, int], float]
 
 
 class _Kind(NamedTuple):
-    """What makes instances equal. middle: twice the middle of the layers computed until now. until: for each layer the first
-    from there on that they lack."""
+    """The values that make instances equal. middle: twice the middle of the layers computed until now. until: for each layer the
+    first from there on that they lack."""
 
     middle: int
     memory_bytes: int
@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """For each k: what the first k layers are worth at most, where the last stage begins then, and of which kind it is.
+    """For each k: the most that the first k layers are worth, where the last stage begins then, and of which kind it is.
     before: kind of the last stage -> the row without it. behind: kind of one more stage -> the row in just that order."""
 
     best: list[float]
@@ -76,7 +76,7 @@ class Splits:
         return int(self._row([self._number(stage) for stage in stages]).best[-1])
 
     def split(self, stages: Sequence[PlannedStage], microbatch: float) -> tuple[PlannedStage, ...]:
-        """These instances as the stages of one group, in order, for microbatches of so many tokens: most tokens first, and
+        """These instances as the stages of one group, in order, for microbatches of `microbatch` tokens: most tokens first, and
         in that order the least slowest stage. The stages given do not change."""
         of_kind: dict[int, list[PlannedStage]] = {}
         for stage in stages:
@@ -126,7 +126,7 @@ class Splits:
     def _row(self, numbers: Sequence[int]) -> _Row:
         """Of these kinds in the best order."""
         counts, row = Counter(numbers), self._nothing
-        # By what they are, not by who was seen first: the same question has one answer.
+        # By their values, not by which was seen first: the same question has one answer.
         ordered = tuple(sorted(numbers, key=lambda number: self._kinds[number]))
         if len(counts) > 1 and math.prod(count + 1 for count in counts.values()) <= self._orders:
             return self._set(ordered)
@@ -173,7 +173,7 @@ class Splits:
         return worth
 
     def _quickness(self, number: int, tokens: float, microbatch: float) -> _Worth:
-        """Minus the seconds of the layers from j to k, where they leave room for so many tokens."""
+        """Minus the seconds of the layers from j to k, where they leave room for `tokens` tokens."""
         capacity, seconds = self._capacity(number), self.model.seconds
 
         def worth(j: int, k: int) -> float:
@@ -185,7 +185,7 @@ class Splits:
 
 
 def _extended(best: Sequence[float], worth: _Worth) -> tuple[list[float], list[int]]:
-    """What the first k layers are worth with one more stage behind those of `best`, for each k, and where it begins."""
+    """The worth of the first k layers with one more stage behind those of `best`, for each k, and where it begins."""
     found, begins, j = list[float](), list[int](), 0
     for k in range(len(best)):
         while worth(j, k) < best[j]:

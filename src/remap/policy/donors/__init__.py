@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who can give memory to a tenant that runs out: in which order (`policy`), and how much of each (`supply`). Pure."""
+"""The donors of memory to a tenant that runs out: in which order (`policy`), and how much of each (`supply`). Pure."""

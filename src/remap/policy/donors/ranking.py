@@ -23,7 +23,7 @@ class Candidate:
 
     priority: larger is more important. order: its place in the order of attaching. last_use: sequence number of its
     last activation or pass, larger is later. idle_s: seconds since then. next_use_s: seconds until its next use, as far
-    as expected; None: nothing is known (`NextUse`). reload_s: seconds to load back what it would give.
+    as expected; None: nothing is known (`NextUse`). reload_s: seconds to load back the layers that it would give.
     """
 
     name: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a need for KV blocks to what each donor gives: the plan of least cost over all donors at once.
+"""From a need for KV blocks to each donor's share: the plan of least cost over all donors at once.
 
-Cost, in seconds a pass: what a pass of those concerned becomes longer by, if the plan is carried out now.
+Cost, in seconds a pass: the time by which a pass of those concerned becomes longer, if the plan is carried out now.
 
     cost = sum over the quotes taken of (stall_s + share * reload_s)
 
@@ -54,7 +54,7 @@ KINDS: tuple[Kind, ...] = ("idle_kv", "paused_kv", "inactive", "active")
 """In the order in which they are asked at equal cost."""
 
 MOST_PLANS = 128
-"""Plans on a front, and one. Each thinning adds at most one in so many parts of the costs on the front to `gap_s`."""
+"""Plans on a front, and one. Each thinning adds at most 1 / MOST_PLANS of the costs on the front to `gap_s`."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Supply:
-    """What to take. unmet: blocks that no donor can give. stall_s: certified seconds per pass, over all donors together.
+    """The portions to take. unmet: blocks that no donor can give. stall_s: certified seconds per pass, over all donors together.
 
     cost_s: seconds per pass as well, reloads included. gap_s: by how much cost_s may exceed the optimum; 0: not at all.
     """
@@ -140,7 +140,7 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]], *, one_
         if len(front) > MOST_PLANS:
             front, lost = _thinned(front)
             exact, gap = False, gap + lost
-        # What costs more than this plan alone costs more than it with any other line as well.
+        # A plan that costs more than this one alone costs more than it with any other line as well.
         cost, plan = _cheapest(front, kv, target)
     if not exact:
         alone = [_plan_of([(place, n)], lines) for place in places for n in options[place]]
@@ -166,7 +166,7 @@ class _Line:
 
     def __init__(self, quotes_by_donor: Sequence[Sequence[Quote]]) -> None:
         self.active = bool(quotes_by_donor) and quotes_by_donor[0][0].kind == "active"
-        # Nobody takes a donor's last quotes, which may give nothing, to reach the next donor's.
+        # No plan takes a donor's last quotes, which may give nothing, to reach the next donor's.
         self.donors = quotes_by_donor if self.active else [_giving(quotes) for quotes in quotes_by_donor]
         blocks, cost = 0, 0.0
         self.blocks, self.cost = [blocks], [cost]
@@ -178,11 +178,11 @@ class _Line:
                 self.cost.append(cost)
 
     def covering(self, blocks: int) -> int:
-        """The fewest quotes that give so many."""
+        """The fewest quotes that give `blocks` blocks."""
         return bisect_left(self.blocks, blocks)
 
     def cost_of(self, blocks: int) -> float:
-        """Of exactly so many, as KV is taken: the last quote costs in proportion."""
+        """Of exactly `blocks` blocks, as KV is taken: the last quote costs in proportion."""
         n = self.covering(blocks)
         if self.blocks[n] == blocks:
             return self.cost[n]
@@ -190,7 +190,7 @@ class _Line:
         return self.cost[n - 1] + part / (self.blocks[n] - self.blocks[n - 1])
 
     def useful(self, most: int) -> Sequence[int]:
-        """Every n > 0 that may be part of the optimum: after the first that gives `most`, only what is cheaper."""
+        """Every n > 0 that may be part of the optimum: after the first that gives `most`, only cheaper ones."""
         first = self.covering(min(most, self.blocks[-1]))
         least, later = self.cost[first], self.cost[first + 1 :]
         if not later or min(later) >= least:
@@ -198,7 +198,7 @@ class _Line:
         return [*range(1, first + 1), *(n for n, cost in enumerate(later, first + 1) if cost < least)]
 
     def portions(self, count: int, blocks: int) -> list[tuple[Portion, Sequence[Quote]]]:
-        """The first `count` quotes as what each donor gives, and of which quotes; `blocks` in all."""
+        """The first `count` quotes as each donor's share, and of which quotes; `blocks` in all."""
         found = []
         for quotes in self.donors:
             if count <= 0:
@@ -222,7 +222,7 @@ def _extended(
     front: Sequence[_Plan], alternatives: Iterable[tuple[int, _Line, Sequence[int]]], most: int, limit: float
 ) -> list[_Plan]:
     """The front of all plans that are one of `front`, alone or with a run of one of the alternatives (place, line, what
-    may be taken of it); most blocks first. More than `most` blocks count as `most`; what costs more than `limit` is
+    may be taken of it); most blocks first. More than `most` blocks count as `most`; a plan that costs more than `limit` is
     left out."""
     best = {min(most, plan[1] + plan[2]): plan for plan in front}
     for place, line, counts in alternatives:
@@ -266,7 +266,7 @@ def _rest(plan: _Plan, target: int) -> int:
 
 
 def _cheapest(plans: Sequence[_Plan], kv: _Line, target: int) -> tuple[float, _Plan]:
-    """What the cheapest costs with the KV that it still needs, of those for which KV suffices; infinitely much without
+    """The cost of the cheapest with the KV that it still needs, of those for which KV suffices; infinitely much without
     any."""
     found, most = [(math.inf, _EMPTY)], kv.blocks[-1]
     for plan in plans:
