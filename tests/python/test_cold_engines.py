@@ -155,6 +155,23 @@ def test_a_write_into_a_layer_that_is_away_is_told_before_it_comes_home(lent: bo
             session.detach("m")
 
 
+def test_a_module_in_the_place_of_another_is_no_lost_write() -> None:
+    """As an adapter of weights is put in, around a layer that is lent: its old tensor is written by nobody, and comes home."""
+    model, other = make("llama"), make("qwen3", seed=1)
+    ids = torch.tensor([[5, 7, 9, 11]])
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with remap.Session(4 << 20, page_bytes=PAGE) as session:
+        tenant = session.attach(model, name="m", kv=kv_spec(model, min_blocks=8))
+        session.attach(other, name="other", kv=kv_spec(other, min_blocks=8))
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+        session.deactivate("m")
+        remap.advanced.lend(session, "m", 3)
+        layer = model.model.layers[tenant.streamed[0]]
+        layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj)
+        assert session.activate("m").activated and not tenant.streamed
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
 @pytest.mark.parametrize("compute_s", [1e-4, 5e-3])
 def test_a_pass_begins_when_the_first_layer_has_come(compute_s: float) -> None:
     """In virtual time: a cold model's first pass ends by the slower of its load and its computation, and one layer's time. Its

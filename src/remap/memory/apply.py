@@ -213,7 +213,7 @@ class Changes:
         if tenant.source.verify is not None:
             tenant.source.verify({*plan.streamed, *plan.reload})
         if plan.home:  # else the load would hide that a write is lost
-            tenant.refuse_lost_writes()
+            tenant.refuse_lost_writes(replaced=False)  # a tensor that the model has no more harms nothing
         if self._unsettled is not None:
             self.settle(self._unsettled)
         self.retry_failed(tenant)

@@ -293,14 +293,14 @@ class TenantState:
                 found.update(self.unsettled.plan.reload, self.unsettled.plan.held)
         return found
 
-    def lost_writes(self) -> dict[int, list[str]]:
-        """layer -> its tensors that something wrote into, or replaced, while the layer was away."""
-        return self.source.writes((*self.streamed, *self.pages.gone))
+    def lost_writes(self, *, replaced: bool = False) -> dict[int, list[str]]:
+        """layer -> its tensors that something wrote into while the layer was away; or replaced, if that counts."""
+        return self.source.writes((*self.streamed, *self.pages.gone), replaced)
 
-    def refuse_lost_writes(self) -> None:
+    def refuse_lost_writes(self, *, replaced: bool = True) -> None:
         """Raises InvalidState (fields tenant, written) for writes into layers that were away, by then: into the ring, or into
         memory that another layer, or another tenant, has. Layers that something wrote into before are pinned."""
-        written = self.lost_writes()
+        written = self.lost_writes(replaced=replaced)
         if written:
             raise InvalidState(
                 f"tenant {self.name!r}: something wrote into layers while they were away (streamed, lent or without pages), or "

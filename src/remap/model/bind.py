@@ -198,8 +198,9 @@ class WriteWatch:
         """layer -> paths, in layout order, for the layers that were written. Reads no tensor's bytes."""
         return self._written(self._watched)
 
-    def written_in(self, layers: Collection[int]) -> dict[int, list[str]]:
-        """As `written`, for these layers only (an unknown layer has no tensors).
+    def written_in(self, layers: Collection[int], *, replaced: bool = True) -> dict[int, list[str]]:
+        """As `written`, for these layers only (an unknown layer has no tensors). replaced: also tensors in whose place the model
+        has others now, of which no byte has changed.
 
         It takes a few microseconds per layer while nothing was written: the session calls it just before layers are
         streamed, on the way from demand to usable KV blocks, and after each pass that streamed some.
@@ -207,7 +208,7 @@ class WriteWatch:
         touched = {layer for layer in layers if self._touched(layer)}
         if not touched:
             return {}
-        return self._written([watched for watched in self._watched if watched[0] in touched])
+        return self._written([watched for watched in self._watched if watched[0] in touched], replaced)
 
     def _touched(self, layer: int) -> bool:
         """Whether a tensor of the layer was written or replaced."""
@@ -216,11 +217,13 @@ class WriteWatch:
         tensors, versions, dicts, names, objects = self._look[layer]
         return list(map(_version_of, tensors)) != versions or not all(map(is_, map(dict.get, dicts, names), objects))
 
-    def _written(self, watched: Sequence[tuple[int, TensorSpec, torch.Tensor, int]]) -> dict[int, list[str]]:
+    def _written(
+        self, watched: Sequence[tuple[int, TensorSpec, torch.Tensor, int]], replaced: bool = True
+    ) -> dict[int, list[str]]:
         paths: set[str] = set()
         modules: set[str] = set()
         for _, spec, tensor, version in watched:
-            if tensor._version != version or _lookup(self._model, spec.path) is not tensor:
+            if tensor._version != version or (replaced and _lookup(self._model, spec.path) is not tensor):
                 paths.add(spec.path)
                 if spec.kind == "buffer":
                     modules.add(spec.path.rpartition(".")[0])

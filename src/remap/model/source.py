@@ -43,7 +43,8 @@ class LayerSource:
     detach: Callable[[Sequence[int], Any], None]
     # (layers): for each layer that may not stream, the places written since attach: its tensors, or its weights file
     watch: Callable[[Collection[int]], dict[int, list[str]]]
-    writes: Callable[[Collection[int]], dict[int, list[str]]]  # (layers): tensors of each written since attach
+    # (layers, replaced): tensors of each written since attach; replaced: those too in whose place the model has others now
+    writes: Callable[[Collection[int], bool], dict[int, list[str]]]
     # (layers): raises InvalidState if the weights file that one of them comes from has changed; None: there are no
     # files
     verify: Callable[[Collection[int]], None] | None
@@ -79,7 +80,7 @@ def raw_source(views: Sequence[memoryview], host: LockedMemory | None) -> LayerS
         install=lambda targets, rest, tenant: None,
         detach=lambda away, device: None,
         watch=lambda layers: {},
-        writes=lambda layers: {},
+        writes=lambda layers, replaced: {},
         verify=None,
         keep_alive=views,
     )
@@ -241,7 +242,7 @@ def model_source(
         install=install,
         detach=detach,
         watch=lambda wanted: installed["watch"].written_in(wanted) | master.changed(wanted),
-        writes=lambda wanted: installed["watch"].written_in(wanted),
+        writes=lambda wanted, replaced: installed["watch"].written_in(wanted, replaced=replaced),
         verify=master.refuse_change if isinstance(master, masters.SafetensorsMaster) else None,
         keep_alive=(master, layout),
         modules=tuple(found),
