@@ -115,7 +115,7 @@ def test_what_becomes_of_a_mutant_is_told_apart(tmp_path: Path) -> None:
     assert verdict(dwell, "or self._steps < 1:").outcome == tool.KILLED
     assert verdict(dwell, "or self.dwell > self._steps:").outcome == tool.SURVIVED
     assert verdict("of nothing", "of something").outcome == tool.GONE
-    unfit = verdict("class Guard:", "import none_such\nclass Guard:")
+    unfit = verdict("class HeadroomGuard:", "import none_such\nclass HeadroomGuard:")
     assert unfit.outcome == tool.NOT_JUDGED
     assert "ModuleNotFoundError" in unfit.detail
     copy.env["PYTHONPATH"] = str(tmp_path / "plugin")  # remap itself is found where it is installed then
