@@ -211,6 +211,7 @@ def outline(session: remap.Session) -> dict[str, Any]:
             "host": (session._tenants[name].kv.host.live_ids(), each.streamed_blocks),
             "active": each.active,
             "pinned": each.pinned,
+            "cold": each.cold,
         }
         for name, each in snapshot.tenants.items()
     } | {"free": snapshot.pages.free, "unsettled": remap.advanced.unsettled(session)}

@@ -217,6 +217,14 @@ def asleep(world: Faulty) -> None:
     world.session.deactivate("b")
 
 
+def cold(world: Faulty) -> None:
+    """b has no page, and a has taken some of those that b had."""
+    world.session.deactivate("b", pages="none")
+    world.step(a=15)
+    world.engines["a"].allocate(4)
+    world.session.deactivate("c")
+
+
 # Museum: `activate`, `lend(..., 0)` and `remap(..., 0)` raised "Nothing changed" when a later plan failed, and the holder had
 # lost 16 of 21 blocks; `lend(a, n, to=b)` raised and a had lent.
 # Changes of several plans, each one change even if it is interrupted; but a tenant that is detached, and steps: they report what
@@ -238,6 +246,9 @@ CASES_OF_PLANS = [
         ("more buffers", full(1, 1, "nested"), lambda w: w.remap("a", 3, 2, "nested")),
         ("fewer buffers", full(3, 2, "nested", leave=2), lambda w: w.remap("a", 2, 1, "nested")),
         ("fewer slices", full(2.5, 2, "slices", "b", 6), lambda w: w.remap("b", 1, 1, "slices")),
+        ("activate what has no pages", cold, lambda w: w.tell(w.session.activate("b"))),
+        ("give all pages up", asleep, lambda w: w.session.deactivate("b", pages="none")),
+        ("give up what is lent as well", crowded, lambda w: w.session.deactivate("b", pages="none")),
         ("detach the lender", crowded, lambda w: w.detach("b")),
         ("detach a holder", crowded, lambda w: w.detach("a")),
         ("layers go elsewhere", nothing, lambda w: w.place("a", 0, 3)),
