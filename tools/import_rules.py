@@ -8,7 +8,8 @@ package imports from lower floors only (FLOORS). The pure modules import neither
 does; `remap._core` is imported in few, named files; adapters and the command line are never imported eagerly from outside
 themselves. "Eagerly" means when the module is imported: at its top level, not inside a function and not under `if
 TYPE_CHECKING`. No module reads another's underscore names: that is ruff's rule SLF001 (pyproject.toml). A class name without an
-underscore is the name of one class of the package (NAMED_BY_OTHERS apart).
+underscore is the name of one class of the package (NAMED_BY_OTHERS apart). `Any` is no type of memory/ and policy/ (ANY_OF_FILES
+apart).
 
 C++: public headers and the core know neither Python, torch nor the CUDA toolkit, and a lower layer never includes a
 higher one.
@@ -113,6 +114,10 @@ NAMED_BY_OTHERS = {
     "HostKV": "remap.adapters.vllm.host_kv",  # vLLM's spec_name
     "Scheduler": "remap.adapters.vllm.scheduler",  # vLLM's --scheduler-cls
 }
+
+# Where no value may be of type Any, so that the type checker sees every field that a change writes.
+TYPED = ("memory", "policy")
+ANY_OF_FILES = ("policy._tables", "policy.hardware")  # the contents of JSON files
 
 CPP_LAYERS = ("backend", "core", "schedule")
 # The layer that declares each public header; error.h and fork.h serve all of them.
@@ -283,6 +288,18 @@ def check_names(src: Path) -> Iterator[Violation]:
                 yield Violation(path, node.lineno, f"class {node.name} has the name of one in {other}")
 
 
+def check_types(src: Path) -> Iterator[Violation]:
+    """Uses of Any."""
+    typed = tuple(f"{PACKAGE}.{name}" for name in TYPED)
+    apart = tuple(f"{PACKAGE}.{name}" for name in ANY_OF_FILES)
+    for name, (path, found) in read_package(src).items():
+        if not _within(name, typed) or _within(name, apart):
+            continue
+        for item in found:
+            if item.module == "typing.Any":
+                yield Violation(path, item.line, f"{name} uses Any; name the type, or take an object")
+
+
 def check_python(src: Path) -> Iterator[Violation]:
     """Violations among the modules below `src`."""
     modules = read_package(src)
@@ -356,7 +373,14 @@ def check_cpp(root: Path) -> Iterator[Violation]:
 def main(root: Path) -> int:
     """Print the violations; the number of them is the exit code's truth."""
     src = root / "src"
-    violations = [*check_python(src), *check_circles(src), *check_floors(src), *check_names(src), *check_cpp(root)]
+    violations = [
+        *check_python(src),
+        *check_circles(src),
+        *check_floors(src),
+        *check_names(src),
+        *check_types(src),
+        *check_cpp(root),
+    ]
     for violation in violations:
         print(violation)
     modules = len(read_package(root / "src"))

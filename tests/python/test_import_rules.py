@@ -15,7 +15,7 @@ rules = load_tool("import_rules")
 
 def test_the_sources_keep_the_rules() -> None:
     found = [*rules.check_cpp(ROOT)]
-    for check in (rules.check_python, rules.check_circles, rules.check_floors, rules.check_names):
+    for check in (rules.check_python, rules.check_circles, rules.check_floors, rules.check_names, rules.check_types):
         found += check(ROOT / "src")
     assert [str(each) for each in found] == []
     modules = rules.read_package(ROOT / "src")  # and they are really read
@@ -95,6 +95,21 @@ def test_a_class_name_is_given_once(tmp_path: Path) -> None:
     }
     found = [v.message for v in rules.check_names(_package(tmp_path, files))]
     assert found == ["class Plan has the name of one in remap.a"]
+
+
+def test_any_is_no_type_of_memory_and_policy(tmp_path: Path) -> None:
+    files = {
+        "memory/__init__.py": "",
+        "memory/state.py": "from typing import Any, Protocol",
+        "policy/__init__.py": "",
+        "policy/_tables.py": "from typing import Any",
+        "policy/cost.py": f"{_FOR_TYPES}from typing import Any",
+        "session.py": "from typing import Any",
+    }
+    found = [v.message for v in rules.check_types(_package(tmp_path, files))]
+    assert found == [
+        f"remap.{name} uses Any; name the type, or take an object" for name in ("memory.state", "policy.cost")
+    ]
 
 
 def test_lazy_and_annotation_imports_are_allowed(tmp_path: Path) -> None:

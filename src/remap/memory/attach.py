@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from remap import _core
 from remap.config import Knobs
@@ -59,7 +58,7 @@ class Attaching:
         tenants: dict[str, TenantState],
         device: Device,
         lock: SessionLock,
-        memory: Callable[[int, int], Any],
+        memory: Callable[[int, int], object],
         hosts: HostMemories,
         copy_chunk_bytes: int,
     ) -> None:

@@ -8,7 +8,6 @@ Called with the session's lock held, outside of passes.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from remap.errors import ArenaBroken, Error, InvalidArgument
 from remap.memory.apply import Changes
@@ -25,7 +24,7 @@ from remap.sizes import shown
 __all__ = ["check_by_hand", "give_back_by_hand", "lend_by_hand", "remap_by_hand"]
 
 
-def check_by_hand(tenant: TenantState, layers: Any, buffers: Any, selection: Any) -> None:
+def check_by_hand(tenant: TenantState, layers: object, buffers: object, selection: object) -> None:
     """Raises InvalidArgument and InvalidState as `advanced.remap` says."""
     if selection not in ("uniform", "nested", "slices"):
         raise InvalidArgument(
@@ -35,19 +34,28 @@ def check_by_hand(tenant: TenantState, layers: Any, buffers: Any, selection: Any
     streamable = len(tenant.order)
     if selection == "slices" and isinstance(layers, float) and 0 <= layers < math.inf:
         layers = math.ceil(layers)  # a fraction of a layer is a matter of pages
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (layers, buffers))
-    if not whole or layers < 0 or not 1 <= buffers <= MAX_BUFFERS or (layers and layers + buffers > streamable):
-        raise InvalidArgument(
-            f"layers must lie in 0..{max(0, streamable - 1)}, buffers in 1..{MAX_BUFFERS}, and their sum must not "
-            f"exceed the {streamable} streamable layers of {tenant.name!r}; got {shown(layers)} and {shown(buffers)}; nothing "
-            "changed",
-            layers=layers,
-            buffers=buffers,
-            streamable=streamable,
-            maximum=max(0, streamable - (min(max(buffers, 1), MAX_BUFFERS) if whole else 1)),
-        )
+    if not isinstance(layers, int) or isinstance(layers, bool):
+        raise _out_of_range(tenant, layers, buffers, 1)
+    if not isinstance(buffers, int) or isinstance(buffers, bool):
+        raise _out_of_range(tenant, layers, buffers, 1)
+    if layers < 0 or not 1 <= buffers <= MAX_BUFFERS or (layers and layers + buffers > streamable):
+        raise _out_of_range(tenant, layers, buffers, min(max(buffers, 1), MAX_BUFFERS))
     if layers > tenant.alpha:
         tenant.require_seen()
+
+
+def _out_of_range(tenant: TenantState, layers: object, buffers: object, least: int) -> InvalidArgument:
+    """least: ring buffers that streaming takes, at least."""
+    streamable = len(tenant.order)
+    return InvalidArgument(
+        f"layers must lie in 0..{max(0, streamable - 1)}, buffers in 1..{MAX_BUFFERS}, and their sum must not "
+        f"exceed the {streamable} streamable layers of {tenant.name!r}; got {shown(layers)} and {shown(buffers)}; nothing "
+        "changed",
+        layers=layers,
+        buffers=buffers,
+        streamable=streamable,
+        maximum=max(0, streamable - least),
+    )
 
 
 def remap_by_hand(

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from remap import _core
 from remap.config import invalid, is_count
@@ -165,7 +165,7 @@ class Device:
     def __init__(self, backend: _core.Backend) -> None:
         kind = backend.device_kind if backend.device_kind in ("cuda", "sim") else "cpu"
         # The virtual clock behind the backend, or None: then time is real.
-        self.simulator: Any = backend.simulator if kind == "sim" else None
+        self.simulator: _core.SimBackend | None = backend.simulator if kind == "sim" else None
         machine: str = "" if self.simulator is None else self.simulator.machine
         self.name = DeviceName(kind, backend.device_index if kind == "cuda" else 0, machine)
         self.cuda = kind == "cuda"
@@ -177,7 +177,7 @@ class Device:
         """The torch device of tensors over the pages, an attached model's included."""
         return "cpu" if self.host_addressable or self.simulator is not None else str(self.name)
 
-    def tensor(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
+    def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
         """A 1-D uint8 tensor over device memory, on `torch_device`; keeps `owner` alive.
 
         With `Arena.hold(address, nbytes)` as its owner it may outlive its region (detach, close): its addresses are
@@ -202,13 +202,13 @@ class Device:
             )
 
     @staticmethod
-    def host_tensor(address: int, nbytes: int, owner: Any) -> torch.Tensor:
+    def host_tensor(address: int, nbytes: int, owner: object) -> torch.Tensor:
         """A 1-D uint8 CPU tensor over host memory; keeps `owner` alive."""
         from torch.utils.dlpack import from_dlpack
 
         return from_dlpack(_core.BytesView(address, nbytes, owner))
 
-    def default_stream(self) -> Any:
+    def default_stream(self) -> object:
         """The stream on which a pass computes if its caller names none; None if that is the calling thread.
 
         On a GPU that is torch's current stream. Without torch in the process only the driver's default stream is

@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from remap.errors import Error, LimitExceeded, OutOfMemory
 from remap.kv.host import HostBlocks
@@ -150,7 +150,7 @@ class _Sharer:
     host: HostMemory
     store: HostBlocks
     most: int
-    lock: AbstractContextManager[Any]
+    lock: AbstractContextManager[object]
 
 
 @dataclass
@@ -222,7 +222,7 @@ class HostMemories:
         return self._arena_bytes + sum(host.allocated_bytes for host in self._held)
 
     def store_kv(
-        self, host: HostMemory, name: str, geometry: KVGeometry, lock: AbstractContextManager[Any]
+        self, host: HostMemory, name: str, geometry: KVGeometry, lock: AbstractContextManager[object]
     ) -> HostBlocks:
         """Memory for the KV blocks of tenant `name`, whose `host` has none yet: an equal part of what there is for those that
         have none, and never more than the arena could hold of its blocks. Those that asked before give up what makes the parts

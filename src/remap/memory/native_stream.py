@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import SupportsIndex, SupportsInt, cast
 
 from remap.errors import InvalidArgument
 from remap.sizes import shown
@@ -19,7 +19,7 @@ _PROTOCOL_VERSION = 0
 _HANDLE_BITS = 64
 
 
-def native_stream(stream: Any) -> int:
+def native_stream(stream: object) -> int:
     """The driver's handle (a CUstream as a number) of `stream`; its null stream, 0, becomes LEGACY_DEFAULT_STREAM.
 
     stream: an object with `__cuda_stream__()` (cuda.core, cuda.bindings, recent torch, cupy), with an integer attribute
@@ -44,15 +44,15 @@ def native_stream(stream: Any) -> int:
                 version=version,
             )
     elif hasattr(stream, "cuda_stream"):
-        handle = stream.cuda_stream
+        handle = getattr(stream, "cuda_stream")  # noqa: B009  of an object that may be anything
     elif hasattr(stream, "__index__"):
         handle = stream
     elif hasattr(stream, "__int__") and hasattr(stream, "getPtr"):  # cuda.bindings' wrappers of driver types
-        handle = int(stream)
+        handle = int(cast(SupportsInt, stream))
     else:
         raise _refuse(stream)
     try:
-        number = operator.index(handle)
+        number = operator.index(cast(SupportsIndex, handle))
     except TypeError:
         raise _refuse(stream) from None
     if not 0 <= number < 1 << _HANDLE_BITS:
@@ -60,7 +60,7 @@ def native_stream(stream: Any) -> int:
     return number or LEGACY_DEFAULT_STREAM
 
 
-def _refuse(stream: Any) -> InvalidArgument:
+def _refuse(stream: object) -> InvalidArgument:
     return InvalidArgument(
         "stream must be a CUDA stream (an object with __cuda_stream__(), a torch.cuda.Stream, a cuda.bindings "
         f"CUstream, or a handle as an integer >= 0), got {shown(stream)}; nothing changed",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from remap import nvtx
 from remap.errors import ArenaBroken, Error, InvalidState
@@ -69,7 +68,7 @@ class Passes:
 
     # -- begin -----------------------------------------------------------------------------------------------------
 
-    def begin(self, tenant: TenantState, stream: Any, mark: object, streamed: Sequence[int] = ()) -> None:
+    def begin(self, tenant: TenantState, stream: object, mark: object, streamed: Sequence[int] = ()) -> None:
         """Begin a pass that reads these streamed blocks; `mark` is the turn's `open_pass` while it is open. Raises as
         `Tenant.forward` says."""
         self._lock.refuse_fork()
@@ -93,7 +92,7 @@ class Passes:
             except Error as error:
                 _logger.warning("tenant %r: layers that have come back stream on: %s", tenant.name, error)
 
-    def _begin_behind_changes(self, tenant: TenantState, stream: Any, mark: object, streamed: Sequence[int]) -> None:
+    def _begin_behind_changes(self, tenant: TenantState, stream: object, mark: object, streamed: Sequence[int]) -> None:
         """Begin a pass after the change that was in progress, and finish first the rest of the last change."""
         self._changes.settle(tenant)
         self._changes.retry_failed(tenant)
@@ -106,7 +105,7 @@ class Passes:
             )
 
     def _try_begin(
-        self, tenant: TenantState, stream: Any, mark: object, streamed: Sequence[int], finished: bool = False
+        self, tenant: TenantState, stream: object, mark: object, streamed: Sequence[int], finished: bool = False
     ) -> bool:
         """Begin a pass, unless a change is in progress or has left something to finish first. finished: the caller has
         finished it just now; if a re-pointing has failed since, `wait` for its layer raises that."""

@@ -9,7 +9,7 @@ The layers are what the model computes with, so they are right whatever was writ
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from remap.errors import InvalidState
 from remap.memory.core import Core
@@ -17,8 +17,10 @@ from remap.memory.state import TenantState
 
 __all__ = ["differing", "rewrite"]
 
+Result = TypeVar("Result")
 
-def rewrite(core: Core, tenant: TenantState, write: Callable[[], Any]) -> Any:
+
+def rewrite(core: Core, tenant: TenantState, write: Callable[[], Result]) -> Result:
     """`advanced.rewrite`. Call it with the session's lock held, outside of passes."""
     if tenant.source.renew is None:
         raise InvalidState(

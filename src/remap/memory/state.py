@@ -9,10 +9,10 @@ end. The change in progress, which has claimed the tenant (locking.py), writes a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from remap.config import Knobs
 from remap.errors import InvalidState
@@ -169,9 +169,9 @@ class TenantState:
 
     # -- what is decided (books.py) ---------------------------------------------------------------------------------
 
-    def write(self, **changes: Any) -> None:
+    def write(self, **changes: object) -> None:
         """Other books, with these fields changed. With the session's lock held: of two writers one's fields would be lost."""
-        self.books = replace(self.books, **changes)
+        self.books = cast(Callable[..., Books], replace)(self.books, **changes)
 
     @property
     def pages(self) -> TenantPages:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from remap.errors import Error, InvalidArgument
 from remap.memory.device import Device
@@ -50,7 +50,7 @@ class Streams:
         self._adopted: set[int] = set()
         self._adopting: list[int] = []  # adoptions that are one too many, or not in `_adopted` yet
         self._mover = 0  # the session's own stream, for copies that the host waits for; made on first use
-        self._keep: Any = None  # owns the memory that copies on it may be reading
+        self._keep: object = None  # owns the memory that copies on it may be reading
         self._timing: list[int] = []  # two events
         self._events: list[int] = []
         self._recording: set[int] = set()  # those of them that are taken and not recorded yet
@@ -112,7 +112,7 @@ class Streams:
         except Error:
             return True
 
-    def copy(self, ranges: Sequence[tuple[int, int, int]], *, keep: Any = None) -> None:
+    def copy(self, ranges: Sequence[tuple[int, int, int]], *, keep: object = None) -> None:
         """Copy (to, from, bytes) each on a stream of the session's own, and wait. `keep` keeps the sources alive."""
         stream = self._moving()
         self._keep = keep
@@ -125,7 +125,7 @@ class Streams:
             raise
         self._keep = None
 
-    def copy_seconds(self, target: int, source: int, nbytes: int, *, keep: Any = None) -> float:
+    def copy_seconds(self, target: int, source: int, nbytes: int, *, keep: object = None) -> float:
         """Seconds of one copy on a stream of the session's own, the quicker of two. The first estimate of the link."""
         stream = self._moving()
         self._keep = keep
@@ -202,10 +202,10 @@ class ComputeStream:
         self._streams = streams
         self._device = device
         self._native = 0
-        self._given: Any = None  # the caller's object, kept so that its stream lives as long as it is used here
+        self._given: object = None  # the caller's object, kept so that its stream lives as long as it is used here
         self.handle = 0
 
-    def begin(self, stream: Any) -> int:
+    def begin(self, stream: object) -> int:
         """A pass begins: on `stream`, or (None) on the device's default. Returns its handle.
 
         Work enqueued for the tenant before comes first: another stream waits for it on the device; the calling thread
@@ -249,7 +249,7 @@ class ComputeStream:
             if not self._streams.ended(event):
                 raise
 
-    def _use(self, given: Any) -> None:
+    def _use(self, given: object) -> None:
         native = native_stream(given)
         if native == self._native:
             self._given = given

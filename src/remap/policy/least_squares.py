@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 from remap.errors import InvalidState
 from remap.extras import install
@@ -15,7 +15,7 @@ __all__ = ["line", "minimise", "shares"]
 Residuals = Callable[[Sequence[float]], list[float]]
 
 
-def _optimise() -> Any:
+def _optimise() -> ModuleType:
     """The module scipy.optimize."""
     try:
         return import_module("scipy.optimize")
