@@ -37,9 +37,9 @@ namespace remap {
 // deferred a step of the region, and not for those whose steps it took over. No lock of the arena's or the executor's is held
 // then: the observer's next work, enqueueing copies say, may take its time.
 //
-// Meanwhile a plan may have been applied that points the layer to other pages, and the layer be held for that. So the observer asks
-// `current`, under the lock that orders its own holds: false says that the news is of the past, and it changes nothing.
-// Where it is true a plan that comes later finds the observer's lock taken, and its hold comes behind. `current` takes the lock of
+// Meanwhile a plan may have been applied that points the layer to other pages, and that holds the layer. So the observer asks
+// `current`, under the lock that orders its own holds. False: the news is of the past, and the observer changes nothing.
+// True: a later plan finds the observer's lock taken, and its hold comes behind. `current` takes the lock of
 // the arena's tables for a moment and throws nothing.
 class PointObserver {
  public:
@@ -61,7 +61,7 @@ class Executor {
   // Throws StalePlan, InvalidArgument or InvalidState (a region in a declared range) before any backend call.
   Applied apply(const Plan& plan, const Ordering& ordering = {});
   // observer: told of each deferred step, by the worker's thread, unless a later plan takes the step over; kept until the last of
-  // them is done. It passes that on to who holds the layers. nullptr: none is told, so what a Prefetcher holds for the plan
+  // them is done. It tells the holder of the layers. nullptr: none is told, so what a Prefetcher holds for the plan
   // stays held.
   // `after`: the worker waits for this event before it touches a mapping (the last kernel that reads the old view, the last
   // copy into it), once for all steps of the plan. Tenants take turns, a step each, and one whose event has not come keeps no

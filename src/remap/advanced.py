@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests, ablations and what several instances do together (`remap.cluster`): the controller's verbs by hand, layers that are
-computed elsewhere, and a look inside a session. An engine needs none of it.
+"""For tests, ablations and several instances together (`remap.cluster`): the controller's verbs by hand, layers that other
+instances compute, and a look inside a session. An engine needs none of it.
 
     from remap import advanced
     advanced.remap(session, "llama", layers=4, buffers=2)
     advanced.settle(session)
     advanced.check(session)
 
-Each is one call of the session (see `Session` for threads and interrupts): it has happened or has not, even if an
+Each is one call of the session (see `Session` for threads and interrupts): it happens whole or not at all, even if an
 exception ends it.
 """
 

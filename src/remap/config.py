@@ -74,8 +74,7 @@ class Knobs(Config):
     dwell: the fewest steps from any change to a shrink.
     smoothing: weight of the newest step in the moving average.
     policy: which inactive tenant gives first: "priority" (the one of lowest priority, then the one needed last), "mru",
-    "lru" or
-    "expected_next_use" (see remap.policy.donors.ranking).
+    "lru" or "expected_next_use" (see remap.policy.donors.ranking).
     min_idle: how many times what its reload is worth an inactive tenant must have been idle before it gives.
     selection: which layers an active tenant streams: "nested" (growing and shrinking reload the least), "uniform"
     (Oneiros section 5.2), "slices" (the same share of every layer) or "auto" (by computed period).

@@ -117,10 +117,10 @@ class Session:
     spare. The field limited_by of LimitExceeded says which limit it was: "host_budget", "REMAP_HOST_BUDGET", "cgroup"
     or "machine".
     host_kv: host memory for KV of paused and preempted requests, of all tenants whose `KVSpec.host_blocks` is None together:
-    bytes or "8GiB", shared evenly, with engines that are made later too as long as no engine has used a block of it; 0: none.
-    "auto": at most half of what the machine and its control group can spare when an engine asks (`kv.host.open`), and no
-    tenant more than the session could hold of its blocks; the part that no engine has used makes room for master copies of models
-    that are attached later. An engine that never asks takes none.
+    bytes or "8GiB"; 0: none. The engines share it evenly. An engine that is made later gets its share while no engine has
+    used a block. "auto": when an engine asks (`kv.host.open`), at most half of the memory that the machine and its control
+    group can spare, and no more blocks than the session could hold. Unused blocks make room for master copies of models that
+    are attached later. An engine that never asks takes none.
 
     Raises InvalidArgument for a bad size, device, mode or option; OutOfMemory or LimitExceeded if the pages cannot be
     allocated (on the CPU also, with fields requested, limit and limited_by, for more than the machine or its control
@@ -278,8 +278,8 @@ class Session:
         a pass (`remap.model.hooks`). No layer streams before one whole pass has waited for every layer. False: the
         engine itself calls wait and done, for every layer in every pass.
         resident_layers: this many layers have pages of their own. The others stream in every pass, for good, through a ring of
-        Knobs.buffers buffers (2 by default): so a model that is larger than the session can be attached. What streams then
-        never changes, and none of its layers becomes KV. None: all layers have pages, and may come and go.
+        Knobs.buffers buffers (2 by default): so a model that is larger than the session can be attached. The set of
+        streaming layers never changes then, and none of the layers becomes KV. None: all layers have pages, and may come and go.
         pages: "own" takes pages of the arena for every layer and min_blocks KV blocks. "none", of an inactive tenant, takes none
         for them: `activate` brings them, from tenants that can spare them. So more models can be attached than there is memory
         for at once. Tensors outside of layers have pages always. "auto": "none" if active=False and there are too few, else
@@ -423,8 +423,8 @@ class Session:
         layers that cannot come home stream through the ring, and come home when they can. A number: the same, but a
         pass may wait for at most this share of its computation; `preempt` names the blocks that are in the way of that.
 
-        Layers whose pages another process has (device "unix:PATH") are asked for, and waited for 0.25 s at most; what has not
-        come by then streams, whatever `partial` is, and comes home when it comes.
+        The session asks for layers whose pages another process has (device "unix:PATH"), and waits 0.25 s at most. A layer that
+        has not come by then streams, whatever `partial` is, and comes home later.
 
         A tenant without pages (`attach(pages="none")`, or one that gave them up for another's activation) takes those that can be
         had: free ones, unused KV, layers of inactive tenants and KV of paused ones. Its layers load in the order of use, and a

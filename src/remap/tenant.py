@@ -423,9 +423,9 @@ class Tenant:
         pass: the next one starts afresh.
 
         Leaving a pass that was not abandoned raises InvalidState if its results must be discarded. The pass has ended
-        then: (fields tenant, layer, layers) it did not wait for layers that were streamed or loading, so its results
-        are not known; (tenant, written) the model, or other code since the last pass, wrote into a streamed layer, and
-        the write is lost; (file, expected, found) a weights file that layers come from has changed; entering raises
+        then. Fields (tenant, layer, layers): it did not wait for layers that were streamed or loading, so its results
+        are not known. (tenant, written): the model, or other code since the last pass, wrote into a streamed layer, and
+        the write is lost. (file, expected, found): a weights file that layers come from has changed; entering raises
         this as well.
         """
         return self._inside.bracket(self, phase, tokens, stream, streamed)

@@ -55,7 +55,7 @@ MOST_FAULTS = 3
 
 With 2 every request of an instance that was killed is a suspect, and waits for its trial. In the worlds of the tests (4
 instances, 80 requests, one kill, 20 seeds) requests then end after 10.7 s in the mean instead of 5.9, the last after 20.4 s
-instead of 9.3; and a second kill may end one that is innocent, which now takes a third.
+instead of 9.3. A second kill may then end an innocent request, which now takes a third.
 """
 
 TRIAL_TOKENS = 4

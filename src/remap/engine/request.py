@@ -33,12 +33,13 @@ class SamplingParams:
 
     temperature 0 is greedy. Otherwise the token is drawn from softmax(logits / temperature), cut to the `top_k` most
     likely (0: all), to those at least `min_p` times as likely as the likeliest, and to the smallest set whose probability
-    reaches `top_p`; a token that ties with the last one kept is kept. The random numbers depend on (seed, position, token) only:
+    reaches `top_p`. A token that ties with the last one kept is kept. The random numbers depend on (seed, position, token) only:
     neither the batch nor a preemption changes them.
 
-    Both look at logits that are changed before, in this order: `logit_bias` is added ((token, bias) pairs, each token once);
-    logits of tokens that the prompt or the answer has are divided by `repetition_penalty` if they are above 0, else multiplied
-    by it; `frequency_penalty` times how often the answer has a token is subtracted, and `presence_penalty` once if it has it.
+    Both look at logits that are changed before, in this order. `logit_bias` is added ((token, bias) pairs, each token once).
+    Logits of tokens that the prompt or the answer has are divided by `repetition_penalty` if they are above 0, else multiplied
+    by it. `frequency_penalty` is subtracted once for each time that the answer has the token, `presence_penalty` once if it has
+    it.
 
     logprobs: note each token's `TokenLogprobs` with that many alternatives (None: note nothing). prompt_logprobs: also those of
     the prompt's tokens but the first.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the requests of the next pass. Pure: no torch, no clock; blocks come from a pool that is handed in.
 
-The policy is vLLM V1's, so that the engine without a session is a fair baseline: running sequences first, in the order
-of their arrival; a prompt is computed in chunks that fill the rest of the token budget; a running sequence that
-cannot get a block preempts the youngest one, which loses its KV and goes to the front of the queue; new sequences are
-admitted only in a step without preemption and only when their whole prompt would fit (vLLM's
-`scheduler_reserve_full_isl`, on by default there as here).
+The policy is vLLM V1's, so that the engine without a session is a fair baseline. Running sequences come first, in the
+order of their arrival. Chunks of a prompt fill the rest of the token budget. A running sequence that cannot get a block
+preempts the youngest one, which loses its KV and goes to the front of the queue. The scheduler admits new sequences only in
+a step without preemption, and only when their whole prompt would fit (vLLM's `scheduler_reserve_full_isl`, on by default
+there as here).
 """
 
 from __future__ import annotations

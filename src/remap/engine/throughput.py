@@ -3,9 +3,10 @@
 
 Every pass reads all layers once, for all running sequences. Complete blocks go out to host memory and stream in again, layer by
 layer, in each pass. They go out in pairs of blocks, as keys and values (two host blocks), or as *activations*: the layer's
-input of these tokens, from which keys and values are made again (one host block, whose key half has the first block's and whose
-value half the second's). That halves the bytes copied, for one more matrix product: HybridServe, sections 3.3 and 4.2. Which
-pairs are activations is decided when their first token is computed, by `ratio`, so that each request has the same mixture.
+input of these tokens, from which the pass makes keys and values again. A pair's activations are one host block: its key half
+has the first block's, its value half the second's. That halves the bytes copied, for one more matrix product: HybridServe,
+sections 3.3 and 4.2. Which pairs are activations is decided when their first token is computed, by `ratio`, so that each request
+has the same mixture.
 
 No request is preempted: one is admitted when host memory has room for all of its life, and the pool for its last pair.
 """

@@ -153,7 +153,7 @@ class TenantKV:
 
     def kept(self, host_ids: Iterable[int]) -> bool:
         """Whether these host blocks hold the KV copied out to them: False if a copy to one of them has failed. Then
-        recompute what it held."""
+        recompute its KV."""
         return self._copies.kept(listed(host_ids))
 
     def arrived(self, ticket: int) -> bool:

@@ -52,15 +52,15 @@ class HostKV:
         so that they can stream.
 
         The blocks stay live. They can be freed at once, and then others get their pages, behind the copies. The copies come
-        behind all work of the tenant so far, and run beside what it enqueues next: the engine promises that none of that
-        writes into these blocks (they are complete, or the tenant is paused). Raises OutOfBlocks if host memory has fewer
-        blocks, InvalidArgument for a block that is not live; nothing was copied then. A copy that fails later is found by
-        `join`, `KVCache.free` or a copy in, which raise, and by `kept`.
+        behind all work of the tenant so far, and run beside its next work. The engine promises that this work does not write
+        into these blocks (they are complete, or the tenant is paused). Raises OutOfBlocks if host memory has fewer
+        blocks, InvalidArgument for a block that is not live; nothing was copied then. `join`,
+        `KVCache.free` and a copy in raise for a copy that fails later, and `kept` tells of it.
         """
         return self._kv.copy_out(ids, below)
 
     def copy_in(self, host_ids: Iterable[int], ids: Iterable[int]) -> int:
-        """Start copying host blocks back into live blocks, one each, beside what computes. Returns a ticket.
+        """Start copying host blocks back into live blocks, one each, beside computation. Returns a ticket.
 
         No pass may read or write these blocks before `arrived(ticket)`, or `join`. The host blocks stay valid, until `free`,
         which has to wait as well. Raises InvalidArgument for a host block that is not in use, a block that is not live, or
@@ -80,7 +80,7 @@ class HostKV:
 
     def kept(self, host_ids: Iterable[int]) -> bool:
         """Whether these host blocks hold the KV copied out to them: False if a copy to one of them has failed. Then
-        recompute what it held."""
+        recompute its KV."""
         return self._kv.kept(host_ids)
 
     def free(self, host_ids: Iterable[int]) -> None:
@@ -89,7 +89,7 @@ class HostKV:
         self._kv.free_host(host_ids)
 
     def stream(self, host_ids: Iterable[int]) -> list[int]:
-        """The block that shows each of these host blocks, of which passes read what lies there: a pass that names it
+        """The block that shows each of these host blocks, for passes to read: a pass that names it
         (`tenant.forward(streamed=)`) copies each layer's part in just before `wait` of that layer. Copies nothing now.
 
         The engine may not write these blocks, nor read them in a pass that does not name them. `KVCache.free` gives them back;

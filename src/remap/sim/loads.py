@@ -8,8 +8,8 @@ arrivals   azure-code, azure-conv, poisson, bursty, bursty:CV, bursty:CV:DUTY, b
 lengths    sharegpt, alpaca, long, short, fixed:IN:OUT, or a CSV file with input_tokens and output_tokens
 
 Of R requests at a rate of r in all, a tenant with the share s of the rate has s R (whole numbers that add up to R), and they
-come within R / r seconds: time is compressed or stretched so that the requests of every run have exactly the rate that was
-asked for, as Oneiros rescales its trace. A faster run of a seed is the same pattern, compressed.
+come within R / r seconds. Time is compressed or stretched so that every run has exactly the requested rate, as Oneiros
+rescales its trace. A faster run of a seed is the same pattern, compressed.
 
 A file of arrivals is a ring: tenants that share one begin at evenly spaced rows, and rows beyond the end go on at the
 beginning. Lengths of a file are dealt in an order that the seed shuffles, each row once before any row twice; but if

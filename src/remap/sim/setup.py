@@ -55,8 +55,8 @@ class Setup:
     """The simulated setup, but for the policy and the requests.
 
     sharing: "temporal" (one tenant computes at a time, in turns of `quantum_s`), "spatial" (all compute, and passes that overlap
-    share the device) or "mig" (every tenant has a partition of its own: memory as reserved, and of computation, memory bandwidth
-    and link the same part of what all have). scheduler: "prefill-first" or "chunked". gap_s: between two passes of a
+    share the device) or "mig" (every tenant has a partition of its own: memory as reserved, and equal parts of computation,
+    memory bandwidth and link). scheduler: "prefill-first" or "chunked". gap_s: between two passes of a
     tenant; None: the machine's. activation_bytes: taken by each engine besides weights and KV. scheduling: the scheduler's
     settings that are not vLLM's defaults, see `make_scheduling`.
 

@@ -22,9 +22,9 @@ the cheaper donors. Where one is dearer than the drop of an instance and another
 merges into less room than the instances have alone with all of their offers (`decided`). All are measured in the same way: by
 how many seconds requests wait longer for their next tokens when the room is filled, for each token of room.
 
-Who has no room even so takes turns with others, swapped to host memory if there is any for that, else computed again. That comes
-last, and is not compared: by the same measure (does the merged group, full, compute as many tokens a second as its parts?) some
-mergers seemed dearer that were not, since it sees neither the tokens computed again nor that a waiting request has no token at
+Requests that have no room even so take turns, swapped to host memory if there is any for that, else computed again. That comes
+last, and is not compared. By the same measure (does the merged group, full, compute as many tokens a second as its parts?) some
+mergers seemed dearer that were not: it sees neither the tokens computed again nor that a waiting request has no token at
 all. In the simulator P99 TTFT of a ShareGPT burst rose from 6 to 15 s by it.
 
 `plan` is exact for up to EXACT instances: it looks at every partition. With more it takes the better of the paper's greedy and
