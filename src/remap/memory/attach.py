@@ -76,7 +76,7 @@ class Arrivals:
         self._next = 0
         self._arriving: _Arrival | None = None
         # Asks other processes for so many pages, which are free then, or fewer. None: there are none.
-        self.supply: Callable[[int], None] | None = None
+        self.supply: Callable[[int], str] | None = None
         self.borrowed: Container[int] = ()  # pages that others may call home, so they become no layer's
 
     def admit(
@@ -207,8 +207,9 @@ class Arrivals:
             home_pages = [0 if source.layer_bytes[layer] else 1 for layer in range(len(sizes))]
             first_pages = 0
             needed = sum(home_pages) + rest_pages + window
+        broker = ""
         if needed > free and self.supply is not None:
-            self.supply(needed - free)
+            broker = self.supply(needed - free)
             lent = self._lent(others)
             free = arena.counts()["free"] - len(lent)
         if needed > free:
@@ -218,9 +219,10 @@ class Arrivals:
                 f"{free} are free; "
                 f"nothing was attached; give the session {show_size((needed - free) * page_bytes)} more "
                 "capacity, lower min_blocks, let layers stream for good with resident_layers=, or attach it inactive, without "
-                'pages for its layers (active=False, pages="none")',
+                'pages for its layers (active=False, pages="none")' + (f"; {broker}" if broker else ""),
                 requested=needed,
                 free=free,
+                broker=broker,
                 page_bytes=page_bytes,
                 minimum_bytes=needed * page_bytes,
             )
