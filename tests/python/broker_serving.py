@@ -1,5 +1,5 @@
-"""A broker in a process of its own, which can be killed: `python broker_serving.py SOCKET PAGES PAGE_BYTES DEVICE`. It ends when its
-input does."""
+"""A broker in a process of its own, which can be killed: `python broker_serving.py SOCKET PAGES PAGE_BYTES DEVICE`. It ends when
+its input does."""
 
 from __future__ import annotations
 

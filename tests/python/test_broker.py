@@ -557,8 +557,8 @@ class Interrupted:
 
 @pytest.mark.parametrize("where", ["taking", "asking", "returning", "before", "after"])
 def test_an_interrupt_loses_no_page(broker: Broker, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """When the answer has been taken from its queue, and is nowhere yet; while it is awaited; when it has been returned; before the
-    granted pages have come in; behind that."""
+    """When the answer has been taken from its queue, and is nowhere yet; while it is awaited; when it has been returned; before
+    the granted pages have come in; behind that."""
     with opened(broker) as session:
         attached(session, "one")
         outside: Any = session._outside

@@ -1,4 +1,4 @@
-"""The ledger when members join again: of a new broker, or of the same one behind a broken connection. A page never has two owners, and
+"""The ledger when members join again: a new broker, or the same one behind a broken connection. A page never has two owners, and
 none is lost."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PAGES, MEMBERS = 8, (1, 2, 3)
 
 
 class World:
-    """Brokers, one behind the other, and what members have by what they have heard. apart: who lives and has no connection. old: of
-    these, who has not joined this broker yet."""
+    """Brokers, one behind the other, and what members have by what they have heard. apart: who lives and has no connection. old:
+    of these, who has not joined this broker yet."""
 
     def __init__(self) -> None:
         self.ledger = Ledger(PAGES)
@@ -207,5 +207,31 @@ def test_claims_that_cannot_be_are_refused(claims: Any, lends: Any) -> None:
         ledger.joined(2, claims, lends)
     assert ledger.held == {1: 1} and ledger.unknown == 3 and ledger.lent == {3: 1}
     ledger.settled()
-    with pytest.raises(InvalidState, match="or free"):
-        ledger.joined(2, ((2, 1),))
+    for free in ({"claims": ((2, 1),)}, {"lends": ((2, 1),)}):
+        with pytest.raises(InvalidState, match="or free"):
+            ledger.joined(2, **free)
+
+
+def test_what_was_called_before_a_connection_broke_is_free_and_still_lent() -> None:
+    ledger = Ledger(4)
+    for member in (1, 2):
+        ledger.joined(member)
+    ledger.wanted(1, 1, 4, keeps=True)
+    ledger.gave(1, ((0, 2),), lent=True)
+    ledger.wanted(2, 1, 2)
+    ledger.called(1, 1, ((0, 2),))
+    ledger.left(1)
+    assert ledger.gave(2, ((0, 2),)) == []
+    assert ledger.held == {1: 2, 2: 0} and ledger.free == 2 and ledger.lent == {0: 1, 1: 1}
+    assert ledger.joined(1, ((2, 2),), ((0, 2),)) == []
+    assert ledger.called(1, 2, ((0, 2),)) == [(1, Returned(2, ((0, 2),)))]
+    assert ledger.held == {1: 4, 2: 0}
+
+
+def test_what_was_sent_and_not_read_before_a_connection_broke_comes_with_the_claims() -> None:
+    ledger = Ledger(4)
+    ledger.joined(1)
+    ledger.wanted(1, 1, 4, keeps=True)
+    ledger.left(1)  # page 0 was given, page 1 as lent, and page 2 never heard of
+    ledger.joined(1, ((3, 1),), ((1, 1),))
+    assert ledger.held == {1: 1} and ledger.free == 3 and ledger.lent == {1: 1}

@@ -129,7 +129,9 @@ class Ledger:
             raise InvalidState(f"member {member} joins a second time; nothing changed")
         has, lent = self._pages(member, claims), self._pages(member, lends)
         theirs = [page for page in has if self._owner[page] != _UNKNOWN and not (back and self._owner[page] == member)]
-        if theirs or any(self._lender.get(page, member) != member for page in lent) or not set(has).isdisjoint(lent):
+        theirs += [page for page in lent if self._lender.get(page, member) != member]
+        theirs += [page for page in lent if self._owner[page] == _FREE and page not in self._lender]
+        if theirs or not set(has).isdisjoint(lent):
             raise InvalidState(
                 f"member {member} claims {len(has)} pages and has lent {len(lent)}: some are another's, or free, or lent by "
                 f"another, such as {theirs[:8]}; nothing changed; end its process"
@@ -145,10 +147,7 @@ class Ledger:
         keeps = set(lent)
         for page in [page for page, lender in self._lender.items() if lender == member and page not in keeps]:
             self._not_lent(page)
-        for page in lent:
-            self._lender[page] = member
-            if self._owner[page] == _FREE:
-                self._away.add(page)
+        self._lender.update(dict.fromkeys(lent, member))
         keeps = set(has)
         return self._release(member, [page for page in self._of(member) if page not in keeps]) + self._go_on()
 

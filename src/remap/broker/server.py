@@ -316,7 +316,7 @@ class Broker:
             return self._ask_for_pages(member, join)
         if join.arena and join.arena != self.arena:
             raise InvalidState(
-                f"the broker has arena {self.arena}, and the member pages of {join.arena}; end its process: nobody else gets those"
+                f"the broker has arena {self.arena}, and the member pages of {join.arena}; end it: nobody else gets those"
             )
         before = next((each for each in self._members if each.locked == join.number and each is not member), None)
         if before is not None and before.connection is not None:

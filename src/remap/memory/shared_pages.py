@@ -25,9 +25,12 @@ class SharedPages(Protocol):
     """Those that a broker has made. device: "cpu" or "cuda:N", as this process counts them. uuid: of that device in any process;
     "" of the host. file: of all of them; None if each has its own."""
 
-    device: str
-    uuid: str
-    file: int | None
+    @property
+    def device(self) -> str: ...
+    @property
+    def uuid(self) -> str: ...
+    @property
+    def file(self) -> int | None: ...
 
     def export(self, first: int) -> list[int]:
         """Descriptors of the pages from `first` on, at most `MOST_FILES`, the caller's to close."""
