@@ -109,6 +109,11 @@ class AskedSession:
             raise InvalidState("the session is gone; nothing changed")
         return session.snapshot()
 
+    def recheck(self) -> None:
+        session = self._session()
+        if session is not None and not session.closed:
+            session.exclusively(_recheck, claims=False)
+
     def attend(self, core: Core) -> None:
         """What was put off, in a step of the engine's, or when it stops serving. Errors are logged, as those of other
         recalls: the step goes on. What is older than `STALE_S` nobody waits for; who still wants it asks again."""
@@ -151,6 +156,11 @@ def _attempt(call: Callable[[Core], None], core: Core) -> None:
 def _take_in(pages: Sequence[int], core: Core) -> None:
     if core.outside is not None:
         core.outside.take_in(pages)
+
+
+def _recheck(core: Core) -> None:
+    if core.outside is not None:
+        core.outside.recheck()
 
 
 def _come_home(core: Core) -> None:

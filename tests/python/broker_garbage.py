@@ -5,8 +5,25 @@ from __future__ import annotations
 import random
 import socket
 import sys
+from pathlib import Path
 
-from remap.broker.messages import MOST_BYTES, VERSION, Disown, Done, Fetch, Give, Home, Join, Look, Report, Want, encode
+from remap.broker.locks import lock_member
+from remap.broker.messages import (
+    MOST_BYTES,
+    VERSION,
+    Claim,
+    Disown,
+    Done,
+    Fetch,
+    Give,
+    Home,
+    Join,
+    Look,
+    Pages,
+    Report,
+    Want,
+    encode,
+)
 
 PAGES = 96
 
@@ -25,6 +42,9 @@ def packet(rng: random.Random) -> bytes:
         Done(serial),
         Fetch(max(0, page)),
         Join(1),
+        Join(VERSION, number=1 + serial, arena="a" * rng.randrange(3), claims=max(0, page)),
+        Claim(runs, lent=rng.random() < 0.5),
+        Pages(page, serial),
         Look(rng.choice((VERSION, serial))),
         Report(serial, page, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, (), ()),
     ]
@@ -40,8 +60,9 @@ def main(path: str, seed: str, count: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect(path)
             connection.settimeout(60)
+            locked = lock_member(Path(path))
             if rng.random() < 0.9:
-                connection.send(encode(Join(VERSION)))
+                connection.send(encode(Join(VERSION, number=locked.number)))
                 connection.recv(MOST_BYTES)
             try:
                 for _ in range(rng.randrange(1, 30)):
@@ -49,6 +70,8 @@ def main(path: str, seed: str, count: str) -> None:
                     sent += 1
             except (BrokenPipeError, ConnectionResetError):  # it has been told why, and closed
                 continue
+            finally:
+                locked.close()
     sys.stdout.write(f"{sent}\n")
 
 

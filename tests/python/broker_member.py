@@ -194,6 +194,28 @@ class Member:
         state = inside(self.tenant)._state
         return f"{len(state.gone)} {len(state.streamed)}"
 
+    def problem(self) -> str:
+        """Why no broker answers."""
+        assert self.session._outside is not None
+        return self.session._outside.problem or "none"
+
+    def short(self) -> str:
+        """Why a step that lacks blocks does not get them."""
+        return self.session.step({self.name: remap.Demand(100_000)}).reason[self.name]
+
+    def more(self) -> str:
+        """One more model, which needs more than there is."""
+        self.session.attach_bytes([np.zeros(PAGE * 4096, dtype=np.uint8)] * 2, name="more", kv=make_spec(2))
+        return "attached"
+
+    def fork(self) -> str:
+        """A child that outlives this process, and whose end of a pipe the test has. Its number."""
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        return str(child)
+
     def usable(self) -> str:
         return str(self.tenant.kv.usable_blocks)
 

@@ -27,8 +27,22 @@ from arena_worlds import make_spec, read_block, write_block
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened, until
 
 import remap
+from remap.broker.locks import lock_member
 from remap.broker.member import join
-from remap.broker.messages import VERSION, Done, Fetch, Give, Home, Join, Refused, Want, decode_to_member, encode
+from remap.broker.messages import (
+    VERSION,
+    Claim,
+    Done,
+    Fetch,
+    Give,
+    Home,
+    Join,
+    Pages,
+    Refused,
+    Want,
+    decode_to_member,
+    encode,
+)
 from remap.broker.server import Broker
 from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
@@ -524,24 +538,48 @@ def test_a_session_that_is_closed_or_dropped_has_left(broker: Broker) -> None:
     until(lambda: broker.ledger.held == {}, "the second one has left")
 
 
-@pytest.mark.parametrize("where", ["asking", "before", "after"])
+class Interrupted:
+    """A queue whose reader is interrupted once it has taken something out, and before it has done anything with that."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue, self.done = queue, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.queue, name)
+
+    def get(self, **how: Any) -> Any:
+        got = self.queue.get(**how)
+        if got is not None and got.runs and not self.done:
+            self.done = True
+            raise KeyboardInterrupt
+        return got
+
+
+@pytest.mark.parametrize("where", ["taking", "asking", "returning", "before", "after"])
 def test_an_interrupt_loses_no_page(broker: Broker, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """While the answer is awaited; before the granted pages have come in; behind that."""
+    """When the answer has been taken from its queue, and is nowhere yet; while it is awaited; when it has been returned; before
+    the granted pages have come in; behind that."""
     with opened(broker) as session:
         attached(session, "one")
         outside: Any = session._outside
         changes, membership = outside._changes, outside._membership
-        hear, pass_on = membership._hear, changes.pass_on
+        hear, pass_on, want = membership._hear, changes.pass_on, membership.want
 
         def interrupted(*arguments: Any, **more: Any) -> None:
             if where == "asking":
                 hear(*arguments)
+            if where == "returning":
+                assert want(*arguments)
             if where == "after":
                 pass_on(*arguments, **more)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(*((membership, "_hear") if where == "asking" else (changes, "pass_on")), interrupted)
+            if where == "taking":
+                patch.setattr(membership, "_answers", Interrupted(membership._answers))
+            else:
+                places = {"asking": (membership, "_hear"), "returning": (membership, "want")}
+                patch.setattr(*places.get(where, (changes, "pass_on")), interrupted)
             with pytest.raises(KeyboardInterrupt):
                 session.step({"one": remap.Demand(100)})
 
@@ -584,11 +622,21 @@ def test_no_broker_is_said_with_what_to_do(tmp_path: Path) -> None:
 # -- who speaks otherwise ------------------------------------------------------------------------------------------------
 
 
-def raw(broker: Broker) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(str(broker.path))
-    connection.settimeout(30)
-    return connection
+class Raw(socket.socket):
+    """What is sent as `JOIN` has the number that it has locked."""
+
+    def __init__(self, broker: Broker) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.locked = lock_member(broker.path)
+        self.connect(str(broker.path))
+        self.settimeout(30)
+
+    def send(self, packet: Any, *flags: Any) -> int:
+        return super().send(encode(Join(VERSION, number=self.locked.number)) if packet == JOIN else packet, *flags)
+
+
+JOIN = encode(Join(VERSION))
+raw = Raw
 
 
 def refusal(connection: socket.socket) -> str:
@@ -607,19 +655,25 @@ def refusal(connection: socket.socket) -> str:
         ([b"\xc1garbage"], "no message"),
         ([encode(Want(1, 1))], "first message must be Join"),
         ([encode(Join(99))], f"version {VERSION}"),
-        ([encode(Join(VERSION)), encode(Join(VERSION))], "joined already"),
-        ([encode(Join(VERSION)), encode(Give(((0, 1),)))], "not its own"),
-        ([encode(Join(VERSION)), encode(Give(((PAGES, 1),)))], "beyond the last"),
-        ([encode(Join(VERSION)), encode(Give(((0, 10**15),)))], "beyond the last"),
-        ([encode(Join(VERSION)), encode(Give(((0, PAGES),) * 4000))], "more than there are"),
-        ([encode(Join(VERSION)), encode(Home(1, ())), encode(Home(1, ()))], "expected above 1"),
-        ([encode(Join(VERSION)), encode(Want(2, 0)), encode(Want(2, 0))], "number above 2"),
-        ([encode(Join(VERSION)), encode(Want(1, PAGES + 1))], "expected 0 to"),
+        ([encode(Join(VERSION))[:-1]], "no message"),
+        ([encode(Join(VERSION, number=1 << 30))], "not locked its number"),
+        ([JOIN, JOIN], "joined already"),
+        ([JOIN, encode(Give(((0, 1),)))], "not its own"),
+        ([JOIN, encode(Give(((PAGES, 1),)))], "beyond the last"),
+        ([JOIN, encode(Give(((0, 10**15),)))], "beyond the last"),
+        ([JOIN, encode(Give(((0, PAGES),) * 4000))], "more than there are"),
+        ([JOIN, encode(Home(1, ())), encode(Home(1, ()))], "expected above 1"),
+        ([JOIN, encode(Want(2, 0)), encode(Want(2, 0))], "number above 2"),
+        ([JOIN, encode(Want(1, PAGES + 1))], "expected 0 to"),
+        ([JOIN, encode(Claim(((0, 1),)))], "behind a Join"),
+        ([JOIN, encode(Pages(0, 1))], "was not asked"),
     ],
     ids=[
         "garbage",
         "no join",
         "version",
+        "cut",
+        "no lock",
         "two joins",
         "not its own",
         "beyond",
@@ -628,6 +682,8 @@ def refusal(connection: socket.socket) -> str:
         "called again",
         "replayed",
         "too many",
+        "claims",
+        "brings",
     ],
 )
 def test_who_breaks_the_protocol_is_told_why_and_harms_nobody(broker: Broker, packets: list[bytes], why: str) -> None:
@@ -663,6 +719,9 @@ class Deaf:
         raise AssertionError(f"pages {pages} came behind the call that wanted them")
 
     returned = granted
+
+    def recheck(self) -> None:
+        raise AssertionError("nothing was interrupted")
 
     def recalled(self, pages: int, layers: bool) -> None:
         return None
@@ -725,16 +784,12 @@ def test_a_forked_child_that_ends_leaves_its_parent_joined(broker: Broker) -> No
 
 
 def test_pages_of_the_host_come_with_the_welcome_and_are_not_fetched(tmp_path: Path) -> None:
-    with (
-        Broker(tmp_path / "h", PAGES * PAGE, PAGE) as broker,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw,
-    ):
-        raw.connect(str(broker.path))
-        raw.send(encode(Join(VERSION)))
-        _, files, _, _ = socket.recv_fds(raw, 1 << 16, 1)
+    with Broker(tmp_path / "h", PAGES * PAGE, PAGE) as broker, raw(broker) as other:
+        other.send(JOIN)
+        _, files, _, _ = socket.recv_fds(other, 1 << 16, 1)
         os.close(files[0])
-        raw.send(encode(Fetch(0)))
-        told = decode_to_member(raw.recv(1 << 16))
+        other.send(encode(Fetch(0)))
+        told = decode_to_member(other.recv(1 << 16))
         assert isinstance(told, Refused) and "one file" in told.why
 
 
@@ -752,12 +807,11 @@ def test_a_device_has_more_pages_than_go_into_a_message(tmp_path: Path) -> None:
         write_block(first, last, 7)
         assert broker.ledger.free < 4 and read_block(first, last) == {7}
         remap.advanced.check(one)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
-            raw.connect(str(broker.path))
-            raw.send(encode(Join(VERSION)))
-            raw.recv(1 << 16)
-            raw.send(encode(Fetch(many)))
-            told = decode_to_member(raw.recv(1 << 16))
+        with raw(broker) as other:
+            other.send(JOIN)
+            other.recv(1 << 16)
+            other.send(encode(Fetch(many)))
+            told = decode_to_member(other.recv(1 << 16))
             assert isinstance(told, Refused) and f"no page {many}" in told.why
         assert second.kv.usable_blocks >= 8
     until(lambda: len(os.listdir("/proc/self/fd")) <= before + 8, "no descriptor is left")

@@ -38,6 +38,8 @@ LARGE = (
 )
 """Two members and three; each party crashes at every point, and a broker begins again. `make test` leaves out the large ones."""
 
+BROKEN = (*(each for each in RIGHT if each.breaks or each.broker_kills), Limits(asks=1, pages=1, breaks=2))
+
 TWO_OWNERS = "has two owners"
 NOT_FREE = "is free in the ledger, and a member has it"
 DISAGREE = "disagree about page"
@@ -75,6 +77,19 @@ def test_every_state_is_right(limits: Limits) -> None:
     found = explore(limits)
     assert found.problem == "", "\n".join((found.problem, *found.trace))
     assert found.quiet > 10 and found.depth > 10  # and something has happened
+
+
+@pytest.mark.parametrize("limits", BROKEN, ids=said)
+def test_what_is_built_needs_no_stamps_and_no_join_numbers(limits: Limits) -> None:
+    found = explore(limits, Rules.built())
+    assert found.problem == "", "\n".join((found.problem, *found.trace))
+    assert found.quiet > 10 and found.depth > 10
+
+
+@pytest.mark.parametrize("rule", ["new_broker_waits_for_locks", "lock_before_join", "join_forgets_recalls"])
+def test_what_is_built_needs_these_rules(rule: str) -> None:
+    limits, problem = WITHOUT[rule]
+    assert problem in explore(limits, Rules.built(**{rule: False})).problem
 
 
 @pytest.mark.parametrize("rule", Rules.names())

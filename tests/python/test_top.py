@@ -22,7 +22,7 @@ pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 
 from arena_worlds import make_layers, make_spec
 from broker_member import PAGE, Process, attached, opened
-from test_broker import raw, refusal, until
+from test_broker import JOIN, raw, refusal, until
 from test_cli import run
 
 import remap
@@ -119,9 +119,9 @@ def test_looking_changes_nothing_and_nothing_is_told_unless_somebody_looks(
     told: list[object] = []
     send = Membership._send
 
-    def sent(self: Membership, message: Any) -> bool:
+    def sent(self: Membership, message: Any, joins: int = 0) -> bool:
         told.append(message)
-        return send(self, message)
+        return send(self, message, joins)
 
     with opened(broker) as session:
         tenant = attached(session, "one")
@@ -205,9 +205,9 @@ EMPTY = Report(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, (), ())
     ("packets", "why"),
     [
         ([encode(Look(VERSION - 1))], f"version {VERSION}"),
-        ([encode(Join(VERSION)), encode(Look(VERSION))], "does not look"),
+        ([JOIN, encode(Look(VERSION))], "does not look"),
         ([encode(EMPTY)], "first message must be Join"),
-        ([encode(Join(VERSION)), encode(EMPTY)], "not told to"),
+        ([JOIN, encode(EMPTY)], "not told to"),
     ],
     ids=["version", "a member looks", "no join", "unasked"],
 )
@@ -220,7 +220,7 @@ def test_who_looks_or_reports_otherwise_is_told_why(broker: Broker, packets: lis
 
 def test_who_looks_twice_at_once_or_joins_meanwhile_is_told_why(broker: Broker) -> None:
     with raw(broker) as silent:
-        silent.send(encode(Join(VERSION)))  # and never reports
+        silent.send(JOIN)  # and never reports
         silent.recv(MOST_BYTES)
         for second, why in ((Look(VERSION), "before it is answered"), (Join(VERSION), "cannot join")):
             with raw(broker) as bad:
@@ -236,7 +236,7 @@ def test_who_leaves_with_pages_is_not_waited_for(broker: Broker, monkeypatch: py
     monkeypatch.setattr(server, "LOOK_S", 1e6)
     with raw(broker) as looker:
         with raw(broker) as silent:
-            silent.send(encode(Join(VERSION)))
+            silent.send(JOIN)
             silent.send(encode(Want(1, 1)))
             told = [decode_to_member(silent.recv(MOST_BYTES)) for _ in range(2)]
             looker.send(encode(Look(VERSION)))

@@ -51,7 +51,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of docs/broker.md, by what they say."""
+    """The rules of docs/broker.md, by what they say. nothing_is_late: as it is built: one thread of each side reads, and only the
+    newest connection, so what was not read of an earlier one is lost. Then four rules are needed no more (`Rules.built`)."""
 
     taker_zeroes: bool = True
     drained_behind_last_reader: bool = True
@@ -68,6 +69,7 @@ class Rules:
     join_forgets_recalls: bool = True
     every_recall_is_answered: bool = True
     passes_never_wait: bool = True
+    nothing_is_late: bool = False
 
     @classmethod
     def without(cls, name: str) -> Rules:
@@ -75,9 +77,20 @@ class Rules:
         return cls(**{name: False})
 
     @classmethod
+    def built(cls, **more: bool) -> Rules:
+        """Those of `remap.broker`: messages have neither stamps nor join numbers."""
+        needless = (
+            "member_checks_connection",
+            "broker_checks_stamp",
+            "stamps_go_on_behind_claims",
+            "joins_are_numbered",
+        )
+        return cls(nothing_is_late=True, **{**dict.fromkeys(needless, False), **more})
+
+    @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Of all rules."""
-        return tuple(each.name for each in fields(cls))
+        """Of all rules that can be left out."""
+        return tuple(each.name for each in fields(cls) if each.default is True)
 
 
 class Found(NamedTuple):
@@ -243,9 +256,11 @@ class World:
 
     def tell_member(self, number: int, kind: str, *values: Any) -> None:
         """Every message to a member names the join that made its connection."""
-        line = self.lines[number]
-        if line.whole and self.members[number].life in (ALIVE, STOPPED):
+        line, member = self.lines[number], self.members[number]
+        if line.whole and member.life in (ALIVE, STOPPED):
             assert self.broker is not None
+            if self.rules.nothing_is_late and self.broker.joins[number] != member.joins:
+                return  # into the connection before
             line.down = (*line.down, (kind, self.broker.joins[number], *values))
 
     # -- the broker ----------------------------------------------------------------------------------------------
@@ -305,6 +320,8 @@ class World:
         assert broker is not None
         broker.joined &= ~(1 << number)
         broker.wants[number] = 0
+        if self.rules.nothing_is_late and not self.lines[number].whole:
+            self.lines[number].up = ()
         for page, owner in enumerate(broker.owner):
             if owner == number:
                 broker.asked &= ~(1 << page)
@@ -468,15 +485,18 @@ class World:
     def member_sees_end_of_file(self, number: int) -> None:
         member, line = self.members[number], self.lines[number]
         member.link = APART
-        if not self.rules.member_checks_connection:  # with the rule `member_reads` ignores them in every state
+        if not (
+            self.rules.member_checks_connection or self.rules.nothing_is_late
+        ):  # else none is late, or all are ignored
             line.late_down = merged(line.late_down, line.down)
         line.down = ()
 
     def connection_breaks(self, number: int) -> None:
         line = self.lines[number]
         line.whole = False
-        line.late_up = merged(line.late_up, line.up)
-        line.up = ()
+        if not self.rules.nothing_is_late:
+            line.late_up = merged(line.late_up, line.up)
+            line.up = ()
 
     def process_ends(self, number: int) -> None:
         member, line = self.members[number], self.lines[number]
@@ -564,6 +584,10 @@ def steps(world: World) -> Iterator[Step]:
                 yield ("broker reads", line.up[0], "of", n), True, lambda w, n=n: _broker_reads_next(w, n)
             elif broker.joined >> n & 1 and (not line.whole or life >= DYING):
                 yield ("broker sees the end of the socket of", n), True, lambda w, n=n: w.broker_sees_end_of_file(n)
+            if rules.nothing_is_late and line.up and not line.whole:
+                yield ("broker sees the end of the socket of", n), False, lambda w, n=n: w.broker_sees_end_of_file(n)
+            if rules.nothing_is_late and any(each[0] == JOIN for each in line.up[1:]):
+                yield ("broker closes the connection before of", n), False, lambda w, n=n: _drop_before(w, n)
             for message in line.late_up:
                 yield ("broker reads late", message, "of", n), False, lambda w, n=n, m=message: w.broker_reads(n, m)
             if life == DEAD and not broker.gone >> n & 1:
@@ -638,6 +662,12 @@ def _broker_reads_next(world: World, number: int) -> None:
     line = world.lines[number]
     message, line.up = line.up[0], line.up[1:]
     world.broker_reads(number, message)
+
+
+def _drop_before(world: World, number: int) -> None:
+    """What was sent before the last Join, and not read."""
+    line = world.lines[number]
+    line.up = line.up[max(at for at, each in enumerate(line.up) if each[0] == JOIN) :]
 
 
 def _member_reads(world: World, number: int, message: Message, keeps: bool, late: bool) -> None:

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who has which page, who waits for some, and who is asked: the broker's decisions, without a socket or a clock.
 
-    joined, wanted, gave, called, disowned, done, left, ended, late  ->  messages to send, (member, message) each
+    joined, wanted, gave, called, disowned, done, left, ended, late, settled  ->  messages to send, (member, message) each
 
 A page is free or one member's. A want is met by free pages at once, as far as there are any. For the rest the other members
 are asked one after the other, who wanted something longest ago first: each gives what it can spare and says so, and what it
 gives goes to who waits, in the order of asking. When all have been asked, they are asked once more, for layers of tenants that
-serve no pass; then the want ends with what it has got.
+serve no pass; then the want ends with what it has got, unless pages are unknown: these are waited for.
 
 A page that a member has given as one of its layers' is *lent*: others use it as any other, but not for good.
 When its lender calls it, who has it is asked for it by its number, and whenever it is free next it is the lender's.
 
 A member that has ended (its process has) gives all pages back: nothing of it touches them any more. What it had lent is lent no
 more, and what it had of others' layers is free, or goes to who calls it. One that hangs keeps its pages.
+
+Of a broker that begins where another was, pages are *unknown* at first: some process may have them. A member of the other one
+claims what it has, and what it has lent, when it joins. When all of those have joined, or ended, what is unknown still is free
+(`settled`). One that has left, and whose process lives, may join again in the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from remap.errors import InvalidState
 __all__ = ["Ledger", "Sent"]
 
 Sent = list[tuple[int, ToMember]]
-_FREE = -1
+_FREE, _UNKNOWN = -1, -2
 
 
 @dataclass
@@ -52,14 +56,14 @@ class _Recall:
 
 
 class Ledger:
-    """Pages 0 to `pages` - 1, all free at first. Members are numbers that the caller gives, never twice.
+    """Pages 0 to `pages` - 1, all free at first, or all unknown. Members are numbers that the caller gives, never twice.
 
     Every call raises InvalidState, and changes nothing, for what the protocol does not allow: the caller ends that member.
     """
 
-    def __init__(self, pages: int) -> None:
-        self._owner = array("q", [_FREE]) * pages
-        self._free = pages
+    def __init__(self, pages: int, *, unknown: bool = False) -> None:
+        self._owner = array("q", [_UNKNOWN if unknown else _FREE]) * pages
+        self._free, self._unknown = (0, pages) if unknown else (pages, 0)
         self._held: dict[int, int] = {}  # member -> pages
         self._last: dict[int, int] = {}  # member -> when it wanted something last, in wants of all
         self._serials: dict[int, int] = {}
@@ -88,6 +92,11 @@ class Ledger:
         return self._free
 
     @property
+    def unknown(self) -> int:
+        """How many of them a member of another broker may have."""
+        return self._unknown
+
+    @property
     def held(self) -> dict[int, int]:
         """Member -> how many pages it has."""
         return dict(self._held)
@@ -112,12 +121,41 @@ class Ledger:
         """Page -> its lender, for each page that is lent."""
         return dict(self._lender)
 
-    def joined(self, member: int) -> Sent:
-        """A new member, without pages."""
-        if member in self._held:
+    def joined(self, member: int, claims: Sequence[Run] = (), lends: Sequence[Run] = ()) -> Sent:
+        """A new member, or one that had left. claims: exactly the pages that it has, of those that were its own here or are
+        unknown. lends: exactly those that it has lent, and may call."""
+        back = member in self._held
+        if back and member not in self._gone:
             raise InvalidState(f"member {member} joins a second time; nothing changed")
-        self._held[member] = self._last[member] = self._serials[member] = self._call_serials[member] = 0
-        return []
+        has, lent = self._pages(member, claims), self._pages(member, lends)
+        theirs = [page for page in has if self._owner[page] != _UNKNOWN and not (back and self._owner[page] == member)]
+        theirs += [page for page in lent if self._lender.get(page, member) != member]
+        theirs += [page for page in lent if self._owner[page] == _FREE and page not in self._lender]
+        if theirs or not set(has).isdisjoint(lent):
+            raise InvalidState(
+                f"member {member} claims {len(has)} pages and has lent {len(lent)}: some are another's, or free, or lent by "
+                f"another, such as {theirs[:8]}; nothing changed; end its process"
+            )
+        if not back:
+            self._held[member] = self._last[member] = self._serials[member] = self._call_serials[member] = 0
+        self._gone.discard(member)
+        for page in has:
+            if self._owner[page] == _UNKNOWN:
+                self._owner[page] = member
+                self._unknown -= 1
+                self._held[member] += 1
+        keeps = set(lent)
+        for page in [page for page, lender in self._lender.items() if lender == member and page not in keeps]:
+            self._not_lent(page)
+        self._lender.update(dict.fromkeys(lent, member))
+        keeps = set(has)
+        return self._release(member, [page for page in self._of(member) if page not in keeps]) + self._go_on()
+
+    def settled(self) -> Sent:
+        """Nobody can claim a page any more: what is unknown is free."""
+        sent = self._let_go(self._of(_UNKNOWN))
+        self._unknown = 0
+        return sent + self._go_on()
 
     def wanted(self, member: int, serial: int, pages: int, *, keeps: bool = False) -> Sent:
         """It can use so many pages more, instead of what it wanted before. It hears at once what it has got."""
@@ -174,7 +212,7 @@ class Ledger:
             known = self._named.get(self._named_of.get(page, 0))
             if known is not None and known.gently <= gently:
                 waits.add(known.number)
-            elif self._owner[page] not in self._gone:
+            elif self._owner[page] in self._held and self._owner[page] not in self._gone:
                 asked.setdefault(self._owner[page], []).append(page)
         sent: Sent = []
         for holder, named in asked.items():
@@ -218,11 +256,12 @@ class Ledger:
         return self._go_on()
 
     def left(self, member: int) -> Sent:
-        """It wants nothing any more, and is not asked again. What it has stays its own; it cannot ask for what it has lent."""
+        """It wants nothing any more, and is not asked again. What it has stays its own, and what it has lent is lent: it may join
+        again."""
         self._require(member)
         self._wants = [want for want in self._wants if want.member != member]
         self._gone.add(member)
-        self._lends_no_more(member)
+        self._calls_no_more(member)
         return self._asked_no_more(member)
 
     def ended(self, member: int) -> Sent:
@@ -232,7 +271,7 @@ class Ledger:
         self._gone.add(member)
         self._wants = [want for want in self._wants if want.member != member]
         self._lends_no_more(member)
-        sent = self._release(member, [page for page, owner in enumerate(self._owner) if owner == member])
+        sent = self._release(member, self._of(member))
         sent += self._asked_no_more(member)
         del self._held[member], self._last[member], self._serials[member], self._call_serials[member]
         self._gone.discard(member)
@@ -277,9 +316,16 @@ class Ledger:
                 sent.append((member, Returned(serial, ())))
         return sent
 
+    def _of(self, owner: int) -> list[int]:
+        return [page for page, each in enumerate(self._owner) if each == owner]
+
     def _lends_no_more(self, member: int) -> None:
         for page in [page for page, lender in self._lender.items() if lender == member]:
             self._not_lent(page)
+        self._calls_no_more(member)
+
+    def _calls_no_more(self, member: int) -> None:
+        self._called = {page for page in self._called if self._lender[page] != member}
         self._calls = {call: waits for call, waits in self._calls.items() if call[0] != member}
 
     def _not_lent(self, page: int) -> None:
@@ -298,10 +344,14 @@ class Ledger:
             self._called.discard(page)
 
     def _release(self, member: int, pages: Sequence[int]) -> Sent:
+        self._held[member] -= len(pages)
+        return self._let_go(pages)
+
+    def _let_go(self, pages: Sequence[int]) -> Sent:
         """They are nobody's, or who has called them has them. A want is told later (`_go_on`)."""
         back: dict[int, list[int]] = {}
         for page in pages:
-            if page in self._called and (lender := self._lender[page]) != member:
+            if page in self._called and (lender := self._lender[page]) != self._owner[page]:
                 back.setdefault(lender, []).append(page)
                 self._own(page, lender)
                 continue
@@ -311,7 +361,6 @@ class Ledger:
             else:
                 self._first = min(self._first, page)
             self._free += 1
-        self._held[member] -= len(pages)
         sent: Sent = []
         for lender, home in back.items():
             self._held[lender] += len(home)
@@ -350,7 +399,7 @@ class Ledger:
         for want in list(self._wants):
             count = min(want.pages, self._available(want))
             asks = want.pages > count and self._next(want) is not None
-            over = want.pages == count or not (asks or self._recall is not None)
+            over = want.pages == count or not (asks or self._recall is not None or self._unknown)
             if count or over or want is answer:
                 taken = self._take(want.member, count)
                 parts = [

@@ -16,7 +16,10 @@ reader gives it; so it may hold the session's lock meanwhile.
 
 Pages of a device are fetched before the session has a thread for what comes; what came meanwhile is kept for it.
 
-When the broker has gone the session serves on with what it has: `want` gets nothing, and `problem` says why.
+When the broker has gone the session serves on with what it has: `want` gets nothing, and `problem` says why. The reading thread
+looks for a new one at the path, at growing intervals, and joins it with what the session has (`held`) and has lent. It alone
+reads a connection, to its end before it joins again, and what is given leaves `held` and is sent in one step, under `_sending`.
+So claims are exact, and nothing is read behind a later Join: messages need no stamps.
 """
 
 from __future__ import annotations
@@ -30,11 +33,15 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from remap.broker.locks import Lock, lock_member
 from remap.broker.messages import (
     MOST_BYTES,
     VERSION,
+    Bring,
+    Claim,
     Disown,
     Done,
     Fetch,
@@ -72,6 +79,8 @@ JOIN_S = 10.0
 ANSWER_S = 0.05
 """How long a call waits for what is free now. The broker answers in well under a millisecond, unless the machine is busy."""
 PATIENT_S = 10.0
+AGAIN_S, MOST_AGAIN_S = 0.05, 2.0
+"""How long a member waits before it looks for a new broker: twice as long each time, to the most."""
 
 
 class Asked(Protocol):
@@ -82,26 +91,50 @@ class Asked(Protocol):
     def recalled(self, pages: int, layers: bool) -> None: ...
     def named(self, pages: Sequence[int], gently: bool) -> None: ...
     def snapshot(self) -> Snapshot: ...
+    def recheck(self) -> None: ...
+
+
+class _Recheck:
+    """An interrupt may have lost pages between two lines: the session looks for them."""
+
+
+_Work = Grant | Returned | Recall | Tell | _Recheck
 
 
 class Membership:
     """Made by `join`. page_bytes, pages: of the broker's. on_device: they are a GPU's. early: what came before all was set up.
-    borrowed: of the pages that the session has, those that other members have lent; the reading thread and `give` change it, one
-    page at a time."""
+    problem: why no broker answers now; "": one does. held: the pages that are the session's as far as the broker knows; the
+    reading thread adds some, `give` takes some. borrowed: of these, those that other members have lent. Each change is one call
+    of a set's, so one step for other threads."""
 
     def __init__(
-        self, connection: socket.socket, path: str, welcome: Welcome, mapped: JoinedPages, early: Sequence[Tell] = ()
+        self,
+        connection: socket.socket,
+        hello: Join,
+        path: str,
+        welcome: Welcome,
+        mapped: JoinedPages,
+        lock: Lock,
+        early: Sequence[Tell] = (),
     ) -> None:
         self.path, self.page_bytes, self.pages = path, welcome.page_bytes, welcome.pages
         self.on_device = bool(welcome.uuid)
-        self._mapped = mapped
+        self._hello, self._welcome, self._mapped, self._lock = hello, welcome, mapped, lock
         self._process = os.getpid()
+        self._left = f"the session has left the broker at {path}"
         self.problem = ""
         self._connection = connection
+        self._trying: socket.socket | None = None  # the reading thread's, to a new broker
+        self._joins = 1  # how often it has joined; as is `_connection` changed with _sending held
+        self._leaving = threading.Event()
         self._sending = threading.Lock()
         self._answers: queue.SimpleQueue[Grant | None] = queue.SimpleQueue()
-        self._work: queue.SimpleQueue[Grant | Returned | Recall | Tell | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[int, _Work] | None] = (
+            queue.SimpleQueue()
+        )  # with the join that it came behind
+        self.held: set[int] = set()
         self.borrowed: set[int] = set()
+        self._lends: set[int] = set()  # what the broker knows as lent by the session
         self._serial = 0
         self._calls = 0  # as are `_open_calls`: with _calling held
         self._open_calls: set[int] = set()
@@ -111,7 +144,7 @@ class Membership:
         self._asked: Asked | None = None
         self._threads: list[threading.Thread] = []
         for message in early:
-            self._work.put(message)
+            self._work.put((1, message))
 
     def make_backend(self, copy_threads: int, host_budget: int) -> _core.Backend:
         """Over the broker's pages. host_budget: bytes of page-locked host memory at most; 0: what the machine can spare."""
@@ -147,12 +180,15 @@ class Membership:
             if self._send(Want(self._serial, pages, keeps=patient)):
                 self._hear(got, time.monotonic() + seconds, patient)
             self._stop_waiting(got)
-        except BaseException:  # an interrupt: they are the session's all the same
+        except BaseException:  # an interrupt, perhaps between the queue and `got`: they are the session's all the same
+            self.recheck()
             self._stop_waiting(got)
-            for runs in runs_of(got):
-                self._work.put(Grant(self._serial, runs))
             raise
         return got
+
+    def recheck(self) -> None:
+        """An interrupt came where pages were on their way to the session: `Asked.recheck` looks for them."""
+        self._work.put((0, _Recheck()))
 
     def _stop_waiting(self, got: list[int]) -> None:
         """What has come behind the deadline, into `got`; what comes from now on is `granted`."""
@@ -177,10 +213,13 @@ class Membership:
 
     def give(self, pages: Sequence[int], *, lent: bool = False) -> None:
         """These are not the session's any more. lent: they are of its layers, and it may call them."""
-        for page in pages:
-            self.borrowed.discard(page)  # before they can come again
         for runs in runs_of(pages):
-            self._send(Give(runs, lent))
+            with self._sending:
+                going = pages_of(runs)
+                self.borrowed.difference_update(going)  # before they can come again
+                self.held.difference_update(going)
+                self._lends.update(going if lent else ())
+                self._send_now(Give(runs, lent))
 
     def call(self, pages: Sequence[int], *, gently: bool = False) -> list[int]:
         """These, which were lent, are to come home. Waits for nothing. Returns numbers for `await_call`."""
@@ -203,83 +242,184 @@ class Membership:
     def disown(self, pages: Sequence[int]) -> None:
         """These were lent, and nobody here will call them."""
         for runs in runs_of(pages):
-            self._send(Disown(runs))
+            with self._sending:
+                self._lends.difference_update(pages_of(runs))
+                self._send_now(Disown(runs))
 
     def close(self) -> None:
         """Leave. Pages that were not given stay the process's until it ends. In a forked child nothing: the connection is its
         parent's."""
         if os.getpid() != self._process:
             return
-        self.problem = self.problem or "the session has left it"
+        self._leaving.set()
+        self.problem = self.problem or self._left
         self._work.put(None)
-        # The working thread first: what has come is given back while that is possible.
-        for thread in self._threads[1:]:
-            _await(thread)
-        try:
-            self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            _logger.debug("the broker at %s had closed the connection", self.path)
-        for thread in self._threads:
-            _await(thread)
+        # A thread of ours comes here if it drops the session: it may hold `_sending`, for which the other one waits.
+        waits = threading.current_thread() not in self._threads
+        for thread in self._threads[1:] if waits else ():
+            thread.join()  # the working thread first: what has come is given back while that is possible
+        for connection in (self._connection, self._trying):  # `_try_again` looks at `_leaving` behind each
+            if connection is not None:
+                with suppress(OSError):  # the broker has closed it
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads if waits else ():
+            thread.join()
         self._connection.close()
         self._mapped.close()
+        if not self.held:  # else a new broker has to see that somebody may touch them, until the process ends
+            self._lock.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _send(self, message: ToBroker) -> bool:
+    def _send(self, message: ToBroker, joins: int = 0) -> bool:
+        """joins: not if it has joined again since, 0: always."""
         with self._sending:
-            return self._send_now(message)
+            return joins in (0, self._joins) and self._send_now(message)
 
     def _send_now(self, message: ToBroker) -> bool:
+        if self.problem and not self._leaving.is_set():
+            return False  # what counts of it the next Join says
         try:
             self._connection.send(encode(message), socket.MSG_DONTWAIT)
         except OSError as error:  # a broker that reads nothing for so long counts as one that has gone
             self._broken(f"the broker at {self.path} has gone: {error}")
+            with suppress(OSError):  # the reading thread reads to the end, and joins again
+                self._connection.shutdown(socket.SHUT_RDWR)
             return False
         return True
 
     def _broken(self, why: str) -> None:
         if not self.problem:
             self.problem = why
-            with self._calling:
-                self._calling.notify_all()
-            _logger.warning("%s; this session serves on with the pages that it has", why)
+            _logger.warning("%s; this session serves on with the pages that it has, and looks for a new one", why)
+        with self._calling:
+            self._open_calls.clear()
+            self._calling.notify_all()
 
     def _read(self) -> None:
         """The reading thread: takes no lock of the session's."""
         while True:
-            message: ToMember | None = None
+            self._broken(self._read_to_the_end())
+            with self._choosing:
+                if self._waits:
+                    self._answers.put(None)
+            if not self._join_again():
+                return
+
+    def _read_to_the_end(self) -> str:
+        """Of this connection. Returns why it has ended."""
+        connection, joins = self._connection, self._joins
+        while True:
             try:
-                packet = self._connection.recv(MOST_BYTES)
+                packet = connection.recv(MOST_BYTES)
                 message = decode_to_member(packet) if packet else None
             except (OSError, Error) as error:
-                self._broken(f"the broker at {self.path} cannot be read: {error}")
-            if message is None or isinstance(message, Refused):
-                self._broken(f"the broker at {self.path} has gone" if message is None else message.why)
-                self._answers.put(None)
-                self._work.put(None)
-                return
+                return f"the broker at {self.path} cannot be read: {error}"
+            if message is None:
+                return f"the broker at {self.path} has gone"
+            if isinstance(message, Refused):
+                return f"the broker at {self.path} refuses this process: {message.why}"
+            if isinstance(message, Grant | Returned):
+                pages = pages_of(message.runs)
+                self.held.update(pages)
+                self._lends.difference_update(pages)
             if isinstance(message, Recall | Returned | Tell):
-                self._work.put(message)
+                self._work.put((joins, message))
             elif isinstance(message, Grant):
                 if message.lent:
                     self.borrowed.update(pages_of(message.runs))
                 with self._choosing:
-                    (self._answers if self._waits else self._work).put(message)
+                    if self._waits:
+                        self._answers.put(message)
+                    else:
+                        self._work.put((joins, message))
+
+    def _join_again(self) -> bool:
+        """Look for a new broker until there is one that takes the session. Returns whether, else the session has left."""
+        pause, said = AGAIN_S, ""
+        while not self._leaving.wait(pause):
+            pause = min(2 * pause, MOST_AGAIN_S)
+            try:
+                self._try_again()
+            except InvalidArgument:  # nobody is there
+                continue
+            except Error as error:
+                self.problem = str(error)
+                if self.problem != said:
+                    _logger.warning("%s", error)
+                said = self.problem
+            else:
+                _logger.info("the broker at %s: joined again with %d pages", self.path, len(self.held))
+                return True
+        return False
+
+    def _try_again(self) -> None:
+        """Raises as `join`. What the session gives meanwhile is told behind the claims."""
+        with self._sending:
+            held, lends = set(self.held), set(self._lends)
+        claims = [Claim(runs, lent) for lent, pages in ((False, held), (True, lends)) for runs in runs_of(pages)]
+        known = self._welcome
+        hello = Join(
+            VERSION,
+            self._hello.name,
+            self._lock.number,
+            known.arena,
+            known.page_bytes,
+            known.pages,
+            known.uuid,
+            len(claims),
+        )
+        with ExitStack() as undo:
+            connection = undo.enter_context(_connect(self.path, seconds=1))
+            self._trying = connection
+            undo.callback(self._try_nothing)
+            if self._leaving.is_set():
+                raise InvalidState(f"{self._left}; nothing changed", why="leaving")
+            welcome, files = _hail(connection, self.path, (hello, *claims), self._mapped)
+            for file in files:
+                os.close(file)
+            if welcome != known:
+                raise InvalidState(f"the broker at {self.path} is another one than it says", why="welcome")
+            connection.settimeout(None)
+            with self._sending:
+                before, self._connection = self._connection, connection
+                self._joins += 1
+                self.problem = ""
+                if self._leaving.is_set():
+                    self.problem = self._left
+                    raise InvalidState(f"{self._left}; nothing changed", why="leaving")
+                undo.pop_all()
+                self._trying = None
+                gone = held - self.held
+                for lent, pages in ((False, gone - self._lends), (True, gone & self._lends)):
+                    for runs in runs_of(pages):
+                        self._send_now(Give(runs, lent))
+                for runs in runs_of(lends - self._lends):
+                    self._send_now(Disown(runs))
+            before.close()
+
+    def _try_nothing(self) -> None:
+        self._trying = None
 
     def _do(self) -> None:
         """The working thread."""
         asked = self._asked
         assert asked is not None
-        while (message := self._work.get()) is not None:
+        while (item := self._work.get()) is not None:
+            joins, message = item
+            over = bool(self.problem) or joins != self._joins
+            if isinstance(message, Recall | Tell) and over and not self._leaving.is_set():
+                continue  # of a broker that has gone
             try:
-                if isinstance(message, Returned):
+                if isinstance(message, _Recheck):
+                    asked.recheck()
+                elif isinstance(message, Returned):
                     asked.returned(pages_of(message.runs))
                 elif isinstance(message, Grant):
                     if message.runs:
                         asked.granted(pages_of(message.runs))
                 elif isinstance(message, Tell):
-                    self._send(report_of(asked.snapshot()))
+                    self._send(report_of(asked.snapshot()), joins)
                 elif message.runs:
                     asked.named(pages_of(message.runs), message.gently)
                 else:
@@ -289,16 +429,11 @@ class Membership:
             except Exception:  # a listener's: without this thread nothing would come in, or go out, any more
                 _logger.exception("what the broker asked for was not done")
             if isinstance(message, Recall):
-                self._send(Done(message.recall))
-            elif isinstance(message, Returned) and not message.more:
+                self._send(Done(message.recall), joins)
+            elif isinstance(message, Returned) and not message.more and joins == self._joins:
                 with self._calling:
                     self._open_calls.discard(message.serial)
                     self._calling.notify_all()
-
-
-def _await(thread: threading.Thread) -> None:
-    if thread is not threading.current_thread():
-        thread.join()
 
 
 def _fetch(connection: socket.socket, welcome: Welcome, pages: JoinedPages) -> list[Tell]:
@@ -336,43 +471,88 @@ def _receive(connection: socket.socket, most: int) -> tuple[ToMember | None, lis
         raise
 
 
+def _connect(path: str, seconds: float) -> socket.socket:
+    """Raises InvalidArgument (field path) if nobody is there."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # Not `settimeout` yet: a socket without blocking is refused while many others wait to be admitted.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
+        connection.connect(path)
+        connection.settimeout(JOIN_S)
+    except OSError as error:
+        connection.close()
+        raise _nobody(path, error) from error
+    return connection
+
+
+def _nobody(path: str, error: OSError) -> InvalidArgument:
+    return InvalidArgument(
+        f"no broker can be joined at {path}: {error}; nothing was opened; start one with `remap serve --socket {path} "
+        "--capacity SIZE`",
+        path=path,
+    )
+
+
+def _hail(
+    connection: socket.socket, path: str, messages: Sequence[Join | Claim], mapped: JoinedPages
+) -> tuple[Welcome, list[int]]:
+    """Join with these, and hand over the pages that are mapped if the broker has none. Returns its answer with what came along.
+    Raises InvalidArgument (field path) if it goes, InvalidState (field why) if it refuses."""
+    try:
+        with suppress(BrokenPipeError):  # refused already: why is still to be read
+            for message in messages:
+                connection.send(encode(message))
+        try:
+            answer, files = _receive(connection, 1)
+        except ConnectionResetError:  # closed before what was sent was read: why comes behind this
+            answer, files = _receive(connection, 1)
+        while isinstance(answer, Bring) and not mapped.empty:
+            ours = mapped.export(answer.first)
+            try:
+                socket.send_fds(connection, [encode(Pages(answer.first, len(ours)))], ours)
+            finally:
+                for file in ours:
+                    os.close(file)
+            answer, files = _receive(connection, 1)
+    except OSError as error:
+        raise _nobody(path, error) from error
+    if not isinstance(answer, Welcome):
+        for file in files:
+            os.close(file)
+        if isinstance(answer, Refused):
+            raise InvalidState(
+                f"the broker at {path} refuses this process: {answer.why}; nothing was opened", why=answer.why
+            )
+        raise InvalidState(f"what answers at {path} is no broker of this release; nothing was opened", why="no welcome")
+    return answer, files
+
+
 def join(path: str, name: str = "") -> Membership:
     """Join the broker at this path. Raises InvalidArgument (field path) if none is there, InvalidState (field why) if it
     refuses, and (fields uuid, devices) if its pages are of a device that this process does not see; DriverError without a usable
     driver for it."""
     with ExitStack() as undo:
-        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        connection = undo.enter_context(_connect(path, JOIN_S))
         mapped, early = JoinedPages(), list[Tell]()
         undo.callback(mapped.close)
         try:
-            # Not `settimeout` yet: a socket without blocking is refused while many others wait to be admitted.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(JOIN_S), 0))
-            connection.connect(path)
-            connection.settimeout(JOIN_S)
-            with suppress(BrokenPipeError):  # refused already: why is still to be read
-                connection.send(encode(Join(VERSION, name or f"process {os.getpid()}")))
-            try:
-                message, files = _receive(connection, 1)
-            except ConnectionResetError:  # closed before what was sent was read: why comes behind this
-                message, files = _receive(connection, 1)
-            for file in files:
-                mapped.take(file)
-            if isinstance(message, Welcome) and message.uuid:
-                early = _fetch(connection, message, mapped)
+            lock = lock_member(Path(path))
         except OSError as error:
-            raise InvalidArgument(
-                f"no broker can be joined at {path}: {error}; nothing was opened; start one with `remap serve --socket {path} "
-                "--capacity SIZE`",
-                path=path,
-            ) from error
-        if isinstance(message, Refused):
-            raise InvalidState(
-                f"the broker at {path} refuses this process: {message.why}; nothing was opened", why=message.why
-            )
-        if not isinstance(message, Welcome) or mapped.empty:
+            raise _nobody(path, error) from error
+        undo.callback(lock.close)
+        hello = Join(VERSION, name or f"process {os.getpid()}", lock.number)
+        welcome, files = _hail(connection, path, (hello,), mapped)
+        for file in files:
+            mapped.take(file)
+        if welcome.uuid:
+            try:
+                early = _fetch(connection, welcome, mapped)
+            except OSError as error:
+                raise _nobody(path, error) from error
+        if mapped.empty:
             raise InvalidState(
                 f"what answers at {path} is no broker of this release; nothing was opened", why="no welcome"
             )
         connection.settimeout(None)
         undo.pop_all()
-        return Membership(connection, path, message, mapped, early)
+        return Membership(connection, hello, path, welcome, mapped, lock, early)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes over the socket: one message a packet (SOCK_SEQPACKET keeps their borders and their order), msgpack by msgspec.
 
-    to the broker    Join, Fetch, Want, Give, Done; of the pages of a member's own layers: Home, Disown; of how it is: Report
+    to the broker    Join, Fetch, Want, Give, Done; of the pages of a member's own layers: Home, Disown; of how it is: Report;
+                     of a member that was another broker's: Claim, and Pages that it has
     to a member      Welcome (with the pages' file), Pages (with descriptors of some), Grant, Recall, Tell, Refused; of those
-                     pages: Returned
+                     pages: Returned; of a broker that has none: Bring
     of who looks     Look, which State answers, and a Shown a member behind it
 
 Page numbers go as runs, (first, how many): pages that are granted together usually stand together.
@@ -32,6 +33,8 @@ __all__ = [
     "MOST_RUNS",
     "MOST_TENANTS",
     "VERSION",
+    "Bring",
+    "Claim",
     "DecisionReport",
     "Disown",
     "Done",
@@ -62,7 +65,7 @@ __all__ = [
     "runs_of",
 ]
 
-VERSION = 4
+VERSION = 5
 MOST_BYTES = 1 << 16
 """Of a message."""
 MOST_RUNS = 4096
@@ -82,10 +85,24 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """The first message of a member. name: for people."""
+    """The first message of a member. name: for people. number: the one that it has locked (`remap.broker.locks`). The rest is of
+    one that joins again: the arena that its pages are of, with what `Welcome` said of it; claims: so many `Claim` follow."""
 
     version: int
     name: str = ""
+    number: Count = 0
+    arena: Name = ""
+    page_bytes: Count = 0
+    pages: Count = 0
+    uuid: Name = ""
+    claims: Count = 0
+
+
+class Claim(msgspec.Struct, tag=True, frozen=True):
+    """These pages are the member's that joins again; lent: it has lent them, and may call them."""
+
+    runs: tuple[Run, ...]
+    lent: bool = False
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
@@ -208,16 +225,24 @@ class Look(msgspec.Struct, tag=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """No page is the member's yet. uuid: of the device that they are of, and the member fetches them (`Fetch`); "" of the host,
-    and their file goes with this."""
+    """No page is the member's, but those that it has claimed. uuid: of the device that they are of, and the member fetches them
+    (`Fetch`); "" of the host, and their file goes with this. arena: nobody else's pages are of one with this name."""
 
     page_bytes: int
     pages: int
     uuid: str = ""
+    arena: str = ""
+
+
+class Bring(msgspec.Struct, tag=True, frozen=True):
+    """The broker has no pages, and the member that joins again has them: the broker asks for descriptors, from this page on."""
+
+    first: int
 
 
 class Pages(msgspec.Struct, tag=True, frozen=True):
-    """Descriptors go with it, one a page, of so many pages from `first` on. They are the member's to map, none is its own."""
+    """Descriptors go with it, one a page, of so many pages from `first` on; of the host one, of all. To a member: they are its to
+    map, none is its own."""
 
     first: int
     count: int
@@ -259,7 +284,7 @@ class Tell(msgspec.Struct, tag=True, frozen=True):
 
 class State(msgspec.Struct, tag=True, frozen=True):
     """Of the broker, to who looks. lent: pages of layers that their lenders may call. waiting: wants that are not met.
-    members: so many `Shown` follow."""
+    members: so many `Shown` follow. unknown: pages that a member of the broker before this one may have."""
 
     page_bytes: int
     pages: int
@@ -267,6 +292,7 @@ class State(msgspec.Struct, tag=True, frozen=True):
     lent: int
     waiting: int
     members: int
+    unknown: int = 0
 
 
 class Shown(msgspec.Struct, tag=True, frozen=True):
@@ -289,8 +315,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     why: str
 
 
-ToBroker = Join | Fetch | Want | Give | Home | Disown | Done | Report | Look
-ToMember = Welcome | Pages | Grant | Returned | Recall | Tell | State | Shown | Refused
+ToBroker = Join | Claim | Pages | Fetch | Want | Give | Home | Disown | Done | Report | Look
+ToMember = Welcome | Bring | Pages | Grant | Returned | Recall | Tell | State | Shown | Refused
 Message = TypeVar("Message", ToBroker, ToMember)
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -6,12 +6,18 @@ long is let go. A member's pages come back when its *process* has ended (a pidfd
 may still be reading them. Until then they are its own.
 
 Members map the pages (`remap.memory.shared_pages`); the broker does not.
+
+A broker that begins where another was killed makes no pages while a process may have those of the other (`remap.broker.locks`):
+the first old member that joins brings them. What the old members have they claim, and what nobody has claimed is free when each
+of them has joined or ended, for which the broker looks every `LEFT_S`. A member joins again in the same way when its connection
+has broken.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import selectors
 import socket
 import threading
@@ -25,10 +31,13 @@ from types import TracebackType
 
 from remap.broker.ledger import Ledger, Sent
 from remap.broker.listening import listen, peer, refuse
+from remap.broker.locks import MOST_NUMBER, lock_broker, remove
 from remap.broker.messages import (
     MOST_BYTES,
     MOST_NAME,
     VERSION,
+    Bring,
+    Claim,
     Disown,
     Done,
     Fetch,
@@ -50,7 +59,8 @@ from remap.broker.messages import (
     encode,
 )
 from remap.errors import Error, InvalidArgument, InvalidState
-from remap.memory.shared_pages import make_pages
+from remap.memory.device import parse
+from remap.memory.shared_pages import MOST_FILES, JoinedPages, SharedPages, make_pages
 
 __all__ = ["Broker"]
 
@@ -62,20 +72,28 @@ LOOK_S = 0.25
 """How long who looks waits for the members' reports. Of a member that says nothing for so long, the last one is shown."""
 FRESH_S = 0.1
 """A report that is not older is shown again: however many look, a member makes no more of them."""
+LEFT_S = 0.25
+"""How often a broker looks who is left of the members of the one before it."""
+BRING_S = 5.0
+"""How long it waits for the pages of one of them, before it takes another's."""
 MOST_UNSENT = 256
 """Packets that are kept for a member which reads none."""
 
 
 @dataclass(eq=False)
 class _Member:
-    """connection: None once it has closed, while its process still lives. number: of the ledger; 0: it has not joined. told: it
-    was told to report, and has not yet. report: the last one, of the moment `reported_s`."""
+    """connection: None once it has closed, while its process still lives. number: of the ledger; 0: it has not joined. joining:
+    its Join, with the claims that have come, until it has. told: it was told to report, and has not yet. report: the last one, of
+    the moment `reported_s`."""
 
     connection: socket.socket | None
     process: int  # a pidfd
     pid: int
     number: int = 0
     name: str = ""
+    locked: int = 0
+    joining: Join | None = None
+    claims: list[Claim] = field(default_factory=list)
     unsent: deque[bytes] = field(default_factory=deque)
     told: bool = False
     report: Report | None = None
@@ -99,16 +117,25 @@ class Broker:
                 page_bytes=page_bytes,
             )
         self.path = Path(path)
-        self.page_bytes, self.ledger = page_bytes, Ledger(pages)
+        self.page_bytes, self.device, self.arena = page_bytes, device, secrets.token_hex(16)
         self._members: list[_Member] = []
         self._next = 1
         self._deadlines: dict[int, float] = {}  # recall -> when it is late, the first one first
         self._lookers: dict[_Member, float] = {}  # who waits to see how all are -> until when, the first one first
+        self._pages: SharedPages | None = None
+        self._bringing: tuple[_Member, JoinedPages, float] | None = None  # whose pages are on their way, until when
         with ExitStack() as undo:
-            self._pages = make_pages(device, pages, page_bytes)
-            undo.callback(self._pages.close)
+            self._lock = lock_broker(self.path)
+            undo.callback(lambda: remove(self.path, self._lock))
+            self._awaited = self._lock.members()  # of the broker before this one, which may have pages
+            self.ledger = Ledger(pages, unknown=bool(self._awaited))
+            if not self._awaited:
+                self._pages = make_pages(device, pages, page_bytes)
+                undo.callback(self._pages.close)
             self._listener = listen(self.path)
             undo.pop_all()
+        self._look_again = time.monotonic()
+        self._problem = ""  # why there are no pages, though nobody is awaited
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._admit)
@@ -134,8 +161,11 @@ class Broker:
         for each in (self._listener, self._waker, self._woken):
             each.close()
         self._selector.close()
-        self._pages.close()
+        for pages in (self._pages, self._bringing and self._bringing[1]):
+            if pages is not None:
+                pages.close()
         self.path.unlink(missing_ok=True)
+        remove(self.path, self._lock)
 
     def __enter__(self) -> Broker:
         return self
@@ -151,7 +181,7 @@ class Broker:
         if not self._closing:
             raise InvalidState(
                 f"the broker at {self.path} has ended by an error, which it has printed; its members serve on with what they "
-                "have; end them before another one is started"
+                "have, and join the next one"
             )
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -165,6 +195,7 @@ class Broker:
     def _serve(self) -> None:
         while not self._closing:
             firsts = [next(iter(each.values())) for each in (self._deadlines, self._lookers) if each]
+            firsts += [self._look_again] if self._awaited or self._pages is None else []
             left = max(0.0, min(firsts) - time.monotonic()) if firsts else None
             for key, mask in self._selector.select(left):
                 if key.data is not None:
@@ -174,6 +205,8 @@ class Broker:
                 self._carry(self.ledger.late(recall))
             for looker in [looker for looker, late in self._lookers.items() if now >= late]:
                 self._show(looker)
+            if now >= self._look_again and (self._awaited or self._pages is None):
+                self._look_who_is_left(now)
 
     def _admit(self, mask: int) -> None:
         try:
@@ -198,27 +231,38 @@ class Broker:
         if mask & selectors.EVENT_WRITE:
             self._flush(member)
         while member.connection is not None:
+            files: list[int] = []
             try:
-                packet = member.connection.recv(MOST_BYTES)
+                packet, files, _, _ = socket.recv_fds(
+                    member.connection, MOST_BYTES, MOST_FILES, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 return
             except OSError:
                 packet = b""
-            if not packet:
-                self._hung_up(member)
-                return
             try:
-                self._carry(self._do(member, decode_to_broker(packet)))
+                if not packet:
+                    self._hung_up(member)
+                    return
+                self._carry(self._do(member, decode_to_broker(packet), files))
             except Error as error:
                 _logger.warning("member %d (%s, process %d): %s", member.number, member.name, member.pid, error)
                 self._send(member, Refused(str(error)))
                 self._hung_up(member)
                 return
+            finally:
+                for file in files:
+                    os.close(file)
 
-    def _do(self, member: _Member, message: ToBroker) -> Sent:
+    def _do(self, member: _Member, message: ToBroker, files: list[int]) -> Sent:
+        """files: came with it; those that are left here are closed."""
         ledger = self.ledger
         if isinstance(message, Join):
             return self._join(member, message)
+        if isinstance(message, Claim):
+            return self._claimed(member, message)
+        if isinstance(message, Pages):
+            return self._brought(member, message, files)
         if isinstance(message, Look):
             return self._look(member, message)
         if not member.number:
@@ -240,21 +284,138 @@ class Broker:
 
     def _join(self, member: _Member, message: Join) -> Sent:
         _require_version(message)
-        if member.number:
+        if member.number or member.joining is not None:
             raise InvalidState("the member has joined already")
         if member in self._lookers:
             raise InvalidState("who looks cannot join meanwhile")
-        sent = self.ledger.joined(self._next)
-        member.number, member.name = self._next, message.name[:MOST_NAME]
-        self._next += 1
+        if not 0 < message.number <= MOST_NUMBER or not self._lock.sees(message.number):
+            raise InvalidState(
+                f"the member has not locked its number in {self.path}.lock; let it see that file: share the folder, not the "
+                "socket alone"
+            )
+        if message.claims > 2 * self.ledger.pages or (message.claims and not message.arena):
+            raise InvalidState(f"{message.claims} claims are to follow, of {self.ledger.pages} pages")
+        member.joining = message
+        return self._go_on_joining(member)
+
+    def _claimed(self, member: _Member, claim: Claim) -> Sent:
+        if member.joining is None or len(member.claims) >= member.joining.claims:
+            raise InvalidState("a claim comes behind a Join that says so")
+        member.claims.append(claim)
+        if sum(count for each in member.claims for _, count in each.runs) > 2 * self.ledger.pages:
+            raise InvalidState("the member claims more pages than there are")
+        return self._go_on_joining(member)
+
+    def _go_on_joining(self, member: _Member) -> Sent:
+        """Once all its claims have come."""
+        join = member.joining
+        assert join is not None
+        if len(member.claims) < join.claims:
+            return []
+        if self._pages is None:
+            return self._ask_for_pages(member, join)
+        if join.arena and join.arena != self.arena:
+            raise InvalidState(
+                f"the broker has arena {self.arena}, and the member pages of {join.arena}; end it: nobody else gets those"
+            )
+        before = next((each for each in self._members if each.locked == join.number and each is not member), None)
+        if before is not None and before.connection is not None:
+            self._drop_connection(before)
+            self._carry(self.ledger.left(before.number))
+        number = self._next if before is None else before.number
+        claims, lends = (
+            [run for each in member.claims if each.lent is lent for run in each.runs] for lent in (False, True)
+        )
+        sent = self.ledger.joined(number, claims, lends)
+        if before is None:
+            self._next += 1
+        else:
+            self._forget(before)
+        member.number, member.name, member.locked = number, join.name[:MOST_NAME], join.number
+        member.joining = None
+        member.claims.clear()
         pages = self._pages
         files = [] if pages.file is None else [pages.file]
-        self._send_with(member, Welcome(self.page_bytes, self.ledger.pages, pages.uuid), files)
+        self._send_with(member, Welcome(self.page_bytes, self.ledger.pages, pages.uuid, self.arena), files)
         _logger.info("member %d (%s, process %d) has joined", member.number, member.name, member.pid)
         return sent
 
+    # -- the pages of a broker that was here before ------------------------------------------------------------------
+
+    def _ask_for_pages(self, member: _Member, join: Join) -> Sent:
+        if not join.arena:
+            raise InvalidState(
+                self._problem
+                or f"{len(self._awaited)} processes are awaited, which may have the pages of the broker that was here before; "
+                "join again when one has joined, or all have ended"
+            )
+        if self._bringing is not None:
+            raise InvalidState("another process hands over the pages; join again when it has")
+        if (join.pages, join.page_bytes) != (self.ledger.pages, self.page_bytes):
+            raise InvalidState(
+                f"the broker is to have {self.ledger.pages} pages of {self.page_bytes} bytes, and the member has {join.pages} of "
+                f"{join.page_bytes}; start the broker with the capacity and the page size of the one before"
+            )
+        pages = JoinedPages()
+        self._bringing = member, pages, time.monotonic() + BRING_S
+        if join.uuid:
+            pages.open_device(join.uuid, join.page_bytes)
+        if pages.device != str(parse(self.device)):
+            raise InvalidState(
+                f"the broker is to have pages of {self.device}, and the member has some of {pages.device}; start the broker with "
+                "the device of the one before"
+            )
+        self._send(member, Bring(0))
+        return []
+
+    def _brought(self, member: _Member, message: Pages, files: list[int]) -> Sent:
+        if self._bringing is None or self._bringing[0] is not member:
+            raise InvalidState("the member brings pages, and was not asked for any")
+        pages, join = self._bringing[1], member.joining
+        assert join is not None
+        if (message.first, message.count) != (pages.count, len(files)) or not files:
+            raise InvalidState(f"the member brings {len(files)} pages from {message.first} on, expected {pages.count}")
+        while files and (pages.empty or join.uuid):
+            pages.take(files.pop(0))
+        if not join.uuid:
+            pages.require_file(self.ledger.pages * self.page_bytes)
+        elif pages.count < self.ledger.pages:
+            self._send(member, Bring(pages.count))
+            return []
+        self._pages, self._bringing, self.arena = pages, None, join.arena
+        return self._go_on_joining(member)
+
+    def _brings_no_more(self, member: _Member) -> None:
+        if self._bringing is not None and self._bringing[0] is member:
+            self._bringing[1].close()
+            self._bringing = None
+
+    def _look_who_is_left(self, now: float) -> None:
+        """Of the members of the broker before this one. What nobody has claimed is free when all have joined or ended."""
+        self._look_again = now + LEFT_S
+        if self._bringing is not None and now >= self._bringing[2]:
+            self._send(self._bringing[0], Refused(f"the pages did not come within {BRING_S} s"))
+            self._hung_up(self._bringing[0])
+        joined = {member.locked for member in self._members if member.number}
+        self._awaited = {number for number in self._awaited - joined if self._lock.sees(number)}
+        if self._awaited or self._bringing is not None:
+            return
+        if self._pages is None:
+            try:
+                self._pages = make_pages(self.device, self.ledger.pages, self.page_bytes)
+            except Error as error:  # who joins hears of it; the machine may have room later
+                if not self._problem:
+                    _logger.warning("the broker at %s has no pages yet: %s", self.path, error)
+                self._problem = str(error)
+                return
+        if self.ledger.unknown:
+            self._carry(self.ledger.settled())
+
     def _fetch(self, member: _Member, message: Fetch) -> Sent:
-        files = self._pages.export(message.first)
+        assert self._pages is not None  # it has joined
+        files = [] if self._pages.file is not None else self._pages.export(message.first)
+        if not files:
+            raise InvalidState("these pages are one file, which members have from the beginning")
         try:
             self._send_with(member, Pages(message.first, len(files)), files)
         finally:
@@ -310,7 +471,9 @@ class Broker:
         ledger, now = self.ledger, time.monotonic()
         held, lent = ledger.held, Counter(ledger.lent.values())
         members = [member for member in self._members if member.number]
-        state = State(self.page_bytes, ledger.pages, ledger.free, lent.total(), ledger.waiting, len(members))
+        state = State(
+            self.page_bytes, ledger.pages, ledger.free, lent.total(), ledger.waiting, len(members), ledger.unknown
+        )
         self._send(looker, state)
         for each in members:
             age = 0.0 if each.report is None else now - each.reported_s
@@ -327,15 +490,17 @@ class Broker:
     # -- who goes ------------------------------------------------------------------------------------------------------
 
     def _hung_up(self, member: _Member) -> None:
-        """It wants nothing any more and gives nothing; what it has stays its own until its process has ended."""
+        """It wants nothing any more and gives nothing, unless it joins again; what it has stays its own until its process has
+        ended."""
         if member.connection is None:
             return
         self._drop_connection(member)
+        self._brings_no_more(member)
         if not member.number:
             self._forget(member)
             return
         self._carry(self.ledger.left(member.number))
-        if not self.ledger.held.get(member.number):
+        if not self.ledger.held.get(member.number) and member.number not in self.ledger.lent.values():
             self._ended(member)
 
     def _ended(self, member: _Member) -> None:
@@ -344,6 +509,7 @@ class Broker:
             return
         if member.connection is not None:
             self._drop_connection(member)
+        self._brings_no_more(member)
         self._forget(member)
         if member.number:
             _logger.info("member %d (%s, process %d) has ended", member.number, member.name, member.pid)

@@ -75,7 +75,7 @@ class Attaching:
         self._next = 0
         self._arriving: _Arrival | None = None
         # Asks other processes for this many pages, which are free then, or fewer. None: there are none.
-        self.supply: Callable[[int], None] | None = None
+        self.supply: Callable[[int], str] | None = None
         self.borrowed: Container[int] = ()  # pages that others may call home, so they become no layer's
 
     def admit(
@@ -208,8 +208,9 @@ class Attaching:
             first_pages = 0
             sinks = 1 if source.modules else 0
             needed = sum(home_pages) + rest_pages + sinks + window
+        broker = ""
         if needed > free and self.supply is not None:
-            self.supply(needed - free)
+            broker = self.supply(needed - free)
             lent = self._lent(others)
             free = arena.counts()["free"] - len(lent)
         if needed > free:
@@ -219,9 +220,10 @@ class Attaching:
                 f"streamed blocks), {free} are free; "
                 f"nothing was attached; give the session {show_size((needed - free) * page_bytes)} more "
                 "capacity, lower min_blocks, let layers stream for good with resident_layers=, or attach it inactive, without "
-                'pages for its layers (active=False, pages="none")',
+                'pages for its layers (active=False, pages="none")' + (f"; {broker}" if broker else ""),
                 requested=needed,
                 free=free,
+                broker=broker,
                 page_bytes=page_bytes,
                 minimum_bytes=needed * page_bytes,
             )

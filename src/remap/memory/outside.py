@@ -55,6 +55,8 @@ class MembershipCalls(Protocol):
     """`remap.broker.member.Membership`, as this uses it."""
 
     pages: int
+    problem: str
+    held: set[int]
     borrowed: set[int]
 
     def want(self, pages: int, *, patient: bool = False) -> list[int]: ...
@@ -63,6 +65,7 @@ class MembershipCalls(Protocol):
     def call(self, pages: Sequence[int], *, gently: bool = False) -> list[int]: ...
     def await_call(self, calls: Sequence[int], seconds: float) -> None: ...
     def disown(self, pages: Sequence[int]) -> None: ...
+    def recheck(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class Outside:
         self._called: dict[int, float] = {}  # page that others have called, and that was not given yet -> when
         self._looked = -1  # the epoch of the last look
         self._gently: set[int] = set()  # numbers of tenants whose layers come home though they serve no pass
+        self._rechecked = False  # pages may come in twice
         self.index_of: Container[int] = range(membership.pages)
         self.borrowed: Container[int] = membership.borrowed
 
@@ -109,23 +113,45 @@ class Outside:
         if now < self._again_s:
             return False
         wanted = -(-blocks * receiver.kv.spec.block_bytes // self._changes.arena.page_bytes) + 1
-        got = self._membership.want(wanted)
-        if len(got) < wanted:
-            answered = time.monotonic()
-            self._again_s = answered + max(AGAIN_S, AGAIN_TIMES * (answered - now))
-        places = receiver.index_of
-        useful = [page for page in got if page in places]
-        if len(useful) < len(got):
-            self._give([page for page in got if page not in places])
-        self.take_in(useful)
+        try:
+            got = self._membership.want(wanted)
+            if len(got) < wanted:
+                answered = time.monotonic()
+                self._again_s = answered + max(AGAIN_S, AGAIN_TIMES * (answered - now))
+            places = receiver.index_of
+            useful = [page for page in got if page in places]
+            if len(useful) < len(got):
+                self._give([page for page in got if page not in places])
+            self.take_in(useful)
+        except BaseException:  # an interrupt, perhaps in front of `take_in`
+            self._membership.recheck()
+            raise
         return bool(useful)
 
-    def supply(self, pages: int) -> None:
-        """Ask for so many pages, and wait for what others can spare: for attach."""
-        self.take_in(self._membership.want(pages, patient=True))
+    def supply(self, pages: int) -> str:
+        """Ask for so many pages, and wait for what others can spare: for attach. Returns why no broker answers; "": one has."""
+        try:
+            self.take_in(self._membership.want(pages, patient=True))
+        except BaseException:
+            self._membership.recheck()
+            raise
+        return self.problem
+
+    @property
+    def problem(self) -> str:
+        """Why no broker answers now; "": one does."""
+        return self._membership.problem
+
+    def recheck(self) -> None:
+        """An interrupt may have lost pages on their way here, or out: those that the broker counts as the session's come in."""
+        self._rechecked = True
+        self.take_in(sorted(self._membership.held))
 
     def take_in(self, pages: Sequence[int]) -> None:
         """These have been granted. On an error, or an interrupt, those that did not come in are given back."""
+        if self._rechecked and pages:
+            owners, held = self._changes.arena.owners(), self._membership.held
+            pages = [page for page in pages if page in held and owners[page].name == "outside"]
         if not pages:
             return
         try:
@@ -139,6 +165,7 @@ class Outside:
 
     def hand_back(self, pages: Sequence[int]) -> None:
         """The arena is closed, and had these."""
+        self._membership.disown(sorted(self._lent))
         self._membership.give([*pages, *self._membership.cancel()])
 
     def forget_gone(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Protocol
 
 from remap import _core
@@ -18,15 +18,19 @@ __all__ = ["MOST_FILES", "DevicePages", "HostPages", "JoinedPages", "SharedPages
 
 MOST_FILES = 250
 """Descriptors of a message: the kernel takes 253."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedPages(Protocol):
     """Those that a broker has made. device: "cpu" or "cuda:N", as this process counts them. uuid: of that device in any process;
     "" of the host. file: of all of them; None if each has its own."""
 
-    device: str
-    uuid: str
-    file: int | None
+    @property
+    def device(self) -> str: ...
+    @property
+    def uuid(self) -> str: ...
+    @property
+    def file(self) -> int | None: ...
 
     def export(self, first: int) -> list[int]:
         """Descriptors of the pages from `first` on, at most `MOST_FILES`, the caller's to close."""
@@ -71,16 +75,7 @@ class DevicePages:
         self._pages: _core.CudaPages | None = made
 
     def export(self, first: int) -> list[int]:
-        pages = self._pages
-        if pages is None or not 0 <= first < pages.count:
-            raise InvalidState(f"there is no page {first} to fetch")
-        with ExitStack() as undo:
-            made = []
-            for number in range(first, min(pages.count, first + MOST_FILES)):
-                made.append(pages.export_page(number))
-                undo.callback(os.close, made[-1])
-            undo.pop_all()
-        return made
+        return _export(self._pages, first)
 
     def close(self) -> None:
         if self._pages is not None:
@@ -102,8 +97,21 @@ def make_pages(device: str, pages: int, page_bytes: int) -> SharedPages:
     return DevicePages(name.index, pages, page_bytes)
 
 
+def _export(pages: _core.CudaPages | None, first: int) -> list[int]:
+    if pages is None or not 0 <= first < pages.count:
+        raise InvalidState(f"there is no page {first} to fetch")
+    with ExitStack() as undo:
+        made = []
+        for number in range(first, min(pages.count, first + MOST_FILES)):
+            made.append(pages.export_page(number))
+            undo.callback(os.close, made[-1])
+        undo.pop_all()
+    return made
+
+
 class JoinedPages:
-    """Those that a member has: a file of all, or those of a device that it has imported so far."""
+    """Those that a member has, or a broker that begins where another was: a file of all, or those of a device that it has
+    imported so far. As `SharedPages`, once all are here; who has a file exports that."""
 
     def __init__(self) -> None:
         self._file = -1
@@ -114,6 +122,27 @@ class JoinedPages:
         return self._file < 0 and self._device is None
 
     @property
+    def file(self) -> int | None:
+        return None if self._file < 0 else self._file
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self._device is None else f"cuda:{self._device.device}"
+
+    @property
+    def uuid(self) -> str:
+        return "" if self._device is None else self._device.uuid
+
+    def export(self, first: int) -> list[int]:
+        """Descriptors of the device's pages from `first` on, at most `MOST_FILES`, or of the file; the caller's to close. Raises
+        InvalidState if there are none."""
+        return (
+            [os.dup(self._file)]
+            if self._device is None and self._file >= 0 and not first
+            else _export(self._device, first)
+        )
+
+    @property
     def count(self) -> int:
         """Pages of the device that are here."""
         return 0 if self._device is None else self._device.count
@@ -122,6 +151,16 @@ class JoinedPages:
         """The pages will be of this device. Raises InvalidState (fields uuid, devices) if this process does not see it,
         DriverError without a usable driver."""
         self._device = _core.make_cuda_pages(page_bytes, uuid=uuid)
+
+    def require_file(self, nbytes: int) -> None:
+        """Raises InvalidState unless the file is as a broker makes them, of so many bytes."""
+        size, seals = os.fstat(self._file).st_size, 0
+        with suppress(OSError):  # of no memfd
+            seals = fcntl.fcntl(self._file, fcntl.F_GET_SEALS)
+        if size != nbytes or seals & _SEALS != _SEALS:
+            raise InvalidState(
+                f"its pages are a file of {size} bytes with the seals {seals}, expected {nbytes} and {_SEALS}"
+            )
 
     def take(self, file: int) -> None:
         """The file of all pages, or the next page's descriptor. It is this object's from now on."""
@@ -155,7 +194,7 @@ def _make_file(nbytes: int) -> int:
     file = os.memfd_create("remap-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, nbytes)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
         os.close(file)
         raise OutOfMemory(

@@ -124,6 +124,8 @@ class Steps:
             # Count the blocks that are there, not those planned: written layers may have made them fewer.
             free = (wanted.free or 0) + added if pool.external else pool.free_blocks
             entry.unmet = max(0, wanted.blocks - free)
+            if entry.unmet and self._outside is not None and self._outside.problem:
+                entry.reason += f"; {self._outside.problem}"
 
     def _shrink(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries) -> None:
         """Bring layers home, unless the demand or another process needs their pages: the tenant's entry says so then."""

@@ -1,0 +1,308 @@
+"""A broker is killed, and another one begins at its socket: members serve on, join it with their pages, and lend again."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec", reason="messages between processes need msgspec")
+
+from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened, until
+from broker_serving import Serving
+
+import remap
+from remap.broker.member import join
+from remap.broker.messages import State
+from remap.broker.observer import Observer
+from remap.broker.server import Broker
+from remap.errors import Error, InvalidState, OutOfMemory
+
+DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
+PAGES = 96
+BLOCKS_A_PAGE = 4
+OWN = LAYERS * LAYER_PAGES + 2
+MANY = 12
+ROUNDS = int(os.environ.get("REMAP_BROKER_ROUNDS", "25")) // 2
+Start = Callable[..., Process]
+
+
+class Place:
+    """A socket's path, and who serves there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.serving = self.begin()
+        assert self.serving.said == "ready"
+
+    def begin(self, pages: int = PAGES) -> Serving:
+        return Serving(self.path, pages, PAGE, DEVICE)
+
+    def kill(self) -> None:
+        self.serving.kill()
+
+    def again(self) -> None:
+        self.serving = self.begin()
+        assert self.serving.said == "ready"
+
+    def look(self) -> State:
+        with Observer(str(self.path)) as observer:
+            return observer.look().state
+
+    def members(self) -> dict[str, int]:
+        """Who is connected, by process, and how many pages it has."""
+        with Observer(str(self.path)) as observer:
+            return {str(each.pid): each.held for each in observer.look().members if each.connected}
+
+    def until_all_are_back(self, *members: Process) -> None:
+        numbers = {str(each.process.pid) for each in members}
+        until(lambda: numbers <= self.members().keys() and self.look().unknown == 0, "all have joined again")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path / "s")
+    yield made
+    made.serving.kill()
+
+
+@pytest.fixture
+def start(place: Place) -> Iterator[Start]:
+    made: list[Process] = []
+
+    def one(name: str, layers: int = LAYERS) -> Process:
+        made.append(Process(str(place.path), name, layers))
+        return made[-1]
+
+    yield one
+    for each in made:
+        if each.process.poll() is None:
+            each.kill()
+
+
+def close(place: Place, *members: Process) -> None:
+    """All pages are accounted for."""
+    for each in members:
+        assert each("check") == "right"
+        assert each("close") == "closed"
+    until(lambda: place.look().free == PAGES, "all has come back")
+
+
+def test_members_serve_on_and_join_the_next_broker_with_their_pages(place: Place, start: Start) -> None:
+    one, two, dead = start("one"), start("two"), start("three")
+    assert (one("take", 100), two("take", 40), dead("take", 40)) == ("100", "40", "40")
+    place.kill()
+    assert one("check") == two("check") == "right"
+    assert str(place.path) in one("problem")
+    assert str(place.path) in one("short")
+    assert "OutOfMemory" in (said := one("more")) and str(place.path) in said
+    dead.kill()
+    place.again()
+    place.until_all_are_back(one, two)
+    assert one("problem") == two("problem") == "none"
+    state, held = place.look(), place.members()
+    assert state.free == PAGES - sum(held.values()) > 0  # those of the dead one, too
+    assert one("check") == two("check") == "right"
+    most = BLOCKS_A_PAGE * state.free
+    assert two("take", most) == str(most)  # and none had bytes of the dead one
+    assert one("free") == "freed"
+    assert two("take", 80) == "80"  # asked for, and given by the first
+    assert two("free") == "freed"
+    three = start("three")
+    assert three("check") == "right"
+    close(place, one, two, three)
+
+
+def test_weights_that_are_lent_come_home_by_way_of_the_next_broker(place: Place, start: Start) -> None:
+    one, two = start("one", MANY), start("two")
+    assert one("check") == "right"
+    assert one("sleep") == "asleep"
+    assert int(two("take", 400, 200)) > 200
+    lent = place.look().lent
+    assert lent > 0
+    place.kill()
+    assert two("check") == "right"
+    place.again()
+    place.until_all_are_back(one, two)
+    assert place.look().lent == lent
+    assert one("wake").startswith("True ")
+    assert one("check") == two("check") == "right"
+    assert two("free") == "freed"
+
+    def home() -> bool:
+        assert one("check") == "right"
+        one("step")
+        return one("gone").startswith("0 ")
+
+    until(home, "its layers are its own again")
+    close(place, one, two)
+
+
+def test_a_lender_that_has_ended_meanwhile_lends_nothing(place: Place, start: Start) -> None:
+    one, two = start("one", MANY), start("two")
+    assert one("check") == "right"
+    assert one("sleep") == "asleep"
+    assert int(two("take", 400, 200)) > 200
+    place.kill()
+    one.kill()
+    place.again()
+    place.until_all_are_back(two)
+    assert place.look().lent == 0
+    close(place, two)
+
+
+def test_whoever_is_left_is_waited_for_and_who_is_new_hears_that(place: Place, start: Start) -> None:
+    one = start("one")
+    assert one("take", 40) == "40"
+    one.signal(signal.SIGSTOP)
+    until(lambda: one.state() == "T", "it has stopped")
+    place.kill()
+    place.again()
+    with pytest.raises(InvalidState, match="1 processes are awaited"):
+        join(str(place.path))
+    assert (place.look().unknown, place.look().free) == (PAGES, 0)
+    one.signal(signal.SIGCONT)
+    place.until_all_are_back(one)
+    two = start("two")
+    close(place, one, two)
+
+
+def test_when_all_have_ended_the_next_broker_begins_with_new_pages(place: Place, start: Start) -> None:
+    one = start("one")
+    child = int(one("fork"))  # it has no lock, and no memory of the arena
+    place.kill()
+    one.signal(signal.SIGSTOP)
+    place.again()
+    one.kill()
+    try:
+        until(lambda: place.look().free == PAGES, "nobody is awaited")
+    finally:
+        os.kill(child, signal.SIGKILL)
+    close(place, start("two"))
+
+
+def test_a_broker_that_is_another_one_is_refused_by_name(place: Place, start: Start) -> None:
+    one = start("one")
+    assert one("take", 40) == "40"
+    second = place.begin()
+    assert "InvalidState" in second.said and "already" in second.said and str(place.path) in second.said
+    place.serving.process.send_signal(signal.SIGSTOP)
+    second = place.begin()  # the first one is stopped, and not gone
+    assert "InvalidState" in second.said and "stopped" in second.said
+    place.kill()
+    other = place.begin(PAGES + 1)
+    until(lambda: f"{PAGES + 1} pages" in one("problem"), "it is told that the arena has another size")
+    assert one("check") == "right"
+    other.kill()
+    (lock,) = place.path.parent.glob("*.lock")
+    lock.unlink()  # nobody sees any more who is left
+    other = place.begin()
+    until(lambda: "not locked its number" in one("problem"), "it is told that it cannot be seen")
+    with remap.Session(device=f"unix:{place.path}") as session:
+        assert session.snapshot().pages.outside == PAGES
+    assert one("check") == "right"
+    assert one("close") == "closed"
+    other.kill()
+
+
+def test_pages_of_another_arena_are_refused(tmp_path: Path) -> None:
+    with Broker(tmp_path / "a", PAGES * PAGE, PAGE, DEVICE) as broker:
+        member = join(str(broker.path))
+        broker.arena = "another"
+        with pytest.raises(InvalidState, match="another"):
+            member._try_again()
+        member.close()
+
+
+def test_a_connection_that_breaks_is_mended_and_what_was_given_meanwhile_is_free(tmp_path: Path) -> None:
+    with Broker(tmp_path / "s", PAGES * PAGE, PAGE, DEVICE) as broker, opened(broker) as one, opened(broker) as two:
+        tenant = attached(one, "one")
+        taken = tenant.kv.allocate(tenant.kv.free_blocks)
+        before, outside = broker.ledger.held[1], one._outside
+        membership: Any = outside and outside._membership
+        for _ in range(3):
+            joined = membership._joins
+            next(each for each in broker._members if each.number == 1).connection.shutdown(2)  # type: ignore[union-attr]
+            until(lambda joined=joined: membership._joins > joined and not membership.problem, "joined again")  # type: ignore[misc]
+            assert broker.ledger.held == {1: before, 2: 0}
+        membership._connection.shutdown(2)
+        until(lambda: membership.problem or membership._joins > joined + 1, "it is broken")
+        one.step({"one": remap.Demand(20)})
+        until(lambda: not membership.problem, "joined again")
+        until(lambda: one.snapshot().pages.total - one.snapshot().pages.outside == broker.ledger.held[1], "both agree")
+        attached(two, "two")
+        tenant.kv.free(taken)
+        for each in (one, two):
+            remap.advanced.check(each)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_growth_without_a_broker_is_refused_with_its_socket(tmp_path: Path) -> None:
+    broker = Broker(tmp_path / "s", 2 * OWN * PAGE, PAGE, DEVICE)
+    with opened(broker) as session:
+        attached(session, "one")
+        broker.close()
+        until(lambda: session._outside.problem, "it has heard of that")  # type: ignore[union-attr]
+        with pytest.raises(OutOfMemory, match="nothing was attached") as error:
+            attached(session, "two")
+        assert str(broker.path) in str(error.value.fields["broker"])
+        report = session.step({"one": remap.Demand(1000)})
+        assert report.unmet_blocks["one"] > 0 and str(broker.path) in report.reason["one"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_members_and_the_broker_are_killed_at_random(place: Place, start: Start, seed: int) -> None:
+    """No block has a byte of another process when it is taken, or is overwritten while it is held; no page is lost."""
+    rng, names = random.Random(seed), ("one", "two")
+    alive, asleep = {name: start(name, MANY) for name in names}, set[str]()
+    for _ in range(ROUNDS):
+        name, what = rng.choice(names), rng.random()
+        each = alive[name]
+        if what < 0.2:
+            place.kill()
+            if rng.random() < 0.5:
+                assert name in asleep or each("take", rng.randrange(1, 60), 0).isdigit()
+            place.again()
+            if rng.random() < 0.7:
+                place.until_all_are_back(*alive.values())
+        elif what < 0.35:
+            if name in asleep:
+                asleep.discard(name)
+                assert each("wake").startswith("True ")
+            else:
+                asleep.add(name)
+                assert each("sleep") == "asleep"
+        elif what < 0.6:
+            assert name in asleep or each("take", rng.randrange(1, 120), 0).isdigit()
+        elif what < 0.75:
+            assert each("thin" if rng.random() < 0.3 else "free") in ("freed", "thinned")
+        elif what < 0.9:
+            assert each("check") in ("right", "asleep")
+        else:
+            each.kill()
+            asleep.discard(name)
+            (other,) = {*names} - {name}
+            place.until_all_are_back(alive[other])
+            assert alive[other]("free") == "freed"  # room for another one
+            if other in asleep:
+                asleep.discard(other)
+                assert alive[other]("wake").startswith("True ")
+            until(partial(_room, place), "what it had is free")
+            alive[name] = start(name, MANY)
+    place.until_all_are_back(*alive.values())
+    for name in asleep:
+        assert alive[name]("wake").startswith("True ")
+    close(place, *alive.values())
+
+
+def _room(place: Place) -> bool:
+    try:
+        return len(place.members()) == 1
+    except Error:
+        return False
