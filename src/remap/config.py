@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from remap.errors import InvalidArgument
+from remap.moved import renamed
 from remap.sizes import MOST_BYTES, shown
 
 __all__ = ["POLICIES", "SELECTIONS", "Config", "Knobs", "invalid", "is_amount", "is_count"]
@@ -31,6 +32,7 @@ def is_amount(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
+@renamed(headroom_blocks="reserve_blocks", cap="max_layers")
 @dataclass(frozen=True)
 class Config:
     """The operator's settings. Raises InvalidArgument (field) for values out of range.
@@ -63,6 +65,7 @@ class Config:
         _require_counts(self, "reserve_blocks", "max_layers")
 
 
+@renamed(headroom_blocks="reserve_blocks", cap="max_layers", ttft_budget_s="reload_s")
 @dataclass(frozen=True)
 class Knobs(Config):
     """All settings, for ablations and experts (`remap.advanced`).

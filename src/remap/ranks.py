@@ -19,6 +19,7 @@ the engine has returned.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from typing import Any
 
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState
 from remap.inside import inside
+from remap.memory.observe import AGAIN_S
 from remap.policy.controller import Demand
 from remap.session import Session
 from remap.tenant import Tenant
@@ -73,6 +75,22 @@ def ids(found: Runs) -> set[int]:
     return {each for first, stop in found for each in range(first, stop)}
 
 
+class _Seldom:
+    """Says a warning, and again only `AGAIN_S` seconds later: steps come by the hundred a second. One writer."""
+
+    def __init__(self) -> None:
+        self._next_s, self._left_out = -math.inf, 0
+
+    def warn(self, text: str, *values: object) -> None:
+        now = time.monotonic()
+        if now < self._next_s:
+            self._left_out += 1
+            return
+        more = f" (and {self._left_out} times since this was said last)" if self._left_out else ""
+        self._next_s, self._left_out = now + AGAIN_S, 0
+        logger.warning(text + "%s", *values, more)
+
+
 class Rank:
     """One rank's tenant. Call its methods between passes."""
 
@@ -85,6 +103,7 @@ class Rank:
         self._asleep = False  # the engine has no block in use, and waits for `wake` before it hands one out
         self._patient_again_s = 0.0
         self._told = False  # the step under way has changed the open ids
+        self._failed = _Seldom()
 
     def listen(self, left: Callable[[RankReport], Sequence[int]] | None) -> None:
         """Hand the blocks of rank 0 to the engine's allocator, and zero the open ones.
@@ -193,13 +212,13 @@ class Rank:
 
     @contextmanager
     def _serving_on(self) -> Iterator[None]:
-        """Log errors other than ArenaBroken: such a change has changed nothing, and the engine can preempt instead."""
+        """Log errors other than ArenaBroken (seldom): such a change has changed nothing, and the engine can preempt instead."""
         try:
             yield
         except ArenaBroken:
             raise
         except Error as error:
-            logger.warning("rank 0: %s; serving goes on with %s layers remapped", error, self.tenant.remapped)
+            self._failed.warn("rank 0: %s; serving goes on with %s layers remapped", error, self.tenant.remapped)
 
     def _await(self, blocks: int) -> int:
         """Wait for `blocks` blocks more. Returns how many are still missing."""
@@ -279,6 +298,7 @@ class RankGroup:
         self.target = first.target
         self.opened = first.open
         self.refusals = 0  # changes that a rank could not follow
+        self._refused = _Seldom()
 
     def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> RankReport | None:
         """`Session.step` for all ranks; see `Rank.step`. Returns None if nothing has changed."""
@@ -303,7 +323,7 @@ class RankGroup:
             refusals = [answer for answer in self._ask("follow", report.target, report.open) if answer]
             if refusals:
                 self.refusals += 1
-                logger.warning("%s; all ranks stay at %s layers", "; ".join(refusals), self.target[0])
+                self._refused.warn("%s; all ranks stay at %s layers", "; ".join(refusals), self.target[0])
                 report = self._ask("back", self.target)[0]
         self.target, self.opened = report.target, report.open
         return report

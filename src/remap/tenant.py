@@ -244,6 +244,11 @@ class Inside:
         InvalidState as `ready` does."""
         return self._copies().stats()
 
+    @property
+    def shortages(self) -> tuple[int, int]:
+        """Steps that met a demand beyond the free blocks, and those that did not meet it whole, since attach."""
+        return self._state.shortages_met, self._state.shortages_unmet
+
     def _copies(self) -> _core.Prefetcher:
         prefetcher = self._state.live_prefetcher
         if prefetcher is None:

@@ -184,6 +184,7 @@ def test_the_page_has_every_figure_with_its_unit_and_labels() -> None:
 def test_each_query_of_the_dashboard_asks_for_figures_and_labels_that_there_are() -> None:
     board = json.loads((ROOT / "examples/grafana.json").read_text(encoding="utf-8"))
     known = {f"{each.name}_total" if each.rises else each.name: {*labels, *LABELS} for each, labels in every()}
+    known |= {f"remap_{name}_total" if rises else f"remap_{name}": {"engine"} for name, _, rises in of_vllm()}
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     asked = set()
     for query in queries:
@@ -195,7 +196,9 @@ def test_each_query_of_the_dashboard_asks_for_figures_and_labels_that_there_are(
         for counter in (name for name in names if name.endswith("_total")):
             assert re.search(rf"rate\({counter}\[", query), query
         asked.update(names)
-    assert len(asked) > 15
+    assert len(asked) > 25
+    for name in ("refusals", "moved_blocks", "allocations_beyond"):
+        assert f"remap_{name}_total" in asked
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 

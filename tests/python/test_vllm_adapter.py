@@ -187,6 +187,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     module("vllm.v1.core.sched.async_scheduler", AsyncScheduler=AsyncScheduler)
     module("vllm.v1.engine.core", EngineCore=core)
     module("vllm.v1.metrics.loggers", StatLoggerBase=object)
+    module("vllm.v1.request", RequestStatus=SimpleNamespace(RUNNING="running"))
     names = [f"remap.adapters.vllm.{name}" for name in ("metrics", "offloader", "worker", "scheduler")]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -238,6 +239,39 @@ def test_nothing_touches_the_pool_of_a_scheduler_that_sleeps(vllm: Any, asleep: 
     said.clear()
     assert scheduler.reset_prefix_cache()
     assert said == (["wake", "reset", "rest"] if asleep else ["reset"])
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_an_allocation_that_fails_is_asked_for_again_and_one_beyond_the_start_is_counted(
+    vllm: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, grows: bool
+) -> None:
+    metrics = importlib.import_module("remap.adapters.vllm.metrics")
+    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path / "figures"))
+    free, asked = [1], []
+    pool = SimpleNamespace(num_gpu_blocks=5, get_num_free_blocks=lambda: free[0])
+
+    def allocate_slots(request: Any, tokens: int) -> Any:
+        if tokens > free[0]:
+            return None
+        free[0] -= tokens
+        return SimpleNamespace(blocks=([object()] * tokens,))
+
+    def grow(request: Any, tokens: int) -> bool:
+        asked.append(tokens)
+        pool.num_gpu_blocks, free[0] = pool.num_gpu_blocks + 4 * grows, free[0] + 4 * grows
+        return grows
+
+    manager = SimpleNamespace(block_pool=pool, allocate_slots=allocate_slots)
+    beyond = metrics.Beyond(4)
+    internals.around_allocations(SimpleNamespace(kv_cache_manager=manager), grow, beyond.allocated)
+    running, waiting = SimpleNamespace(status="running"), SimpleNamespace(status="waiting")
+    assert manager.allocate_slots(running, 1) is not None  # the last of the start
+    assert manager.allocate_slots(running, 0) is not None and not asked
+    assert (beyond.running, beyond.waiting) == (0, 0)
+    for request in (running, waiting, running):
+        assert (manager.allocate_slots(request, 1) is not None) == grows
+    assert asked == ([1] if grows else [1, 1, 1])
+    assert (beyond.running, beyond.waiting) == ((2, 1) if grows else (0, 0))
 
 
 class Rank:

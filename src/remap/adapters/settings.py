@@ -42,6 +42,7 @@ from typing import Literal
 from remap.config import POLICIES, SELECTIONS, Knobs
 from remap.errors import Error, InvalidArgument
 from remap.joined import UNIX
+from remap.moved import present
 from remap.sizes import MOST_BYTES, parse_size
 
 __all__ = ["Settings", "enabled"]
@@ -96,11 +97,12 @@ class Settings:
         """The settings in `environment`, or None if it does not switch remap on. capacity: bytes, where neither REMAP_CAPACITY
         nor a broker says it.
 
-        An empty variable counts as not set. Raises InvalidArgument (fields name: the variable, and value) for an
-        invalid value, or if REMAP_CAPACITY is missing.
+        An empty variable counts as not set. Old names of variables work (`remap.moved`). Raises InvalidArgument (fields name:
+        the variable, and value) for an invalid value, or if REMAP_CAPACITY is missing.
         """
         if not enabled(environment):
             return None
+        environment = present(environment)
         arena = environment.get("REMAP_ARENA", "")
         if arena == UNIX:
             raise _refuse("REMAP_ARENA", arena, f"a name, or {UNIX}PATH with the socket of a broker")

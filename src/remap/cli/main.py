@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 import remap
 
 from .errors import EXIT_CODES
-from .options import Json, print_json
+from .options import Json, accept_old_options, print_json
 
 __all__ = ["COMMANDS", "app"]
 
@@ -50,6 +50,7 @@ class _Loaded(MutableMapping[str, Any]):
             else:
                 self._loaded[name] = typer.main.get_group(found)
                 self._loaded[name].name = name
+            accept_old_options(self._loaded[name], name)
         return self._loaded[name]
 
     def __setitem__(self, name: str, command: Any) -> None:

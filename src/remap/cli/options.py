@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Html", "Json", "MachineName", "MaxBatchTokens", "MaxNumSeqs", "Tables", "print_json", "print_whole"]
+from remap.moved import OPTIONS, goes
+
+__all__ = [
+    "Html",
+    "Json",
+    "MachineName",
+    "MaxBatchTokens",
+    "MaxNumSeqs",
+    "Tables",
+    "accept_old_options",
+    "print_json",
+    "print_whole",
+]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Html = Annotated[Path | None, typer.Option(help="Write a page with plots there; needs matplotlib.")]
@@ -40,3 +53,28 @@ def print_whole(console: Console, table: Table) -> None:
         console.print(table, markup=False, highlight=False)
     finally:
         console.width = before
+
+
+def accept_old_options(command: Any, name: str) -> None:
+    """Let the command, or the group's commands, take the options that have other names now (`remap.moved.OPTIONS`), and say
+    so on stderr. name: the command's."""
+    for path, names in OPTIONS.items():
+        if path[0] == name:
+            _accept(command if len(path) == 1 else command.commands[path[1]], names)
+
+
+def _accept(command: Any, names: Mapping[str, str]) -> None:
+    parse = command.parse_args
+
+    def parse_args(context: Any, given: list[str]) -> Any:
+        end = given.index("--") if "--" in given else len(given)
+        now = []
+        for each in given[:end]:
+            option, equals, value = each.partition("=")
+            if option in names:
+                typer.echo(f"remap: {goes(option, names[option])}", err=True)
+                option = names[option]
+            now.append(option + equals + value)
+        return parse(context, [*now, *given[end:]])
+
+    command.parse_args = parse_args

@@ -103,6 +103,9 @@ def test_metrics_under_load(vllm: Vllm):
         assert after["vllm:num_preemptions_total"] == 0
         assert after["remap_alpha"] == 0 and after["remap_usable_blocks"] == before["remap_usable_blocks"]
         assert after["remap_passes_total"] >= 120
+        # 16 requests need more than the 20 MiB of the start: some ran on, or came in, in the memory of layers.
+        assert after["remap_shortages_total"] > 0
+        assert after["remap_allocations_beyond_total"] + after["remap_admissions_beyond_total"] > 0
     finally:
         end(server.process)
 
@@ -110,7 +113,7 @@ def test_metrics_under_load(vllm: Vllm):
 def tenant(alpha: int) -> Any:
     stats = SimpleNamespace(passes=10, copies=20, copied_bytes=2**40 + 1, stall_s=0.25, misses=3)
     kv = SimpleNamespace(usable_blocks=40, max_blocks=113)
-    return SimpleNamespace(remapped=alpha, layers=8, kv=kv, stats=lambda: stats)
+    return SimpleNamespace(remapped=alpha, layers=8, kv=kv, stats=lambda: stats, shortages=(5, 2))
 
 
 def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -120,10 +123,14 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert metrics.read() == {}
     writer = metrics.Writer()
     assert metrics.read() == {}
-    writer.write(tenant(3))
+    writer.write(tenant(3), moved=6)
+    beyond = metrics.Beyond(12)  # the scheduler's
+    for used, running in ((12, True), (13, True), (14, False), (14, True)):
+        beyond.allocated(used, running)
     assert metrics.read()[0] == {
         "alpha": 3, "layers": 8, "usable_blocks": 40, "max_blocks": 113, "passes": 10, "copies": 20,
-        "copied_bytes": 2**40 + 1, "stall_seconds": 0.25, "misses": 3,
+        "copied_bytes": 2**40 + 1, "stall_seconds": 0.25, "misses": 3, "shortages": 7, "refusals": 2, "moved_blocks": 6,
+        "allocations_beyond": 2, "admissions_beyond": 1,
     }  # fmt: skip
     metrics.Writer().write(tenant(4))  # another engine of this process: the first one's memory stays
     writer.write(tenant(5))
@@ -131,7 +138,9 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     metrics.Writer(2).write(tenant(6))  # data parallelism: one that comes later, and one that has not written
     metrics.Writer(1)
     writer.write(tenant(7))
+    metrics.Beyond(12, 2).allocated(13, running=False)
     assert {index: each["alpha"] for index, each in metrics.read().items()} == {0: 7, 2: 6}
+    assert {index: each["admissions_beyond"] for index, each in metrics.read().items()} == {0: 1, 2: 1}
     (tmp_path / "figures").write_bytes(b"short")
     assert metrics.read() == {}
 
@@ -200,7 +209,7 @@ from remap.adapters.vllm import metrics
 from prometheus_client import generate_latest
 from types import SimpleNamespace as N
 stats = N(passes=10, copies=20, copied_bytes=3, stall_s=0.25, misses=3)
-tenant = N(remapped=2, layers=8, kv=N(usable_blocks=4, max_blocks=9), stats=lambda: stats)
+tenant = N(remapped=2, layers=8, kv=N(usable_blocks=4, max_blocks=9), stats=lambda: stats, shortages=(0, 0))
 for engine in range(2): metrics.Writer(engine).write(tenant)
 for _ in range(2):
     said = generate_latest(server.get_prometheus_registry()).decode()

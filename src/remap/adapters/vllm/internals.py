@@ -47,6 +47,8 @@ TOUCHED = (
     Touched("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
     Touched("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", "self request num_new_tokens"),
     Touched("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", "self request"),
+    Touched("vllm.v1.core.kv_cache_manager", "KVCacheBlocks.blocks"),
+    Touched("vllm.v1.request", "RequestStatus.RUNNING"),
     Touched(
         "vllm.v1.core.kv_cache_coordinator",
         "KVCacheCoordinator.find_longest_cache_hit",
@@ -509,19 +511,26 @@ class Prefixes:
         return len(idle)
 
 
-def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> None:
-    """Call `grow(request, new tokens)` when vLLM finds too few blocks for a running or a waiting request.
+def around_allocations(
+    scheduler: Any, grow: Callable[[Any, int], bool], allocated: Callable[[int, bool], None]
+) -> None:
+    """Call `grow(request, new tokens)` when vLLM finds too few blocks for a running or a waiting request, and
+    `allocated(blocks in use, whether the request ran already)` when a request has got blocks.
 
-    The call comes before vLLM preempts or stops admitting requests. If it returns True, vLLM allocates once more.
+    The first call comes before vLLM preempts or stops admitting requests. If it returns True, vLLM allocates once more.
     """
+    from vllm.v1.request import RequestStatus
+
     manager = scheduler.kv_cache_manager
-    original = manager.allocate_slots
+    original, pool = manager.allocate_slots, manager.block_pool
 
     @functools.wraps(original)
     def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         found = original(request, num_new_tokens, *args, **kwargs)
         if found is None and grow(request, num_new_tokens):
-            return original(request, num_new_tokens, *args, **kwargs)
+            found = original(request, num_new_tokens, *args, **kwargs)
+        if found is not None and any(found.blocks):
+            allocated(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), request.status == RequestStatus.RUNNING)
         return found
 
     manager.allocate_slots = allocate_slots

@@ -7,9 +7,9 @@ the file for each request. REMAP_METRICS_FILE names the file. The first process 
 the processes that it starts, and removes the file when it ends; the next server removes the file of a server that was
 killed.
 
-Each engine (data parallelism) has its own place in the file and one writer (rank 0, its engine's thread). Any number of
-processes may read, without a lock: every field is eight aligned bytes. A reader may see fields of two successive
-passes, but never half a field.
+Each engine (data parallelism) has its own place in the file, and each field there one writer: the worker of rank 0, or the
+scheduler, which may be in another process. Any number of processes may read, without a lock: every field is eight aligned
+bytes. A reader may see fields of two successive passes, but never half a field.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from remap.inside import inside
 
 from . import internals
 
-__all__ = ["FIELDS", "RemapStats", "Writer", "read"]
+__all__ = ["FIELDS", "Beyond", "RemapStats", "Writer", "read"]
 
 VARIABLE = "REMAP_METRICS_FILE"
 # name, help text, whether the figure is a counter
@@ -48,7 +48,13 @@ FIELDS = (
     ("copied_bytes", "Bytes of weights streamed in", True),
     ("stall_seconds", "Time for which computation waited for a layer", True),
     ("misses", "Layers that were waited for", True),
+    ("shortages", "Steps whose demand was more than the free KV blocks", True),
+    ("refusals", "Of these, steps in which growth was refused, at least in part", True),
+    ("moved_blocks", "KV blocks that moved because theirs had to leave", True),
+    ("allocations_beyond", "Allocations for running requests beyond the KV blocks of the start", True),
+    ("admissions_beyond", "Waiting requests that were admitted beyond the KV blocks of the start", True),
 )
+_OF_SCHEDULER = 2  # the last fields are the scheduler's, the others its worker's
 _PREFIX, _SUFFIX = "remap-vllm-", ".metrics"
 _FORMAT = struct.Struct(f"{len(FIELDS)}d")
 
@@ -76,24 +82,57 @@ def _sweep() -> None:
                 path.unlink()
 
 
-class Writer:
-    """Writes the figures of one engine; rank 0 has it. most: the KV blocks that vLLM knows; the tenant may have more."""
+class _Fields:
+    """The fields first..stop-1 of one engine's place in the file."""
 
-    def __init__(self, engine: int = 0, most: float = math.inf) -> None:
+    def __init__(self, engine: int, first: int, stop: int) -> None:
         end = (engine + 1) * _FORMAT.size
         with os.fdopen(os.open(file(), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as stream:
             # Never truncate the file: another engine may have mapped it.
             os.posix_fallocate(stream.fileno(), 0, end)
             self._memory = mmap.mmap(stream.fileno(), end)
-        self._start, self._most = engine * _FORMAT.size, most
+        self._format = struct.Struct(f"{stop - first}d")
+        self._start = engine * _FORMAT.size + 8 * first
 
-    def write(self, tenant: Any) -> None:
-        stats = inside(tenant).stats()
-        alpha, layers, blocks, most = tenant.remapped, tenant.layers, tenant.kv.usable_blocks, tenant.kv.max_blocks
-        blocks, most = min(blocks, self._most), min(most, self._most)
-        counted = (stats.passes, stats.copies, stats.copied_bytes, stats.stall_s, stats.misses)
+    def put(self, *values: float) -> None:
         # pack_into would write zeros first, and a reader might see them.
-        self._memory[self._start : self._start + _FORMAT.size] = _FORMAT.pack(alpha, layers, blocks, most, *counted)
+        self._memory[self._start : self._start + self._format.size] = self._format.pack(*values)
+
+
+class Writer:
+    """Writes the figures of one engine's worker; rank 0 has it. most: the KV blocks that vLLM knows; the tenant may have more."""
+
+    def __init__(self, engine: int = 0, most: float = math.inf) -> None:
+        self._fields, self._most = _Fields(engine, 0, len(FIELDS) - _OF_SCHEDULER), most
+
+    def write(self, tenant: Any, moved: int = 0) -> None:
+        """moved: KV blocks that have moved."""
+        within = inside(tenant)
+        stats, (met, refused) = within.stats(), within.shortages
+        alpha, layers, blocks, most = tenant.remapped, tenant.layers, tenant.kv.usable_blocks, tenant.kv.max_blocks
+        counted = (stats.passes, stats.copies, stats.copied_bytes, stats.stall_s, stats.misses, met + refused, refused)
+        self._fields.put(alpha, layers, min(blocks, self._most), min(most, self._most), *counted, moved)
+
+
+class Beyond:
+    """Counts what only the blocks that remap opened made possible; the scheduler has it. blocks: those of the start.
+
+    Without remap vLLM would have preempted a request for such an allocation, and let such a request wait. It counts more of
+    them than there would have been preemptions: after one there is room for the next.
+    """
+
+    def __init__(self, blocks: int, engine: int = 0) -> None:
+        self._blocks = blocks
+        self._fields = _Fields(engine, len(FIELDS) - _OF_SCHEDULER, len(FIELDS))
+        self.running = self.waiting = 0
+        self._fields.put(0, 0)  # the file may be that of an engine before
+
+    def allocated(self, used: int, running: bool) -> None:
+        """A request got blocks, and `used` are in use now. running: it ran already."""
+        if used > self._blocks:
+            self.running += running
+            self.waiting += not running
+            self._fields.put(self.running, self.waiting)
 
 
 def read() -> dict[int, dict[str, float]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from . import internals
+from . import internals, metrics
 from .link import PoolIds, RankLink
 
 __all__ = ["Scheduler"]
@@ -35,7 +35,9 @@ class Scheduler(AsyncScheduler):
         """
         internals.check_connector(self)
         self.remap = RankLink(executor, PoolIds(self))
-        internals.on_failed_allocation(self, self._grow)
+        engine = internals.engine_index(self.vllm_config)
+        self.remap_beyond = metrics.Beyond(len(self.remap.books.opened) - 1, engine)  # but for vLLM's null block
+        internals.around_allocations(self, self._grow, self.remap_beyond.allocated)
 
     # -- before each step ------------------------------------------------------------------------------------------
 

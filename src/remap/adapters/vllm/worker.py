@@ -56,6 +56,7 @@ class RemapWorker:
     # -- starting --------------------------------------------------------------------------------------------------
 
     def init_device(self) -> None:
+        internals.show_logs()
         self._remap_newer = internals.check_version()
         scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()
         if not hasattr(scheduler, "bind"):
@@ -87,6 +88,7 @@ class RemapWorker:
         self.remap_offloader = RemapOffloader()
         self.remap_rank: Any = None  # a Rank, once it is attached
         self._remap_told = self.rank > 0  # what remap can do here
+        self._remap_moved = 0  # blocks
         set_offloader(self.remap_offloader)  # the runner, just made, has set its own
 
     def load_model(self, **kwargs: Any) -> None:
@@ -288,7 +290,6 @@ class RemapWorker:
             "most_blocks": most,
             "kv_cache_layout": self.cache_config.kv_cache_layout,
         }
-        internals.show_logs()
         logger.info("remap: %s", self._remap_manifest)
         logger.info(
             "remap: %d KV blocks now, up to %d as layers leave (vLLM's own lines above name the largest cache)",
@@ -356,12 +357,13 @@ class RemapWorker:
 
     def _remap_show(self) -> None:
         if self._remap_gauges is not None and self.remap_rank is not None:
-            self._remap_gauges.write(self.remap_rank.tenant)
+            self._remap_gauges.write(self.remap_rank.tenant, self._remap_moved)
 
     def remap_move(self, moves: dict[int, int]) -> None:
         """Move the contents of blocks, and replace their ids on this rank. moves: old id -> new id."""
         inside(self.remap_rank.tenant).kv.move(list(moves.items()))
         internals.rename_blocks(self.model_runner, moves)
+        self._remap_moved += len(moves)
 
     def remap_may_move(self) -> bool:
         """Whether `remap_move` knows this model runner."""
