@@ -29,6 +29,7 @@ from typing import Any
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState
 from remap.inside import inside
 from remap.memory.observe import AGAIN_S
+from remap.moved import renamed_class
 from remap.policy.controller import Demand
 from remap.session import Session
 from remap.tenant import Tenant
@@ -43,6 +44,10 @@ _PATIENT_S, _AGAIN_S = 0.25, 0.005
 """How long a step waits for other processes, and how often it looks."""
 
 Runs = tuple[tuple[int, int], ...]
+
+
+def __getattr__(name: str) -> object:
+    return renamed_class(__name__, globals(), name)
 
 
 @dataclass(frozen=True)

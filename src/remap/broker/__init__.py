@@ -9,7 +9,7 @@
 | member.py | a session's side: asking, giving, being asked, and joining the next broker |
 | locks.py | who may still have pages: locks on bytes of a file beside the socket |
 
-Members' KV caches share one pool. A page goes from one process to another by way of the broker, and the process that gets it zeroes
-it. Weights of a process that serves nothing become KV of others, and come home when it serves. When the broker is gone, members
-serve on with the pages that they have, and join the next broker with them.
+Members' KV caches share one pool. A page goes from one process to another by way of the broker, and the process that gets it
+zeroes it. Weights of a process that serves nothing become KV of others, and come home when it serves. When the broker is gone,
+members serve on with the pages that they have, and join the next broker with them.
 """
