@@ -468,25 +468,49 @@ class Session:
         return made
 
     @exclusive
+    def expect(self, name: str) -> tuple[int, ...]:
+        """On the first sign of a request for a tenant without pages, while others serve: its first layers begin to load, as many
+        as find pages that nobody misses: free ones, unused KV, and layers that idle tenants need not keep. `activate` brings the
+        rest. It stays inactive, and what has come is given to whoever needs it more; `deactivate(name, pages="none")` gives it
+        up at once, if nobody asks after all.
+
+        Returns the layers that come, ascending; () for an active tenant, one that lacks none, and where there is no room. Raises
+        InvalidArgument for an unknown tenant, InvalidState inside a pass of it, and the backend's error; nothing changes then.
+        """
+        self._passes.check_open()
+        self._claim()
+        tenant = self._core.tenant(name)
+        tenant.require_idle()
+        if tenant.active or not tenant.pages.cold:
+            return ()
+        came, _ = self._cold.expect(tenant)
+        if came:
+            self._changes.wake(tenant)
+        self._link.certify()
+        return came
+
+    @exclusive
     def deactivate(self, name: str, *, pages: str = "own") -> None:
         """Let the tenant serve no pass until it is activated again. Its live blocks stay; it may lend its unused KV and
         layers.
 
         pages: "none" frees its pages at once: all layers' but those that something wrote into, and KV without live blocks. Its
-        activation brings them back, as after `attach(pages="none")`.
+        activation brings them back, as after `attach(pages="none")`. "auto": the same, but the tenant keeps as many first layers
+        as let the others load behind their computation, or its first token come within `ttft_s`, by the passes that it has
+        made; before its first one, none.
 
         Raises InvalidArgument for an unknown tenant and InvalidState inside a pass; nothing changes then.
         """
-        if pages not in ("own", "none"):
-            raise invalid("pages", pages, "'own' or 'none'")
+        if pages not in ("own", "none", "auto"):
+            raise invalid("pages", pages, "'own', 'none' or 'auto'")
         self._passes.check_open()
         self._claim()
         tenant = self._core.tenant(name)
         tenant.require_idle()
         with AllOrNothing(self._changes, self._tenants.values()):
             deactivate(self._changes, tenant)
-            if pages == "none":
-                self._cold.give_all(tenant)
+            if pages != "own":
+                self._cold.give_all(tenant, self._cold.first_kept(tenant) if pages == "auto" else 0)
         self._link.certify()
         if self._asked is not None:
             self._asked.attend(self._core)

@@ -158,6 +158,7 @@ def make_op(rng: random.Random, kind: str, page: int) -> Op:
         (3, lambda: ["lend", name, share, rng.choice([1, 2]), rng.choice([None, other, other])]),
         (4, lambda: ["activate", name, rng.random() < 0.2, rng.choice([False, False, True, 0.5])]),
         (2, lambda: ["deactivate", name, rng.random() < 0.3]),
+        (1, lambda: ["expect", name]),
         (3, lambda: ["crowd", name, share, rng.randint(1, 4), rng.random() < 0.7]),
         (5, lambda: ["allocate", name, share]),
         (4, lambda: ["free", name, rng.choice([1, 1, 2, 3]), rng.randint(0, 2)]),
@@ -557,6 +558,16 @@ class World:
     def op_deactivate(self, name: str, whole: bool = False) -> None:
         if name in self.engines:
             self.call(lambda: self.session.deactivate(name, pages="none" if whole else "own"))
+
+    def op_expect(self, name: str) -> None:
+        """Of a tenant without pages first layers come, and it stays as it is."""
+        if name in self.engines:
+            tenant = self.engines[name].tenant
+            before, active = set(inside(tenant).cold), tenant.active
+            came = self.call(lambda: self.session.expect(name))
+            if not self.ended and not isinstance(came, BaseException):
+                expect(set(inside(tenant).cold) == before - set(came), f"{came} came of {name}'s cold layers")
+                expect(set(came) <= before and tenant.active == active, f"{name} was expected")
 
     def op_allocate(self, name: str, share: float) -> None:
         engine = self.engines.get(name)

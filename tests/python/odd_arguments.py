@@ -115,6 +115,7 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "Session.step": (lambda w: w.session.step, {"demand": {"a": 1}}),
     "Session.activate": (lambda w: w.session.activate, {"name": "m", "alone": False, "partial": False}),
     "Session.deactivate": (lambda w: w.session.deactivate, {"name": "m"}),
+    "Session.expect": (lambda w: w.session.expect, {"name": "m"}),
     "Session.close": (lambda w: w.session.close, {"device": None}),
     "advanced.remap": (lambda w: advanced.remap, {
         "session": lambda w: w.session, "name": "m", "layers": 1, "buffers": 1, "selection": "nested", "drain": False,

@@ -29,7 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import remap
 from reference.arena_model import ArenaModel, TenantModel
-from remap.errors import InvalidArgument, OutOfBlocks
+from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory
 from remap.inside import inside
 from remap.kv.spec import KVGeometry
 
@@ -145,7 +145,7 @@ class ArenaMachine(RuleBasedStateMachine):
         selection=st.sampled_from(("uniform", "nested")),
     )
     def remap(self, name: str, layers: int, buffers: int, selection: str) -> None:
-        if name not in self.tenants:
+        if name not in self.tenants or not self.model.tenants[name].active:
             return
         model = self.model.tenants[name]
         try:
@@ -195,11 +195,15 @@ class ArenaMachine(RuleBasedStateMachine):
             return
         for _ in range(passes):
             for mode, tenant in self.tenants[name].items():
+                if not self.model.tenants[name].active:
+                    with pytest.raises(InvalidState, match="inactive"), tenant.forward():
+                        raise AssertionError
+                    continue
                 forward(self.sessions[mode], tenant, self.model.tenants[name].layers)
 
     @rule(name=st.sampled_from(NAMES), stop=st.integers(0, 5))
     def abandoned_pass(self, name: str, stop: int) -> None:
-        if name not in self.tenants:
+        if name not in self.tenants or not self.model.tenants[name].active:
             return
         for tenant in self.tenants[name].values():
             with pytest.raises(KeyError), tenant.forward():
@@ -211,12 +215,57 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, 60))
     def step(self, name: str, blocks: int) -> None:
         """The controller's decision: how much of it are layers is seen, everything else follows."""
-        if name not in self.tenants:
+        if name not in self.tenants or not self.model.tenants[name].active:
             return
         report = self.both(lambda mode: seen_of(self.sessions[mode].step({name: remap.Demand(blocks=blocks)})))
         model, seen = self.model.tenants[name], self.sessions["strict"].snapshot().tenants[name]
         model.remap(seen.remapped, seen.buffers, report["moved"].get(name, {}))
         model.base_kv_pages = seen.pages.kv - seen.remapped * model.layer_pages
+        self.poison()
+
+    @rule(name=st.sampled_from(NAMES))
+    def give_up(self, name: str) -> None:
+        """All that live blocks do not keep becomes free: how many pages they keep is seen."""
+        if name not in self.tenants:
+            return
+        for session in self.sessions.values():
+            session.deactivate(name, pages="none")
+        model, seen = self.model.tenants[name], self.sessions["strict"].snapshot().tenants[name]
+        assert seen.cold == tuple(range(len(model.layers))) and seen.remapped == seen.buffers == 0
+        assert seen.pages.kv <= len(model.blocks)
+        model.give_up()
+        model.active, model.base_kv_pages = False, seen.pages.kv
+        self.poison()
+
+    @rule(name=st.sampled_from(NAMES))
+    def activate(self, name: str) -> None:
+        """A cold tenant has all of its layers again, or nothing has changed."""
+        if name not in self.tenants:
+            return
+        model = self.model.tenants[name]
+
+        def call(mode: str) -> Any:
+            report = self.sessions[mode].activate(name)
+            moved = {each: dict(pairs) for each, pairs in report.moved.items()}
+            return report.activated, report.restored, moved, {each: set(ids) for each, ids in report.preempt.items()}
+
+        try:
+            activated, restored, moved, preempt = self.both(call)
+        except OutOfMemory as error:
+            refused = error
+        else:
+            refused = None
+        if refused is not None:
+            assert model.cold and refused.fields["requested"] == len(model.layers) * model.layer_pages
+            return
+        assert activated or preempt
+        if not activated or not model.cold:
+            assert not moved and not restored
+            return
+        assert restored == tuple(range(len(model.layers))) and not set(moved) - {name}
+        model.move(moved.get(name, {}))
+        model.cold, model.active = False, True
+        model.base_kv_pages = self.sessions["strict"].snapshot().tenants[name].pages.kv
         self.poison()
 
     @rule()

@@ -220,6 +220,67 @@ def test_live_blocks_in_the_way_are_named() -> None:
         check(session, {"a": a, "b": b_needs, "m0": b})
 
 
+@pytest.mark.parametrize(
+    ("config", "kept"), [({}, 2), ({"ttft_s": 6.0}, 1), ({"ttft_s": 7.5}, 0), ({"ttft_s": 1.0}, 2)]
+)
+def test_a_model_keeps_its_first_layers(config: dict[str, Any], kept: int) -> None:
+    """A pass computes for 1 s a layer, and a layer loads in 1.5 s: behind the first two's computation the others load unnoticed;
+    without the first one they are late by 1.5 s, without any by 3. Nothing comes within a second anyway."""
+    with session_of(30, reload_s=0.0, **config) as session:
+        engine = models(session, 1)["m0"]
+        set_times(engine.tenant, times_of(LAYERS, 1.0, 1.5), copy_s=1.5)
+        session.deactivate("m0", pages="auto")
+        assert session.activate("m0").activated
+        forward(session, engine.tenant, engine.data)
+        session.deactivate("m0", pages="auto")
+        assert session.snapshot().tenants["m0"].cold == tuple(range(kept, LAYERS)), kept
+        check(session, {"m0": engine})
+        report = session.activate("m0")
+        assert report.activated and report.restored == tuple(range(kept, LAYERS))
+        forward(session, engine.tenant, engine.data)
+
+
+def test_everybodys_last_layers_go_before_anybodys_first() -> None:
+    with session_of(28, reload_s=0.0, policy="lru") as session:
+        engines = models(session, 4)
+        for name in ("m0", "m1", "m2"):
+            assert session.activate(name, alone=True).activated
+        assert session.activate("m3", alone=True).activated
+        seen = session.snapshot().tenants
+        assert [seen[name].cold for name in ("m0", "m1", "m2")] == [(1, 2, 3), (3,), ()]
+        check(session, engines)
+        for name in engines:
+            assert session.activate(name, alone=True).activated
+            forward(session, engines[name].tenant, engines[name].data)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_first_layers_come_on_the_first_sign_of_a_request(mode: str) -> None:
+    """As many as have room beside whoever serves; the activation brings the rest, and who is not needed after all gives them."""
+    with session_of(14, mode, reload_s=0.0) as session:
+        engines = models(session, 3)
+        a, b = engines["m0"], engines["m1"]
+        assert session.activate("m0").activated
+        a.hold(2)
+        before = {name: value for name, value in visible(session).items() if name not in ("epoch", "shown")}
+        assert session.expect("m0") == () and before == {key: visible(session)[key] for key in before}
+        came = session.expect("m1")
+        assert came == (0, 1) and not b.tenant.active and a.tenant.active
+        remap.advanced.settle(session)
+        check(session, engines)
+        forward(session, a.tenant, a.data)
+        session.deactivate("m1", pages="none")
+        assert session.snapshot().tenants["m1"].cold == tuple(range(LAYERS))
+        assert session.expect("m1") == came and session.expect("m2") == ()
+        a.free()
+        report = session.activate("m1", alone=True)
+        assert report.activated and set(report.restored) == set(range(LAYERS)) - set(came)
+        for name in ("m1", "m2", "m0"):
+            assert session.activate(name, alone=True).activated
+            forward(session, engines[name].tenant, engines[name].data)
+        check(session, engines)
+
+
 def test_what_cannot_be_attached_without_pages_is_refused() -> None:
     with session_of(20) as session:
         for options in ({"active": True, "pages": "none"}, {"active": False, "pages": "some"}, {"pages": 3}):
@@ -232,7 +293,8 @@ def test_what_cannot_be_attached_without_pages_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_call_of_an_activation_fails(mode: str) -> None:
-    """Whatever fails, once: the model stays as it was and the others keep their bytes; the next try succeeds."""
+    """Whatever fails, once: the model stays as it was and the others keep their bytes; the next try succeeds. First layers of it
+    may be expected before."""
     backend = _core.make_fault_backend(make_backend(12 * PAGE))
     config = remap.advanced.Knobs(min_idle=0.0)
     with session_on(backend, 12 * PAGE, mode=mode, config=config) as session:
@@ -249,6 +311,8 @@ def test_every_call_of_an_activation_fails(mode: str) -> None:
             before = visible(session)
             backend.arm_any(at, False, _core.ErrorKind.driver)
             try:
+                if at % 2:
+                    session.expect(first)
                 assert session.activate(first, alone=True).activated
             except DriverError:
                 backend.disarm()
@@ -281,8 +345,8 @@ def test_anything_in_any_order(seed: int) -> None:
         for tag, each in enumerate(sizes, 1):
             worlds[-1][1][f"m{tag}"] = Model(session, f"m{tag}", each, tag, active=False)
     for _ in range(40):
-        name, verb, count = f"m{rng.randint(1, 5)}", rng.randrange(6), rng.randint(1, 30)
-        alone, whole = rng.random() < 0.6, rng.random() < 0.5
+        name, verb, count = f"m{rng.randint(1, 5)}", rng.randrange(7), rng.randint(1, 30)
+        alone, pages = rng.random() < 0.6, rng.choice(("none", "auto", "own"))
         said = []
         for session, engines in worlds:
             engine = engines[name]
@@ -293,7 +357,7 @@ def test_anything_in_any_order(seed: int) -> None:
                         engines[other].patch(moved)
                     said.append((report.activated, report.restored, {k: tuple(v) for k, v in report.preempt.items()}))
                 elif verb == 2:
-                    session.deactivate(name, pages="none" if whole else "own")
+                    session.deactivate(name, pages=pages)
                 elif verb == 3 and engine.tenant.active:
                     step = session.step({name: remap.Demand(blocks=count)})
                     for other, moved in step.moved.items():
@@ -303,6 +367,8 @@ def test_anything_in_any_order(seed: int) -> None:
                     engine.allocate(min(count, engine.kv.free_blocks))
                 elif verb == 5:
                     engine.free()
+                elif verb == 6:
+                    said.append(session.expect(name))
                 for each in engines.values():
                     if each.tenant.active:
                         forward(session, each.tenant, each.data)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from reference.first_layers_des import ends_at
+from reference.first_layers_des import first_kept as slow_first_kept
 from remap.policy.hardware import machine, model
-from remap.policy.hidden import lateness, most_hidden, most_lent, verdict
+from remap.policy.hidden import first_kept, lateness, lateness_beyond, most_hidden, most_lent, verdict
 from remap.sim.planning import limit, plan
 from remap.sim.roofline import Roofline
 
@@ -46,3 +50,30 @@ def test_what_an_idle_model_lends_depends_on_how_late_it_may_be() -> None:
     assert most_lent(compute, late, 10.0) == 8
     assert "lends all of its layers" in verdict(compute, copies, 0.0, compute, 10.0)
     assert "lends 2 of its layers and is late by 350 ms at most" in verdict(compute, copies, 0.0, compute, 0.35)
+
+
+SECONDS = st.integers(0, 12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=9), st.integers(0, 40), st.integers(0, 6))
+def test_the_certificate_of_first_layers_is_what_the_passes_show(
+    layers: list[tuple[int, int]], late: int, setup: int
+) -> None:
+    """Against passes that are played one layer after another; to keep more is never later."""
+    compute, transfer = [one for one, _ in layers], [other for _, other in layers]
+    played = [ends_at(compute, transfer, kept, setup) - sum(compute) for kept in range(len(layers) + 1)]
+    assert lateness_beyond(compute, transfer, setup) == played == sorted(played, reverse=True)
+    assert first_kept(compute, transfer, late, setup) == slow_first_kept(compute, transfer, late, setup)
+
+
+def test_what_a_first_token_within_a_second_takes_over_pcie() -> None:
+    """A Llama-3-8B on an H100: 16 GB over 55 GB/s take a third of a second."""
+    on, llama = machine("H100-SXM"), model("llama-3-8b")
+    roofline = Roofline(on, llama)
+    compute = [roofline.layer_s(512, 512 * 513 // 2, 0, 0)] * llama.layers
+    copies = [llama.layer_bytes / on.h2d_bytes_per_s] * llama.layers
+    second, hidden = first_kept(compute, copies, 1.0 - sum(compute)), first_kept(compute, copies)
+    assert second == 0 and 0.8 * llama.layers < hidden < llama.layers
+    tenth = first_kept(compute, copies, 0.1 - sum(compute))
+    assert 0 < tenth < hidden and first_kept(compute, copies, -1.0) == llama.layers

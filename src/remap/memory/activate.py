@@ -63,6 +63,7 @@ class ActivationReport:
 def deactivate(changes: Changes, tenant: TenantState) -> None:
     """Let the tenant serve no pass until it is activated. Its live blocks stay; unused KV and layers may be lent."""
     changes.cancel_draining(tenant, deactivate=True)  # no step of its own would finish it
+    tenant.expected = False
 
 
 def activate(
@@ -80,6 +81,7 @@ def activate(
     share of its computation.
     """
     came: tuple[int, ...] = ()
+    tenant.expected = False
     if tenant.pages.cold:
         try:
             came, problem = cold.bring(tenant)

@@ -7,7 +7,8 @@
 Lending (lend.py) keeps a giver's claim on its pages, which come home from whoever has them. Here the claim goes as well, so
 any number of models can be attached, and whoever is needed takes what is there: free pages, then unused KV, then layers of the
 models that are needed last, KV of paused ones (which their engines copy to host memory first), and these models' layers, down to
-nothing.
+nothing. Of idle models first the layers behind those whose computation hides the loading of the rest, or leaves it time within
+`ttft_s` (`policy.hidden.first_kept`), while the link has time for that; the first ones of all only then.
 
 Layers come in the order of use, first one, then more at a time: while one is being copied the next ones' pages are zeroed, and
 the first pass, which waits for each layer by itself, begins when the first has come. A call that fails changes nothing.
@@ -15,6 +16,8 @@ the first pass, which waits for each layer by itself, begins when the first has 
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +30,7 @@ from remap.memory.offers import Offers
 from remap.memory.plan import Pages, plan_free_pages, plan_homes, run_of
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
+from remap.policy.hidden import first_kept
 from remap.sizes import show_size
 
 __all__ = ["Cold"]
@@ -72,23 +76,52 @@ class Cold:
         """
         layers = tuple(sorted(tenant.pages.cold))
         self._require_enough(tenant, layers)
-        applied = self._changes.applied
+
+        def bring() -> None:
+            self._load(tenant, layers, self._collect(tenant, layers))
+
+        return self._come(tenant, layers, bring)
+
+    def expect(self, tenant: TenantState) -> tuple[tuple[int, ...], str]:
+        """As `bring`, for as many of the first cold layers as find pages that cost nobody anything: free ones, unused KV, and
+        layers that idle tenants need not keep (`_gifts`). Raises the backend's error alone."""
+        layers = tuple(sorted(tenant.pages.cold))
+
+        def bring() -> None:
+            short = self._choose(tenant, layers).short
+            for give in self._gifts(tenant, spare=True):
+                if short <= 0:
+                    break
+                give(short)
+                short = self._choose(tenant, layers).short
+            # Of more layers, no fewer pages are lacking.
+            fit = bisect_right(range(len(layers)), 0, key=lambda n: self._choose(tenant, layers[: n + 1]).short)
+            if fit:
+                tenant.expected = True
+                self._load(tenant, layers[:fit], self._choose(tenant, layers[:fit]))
+
+        return self._come(tenant, layers, bring)
+
+    def _come(
+        self, tenant: TenantState, layers: Sequence[int], bring: Callable[[], None]
+    ) -> tuple[tuple[int, ...], str]:
+        """All that `bring` does or nothing; the layers that have come, and what ended it early and could not be taken back."""
+        applied, problem = self._changes.applied, ""
         try:
             with AllOrNothing(self._changes, self._tenants.values()):
-                self._bring(tenant, layers)
+                self._changes.cancel_draining(tenant)
+                self._let_go(tenant)
+                bring()
         except ArenaBroken:
             raise
         except Error as error:
             if self._changes.applied == applied:
                 raise
-            return tuple(layer for layer in layers if layer not in tenant.pages.cold), str(error)
-        return layers, ""
+            problem = str(error)
+        return tuple(layer for layer in layers if layer not in tenant.pages.cold), problem
 
-    def _bring(self, tenant: TenantState, layers: Sequence[int]) -> None:
+    def _load(self, tenant: TenantState, layers: Sequence[int], choice: _Choice) -> None:
         changes = self._changes
-        changes.cancel_draining(tenant)
-        self._let_go(tenant)
-        choice = self._collect(tenant, layers)
         if choice.kv:
             changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, choice.kv, give=True))
         tenant.write(kept=choice.kept)
@@ -180,8 +213,17 @@ class Cold:
         others = [one for one in self._tenants.values() if one is not tenant and one.config.lends and not one.busy]
         return [*self._offers.ranked([one for one in others if not one.active]), *(one for one in others if one.active)]
 
-    def _gifts(self, tenant: TenantState) -> list[Callable[[int], None]]:
-        """What others can do, each for so many pages at most, in the order in which it is to be done."""
+    def first_kept(self, giver: TenantState) -> int:
+        """The certificate: with so many first layers its next short prefill ends late by `Knobs.late_s` at most. 0 before one of
+        its passes was measured, and the link."""
+        times = giver.timing.prefill()
+        if times is None:
+            return 0
+        return first_kept(times.compute_s, times.transfer_s, giver.config.late_s(math.fsum(times.compute_s)))
+
+    def _gifts(self, tenant: TenantState, spare: bool = False) -> list[Callable[[int], None]]:
+        """What others can do, each for so many pages at most, in the order in which it is to be done. spare: only what makes
+        nobody's next pass later than it may be."""
         givers = self._givers(tenant)
         sleeping = [one for one in givers if not one.active]
         idle, waiting = [one for one in sleeping if not paused(one)], [one for one in sleeping if paused(one)]
@@ -191,6 +233,13 @@ class Cold:
         gifts: list[Callable[[int], None]] = [partial(self._give_own, tenant)]
         for one in givers:
             gifts.append(partial(self._give_unused, one, taker, unused.surplus))
+        if not self._offers.crowded:  # each model that was idle loads what it gave
+            spared = [
+                one for one in idle if not (spare and one.expected)
+            ]  # of two that are expected none takes the other's
+            gifts += [partial(self.give_layers, one, keep=self.first_kept(one)) for one in spared]
+        if spare:
+            return gifts
         gifts += [partial(self.give_layers, one) for one in idle]
         gifts += [partial(self._give_blocks, one) for one in idle]
         for one in waiting:
@@ -226,17 +275,20 @@ class Cold:
         if giver.kv.reclaimable_blocks:
             giver.kv.reclaim(min(blocks, giver.kv.reclaimable_blocks))
 
-    def give_layers(self, giver: TenantState, pages: int) -> None:
-        """So many pages of layers of a tenant that serves no pass become free, for good: all that stream, then the last ones."""
+    def give_layers(self, giver: TenantState, pages: int, keep: int = 0) -> None:
+        """So many pages of layers of a tenant that serves no pass become free, for good: all that stream, then the last ones, and
+        none of the first `keep`."""
         layers = self._layers_to_give(giver)
-        if not layers:
-            return
         chosen, given = set(giver.streamed), len(giver.pages.ring) * giver.pages.depth + len(giver.pages.lent)
+        if not layers or any(layer < keep for layer in chosen):
+            return
         for layer in sorted(set(layers) - chosen, reverse=True):
-            if given >= pages:
+            if given >= pages or layer < keep:
                 break
             chosen.add(layer)
             given += len(giver.pages.homes[layer])
+        if not chosen:
+            return
         self._changes.cancel_draining(giver)
         self._let_go(giver)
         there = giver.pages.given_up(chosen)
@@ -268,13 +320,13 @@ class Cold:
             freed = sorted(map(giver.giving.__getitem__, geometry.giving_indices(slots)))
             self._changes.exchange(giver, plan_free_pages(giver.pages, freed, give=False), slots)
 
-    def give_all(self, giver: TenantState) -> None:
-        """All layers and blocks that the tenant can do without become free. It serves no pass. Raises the backend's error if
-        nothing has changed; later ones end the call early."""
+    def give_all(self, giver: TenantState, keep: int = 0) -> None:
+        """All layers but the first `keep`, and all blocks, that the tenant can do without become free. It serves no pass. Raises the
+        backend's error if nothing has changed; later ones end the call early."""
         total, applied = self._changes.arena.total_pages, self._changes.applied
         try:
             with AllOrNothing(self._changes, (giver,), partly=True):
-                self.give_layers(giver, total)
+                self.give_layers(giver, total, keep)
                 self._give_blocks(giver, total)
         except ArenaBroken:
             raise

@@ -90,6 +90,12 @@ class Offers:
         """Forget a tenant that has gone."""
         self._activity.forget(name)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether switches take so much of the link that layers had better stay where they are needed soon."""
+        self._switching.look(self._clock())
+        return self._switching.crowded
+
     # -- what is offered -------------------------------------------------------------------------------------------
 
     def to(self, receiver: TenantState, need: int) -> list[list[Quote]]:

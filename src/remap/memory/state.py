@@ -106,6 +106,7 @@ class TenantState:
     shortages_unmet: int = 0  # and that did not
     last_use: int = 0  # the session's count of activations at the last one
     last_pass_s: float = 0.0  # when the last pass ended; the pass's
+    expected: bool = False  # first layers came ahead of its activation, which has not been since
 
     # -- changes that are not finished
     unsettled: PreparedPlan | None = None  # a plan decided and not settled

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal
 
 from remap.policy import schedule
 
-__all__ = ["Selection", "lateness", "most_hidden", "most_lent", "verdict"]
+__all__ = ["Selection", "first_kept", "lateness", "lateness_beyond", "most_hidden", "most_lent", "verdict"]
 
 Selection = Literal["uniform", "nested"]
 
@@ -47,6 +48,36 @@ def most_lent(compute_s: Sequence[float], late: Sequence[float], late_s: float =
     """The most layers that may be away with `late` at most late_s."""
     bound = late_s + schedule.RELATIVE_EPSILON * math.fsum(compute_s)
     return max(0, sum(each <= bound for each in late) - 1)
+
+
+def lateness_beyond(compute_s: Sequence[float], transfer_s: Sequence[float], setup_s: float = 0.0) -> list[float]:
+    """Seconds by which one pass ends later if only the first 0, 1, ..., n of n layers are at home, and the others are loaded one
+    after another in the order of use, beginning with the pass. They never grow, and the last is 0.
+
+    compute_s, transfer_s: seconds of each layer. setup_s: before the first copy begins (pages are zeroed, and mapped).
+    `schedule.one_shot_delay` of every suffix at once: with the layers from k on missing, layer j waits for the copies of k to j and
+    computes behind all before it, so the delay is max over j of (sum of T up to j - sum of C before j) - (sum of T before k).
+    """
+    copied = list(accumulate(transfer_s, initial=0.0))
+    computed = list(accumulate(compute_s, initial=0.0))
+    late, found = -math.inf, [0.0]
+    for layer in range(len(compute_s) - 1, -1, -1):
+        late = max(late, copied[layer + 1] - computed[layer])
+        found.append(max(0.0, setup_s + late - copied[layer]))
+    return found[::-1]
+
+
+def first_kept(
+    compute_s: Sequence[float], transfer_s: Sequence[float], late_s: float = 0.0, setup_s: float = 0.0
+) -> int:
+    """The certificate of a model that serves no pass: how many first layers it keeps, at least, so that its next pass, which
+    computes so long, ends late by `late_s` at most while all others load; 0: none. With late_s = 0 loading them is hidden behind
+    the computation of those that are kept; with late_s = ttft_s - sum(compute_s) the first token comes within ttft_s, if even a
+    pass with all layers at home does: else it is all of them.
+    """
+    bound = late_s + schedule.RELATIVE_EPSILON * max(math.fsum(compute_s), math.fsum(transfer_s))
+    late = lateness_beyond(compute_s, transfer_s, setup_s)
+    return next((kept for kept, each in enumerate(late) if each <= bound), len(compute_s))
 
 
 def verdict(
