@@ -10,6 +10,6 @@
 | locks.py | who may still have pages: locks on bytes of a file beside the socket |
 
 What it does today: members' KV caches share one pool. A page goes from one process to another by way of the broker, and is zeroed
-by who gets it. Weights of a process that serves nothing become KV of others, and come home when it serves. When the broker is gone
-members serve on with what they have, and join the next one with it.
+by who gets it. Weights of a process that serves nothing become KV of others, and come home when it serves. When the broker is
+gone members serve on with what they have, and join the next one with it.
 """
