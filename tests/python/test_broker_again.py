@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("msgspec", reason="messages between processes need msgspec")
+pytest.importorskip("rich", reason="tables need rich")
 
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened, until
 from broker_serving import Serving
@@ -22,6 +23,7 @@ from remap.broker.member import join
 from remap.broker.messages import State
 from remap.broker.observer import Observer
 from remap.broker.server import Broker
+from remap.cli.top_broker import tables
 from remap.errors import Error, InvalidState, OutOfMemory
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
@@ -167,6 +169,8 @@ def test_whoever_is_left_is_waited_for_and_who_is_new_hears_that(place: Place, s
     with pytest.raises(InvalidState, match="1 processes are awaited"):
         join(str(place.path))
     assert (place.look().unknown, place.look().free) == (PAGES, 0)
+    with Observer(str(place.path)) as observer:
+        assert "are awaited" in str(tables(observer.look())[0].title)
     one.signal(signal.SIGCONT)
     place.until_all_are_back(one)
     two = start("two")

@@ -388,6 +388,7 @@ class Membership:
                 before, self._connection = self._connection, connection
                 self._joins += 1
                 self.problem = ""
+                before.close()
                 if self._leaving.is_set():
                     self.problem = self._left
                     raise InvalidState(f"{self._left}; nothing changed", why="leaving")
@@ -399,7 +400,6 @@ class Membership:
                         self._send_now(Give(runs, lent))
                 for runs in runs_of(lends - self._lends):
                     self._send_now(Disown(runs))
-            before.close()
 
     def _try_nothing(self) -> None:
         self._trying = None
