@@ -146,6 +146,7 @@ def test_weights_that_are_lent_come_home_by_way_of_the_next_broker(place: Place,
     close(place, one, two)
 
 
+@pytest.mark.slow
 def test_a_lender_that_has_ended_meanwhile_lends_nothing(place: Place, start: Start) -> None:
     one, two = start("one", MANY), start("two")
     assert one("check") == "right"
@@ -260,7 +261,7 @@ def test_growth_without_a_broker_is_refused_with_its_socket(tmp_path: Path) -> N
         assert report.unmet_blocks["one"] > 0 and str(broker.path) in report.reason["one"]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_members_and_the_broker_are_killed_at_random(place: Place, start: Start, seed: int) -> None:
     """No block has a byte of another process when it is taken, or is overwritten while it is held; no page is lost."""
     rng, names = random.Random(seed), ("one", "two")
