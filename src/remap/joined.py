@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from remap.errors import Error, InvalidArgument, InvalidState
 from remap.memory.core import Core
+from remap.memory.trace import Event
 
 if TYPE_CHECKING:
     from remap.broker.member import Membership
     from remap.report import Snapshot
 
-__all__ = ["UNIX", "AskedSession", "membership"]
+__all__ = ["UNIX", "AskedSession", "events_of", "membership"]
 
 UNIX = "unix:"
 STEP_S = 0.2
@@ -114,6 +115,13 @@ class AskedSession:
         if session is not None and not session.closed:
             session.exclusively(_recheck, claims=False)
 
+    def events(self) -> tuple[Event, ...]:
+        session = self._session()
+        if session is None:
+            raise InvalidState("the session is gone; nothing changed")
+        found: tuple[Event, ...] = session.exclusively(events_of, claims=False)
+        return found
+
     def attend(self, core: Core) -> None:
         """What was put off, in a step of the engine's, or when it stops serving. Errors are logged, as those of other
         recalls: the step goes on. What is older than `STALE_S` nobody waits for; who still wants it asks again."""
@@ -156,6 +164,11 @@ def _attempt(call: Callable[[Core], None], core: Core) -> None:
 def _take_in(pages: Sequence[int], core: Core) -> None:
     if core.outside is not None:
         core.outside.take_in(pages)
+
+
+def events_of(core: Core) -> tuple[Event, ...]:
+    """What has happened lately; from now on it is kept for a while."""
+    return core.trace.ask()
 
 
 def _recheck(core: Core) -> None:

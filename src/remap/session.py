@@ -67,6 +67,7 @@ from remap.memory.stall_watch import StallWatch
 from remap.memory.state import TenantState
 from remap.memory.step import Steps
 from remap.memory.streams import Streams
+from remap.memory.trace import Trace
 from remap.memory.undoing import AllOrNothing
 from remap.model.source import LayerSource, model_source, raw_source
 from remap.notebook import table
@@ -200,16 +201,19 @@ class Session:
         self._offers = Offers(
             self._tenants, self._changes, self._lending, self._config, self.clock, self._link.switching
         )
+        self._trace = trace = Trace()
         self._outside: Outside | None = None
         if joined is not None:
-            self._outside = Outside(self._tenants, self._changes, self._lending, self._offers, joined, self.clock)
+            self._outside = Outside(
+                self._tenants, self._changes, self._lending, self._offers, joined, self.clock, trace
+            )
             self._arrivals.supply, self._arrivals.borrowed = self._outside.supply, self._outside.borrowed
         self._cold = Cold(self._tenants, self._changes, self._lending, self._offers)
         if self._outside is not None:
             self._cold.borrowed = self._outside.borrowed
         self._steps = Steps(self._tenants, self._changes, self._lending, self._offers, self._outside)
         self._stalls = StallWatch()
-        self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)
+        self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock, trace)
         if self._outside is not None:
             self._passes.serves, self._passes.come_home = self._outside.serves, self._outside.come_home
         self._registered = Registered(self._arena, self._tenants)
@@ -222,8 +226,9 @@ class Session:
             self._registered,
             self._cold,
             self._outside,
+            trace,
         )
-        self._log = Log(self.clock)
+        self._log = Log(self.clock, trace)
         self._departed: list[TenantState] = []  # tenants on their way out: see _release_departed
         self._told: list[Moved] = []  # moves in the report of the call in progress
         self._closing = False  # all tenants depart
@@ -386,10 +391,15 @@ class Session:
             tenant = self._tenants[name]
             if tenant.busy or not tenant.active:
                 tenant.require_idle(asleep=True)
+        began = self._trace.now()
         entries = self._steps.step(wanted)
         if self._asked is not None:
             self._asked.attend(self._core)
-        return self._report(entries) if entries or self._changes.moved else _UNCHANGED
+        if not (entries or self._changes.moved):
+            return _UNCHANGED
+        report = self._report(entries)
+        self._trace.add("step", "", began, epoch=report.epoch, moved_blocks=sum(map(len, report.moved.values())))
+        return report
 
     def _report(self, entries: Entries) -> StepReport:
         self._link.certify()

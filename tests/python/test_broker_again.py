@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("msgspec", reason="messages between processes need msgspec")
+pytest.importorskip("rich", reason="tables need rich")
 
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened, until
 from broker_serving import Serving
@@ -22,6 +23,7 @@ from remap.broker.member import join
 from remap.broker.messages import State
 from remap.broker.observer import Observer
 from remap.broker.server import Broker
+from remap.cli.top_broker import tables
 from remap.errors import Error, InvalidState, OutOfMemory
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
@@ -144,6 +146,7 @@ def test_weights_that_are_lent_come_home_by_way_of_the_next_broker(place: Place,
     close(place, one, two)
 
 
+@pytest.mark.slow
 def test_a_lender_that_has_ended_meanwhile_lends_nothing(place: Place, start: Start) -> None:
     one, two = start("one", MANY), start("two")
     assert one("check") == "right"
@@ -167,6 +170,8 @@ def test_whoever_is_left_is_waited_for_and_who_is_new_hears_that(place: Place, s
     with pytest.raises(InvalidState, match="1 processes are awaited"):
         join(str(place.path))
     assert (place.look().unknown, place.look().free) == (PAGES, 0)
+    with Observer(str(place.path)) as observer:
+        assert "are awaited" in str(tables(observer.look())[0].title)
     one.signal(signal.SIGCONT)
     place.until_all_are_back(one)
     two = start("two")
@@ -256,7 +261,7 @@ def test_growth_without_a_broker_is_refused_with_its_socket(tmp_path: Path) -> N
         assert report.unmet_blocks["one"] > 0 and str(broker.path) in report.reason["one"]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_members_and_the_broker_are_killed_at_random(place: Place, start: Start, seed: int) -> None:
     """No block has a byte of another process when it is taken, or is overwritten while it is held; no page is lost."""
     rng, names = random.Random(seed), ("one", "two")

@@ -79,7 +79,9 @@ def test_every_state_is_right(limits: Limits) -> None:
     assert found.quiet > 10 and found.depth > 10  # and something has happened
 
 
-@pytest.mark.parametrize("limits", BROKEN, ids=said)
+@pytest.mark.parametrize(
+    "limits", [pytest.param(each, marks=pytest.mark.slow) if each.pages > 1 else each for each in BROKEN], ids=said
+)
 def test_what_is_built_needs_no_stamps_and_no_join_numbers(limits: Limits) -> None:
     found = explore(limits, Rules.built())
     assert found.problem == "", "\n".join((found.problem, *found.trace))

@@ -13,6 +13,7 @@ reader gives it; so it may hold the session's lock meanwhile.
     named            others want these, which they have lent
     granted          pages that came later than the call that wanted them
     snapshot         somebody looks (`remap top`): how the session is. Nothing is sent of it unless somebody does
+    events           somebody traces (`remap trace`): what it has done lately
 
 Pages of a device are fetched before the session has a thread for what comes; what came meanwhile is kept for it.
 
@@ -63,9 +64,10 @@ from remap.broker.messages import (
     pages_of,
     runs_of,
 )
-from remap.broker.report import report_of
+from remap.broker.report import events_in, report_of
 from remap.errors import Error, InvalidArgument, InvalidState
 from remap.memory.shared_pages import MOST_FILES, JoinedPages
+from remap.memory.trace import Event
 from remap.report import Snapshot
 
 if TYPE_CHECKING:
@@ -91,6 +93,7 @@ class Asked(Protocol):
     def recalled(self, pages: int, layers: bool) -> None: ...
     def named(self, pages: Sequence[int], gently: bool) -> None: ...
     def snapshot(self) -> Snapshot: ...
+    def events(self) -> tuple[Event, ...]: ...
     def recheck(self) -> None: ...
 
 
@@ -385,6 +388,7 @@ class Membership:
                 before, self._connection = self._connection, connection
                 self._joins += 1
                 self.problem = ""
+                before.close()
                 if self._leaving.is_set():
                     self.problem = self._left
                     raise InvalidState(f"{self._left}; nothing changed", why="leaving")
@@ -396,7 +400,6 @@ class Membership:
                         self._send_now(Give(runs, lent))
                 for runs in runs_of(lends - self._lends):
                     self._send_now(Disown(runs))
-            before.close()
 
     def _try_nothing(self) -> None:
         self._trying = None
@@ -419,6 +422,8 @@ class Membership:
                     if message.runs:
                         asked.granted(pages_of(message.runs))
                 elif isinstance(message, Tell):
+                    for part in events_in(asked.events()) if message.events else ():
+                        self._send(part, joins)
                     self._send(report_of(asked.snapshot()), joins)
                 elif message.runs:
                     asked.named(pages_of(message.runs), message.gently)

@@ -28,16 +28,21 @@ except ImportError as error:
 __all__ = [
     "MOST_BYTES",
     "MOST_DECISIONS",
+    "MOST_EVENTS",
     "MOST_NAME",
+    "MOST_PARTS",
     "MOST_REASON",
     "MOST_RUNS",
     "MOST_TENANTS",
+    "MOST_TEXT",
     "VERSION",
     "Bring",
     "Claim",
     "DecisionReport",
     "Disown",
     "Done",
+    "Event",
+    "Events",
     "Fetch",
     "Give",
     "Grant",
@@ -74,6 +79,10 @@ MOST_NAME = 64
 """Characters of a name."""
 MOST_REASON = 300
 """Characters of a reason."""
+MOST_TEXT = 120
+"""Characters of an event's text."""
+MOST_EVENTS, MOST_PARTS = 40, 6
+"""In a message, which is never too large then; and messages of a member."""
 MOST_TENANTS, MOST_DECISIONS = 32, 8
 """In a report: the largest has little more than half of `MOST_BYTES`."""
 
@@ -199,6 +208,24 @@ class DecisionReport(msgspec.Struct, frozen=True):
     unmet_blocks: Count
 
 
+class Event(msgspec.Struct, array_like=True, frozen=True):
+    """Of `remap.memory.trace.Event`."""
+
+    number: Count
+    kind: Name
+    tenant: Name
+    begin_s: Amount
+    seconds: Amount
+    text: Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
+    values: Annotated[dict[Name, float], msgspec.Meta(max_length=16)]
+
+
+class Events(msgspec.Struct, tag=True, frozen=True):
+    """Of a member that was told to send some, in front of its Report; and to who looks, behind a Shown. Oldest first."""
+
+    events: Annotated[tuple[Event, ...], msgspec.Meta(max_length=MOST_EVENTS)]
+
+
 class Report(msgspec.Struct, tag=True, frozen=True):
     """How a member is, which was told to say so. free, params, kv, ring, quarantine: of its pages. waited, predicted,
     allowed: shares, of `remap.report.StallShare`. attached: tenants, of which the first are listed. decisions: the last ones,
@@ -219,9 +246,10 @@ class Report(msgspec.Struct, tag=True, frozen=True):
 
 
 class Look(msgspec.Struct, tag=True, frozen=True):
-    """Who sends this is no member. It is told how all are, each time."""
+    """Who sends this is no member. It is told how all are, each time. events: and what they have done lately."""
 
     version: int
+    events: bool = False
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
@@ -279,7 +307,9 @@ class Returned(msgspec.Struct, tag=True, frozen=True):
 
 
 class Tell(msgspec.Struct, tag=True, frozen=True):
-    """Somebody looks: send a `Report`, one."""
+    """Somebody looks: send a `Report`, one. events: and before that, `Events`, at most `MOST_PARTS`."""
+
+    events: bool = False
 
 
 class State(msgspec.Struct, tag=True, frozen=True):
@@ -297,7 +327,8 @@ class State(msgspec.Struct, tag=True, frozen=True):
 
 class Shown(msgspec.Struct, tag=True, frozen=True):
     """A member, to who looks. held: pages that are its own. lent: of its layers, and not its own now. connected: False for one
-    whose pages are waited for. report: its last one, `age_s` old; None before it has sent any."""
+    whose pages are waited for. report: its last one, `age_s` old; None before it has sent any. events: so many `Events`
+    follow."""
 
     member: int
     name: str
@@ -307,6 +338,7 @@ class Shown(msgspec.Struct, tag=True, frozen=True):
     connected: bool
     age_s: float = 0.0
     report: Report | None = None
+    events: int = 0
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -315,8 +347,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     why: str
 
 
-ToBroker = Join | Claim | Pages | Fetch | Want | Give | Home | Disown | Done | Report | Look
-ToMember = Welcome | Bring | Pages | Grant | Returned | Recall | Tell | State | Shown | Refused
+ToBroker = Join | Claim | Pages | Fetch | Want | Give | Home | Disown | Done | Report | Events | Look
+ToMember = Welcome | Bring | Pages | Grant | Returned | Recall | Tell | State | Shown | Events | Refused
 Message = TypeVar("Message", ToBroker, ToMember)
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -8,7 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
-from remap.broker.messages import MOST_BYTES, VERSION, Look, Refused, Shown, State, ToMember, decode_to_member, encode
+from remap.broker.messages import (
+    MOST_BYTES,
+    VERSION,
+    Event,
+    Events,
+    Look,
+    Refused,
+    Shown,
+    State,
+    ToMember,
+    decode_to_member,
+    encode,
+)
 from remap.errors import InvalidArgument, InvalidState
 
 __all__ = ["Observer", "Seen"]
@@ -18,10 +30,12 @@ ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class Seen:
-    """state: of the broker. members: all that have pages or are connected, in the order in which they joined."""
+    """state: of the broker. members: all that have pages or are connected, in the order in which they joined. events: of each of
+    them, in that order, the last ones, if they were asked for."""
 
     state: State
     members: tuple[Shown, ...]
+    events: tuple[tuple[Event, ...], ...] = ()
 
 
 class Observer:
@@ -39,23 +53,30 @@ class Observer:
                 f"socket: no broker answers at {path}: {error}; give the socket of a running `remap serve`", path=path
             ) from error
 
-    def look(self) -> Seen:
-        """How all are now. Raises InvalidState (field why) if the broker refuses or has gone."""
+    def look(self, *, events: bool = False) -> Seen:
+        """How all are now; events: and what they have done lately. Raises InvalidState (field why) if the broker refuses or has
+        gone."""
         try:
             with suppress(BrokenPipeError):  # refused already: why is still to be read
-                self._connection.send(encode(Look(VERSION)))
+                self._connection.send(encode(Look(VERSION, events)))
             state = self._hear()
             if not isinstance(state, State):
                 raise InvalidState(f"what answers at {self.path} is no broker of this release", why="no state")
-            return Seen(state, tuple(self._shown() for _ in range(state.members)))
+            found = [self._shown() for _ in range(state.members)]
+            return Seen(state, tuple(shown for shown, _ in found), tuple(events for _, events in found))
         except OSError as error:
             raise InvalidState(f"the broker at {self.path} does not answer: {error}", why=str(error)) from error
 
-    def _shown(self) -> Shown:
-        message = self._hear()
+    def _shown(self) -> tuple[Shown, tuple[Event, ...]]:
+        message, events = self._hear(), list[Event]()
         if not isinstance(message, Shown):
             raise InvalidState(f"what answers at {self.path} is no broker of this release", why="no member")
-        return message
+        for _ in range(message.events):
+            part = self._hear()
+            if not isinstance(part, Events):
+                raise InvalidState(f"what answers at {self.path} is no broker of this release", why="no events")
+            events += part.events
+        return message, tuple(events)
 
     def _hear(self) -> ToMember:
         try:

@@ -4,20 +4,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from remap.broker.messages import (
     MOST_DECISIONS,
+    MOST_EVENTS,
     MOST_NAME,
+    MOST_PARTS,
     MOST_REASON,
     MOST_TENANTS,
+    MOST_TEXT,
     DecisionReport,
+    Event,
+    Events,
     OwnedPages,
     Report,
     TenantReport,
 )
+from remap.memory import trace
 from remap.report import DecisionRecord, Snapshot, TenantSnapshot
 
-__all__ = ["report_of"]
+__all__ = ["events_in", "report_of"]
 
 
 def report_of(snapshot: Snapshot) -> Report:
@@ -37,6 +44,23 @@ def report_of(snapshot: Snapshot) -> Report:
         tenants=tuple(map(_tenant, list(snapshot.tenants.values())[:MOST_TENANTS])),
         decisions=tuple(map(_decision, snapshot.decisions[-MOST_DECISIONS:])),
     )
+
+
+def events_in(found: Sequence[trace.Event]) -> list[Events]:
+    """The last ones, in as many messages as they take, `MOST_PARTS` at most."""
+    made = [
+        Event(
+            each.number,
+            _cut(each.kind, MOST_NAME),
+            _cut(each.tenant, MOST_NAME),
+            _amount(each.begin_s),
+            _amount(each.seconds),
+            _cut(each.text, MOST_TEXT),
+            {name: float(value) for name, value in each.values.items() if math.isfinite(value)},
+        )
+        for each in found[-MOST_EVENTS * MOST_PARTS :]
+    ]
+    return [Events(tuple(made[at : at + MOST_EVENTS])) for at in range(0, len(made), MOST_EVENTS)]
 
 
 def _tenant(tenant: TenantSnapshot) -> TenantReport:

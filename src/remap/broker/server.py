@@ -35,11 +35,13 @@ from remap.broker.locks import MOST_NUMBER, lock_broker, remove
 from remap.broker.messages import (
     MOST_BYTES,
     MOST_NAME,
+    MOST_PARTS,
     VERSION,
     Bring,
     Claim,
     Disown,
     Done,
+    Events,
     Fetch,
     Give,
     Home,
@@ -84,7 +86,7 @@ MOST_UNSENT = 256
 class _Member:
     """connection: None once it has closed, while its process still lives. number: of the ledger; 0: it has not joined. joining:
     its Join, with the claims that have come, until it has. told: it was told to report, and has not yet. report: the last one, of
-    the moment `reported_s`."""
+    the moment `reported_s`; events: in front of it. traces: of who looks, whether it wants these."""
 
     connection: socket.socket | None
     process: int  # a pidfd
@@ -97,6 +99,8 @@ class _Member:
     unsent: deque[bytes] = field(default_factory=deque)
     told: bool = False
     report: Report | None = None
+    events: list[Events] = field(default_factory=list)
+    traces: bool = False
     reported_s: float = float("-inf")
 
 
@@ -271,6 +275,11 @@ class Broker:
             return self._fetch(member, message)
         if isinstance(message, Report):
             return self._reported(member, message)
+        if isinstance(message, Events):
+            if not member.told or len(member.events) >= MOST_PARTS:
+                raise InvalidState("the member sends events, and was not told to, or sends too many")
+            member.events.append(message)
+            return []
         if isinstance(message, Want):
             return ledger.wanted(member.number, message.serial, message.pages, keeps=message.keeps)
         if isinstance(message, Give):
@@ -443,12 +452,13 @@ class Broker:
         if looker in self._lookers:
             raise InvalidState("it looks again before it is answered")
         now = time.monotonic()
-        self._lookers[looker] = now + LOOK_S
+        self._lookers[looker], looker.traces = now + LOOK_S, message.events
         for member in list(self._members):
             here = member.number and member.connection is not None
             if here and not member.told and now - member.reported_s > FRESH_S:
                 member.told = True
-                self._send(member, Tell())
+                member.events.clear()
+                self._send(member, Tell(message.events))
         self._show_all()
         return []
 
@@ -485,7 +495,10 @@ class Broker:
                 lent[each.number],
                 each.connection is not None,
             )
-            self._send(looker, Shown(*shown, age, each.report))
+            events = each.events if looker.traces else []
+            self._send(looker, Shown(*shown, age, each.report, len(events)))
+            for part in list(events):
+                self._send(looker, part)
 
     # -- who goes ------------------------------------------------------------------------------------------------------
 

@@ -13,15 +13,18 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from remap.broker.listening import listen, peer, refuse
-from remap.broker.messages import MOST_BYTES, VERSION, Look, Report, Shown, State, decode_to_broker, encode
-from remap.broker.report import report_of
+from remap.broker.messages import MOST_BYTES, VERSION, Events, Look, Report, Shown, State, decode_to_broker, encode
+from remap.broker.report import events_in, report_of
 from remap.errors import Error, InvalidState
+from remap.joined import events_of
+from remap.memory.core import Core
 from remap.report import Snapshot
 
 __all__ = ["Window"]
@@ -35,6 +38,7 @@ class _Session(Protocol):
     device: str
 
     def snapshot(self) -> Snapshot: ...
+    def exclusively(self, call: Callable[[Core], Any], *, claims: bool = ...) -> Any: ...
 
 
 class Window:
@@ -125,7 +129,7 @@ class Window:
         else:
             connection.close()
 
-    def _look(self, packet: bytes) -> tuple[State, Shown]:
+    def _look(self, packet: bytes) -> list[State | Shown | Events]:
         message = decode_to_broker(packet)
         if not isinstance(message, Look):
             raise InvalidState(
@@ -145,5 +149,12 @@ class Window:
             state = State(snapshot.page_bytes, pages, 0, 0, 0, members=1)
             self._shown = (now, state, report_of(snapshot))
         when, state, report = self._shown
+        parts: list[Events] = []
+        if message.events:
+            session = self._session()
+            if session is None:
+                raise InvalidState("the session is gone")
+            parts = events_in(session.exclusively(events_of, claims=False))
         outside = max(0, state.pages - sum((report.free, report.params, report.kv, report.ring, report.quarantine)))
-        return state, Shown(1, self._name, self._pid, state.pages - outside, 0, True, now - when, report)
+        held, age = state.pages - outside, now - when
+        return [state, Shown(1, self._name, self._pid, held, 0, True, age, report, len(parts)), *parts]

@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = {
     "simulate": "remap.cli.simulate:simulate",
     "fit": "remap.cli.fit:fit_command",
     "top": "remap.cli.top:top",
+    "trace": "remap.cli.trace:trace",
     "serve": "remap.cli.serve:serve",
     "cluster": "remap.cli.cluster:app",
 }

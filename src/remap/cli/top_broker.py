@@ -58,6 +58,10 @@ def _members(seen: Seen) -> Table:
     state, page = seen.state, seen.state.page_bytes
     total, free = show_size(state.pages * page), show_size(state.free * page)
     title = f"{total} in pages of {show_size(page)}: {free} of no member, {state.waiting} wants that are not met"
+    if state.unknown:
+        title += (
+            f"; processes of the broker before this one are awaited, which may have {show_size(state.unknown * page)}"
+        )
     numbers = ("has", "free", "weights", "KV", "ring", "weights lent", "waits", "allowed", "said")
     made = _table(title, ("member", "process"), numbers)
     for each in seen.members:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from remap.errors import InvalidArgument
@@ -14,6 +14,7 @@ from remap.memory.offers import Offers
 from remap.memory.outside import Outside
 from remap.memory.registered import Registered
 from remap.memory.state import TenantState
+from remap.memory.trace import Trace
 from remap.sizes import shown
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Core:
     registered: Registered
     cold: Cold
     outside: Outside | None = None  # other processes, where the arena is shared with some
+    trace: Trace = field(default_factory=Trace)
 
     def tenant(self, name: str) -> TenantState:
         """The tenant of this name. Raises InvalidArgument (field tenant) if there is none."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from remap.memory.entries import Entry
 from remap.memory.lend import Lending
 from remap.memory.state import TenantState
+from remap.memory.trace import Trace
 from remap.report import DecisionRecord, PageTotals, Snapshot, StallShare, StepReport, TenantSnapshot
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ class Log:
     `DecisionRecord` as its attribute `decision`.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], trace: Trace | None = None) -> None:
         self._clock = clock
+        self._trace = trace or Trace()
         self._records: deque[DecisionRecord] = deque(maxlen=256)
 
     def add(self, epoch: int, tenants: Mapping[str, TenantState], entries: Mapping[str, Entry]) -> None:
@@ -40,6 +42,9 @@ class Log:
         for name, entry in entries.items():
             record = DecisionRecord(epoch, name, entry.reason, entry.stall, entry.unmet)
             self._records.append(record)
+            self._trace.moment(
+                "decision", name, record.reason, epoch=epoch, unmet_blocks=entry.unmet, certified_ms=1e3 * entry.stall
+            )
             tenant = tenants[name]
             if entry.short:
                 tenant.shortages_met += not entry.unmet

@@ -36,6 +36,7 @@ from remap.memory.entries import Entries, Entry
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.state import TenantState
+from remap.memory.trace import Trace
 
 __all__ = ["MembershipCalls", "Outside"]
 
@@ -90,6 +91,7 @@ class Outside:
         offers: Offers,
         membership: MembershipCalls,
         clock: Callable[[], float],
+        trace: Trace,
     ) -> None:
         self._tenants = tenants
         self._changes = changes
@@ -97,6 +99,7 @@ class Outside:
         self._offers = offers
         self._membership = membership
         self._clock = clock
+        self._trace = trace
         self._again_s = 0.0
         self._only = self.number
         self._lent: set[int] = set()  # pages that were given as lent, and may still be
@@ -114,7 +117,9 @@ class Outside:
             return False
         wanted = -(-blocks * receiver.kv.spec.block_bytes // self._changes.arena.page_bytes) + 1
         try:
+            began = self._trace.now()
             got = self._membership.want(wanted)
+            self._trace.add("ask", receiver.name, began, self.problem, wanted_pages=wanted, got_pages=len(got))
             if len(got) < wanted:
                 answered = time.monotonic()
                 self._again_s = answered + max(AGAIN_S, AGAIN_TIMES * (answered - now))
@@ -160,6 +165,7 @@ class Outside:
             here = set(self._changes.arena.free_pages())
             self._give([page for page in pages if page not in here])
             raise
+        self._trace.moment("granted", "", pages=len(pages))
         self._lent.difference_update(pages)
         self._look()
 
@@ -208,6 +214,8 @@ class Outside:
 
     def _give(self, pages: Collection[int]) -> None:
         lent = frozenset[int]().union(*(tenant.pages.lent for tenant in self._tenants.values())).intersection(pages)
+        if pages:
+            self._trace.moment("gave", "", pages=len(pages), lent_pages=len(lent))
         self._membership.give([page for page in pages if page not in lent])
         self._lent |= lent
         self._membership.give(sorted(lent), lent=True)

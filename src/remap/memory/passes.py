@@ -18,6 +18,7 @@ from remap.locking import SessionLock
 from remap.memory.apply import Changes
 from remap.memory.stall_watch import StallWatch
 from remap.memory.state import TenantState
+from remap.memory.trace import Trace
 
 __all__ = ["Passes"]
 
@@ -34,12 +35,14 @@ class Passes:
         lock: SessionLock,
         stalls: StallWatch,
         clock: Callable[[], float],
+        trace: Trace,
     ) -> None:
         self._changes = changes
         self._tenants = tenants
         self._lock = lock
         self._stalls = stalls
         self._clock = clock
+        self._trace = trace
         self.closed = False
         # Of a tenant whose layers other processes have: asks for them; whether some have come (`Outside.serves`).
         self.serves: Callable[[TenantState], bool] | None = None
@@ -76,6 +79,7 @@ class Passes:
             self._ask_for_layers(tenant, self.serves)
         if not self._try_begin(tenant, stream, mark, streamed):
             self._lock.run(self._begin_behind_changes, tenant, stream, mark, streamed)
+        tenant.began_s = self._trace.now()
         nvtx.push("remap.pass")
 
     def _ask_for_layers(self, tenant: TenantState, serves: Callable[[TenantState], bool]) -> None:
@@ -169,6 +173,27 @@ class Passes:
             # Last of all: from here on a change may claim this tenant and read the learnt times.
             self.close(tenant)
 
+    def _traced(
+        self, tenant: TenantState, phase: str, number: int, tokens: int, timings: Sequence[tuple[int, float, float]]
+    ) -> None:
+        """timings: of passes of which the times have come, this one's or earlier ones'."""
+        stats, (copies, nbytes, copy_s) = tenant.prefetcher.stats(), tenant.traced
+        tenant.traced = stats.copies, stats.copied_bytes, stats.copy_s
+        self._trace.add(
+            "pass",
+            tenant.name,
+            tenant.began_s,
+            phase,
+            number=number,
+            tokens=tokens,
+            timed_passes=len(timings),
+            waited_ms=1e3 * sum(stall_s for _, _, stall_s in timings),
+            timed_ms=1e3 * sum(seconds for _, seconds, _ in timings),
+            copies=stats.copies - copies,
+            copied_bytes=stats.copied_bytes - nbytes,
+            copies_ms=1e3 * (stats.copy_s - copy_s),
+        )
+
     def _finish(self, tenant: TenantState, phase: str, tokens: int, completed: bool) -> None:
         if tenant.detached:
             if not completed:
@@ -185,7 +210,10 @@ class Passes:
             timing.completed(number, phase, tokens)
         else:
             timing.abandoned += 1  # without a shape its time teaches nothing
-        for timed, seconds, stall_s in tenant.prefetcher.take_timings():
+        timings = tenant.prefetcher.take_timings()
+        if tenant.began_s:
+            self._traced(tenant, phase if completed else "abandoned", number, tokens, timings)
+        for timed, seconds, stall_s in timings:
             compute_s = timing.take(tenant.prefetcher.stats(), timed, seconds, stall_s)
             if compute_s is not None and not tenant.by_hand:
                 self._stalls.add(

@@ -119,6 +119,8 @@ class TenantState:
     arrived: bool = False  # some have come back while a pass was open
     tried_home: int = -1  # the epoch in which no more of them could come home
     called_s: float = 0.0  # until then they need not be called again
+    began_s: float = 0.0  # when the pass in progress began, if somebody traces; the pass's
+    traced: tuple[int, int, float] = (0, 0, 0.0)  # copies, bytes and seconds of them that are in a trace; the pass's
 
     # -- bytes that are not where they should be
     # Of layers in pages.unfilled, which bytes have come: (offset, end), ascending, with gaps between.
