@@ -60,6 +60,10 @@ class Whole(remap.Session):
         inside(self.tenants[name])._state.prefetcher.drain()
         return report
 
+    def expect(self, name: str) -> tuple[int, ...]:
+        """Nothing comes ahead of its turn."""
+        return ()
+
     def _lacks(self, name: str) -> bool:
         state = self._tenants[name]
         first = state.kv.geometry.pages_for_blocks(MIN_BLOCKS)

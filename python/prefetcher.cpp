@@ -144,10 +144,9 @@ void bind_prefetcher(py::module_& module) {
           "done", [](Prefetcher&, const py::object& layer, const py::object& stream) { refuse("done", layer, stream); },
           py::arg("layer"), py::arg("stream") = 0)
       .def("ready",
-           [](const Prefetcher& prefetcher, LayerId layer) {
+           [](Prefetcher& prefetcher, LayerId layer) {
              if (prefetcher.ready(layer)) return true;
-             (void)prefetcher.in_pass();  // raises in a forked child
-             return false;
+             return beside_streams(prefetcher.uses_streams(), [&] { return prefetcher.arrived(layer); });
            })
       .def("ready",
            [](const Prefetcher&, const py::object& layer) -> bool { refuse("ready", layer, py::int_(0)); })

@@ -13,6 +13,7 @@
     real/         the project's engine under each policy on this machine, against memory for everything
     offline/      offline batches of models larger than their memory: KV, activations or both
     broker/       two prototypes of how pages go from one process to another (docs/broker.md)
+    market/       how many models one GPU serves within their targets, against other ways to switch between them
     rounds.py     runs of `real` and `offline`: alternating rounds, equal tokens
     seeds.py      tables of several seeds or rounds, and their files
     apart.py      runs in processes of their own

@@ -151,6 +151,27 @@ def trades(
 
 
 @app.command()
+def market(
+    quick: Annotated[bool, typer.Option("--quick", help="One cell, one seed, half a minute.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/market.json")] = None,
+) -> None:
+    """How many models one GPU serves within their targets, five seeds. What is in the file already is not run again."""
+    from .market.page import RESULTS, run_market
+
+    path = results or (Path("out/market.json") if quick else RESULTS)
+    with exit_on_error():
+        writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(
+            run_market(
+                path, quick=quick, jobs=jobs, report_only=report_only, say=lambda text: typer.echo(text, err=True)
+            )
+        )
+
+
+@app.command()
 def regret(
     loads: Annotated[int, typer.Option(min=1, help="The first so many loads; more later go on.")] = 40,
     quick: Annotated[bool, typer.Option("--quick", help="Few requests, one seed, four loads at most.")] = False,

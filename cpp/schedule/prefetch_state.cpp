@@ -348,6 +348,19 @@ void Prefetcher::State::loaded(LayerId layer) noexcept {
   set(layer, static_cast<std::uint8_t>(get(layer) & ~kReload));
 }
 
+void Prefetcher::State::look(LayerId layer) noexcept {
+  if (get(layer) != kReload) return;
+  if (simulator && released_s[layer] > simulator->now()) return;  // by the worker's clock it has not come yet
+  try {
+    for (const Reload& reload : reloads) {
+      if (reload.layer == layer && (reload.ticket == nullptr || !poll(reload.ticket))) return;
+    }
+    loaded(layer);
+  } catch (const Error&) {
+    // The copy stream's: kept for those who wait.
+  }
+}
+
 void Prefetcher::State::bring(LayerId layer) {
   awaited.clear();
   const std::uint8_t bits = get(layer);

@@ -207,6 +207,8 @@ struct Prefetcher::State {
 
   // The layer's own region has all that it should have.
   void loaded(LayerId layer) noexcept;
+  // Sees whether it has, where that is all that a layer lacks. Not called while somebody walks over `reloads`.
+  void look(LayerId layer) noexcept;
   // The ticket that brings a streamed layer's bytes into the ring (null: they are there), issuing the copy if that was not
   // done yet. The use is open afterwards.
   Ticket* claim(LayerId layer);

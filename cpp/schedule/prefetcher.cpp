@@ -332,6 +332,15 @@ bool Prefetcher::loading() const {
   return !state_->reloads.empty();
 }
 
+bool Prefetcher::arrived(LayerId layer) {
+  if (ready(layer)) return true;
+  guard();
+  if (layer >= count_) return false;
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->look(layer);
+  return ready(layer);
+}
+
 bool Prefetcher::uses_streams() const {
   guard();
   return state_->uses_streams.load(std::memory_order_relaxed);

@@ -170,6 +170,9 @@ class Prefetcher {
   bool ready(LayerId layer) const noexcept {
     return fork_generation() == fork_generation_ && layer < count_ && states_[layer].load(std::memory_order_acquire) == 0;
   }
+  // As ready(), and looks at the copies of a layer that comes home: outside of passes it becomes ready when they have ended,
+  // although nobody has waited for it. May block as any call that looks at events does.
+  bool arrived(LayerId layer);
   // stream == 0, in a pass begun with a stream: that stream. Otherwise:
   // stream == 0: blocks the calling thread until the layer's bytes are in place (at most `timeout`; false if it passed): those
   // in the ring, and those that come home.

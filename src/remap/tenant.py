@@ -299,6 +299,11 @@ class Inside:
         return len(self._state.pages.lent)
 
     @property
+    def targets(self) -> tuple[float | None, float | None]:
+        """(`Config.ttft_s`, `Config.tbt_s`) that it was attached with."""
+        return self._state.config.ttft_s, self._state.config.tbt_s
+
+    @property
     def away_pages(self) -> int:
         """Pages that its activation has to bring: those that it has lent, and those of its cold layers."""
         state = self._state

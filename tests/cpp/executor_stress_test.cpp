@@ -1,5 +1,6 @@
-// Two tenants: plans, re-pointing by the worker, prefetching, and pages that go to and fro between weights, KV and the
-// other tenant, at random and all at once, beside a thread that looks at the tables. On the fake device each computes
+// Two tenants: plans, re-pointing by the worker, prefetching, pages that go to and fro between weights, KV and the other tenant,
+// and layers that give their pages up for good and come back to others, at random and all at once, beside a thread that looks at
+// the tables. On the fake device each computes
 // on its own stream with the host running ahead; the device sees every wrong byte, every copy into bytes in use and
 // every address without a page. On the host backend, for the sanitizers, threads and memory are real: every byte that
 // is read must be what was written last.
@@ -77,7 +78,7 @@ struct Shared {
   }
 };
 
-// A session's part for one tenant: layer 0's home is the ring, the other streamed layers' homes are KV.
+// A session's part for one tenant: layer 0's home is the ring, the other streamed layers' homes are KV. Cold layers have none.
 struct Tenant {
   Shared& shared;
   TenantId id;
@@ -88,7 +89,7 @@ struct Tenant {
   RegionId ring = 0, kv = 0;
   std::shared_ptr<Prefetcher> prefetcher;
   std::shared_ptr<PrefetcherObserver> observer;
-  std::vector<LayerId> streamed;
+  std::vector<LayerId> streamed, cold;
   std::map<PageId, std::byte> written;  // KV pages and what is in them
   std::map<PageId, std::size_t> slot;
   unsigned tags = 0;
@@ -113,7 +114,7 @@ struct Tenant {
     }
     ring = arena.add_ring_region(id, kLayerPages);
     arena.designate_ring(ring, 0, homes[0]);
-    kv = arena.add_kv_region(id, kLayers * kLayerPages + kFree);
+    kv = arena.add_kv_region(id, kPages);
     for (std::size_t i = 0; i < kLayers; ++i) designate(i * kLayerPages, homes[i]);
     prefetcher = std::make_shared<Prefetcher>(shared.machine.backend, memory);
     observer = std::make_shared<PrefetcherObserver>(prefetcher);
@@ -162,22 +163,70 @@ struct Tenant {
     shared.executor->commit(observer);
   }
 
+  // Copies in flight write where pages change hands now. The worker's are waited for, the device's are come behind.
+  void settle() const {
+    shared.executor->drain();
+    if (shared.machine.device) {
+      shared.machine.device->stream_wait(stream, shared.record(prefetcher->copy_stream()));
+    } else {
+      prefetcher->drain();
+    }
+  }
+
+  // A layer's pages become anybody's; they have its bytes.
+  void give_up(LayerId layer) {
+    for (const PageId page : homes[layer]) shared.left[page] = {id, masters[layer][0]};
+    cold.push_back(layer);
+    rehome(layer, {}, {owner(std::exchange(homes[layer], {}), Owner::params, Owner::free, id)});
+  }
+  // KV pages become the layer's.
+  void come(LayerId layer, const std::vector<PageId>& pages) {
+    lose(pages);
+    homes[layer] = pages;
+    cold.erase(std::find(cold.begin(), cold.end(), layer));
+    rehome(layer, pages, {owner(pages, Owner::kv, Owner::params, id)});
+  }
+  void rehome(LayerId layer, const std::vector<PageId>& pages, std::vector<Step> owners) {
+    settle();
+    const auto shown = pages.empty() ? std::vector<PageId>(kLayerPages, kNoPage) : pages;
+    Step home;
+    home.kind = Step::Kind::set_home;
+    home.set_home = {regions[layer], pages};
+    std::vector<Step> steps = std::move(owners);
+    if (pages.empty()) {
+      steps.insert(steps.begin(), {point(regions[layer], shown, true, layer), home});
+    } else {
+      steps.insert(steps.begin(), home);
+      steps.push_back(point(regions[layer], shown, true, layer));
+    }
+    StreamConfiguration c = configuration(streamed);
+    if (!pages.empty()) {
+      c.home.push_back({layer, 0, layer_bytes});
+      if (shared.arena->mode() != Mode::strict) c.held.push_back(layer);
+    }
+    const EventHandle after = c.after = shared.record(stream);
+    apply(std::move(steps), {after, stream});
+    prefetcher->configure(c);
+    shared.executor->commit(observer, after);
+  }
+  StreamConfiguration configuration(const std::vector<LayerId>& next) const {
+    StreamConfiguration c;
+    c.streamed = next;
+    if (!next.empty()) c.ring = {shared.arena->address(ring)};
+    c.ring_bytes = layer_bytes;
+    c.elsewhere = cold;
+    std::sort(c.elsewhere.begin(), c.elsewhere.end());
+    return c;
+  }
+
   // asleep: no pass comes before `pass` wakes it.
   void change(const std::vector<LayerId>& next, bool asleep) {
     const bool strict = shared.arena->mode() == Mode::strict;
     bool settled = is(next, 0) == is(streamed, 0);
-    for (const LayerId layer : next) settled = settled && (is(streamed, layer) || prefetcher->ready(layer));
-    if (!settled) {
-      // Copies in flight write where pages change hands now. The worker's are waited for, the device's are come behind.
-      shared.executor->drain();
-      if (shared.machine.device) {
-        shared.machine.device->stream_wait(stream, shared.record(prefetcher->copy_stream()));
-      } else {
-        prefetcher->drain();
-      }
-    }
+    for (const LayerId layer : next) settled = settled && (is(streamed, layer) || prefetcher->arrived(layer));
+    if (!settled) settle();
     std::vector<Step> steps;
-    StreamConfiguration c;
+    StreamConfiguration c = configuration(next);
     const auto show = [&](RegionId region, const std::vector<PageId>& pages, bool deferred, LayerId layer) {
       steps.push_back(point(region, pages, deferred, layer));
       if (deferred && !strict) c.held.push_back(layer);
@@ -202,9 +251,6 @@ struct Tenant {
     const EventHandle after = shared.record(stream);
     apply(std::move(steps), {after, stream});
     for (const PageId page : gained) write(page);  // usable at once
-    c.streamed = next;
-    if (!next.empty()) c.ring = {shared.arena->address(ring)};
-    c.ring_bytes = layer_bytes;
     c.fresh = !is(streamed, 0);
     c.after = after;
     prefetcher->configure(c);
@@ -218,7 +264,7 @@ struct Tenant {
     prefetcher->begin_pass(stream);
     for (LayerId layer = 0; layer < stop; ++layer) {
       CHECK(prefetcher->wait(layer, 0, std::chrono::seconds(60)));
-      shared.machine.read(stream, shared.arena->address(regions[layer]), layer_bytes, masters[layer][0]);
+      if (!is(cold, layer)) shared.machine.read(stream, shared.arena->address(regions[layer]), layer_bytes, masters[layer][0]);
       if (layer + 1 == stop && stop < kLayers) break;  // left in the middle of it
       prefetcher->done(layer);
       shared.machine.random_steps(random() % 4);
@@ -232,7 +278,7 @@ struct Tenant {
 
 struct World : Shared {
   std::vector<std::unique_ptr<Tenant>> tenants;
-  std::vector<PageId> free;
+  std::uint64_t gone = 0, came = 0;  // layers
 
   World(Machine with, Mode mode) {
     machine = std::move(with);
@@ -240,9 +286,30 @@ struct World : Shared {
     arena = std::make_shared<Arena>(machine.backend, options);
     executor = std::make_unique<Executor>(arena);
     for (const TenantId id : {1U, 2U}) tenants.push_back(std::make_unique<Tenant>(*this, id));
-    free = arena->free_pages();
+    const std::vector<PageId> free = arena->free_pages();
     CHECK(free.size() == kFree);
-    for (const auto& tenant : tenants) tenant->designate(kLayers * kLayerPages, free);
+    for (const auto& tenant : tenants) {
+      std::size_t first = kLayers * kLayerPages;
+      tenant->designate(first, free);
+      first += kFree;
+      for (const std::vector<PageId>& home : tenants[2 - tenant->id]->homes) {
+        tenant->designate(first, home);
+        first += kLayerPages;
+      }
+    }
+  }
+  // No layer's home.
+  std::vector<PageId> loose() const {
+    std::vector<PageId> pages;
+    for (PageId page = 0; page < kPages; ++page) {
+      const bool claimed = std::any_of(tenants.begin(), tenants.end(), [&](const auto& tenant) {
+        return std::any_of(tenant->homes.begin(), tenant->homes.end(), [&](const std::vector<PageId>& home) {
+          return std::find(home.begin(), home.end(), page) != home.end();
+        });
+      });
+      if (!claimed) pages.push_back(page);
+    }
+    return pages;
   }
   void look(std::uint64_t& epoch) const {
     arena->check();  // between two steps of a plan nobody sees the tables
@@ -260,15 +327,37 @@ struct World : Shared {
   }
   void play(std::mt19937_64& random) {
     Tenant& tenant = *tenants[random() % 2];
-    switch (random() % 3) {
+    switch (random() % 4) {
+      case 3: {
+        const auto layer = static_cast<LayerId>(1 + random() % (kLayers - 1));
+        std::vector<PageId> mine;
+        for (const PageId page : loose()) {
+          if (tenant.written.count(page) != 0) mine.push_back(page);
+        }
+        if (!Tenant::is(tenant.cold, layer)) {
+          if (Tenant::is(tenant.streamed, layer) || !tenant.prefetcher->arrived(layer)) break;
+          tenant.give_up(layer);
+          ++gone;
+        } else if (mine.size() >= kLayerPages) {
+          std::shuffle(mine.begin(), mine.end(), random);
+          mine.resize(kLayerPages);
+          tenant.come(layer, mine);
+          ++came;
+        }
+        break;
+      }
       case 0: {
         std::vector<LayerId> next;
         if (random() % 4 != 0) {
           next.push_back(0);
           for (LayerId layer = 1; layer < kLayers; ++layer) {
-            if (random() % 2 == 0) next.push_back(layer);
+            if (random() % 2 == 0 && !Tenant::is(tenant.cold, layer)) next.push_back(layer);
           }
-          if (next.size() == 1) next.push_back(1 + static_cast<LayerId>(random() % (kLayers - 1)));
+          if (next.size() == 1) {  // the ring alone
+            const auto layer = 1 + static_cast<LayerId>(random() % (kLayers - 1));
+            if (Tenant::is(tenant.cold, layer)) next.clear();
+            else next.push_back(layer);
+          }
         }
         tenant.change(next, random() % 2 == 0);
         break;
@@ -276,7 +365,7 @@ struct World : Shared {
       case 1: {
         const bool take = random() % 2 == 0;
         std::vector<PageId> pages;
-        for (const PageId page : free) {
+        for (const PageId page : loose()) {
           const bool possible = take ? arena->owners()[page] == Owner::free : tenant.written.count(page) != 0;
           if (possible && random() % 2 == 0) pages.push_back(page);
         }
@@ -302,7 +391,11 @@ struct World : Shared {
   }
 };
 
-void two_tenants(const Machine& machine, Mode mode, std::uint64_t seed, int rounds, std::uint64_t& zeroed) {
+struct Seen {
+  std::uint64_t zeroed = 0, gone = 0, came = 0;
+};
+
+void two_tenants(const Machine& machine, Mode mode, std::uint64_t seed, int rounds, Seen& seen) {
   std::mt19937_64 random(seed);
   World world(machine, mode);
   std::uint64_t epoch = 0;
@@ -315,26 +408,28 @@ void two_tenants(const Machine& machine, Mode mode, std::uint64_t seed, int roun
   for (const auto& tenant : world.tenants) tenant->prefetcher->drain();
   looking.stop();
   world.end();
-  zeroed += world.zeroed;
+  seen.zeroed += world.zeroed;
+  seen.gone += world.gone;
+  seen.came += world.came;
 }
 
 void on_the_device(Mode mode, bool exchange) {
-  std::uint64_t zeroed = 0;
+  Seen seen;
   const auto seeds = static_cast<std::uint64_t>(rounds(800));
   for (std::uint64_t seed = 0; seed < seeds; ++seed) {
     try {
-      two_tenants(Machine::fake(seed, exchange), mode, seed, 14, zeroed);
+      two_tenants(Machine::fake(seed, exchange), mode, seed, 18, seen);
     } catch (const std::exception& error) {
       throw std::logic_error("seed " + std::to_string(seed) + ": " + error.what());
     }
   }
-  CHECK(zeroed > 0);
+  CHECK(seen.zeroed > 0 && seen.gone > 0 && seen.came > 0);
 }
 
 void on_the_host(Mode mode) {
-  std::uint64_t zeroed = 0;
-  two_tenants(Machine::host(), mode, 2024, rounds(300), zeroed);
-  CHECK(zeroed > 0);
+  Seen seen;
+  two_tenants(Machine::host(), mode, 2024, rounds(300), seen);
+  CHECK(seen.zeroed > 0 && seen.gone > 0 && seen.came > 0);
 }
 
 TEST(aliased) { on_the_device(Mode::aliased, false); }

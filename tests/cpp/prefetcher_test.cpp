@@ -71,6 +71,9 @@ TEST(random_interleavings) {
     const EventHandle fences[] = {backend.create_event(true), backend.create_event(true), backend.create_event(true)};
     bool others = false;  // have written since the last change
     for (int round = 0; round < 8; ++round) {
+      for (LayerId layer = 0; layer < n; ++layer) {
+        if (random() % 8 == 0 && world.prefetcher->arrived(layer)) CHECK(world.prefetcher->ready(layer));
+      }
       if (round == 0 || random() % 2 == 0) {
         std::vector<LayerId> layers;
         for (LayerId layer = 0; layer < n; ++layer) {
@@ -295,6 +298,29 @@ TEST(a_home_that_was_a_buffer_is_loaded_behind_its_readers) {
     CHECK(world.ring[0][0] == World::tag(1));
     CHECK(world.ring[1][0] == World::tag(0));
   }
+}
+
+// Who asks sees that a layer has come home, without a pass; in a pass, or while it is held, only who waits does.
+TEST(a_layer_that_came_home_is_seen_without_a_pass) {
+  World world(3);
+  world.configure(world.configuration({0, 1}, 1));
+  StreamConfiguration c = world.configuration({}, 0);
+  c.home = {{0, 0, kBytes}, {1, 0, kBytes}};
+  c.held = {1};
+  world.configure(c);
+  CHECK(!world.prefetcher->arrived(0) && world.prefetcher->loading());
+  world.backend->finish();
+  CHECK(!world.prefetcher->ready(0));  // an atomic load: it looks at nothing
+  CHECK(world.prefetcher->arrived(0) && world.prefetcher->ready(0));
+  CHECK(!world.prefetcher->arrived(1) && !world.prefetcher->arrived(7));
+  world.prefetcher->released(1);
+  world.prefetcher->begin_pass();
+  world.backend->finish();
+  CHECK(!world.prefetcher->arrived(1));
+  CHECK((world.prefetcher->unwaited() == std::vector<LayerId>{1}));
+  world.prefetcher->end_pass();
+  CHECK(world.prefetcher->arrived(1) && !world.prefetcher->loading());
+  CHECK(world.regions[1][0] == World::tag(1));
 }
 
 TEST(contents_are_kept_only_at_the_same_offset_and_place) {

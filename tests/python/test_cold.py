@@ -102,6 +102,20 @@ def test_more_models_than_memory_take_turns(mode: str) -> None:
             forward(session, engines[name].tenant, engines[name].data)
 
 
+def test_layers_that_have_come_are_ready_without_a_pass() -> None:
+    """Whoever asks sees it: nobody has to wait for each of them first."""
+    with session_of(12) as session:
+        engines = models(session, 2)
+        for name in ("m0", "m1", "m0"):
+            assert session.activate(name, alone=True).activated
+            handle = inside(engines[name].tenant)
+            remap.advanced.settle(session)
+            handle._state.prefetcher.drain()
+            assert all(map(handle.ready, range(LAYERS))) and not handle.away() and not engines[name].tenant.streaming
+            assert session.snapshot().tenants[name].loading == ()
+            forward(session, engines[name].tenant, engines[name].data)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_is_given_up_whole_and_comes_back_with_what_it_lent(mode: str) -> None:
     """Its layers are another tenant's KV, and its ring its own, when it gives up everything: the ring too."""

@@ -69,7 +69,10 @@ def test_tokens_are_those_of_ample_memory(quantum_s: float) -> None:
     ample, _, all_of_them = serve(None, quantum_s)
     tokens, activations, home = serve(2 << 20, quantum_s)
     assert tokens == ample and all_of_them == len(KINDS) and 1 <= home <= 2  # at once
-    assert {turn.tenant for turn in activations if turn.restored_layers} == {f"m{i}" for i in range(len(KINDS))}
+    assert {turn.tenant for turn in activations} == {f"m{i}" for i in range(len(KINDS))}
+    assert (
+        sum(turn.restored_layers > 0 for turn in activations) >= len(KINDS) - home
+    )  # others had come ahead of their turn
 
 
 def test_a_model_without_pages_reads_as_ever_and_leaves_whole() -> None:

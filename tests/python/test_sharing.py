@@ -26,6 +26,7 @@ from remap.cli.shared_world import SMALL, build  # noqa: E402
 from remap.engine import LLMEngine, Request, SamplingParams, Scheduler, SharedEngines  # noqa: E402
 from remap.engine.request import RequestState, Sequence  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks  # noqa: E402
+from remap.policy.turns import Turns  # noqa: E402
 
 KINDS = {"a": "llama", "b": "qwen3", "c": "opt"}
 
@@ -43,7 +44,7 @@ class Pages(FakeKV):
 class SwitchedTenant(FakeTenant):
     """Runs passes while it is active only."""
 
-    away_pages = 0
+    away_pages, reload_s, cold, targets = 0, 0.0, (), (None, None)
 
     def __init__(self, name: str, kv: Pages) -> None:
         super().__init__(LAYERS, kv, name)
@@ -334,6 +335,25 @@ def test_turns_go_round_and_last_a_quantum():
     # A gap between two tokens that spans the others' turns is one: who waits for his turn waits for his token.
     assert result.summary()["tbt_p99_s"] > 0.1
     assert all(one.first_pass_s is not None and one.first_pass_s > one.seconds for one in result.activations)
+
+
+def test_turns_go_by_what_is_due():
+    """a has all day. b and c come later, c first, and b's token is due first: a goes on until b has to begin, and c follows."""
+    clock = Clock()
+    requests = {
+        "a": [Request(f"long {i}", (1, 2, 3), SamplingParams(max_tokens=100), arrival_s=i / 5) for i in range(3)],
+        "b": [Request("soon", (4, 5), SamplingParams(max_tokens=2), arrival_s=0.06)],
+        "c": [Request("later", (4, 5), SamplingParams(max_tokens=2), arrival_s=0.05)],
+    }
+    tenants = tenants_for(60)
+    for name, target in {"a": (None, None), "b": (0.3, None), "c": (0.6, 0.1)}.items():
+        tenants[name].targets = target
+    engines = engines_for(tenants, clock=clock)
+    shared = SharedEngines(None, engines, turns=Turns(math.inf), clock=clock, sleep=clock.sleep)
+    result = shared.run(requests)
+    assert result.different(alone(requests)) == []
+    assert [one.tenant for one in result.activations] == ["a", "b", "c", "a"]
+    assert 0.2 < result.metrics["b"].ttft_s[0] <= 0.3 and result.metrics["c"].ttft_s[0] <= 0.6
 
 
 def test_a_turn_ends_early_without_work_and_lasts_on_alone():

@@ -8,6 +8,7 @@ one with a model, on the CPU or on a GPU.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -150,6 +151,16 @@ class Engine(ABC):
         """Seconds that the first of the queue has waited for its first token; 0 if it has that, or none waits."""
         head = self.scheduler.waiting[0] if self.scheduler.waiting else None
         return max(0.0, self._clock() - head.arrived_s) if head is not None and head.first_s is None else 0.0
+
+    def due_s(self, ttft_s: float | None, tbt_s: float | None) -> float:
+        """When the next token of any request is due, on the engine's clock: the first ttft_s after its arrival, each later one
+        tbt_s after the one before was; without ttft_s, after the first token came. Infinite: none is."""
+        found = math.inf
+        for one in list(self._live.values()):
+            first_s = one.first_s if ttft_s is None else one.arrived_s + ttft_s
+            if first_s is not None and (tbt_s is not None or one.first_s is None):
+                found = min(found, first_s + one.generated * (tbt_s or 0.0))
+        return found
 
     def follow(self, moved: Mapping[int, int]) -> None:
         """The session moved blocks (old id -> new id): patch the block tables. Before anything else touches the KV. The same

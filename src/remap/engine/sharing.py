@@ -2,7 +2,8 @@
 """Several engines on one arena: who runs when, one `session.step` for all of them, and what it cost.
 
 temporal   one tenant is active at a time, in turns: Oneiros, section 7.2. The others' layers may be KV of the active one
-           meanwhile (`session.activate(name, alone=True)`); what they had running keeps its KV and goes on later.
+           meanwhile (`session.activate(name, alone=True)`); what they had running keeps its KV and goes on later. Of models
+           that memory has no room for, whoever's tokens are due first is next, and turns pay for their switch (policy.turns).
 spatial    all tenants are active, and each runs a pass in every round: Oneiros, section 7.3.
 
 Without a session this is the recompute baseline: each tenant has the KV cache that it was attached with, turns and rounds are
@@ -20,6 +21,7 @@ from remap.engine.reports import Reports
 from remap.engine.shared_metrics import Activation, SharedResult, SharedSample, TenantSample
 from remap.errors import InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
+from remap.policy.turns import Queue, Turn, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +38,7 @@ slow link whole layers would cost many times a pass, in every turn, for as long 
 
 
 @dataclass
-class _Turn:
+class _Begun:
     """An activation that has not led to a pass yet."""
 
     name: str
@@ -62,7 +64,11 @@ class SharedEngines:
     a step for all of them, and the engines' own `step` must not be. engines: by tenant name, at least one. quantum_s: a
     temporal turn ends when the active tenant has nothing to do or gets nothing done, or when it has lasted so long; only if
     somebody else has work. math.inf: turns drain, and whoever is never out of work keeps the device. Turns go round in the order
-    of `engines`. clock: the engines' own.
+    of `engines`, if turns is None and no tenant was without pages when this was made. clock: the engines' own.
+
+    turns: the rule for temporal turns (`remap.policy.turns.Turns`), by the targets that tenants were attached with
+    (`Config.ttft_s`, `tbt_s`). None: where some tenant has no pages, `Turns(quantum_s)`. Whoever begins to wait has its first
+    layers loaded ahead of its turn (`session.expect`).
 
     partial: a turn begins at once, and layers whose place live blocks of others have taken are streamed (a number: while passes
     then wait for at most this share of their computation); otherwise the requests that hold these blocks are preempted
@@ -80,6 +86,7 @@ class SharedEngines:
         *,
         quantum_s: float = 1.0,
         partial: bool | float | None = None,
+        turns: Turns | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -112,6 +119,12 @@ class SharedEngines:
         self.partial: bool | float = default if partial is None else partial
         self._clock = clock
         self._sleep = sleep
+        if turns is None and session is not None and any(inside(each.tenant).cold for each in engines.values()):
+            turns = Turns(quantum_s)
+        self._turns = turns if mode == "temporal" else None
+        self._waits: dict[str, float] = {}  # with `turns`: who has work and not the turn, since when
+        self._pass_s: dict[str, float] = {}  # with `turns`: what each one's last pass took
+        self._turn_cost_s = 0.0  # of the present turn's beginning
         self._active: str | None = None  # temporal only; None before the first turn
         self._turn_began = 0.0
         self._idle_step = False  # the last step got nothing done
@@ -121,7 +134,7 @@ class SharedEngines:
         # Of all tenants, since the link and the driver are the same. Mapping pages may take longer than copying them.
         self._page_s = math.inf
         self._all_active = False  # spatial only: every tenant has been activated
-        self._pending_turn: _Turn | None = None
+        self._pending_turn: _Begun | None = None
         self._begin_measuring()
 
     # -- asking ----------------------------------------------------------------------------------------------------
@@ -162,6 +175,7 @@ class SharedEngines:
             self._take_turns()
         self._rebalance()
         done: dict[str, StepOutput] = {}
+        begun = self._clock()
         for name in self.active:
             if self.engines[name].unfinished:
                 done[name] = self.engines[name].advance()
@@ -170,6 +184,8 @@ class SharedEngines:
         turn = self._pending_turn
         if turn is not None and turn.name in done and done[turn.name].computed:
             self._end_pending(now - turn.begun_s)
+        elif self._turns is not None:
+            self._pass_s.update(dict.fromkeys(done, now - begun))
         self._watch_return()
         self._record(now, tuple(done))
         return done
@@ -233,6 +249,9 @@ class SharedEngines:
 
     def _take_turns(self) -> None:
         """End the turn if it is over and somebody else waits; begin the next one."""
+        if self._turns is not None:
+            self._take_due_turns(self._turns)
+            return
         names = list(self.engines)
         if self._active is None:
             busy = [name for name in names if self.engines[name].unfinished]
@@ -256,6 +275,36 @@ class SharedEngines:
             if self._prepared is not None:  # has nothing to do any more
                 self.session.deactivate(self._prepared)
                 self._prepared = None
+
+    def _take_due_turns(self, rule: Turns) -> None:
+        """As `_take_turns`, by the rule."""
+        now, queues = self._clock(), {}
+        for name, engine in self.engines.items():
+            if not engine.unfinished:
+                self._waits.pop(name, None)
+            elif name != self._active:
+                if name not in self._waits:
+                    self._waits[name] = now
+                    self._expect(name)
+                queues[name] = self._queue(name, self._waits[name], self._reload_s(name))
+            elif not self._idle_step:  # else it gets nothing done: others may
+                queues[name] = self._queue(name, now, 0.0)
+        turn = None if self._active is None else Turn(self._active, self._turn_began, self._turn_cost_s)
+        found = rule.decide(now, turn, queues)
+        if found.name not in (None, self._active):
+            self._switch(found.name)
+        elif found.follower is not None and self._prepares and self._prepared is None:
+            self._look_ahead(found.follower, found.at_s - now)
+
+    def _queue(self, name: str, since_s: float, switch_s: float) -> Queue:
+        engine = self.engines[name]
+        due_s = engine.due_s(*inside(engine.tenant).targets)
+        longest = max(self._pass_s.values(), default=0.0)  # who has not run yet may take as long as anybody
+        return Queue(since_s, due_s, switch_s, self._pass_s.get(name, longest))
+
+    def _expect(self, name: str) -> None:
+        if self.session is not None and inside(self.engines[name].tenant).cold:
+            self.session.expect(name)
 
     def _look_ahead(self, name: str, left_s: float) -> None:
         """Before a turn of `name`, so long as its layers need, they come home; and so long before that, what is new of the
@@ -292,9 +341,10 @@ class SharedEngines:
 
     def _switch(self, name: str) -> None:
         """Make `name` the active tenant. If that fails, the turn is the former one's again, or nobody's if that fails too."""
-        begun = self._clock()
+        begun, reload_s = self._clock(), 0.0
         entry: dict[str, Any] = {}
         if self.session is not None:
+            reload_s = self._reload_s(name) if self._turns is not None else 0.0
             # An activation alone makes the others inactive first. Written down before, so that an interrupt in between
             # leaves the turn with nobody: the next step begins a new one.
             former, self._active, self._prepared = self._active, None, None
@@ -309,7 +359,9 @@ class SharedEngines:
                 raise
         self._end_pending(None)
         self._active, self._turn_began, self._idle_step = name, self._clock(), False
-        self._pending_turn = _Turn(name, begun, self._turn_began - begun, entry)
+        self._turn_cost_s = self._turn_began - begun + reload_s
+        self._waits.pop(name, None)
+        self._pending_turn = _Begun(name, begun, self._turn_began - begun, entry)
 
     def _activate_all(self) -> None:
         if self.session is None or self._all_active:
@@ -390,6 +442,7 @@ class SharedEngines:
         self._timeline: list[SharedSample] = []
         self._activations: list[Activation] = []
         self._turn_began = self._started_s
+        self._waits = {}
         self._pending_turn = None
 
     def _record(self, now: float, ran: Sequence[str]) -> None:

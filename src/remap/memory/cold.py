@@ -321,8 +321,8 @@ class Cold:
             self._changes.exchange(giver, plan_free_pages(giver.pages, freed, give=False), slots)
 
     def give_all(self, giver: TenantState, keep: int = 0) -> None:
-        """All layers but the first `keep`, and all blocks, that the tenant can do without become free. It serves no pass. Raises the
-        backend's error if nothing has changed; later ones end the call early."""
+        """All layers but the first `keep`, and all blocks, that the tenant can do without become free. It serves no pass. Raises
+        the backend's error if nothing has changed; later ones end the call early."""
         total, applied = self._changes.arena.total_pages, self._changes.applied
         try:
             with AllOrNothing(self._changes, (giver,), partly=True):

@@ -55,8 +55,8 @@ def lateness_beyond(compute_s: Sequence[float], transfer_s: Sequence[float], set
     after another in the order of use, beginning with the pass. They never grow, and the last is 0.
 
     compute_s, transfer_s: seconds of each layer. setup_s: before the first copy begins (pages are zeroed, and mapped).
-    `schedule.one_shot_delay` of every suffix at once: with the layers from k on missing, layer j waits for the copies of k to j and
-    computes behind all before it, so the delay is max over j of (sum of T up to j - sum of C before j) - (sum of T before k).
+    `schedule.one_shot_delay` of every suffix at once: with the layers from k on missing, layer j waits for the copies of k to j
+    and computes behind all before it: the delay is max over j of (sum of T up to j - sum of C before j) - (sum of T before k).
     """
     copied = list(accumulate(transfer_s, initial=0.0))
     computed = list(accumulate(compute_s, initial=0.0))
