@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from remap.broker.member import Membership
     from remap.report import Snapshot
 
-__all__ = ["UNIX", "AskedSession", "events_of", "membership"]
+__all__ = ["UNIX", "AskedSession", "membership"]
 
 UNIX = "unix:"
 STEP_S = 0.2
@@ -119,7 +119,7 @@ class AskedSession:
         session = self._session()
         if session is None:
             raise InvalidState("the session is gone; nothing changed")
-        found: tuple[Event, ...] = session.exclusively(events_of, claims=False)
+        found: tuple[Event, ...] = session.exclusively(lambda core: core.trace.ask(), claims=False)
         return found
 
     def attend(self, core: Core) -> None:
@@ -164,11 +164,6 @@ def _attempt(call: Callable[[Core], None], core: Core) -> None:
 def _take_in(pages: Sequence[int], core: Core) -> None:
     if core.outside is not None:
         core.outside.take_in(pages)
-
-
-def events_of(core: Core) -> tuple[Event, ...]:
-    """What has happened lately; from now on it is kept for a while."""
-    return core.trace.ask()
 
 
 def _recheck(core: Core) -> None:

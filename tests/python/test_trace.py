@@ -24,9 +24,9 @@ from remap.broker.messages import (
     MOST_BYTES,
     MOST_EVENTS,
     MOST_PARTS,
-    Event,
     Events,
     Look,
+    ShownEvent,
     Tell,
     decode_to_member,
     encode,
@@ -160,7 +160,9 @@ def test_nothing_is_kept_unless_somebody_asks_and_no_longer(monkeypatch: pytest.
 def test_what_is_lost_is_counted_and_nothing_is_there_twice() -> None:
     def seen(*numbers: int) -> Seen:
         shown: Any = type("Shown", (), {"member": 1, "pid": 7, "name": "a"})()
-        return Seen(None, (shown,), (tuple(Event(each, "gave", "", float(each), 0.0, "", {}) for each in numbers),))  # type: ignore[arg-type]
+        return Seen(
+            None, (shown,), (tuple(ShownEvent(each, "gave", "", float(each), 0.0, "", {}) for each in numbers),)
+        )  # type: ignore[arg-type]
 
     recording = Recording()
     for numbers in ((4, 5), (4, 5, 6), (), (9, 10)):

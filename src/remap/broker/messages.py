@@ -41,7 +41,6 @@ __all__ = [
     "DecisionReport",
     "Disown",
     "Done",
-    "Event",
     "Events",
     "Fetch",
     "Give",
@@ -56,6 +55,7 @@ __all__ = [
     "Report",
     "Returned",
     "Shown",
+    "ShownEvent",
     "State",
     "Tell",
     "TenantReport",
@@ -208,7 +208,7 @@ class DecisionReport(msgspec.Struct, frozen=True):
     unmet_blocks: Count
 
 
-class Event(msgspec.Struct, array_like=True, frozen=True):
+class ShownEvent(msgspec.Struct, array_like=True, frozen=True):
     """Of `remap.memory.trace.Event`."""
 
     number: Count
@@ -223,7 +223,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True):
 class Events(msgspec.Struct, tag=True, frozen=True):
     """Of a member that was told to send some, in front of its Report; and to who looks, behind a Shown. Oldest first."""
 
-    events: Annotated[tuple[Event, ...], msgspec.Meta(max_length=MOST_EVENTS)]
+    events: Annotated[tuple[ShownEvent, ...], msgspec.Meta(max_length=MOST_EVENTS)]
 
 
 class Report(msgspec.Struct, tag=True, frozen=True):

@@ -11,11 +11,11 @@ from types import TracebackType
 from remap.broker.messages import (
     MOST_BYTES,
     VERSION,
-    Event,
     Events,
     Look,
     Refused,
     Shown,
+    ShownEvent,
     State,
     ToMember,
     decode_to_member,
@@ -35,7 +35,7 @@ class Seen:
 
     state: State
     members: tuple[Shown, ...]
-    events: tuple[tuple[Event, ...], ...] = ()
+    events: tuple[tuple[ShownEvent, ...], ...] = ()
 
 
 class Observer:
@@ -67,8 +67,8 @@ class Observer:
         except OSError as error:
             raise InvalidState(f"the broker at {self.path} does not answer: {error}", why=str(error)) from error
 
-    def _shown(self) -> tuple[Shown, tuple[Event, ...]]:
-        message, events = self._hear(), list[Event]()
+    def _shown(self) -> tuple[Shown, tuple[ShownEvent, ...]]:
+        message, events = self._hear(), list[ShownEvent]()
         if not isinstance(message, Shown):
             raise InvalidState(f"what answers at {self.path} is no broker of this release", why="no member")
         for _ in range(message.events):

@@ -15,10 +15,10 @@ from remap.broker.messages import (
     MOST_TENANTS,
     MOST_TEXT,
     DecisionReport,
-    Event,
     Events,
     OwnedPages,
     Report,
+    ShownEvent,
     TenantReport,
 )
 from remap.memory import trace
@@ -49,7 +49,7 @@ def report_of(snapshot: Snapshot) -> Report:
 def events_in(found: Sequence[trace.Event]) -> list[Events]:
     """The last ones, in as many messages as they take, `MOST_PARTS` at most."""
     made = [
-        Event(
+        ShownEvent(
             each.number,
             _cut(each.kind, MOST_NAME),
             _cut(each.tenant, MOST_NAME),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from remap.broker.messages import Event, Shown
+from remap.broker.messages import Shown, ShownEvent
 from remap.broker.observer import Seen
 
 __all__ = ["Recording"]
@@ -20,7 +20,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._members: dict[int, Shown] = {}
-        self._events: dict[int, list[Event]] = {}
+        self._events: dict[int, list[ShownEvent]] = {}
         self.lost = 0
 
     @property
