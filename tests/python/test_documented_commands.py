@@ -195,6 +195,8 @@ ELSEWHERE = {
         "--kv-offloading-size",
         "--kv-transfer-config",
         "--num-gpu-blocks-override",
+        "--scheduling-policy",
+        "--disable-hybrid-kv-cache-manager",
         "--offload-group-size",
     ),  # these are vLLM's
 }

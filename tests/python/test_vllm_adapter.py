@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from remap.adapters.vllm import internals
 from remap.adapters.vllm.served import HOST_KV, UNSERVED, refuse_unserved
 from remap.errors import InvalidState
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, device_name="cpu")
 CUDA = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
 ROCM = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="rocm")
@@ -53,7 +56,8 @@ def config(**changed: Any) -> Any:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "pipeline parallelism": {"parallel_config__pipeline_parallel_size": 2},
-    "speculative decoding": {"speculative_config": object()},
+    "speculative decoding": {"speculative_config": SimpleNamespace(method="eagle")},
+    "prefill and decode on different servers": {"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")},
     "a KV connector": {"cache_config__kv_offloading_size": 4.0},
     "--cpu-offload-gb": {"offload_config__uva__cpu_offload_gb": 2.0},
     "--offload-group-size": {"offload_config__prefetch__offload_group_size": 4},
@@ -64,6 +68,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--enable-sleep-mode": {"model_config__enable_sleep_mode": True},
     "multi-head latent attention (MLA)": {"model_config__use_mla": True},
 }
+NAMED = {"speculative decoding": "eagle", "prefill and decode on different servers": "NixlConnector"}
+"""What is found where the configuration has an object."""
 
 
 def test_every_entry_of_the_table_is_tried_here() -> None:
@@ -72,12 +78,14 @@ def test_every_entry_of_the_table_is_tried_here() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_with_its_value(name: str) -> None:
-    given = REFUSED[name]
+    given = {**REFUSED[name]}
+    if "kv_transfer_config" in given:
+        given["kv_transfer_config"].kv_connector_extra_config = {}
     with pytest.raises(InvalidState) as caught:
         refuse_unserved(config(**given), CPU)
     assert caught.value.fields["unserved"] == (name,)
     (value,) = caught.value.fields["found"]
-    assert value is True or value in given.values()
+    assert value is True or value in (*given.values(), NAMED.get(name))
 
 
 @pytest.mark.parametrize(("asked", "refused"), [(None, False), (10, False), (11, True)])
@@ -112,6 +120,21 @@ def test_the_rest_is_served(dtype: str) -> None:
         refuse_unserved(config(cache_config__cache_dtype=dtype), platform)
 
 
+@pytest.mark.parametrize("method", ["ngram_gpu", "suffix", "medusa", "eagle3", "draft_model", "mtp"])
+def test_of_speculation_only_that_which_reads_tokens_is_served(method: str) -> None:
+    refuse_unserved(config(speculative_config=SimpleNamespace(method="ngram")), CPU)
+    with pytest.raises(InvalidState) as caught:
+        refuse_unserved(config(speculative_config=SimpleNamespace(method=method)), CPU)
+    assert caught.value.fields["found"] == (method,)
+
+
+@pytest.mark.parametrize("name", ["NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"])
+def test_what_another_server_would_read_is_refused_with_what_is_needed(name: str) -> None:
+    with pytest.raises(InvalidState, match="needed are memory registered page by page") as caught:
+        refuse_unserved(connector(name), CUDA)
+    assert caught.value.fields["found"] == (name,)
+
+
 def connector(name: str, **more: str) -> Any:
     return config(kv_transfer_config=SimpleNamespace(kv_connector=name, kv_connector_extra_config=more))
 
@@ -140,6 +163,37 @@ def test_a_connector_without_the_books_that_are_read_is_refused() -> None:
     assert caught.value.fields["missing"] == ("_req_status",)
 
 
+# -- the table in the pages ------------------------------------------------------------------------------------------
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """What, what becomes of it, and its tests."""
+    page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+    table = page.partition("| what | with remap | test |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table.splitlines()]  # type: ignore[misc]
+
+
+def test_what_the_page_says_of_a_feature_has_a_test() -> None:
+    """It works with the same tokens, or is refused: nothing else. What the code refuses is there."""
+    found = rows()
+    assert len(found) > 30
+    for what, becomes, tests in found:
+        assert becomes.startswith(("same tokens", "works", "refused")), what
+        named = re.findall(r"`(\w+\.py)::(test_\w+)`", tests)
+        assert named and tests == ", ".join(f"`{file}::{test}`" for file, test in named), what
+        for file, test in named:
+            folder = "tests/python" if file == Path(__file__).name else "tests/engines/vllm"
+            assert f"\ndef {test}(" in (ROOT / folder / file).read_text(encoding="utf-8"), (what, test)
+    refused = " ".join(what for what, becomes, _ in found if becomes.startswith("refused"))
+    words = {
+        "--kv-cache-dtype": "other kinds",
+        "a KV connector": "KV connectors",
+        "multi-head latent attention (MLA)": "latent",
+    }
+    for each in UNSERVED:
+        assert words.get(each.what, each.what) in refused
+
+
 # -- stand-ins for vLLM ----------------------------------------------------------------------------------------------
 
 
@@ -150,8 +204,23 @@ class BaseOffloader:
     pass
 
 
-class AsyncScheduler:
+class PlainScheduler:
+    def _update_after_schedule(self, output: Any) -> None:
+        said.append("plain")
+
+    def _update_request_with_output(self, request: Any, tokens: Any, is_stale: bool = False) -> str:
+        return "plain"
+
+
+class AsyncScheduler(PlainScheduler):
     scheduled = 0
+
+    def _update_after_schedule(self, output: Any) -> None:
+        super()._update_after_schedule(output)
+        said.append("placeholders")
+
+    def _update_request_with_output(self, request: Any, tokens: Any, is_stale: bool = False) -> str:
+        return "placeholders"
 
     def schedule(self) -> str:
         self.scheduled += 1
@@ -197,6 +266,56 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
+# -- without flags ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "platform", "ours"),
+    [
+        ({"kv_offloading_size": 4.0}, CPU, True),
+        ({"kv_offloading_size": None}, CPU, False),
+        ({"kv_offloading_size": 4.0, "kv_offloading_backend": "lmcache"}, CPU, False),
+        ({"kv_offloading_size": 4.0, "worker_cls": "a.Worker"}, CPU, False),
+        ({"kv_offloading_size": 4.0}, CUDA, False),
+        ({"kv_offloading_size": 4.0, "kv_transfer_config": "the user's"}, CPU, False),
+    ],
+)
+def test_a_size_alone_gets_the_copies_that_a_cpu_can_make(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], platform: Any, ours: bool
+) -> None:
+    class EngineArgs:
+        worker_cls, scheduler_cls = "auto", None
+        kv_offloading_size, kv_offloading_backend, kv_transfer_config = None, "native", None
+
+        def create_engine_config(self) -> Any:
+            return SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=self.worker_cls))
+
+    def module(name: str, **names: Any) -> None:
+        made = ModuleType(name)
+        made.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    for name in ("vllm", "vllm.engine"):
+        module(name)
+    module("vllm.engine.arg_utils", EngineArgs=EngineArgs)
+    module("vllm.config", KVTransferConfig=lambda **fields: SimpleNamespace(**fields))
+    module("vllm.platforms", current_platform=platform)
+    monkeypatch.setattr(internals, "refuse", lambda made: None)
+    monkeypatch.setattr(internals, "split_at_layers", lambda made: None)
+    for _ in range(2):  # a plugin is loaded more than once
+        internals.enter_without_flags("our.Worker", "our.Scheduler")
+    arguments = EngineArgs()
+    vars(arguments).update(given)
+    arguments.create_engine_config()
+    arguments.create_engine_config()
+    assert arguments.worker_cls == given.get("worker_cls", "our.Worker") and arguments.scheduler_cls == "our.Scheduler"
+    if ours:
+        extra = arguments.kv_transfer_config.kv_connector_extra_config
+        assert (extra["spec_module_path"], extra["spec_name"]) == HOST_KV and extra["offload_prompt_only"] is False
+    else:
+        assert arguments.kv_transfer_config == given.get("kv_transfer_config")
+
+
 # -- the scheduler ---------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +349,18 @@ def test_one_rank_in_another_process_is_asked_only_if_it_may_matter(
     scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 50))
     assert scheduler.schedule() == "scheduled"
     assert link.steps == asked
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_only_steps_that_overlap_have_placeholders(vllm: Any, overlaps: bool) -> None:
+    """Without overlap vLLM's own scheduler writes none, and a worker would compute with them where a drafter found nothing."""
+    scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
+    scheduler.scheduler_config = SimpleNamespace(async_scheduling=overlaps)
+    said.clear()
+    scheduler._update_after_schedule(object())
+    assert said == (["plain", "placeholders"] if overlaps else ["plain"])
+    answer = scheduler._update_request_with_output(object(), [], is_stale=True)
+    assert answer == ("placeholders" if overlaps else "plain")
 
 
 @pytest.mark.parametrize("asleep", [True, False])
@@ -291,7 +422,7 @@ class Rank:
 def test_a_link_tells_whether_its_rank_is_local() -> None:
     from remap.adapters.vllm.link import RankLink
 
-    books: Any = SimpleNamespace(open_now=lambda runs: [])
+    books: Any = SimpleNamespace(open_now=lambda runs: [], opened={0, 1, 2, 3})
     parallel = SimpleNamespace(world_size=1)
     assert not RankLink(SimpleNamespace(parallel_config=parallel, collective_rpc=Rank()), books).local
     ask = Rank()
@@ -393,6 +524,16 @@ def test_what_a_trainer_loads_is_what_streams(worker: Any) -> None:
     assert set(caught.value.fields["layers"]) >= set(worker.remap_rank.tenant.streamed)
 
 
+@pytest.mark.parametrize(("parts", "moves"), [(None, True), (False, True), (True, False)])
+def test_blocks_drain_where_a_table_has_parts_of_blocks(parts: bool | None, moves: bool) -> None:
+    """vLLM 0.31, where the kernel's blocks are smaller than the cache's: their ids are others."""
+    table = SimpleNamespace() if parts is None else SimpleNamespace(use_hybrid_blocks=parts)
+    batch = SimpleNamespace(block_table=SimpleNamespace(block_tables=[table]))
+    assert internals.can_rename_blocks(SimpleNamespace(input_batch=batch, requests={})) == moves
+    second = SimpleNamespace() if parts is None else SimpleNamespace(blocks_per_kv_block=[1, 1 + parts])
+    assert internals.can_rename_blocks(SimpleNamespace(block_tables=second)) == moves
+
+
 def test_packed_weights_are_not_loaded_anew(worker: Any) -> None:
     worker.vllm_config.additional_config = {"remap": {"cpu_linear": "packed"}}
     calls: list[int] = []
@@ -434,6 +575,37 @@ def test_a_newer_version_is_tried_at_home_and_away_before_it_serves(
         assert sorted(caught.value.fields["passes"].values()) == [0.0, 1.0]
     assert passes == [0, 1]
     assert worker.remap_rank.tenant.remapped == 0
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "drafted", "phase"),
+    [
+        ({"a": 1, "b": 1}, {}, "decode"),
+        ({"a": 4, "b": 1}, {"a": [5, 6, 7]}, "decode"),  # drafts are checked beside the next token
+        ({"a": 4, "b": 1}, {}, "prefill"),
+        ({"a": 4, "b": 9}, {"a": [5, 6, 7]}, "prefill"),
+    ],
+)
+def test_a_pass_that_checks_drafts_is_a_decode(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, scheduled: Any, drafted: Any, phase: str
+) -> None:
+    from contextlib import nullcontext
+
+    entered: list[tuple[str, int]] = []
+
+    def enter(tenant: Any, phase: str, tokens: int) -> Any:
+        entered.append((phase, tokens))
+        return nullcontext()
+
+    monkeypatch.setattr(Base, "execute_model", lambda self, output: "computed", raising=False)
+    worker.remap_offloader.entered, worker._remap_told, worker._remap_gauges = enter, True, None
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        num_scheduled_tokens=scheduled,
+        scheduled_spec_decode_tokens=drafted,
+    )
+    assert worker.execute_model(output) == "computed"
+    assert entered == [(phase, sum(scheduled.values()))]
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ With weights large enough that every layer changes the next token: a wrong byte 
     tied        like tiny, but tied: one tensor is the embedding and the head
     tied-new    the same with other weights
     tiny-lora   an adapter of it, of rank 8, on every projection of the attention
+    tiny-moe    mixtral: four experts a layer, of which a token takes two
+    tiny-window gemma 3: every second layer sees the last 64 tokens
     tiny-int8   its linear layers in 8 bits (compressed-tensors, weights per channel, activations per token)
     tiny-int4   and in 4 bits (weights in groups of 32)
 """
@@ -21,7 +23,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 VOCABULARY, HIDDEN, LAYERS = 512, 256, 8
 
@@ -42,6 +51,33 @@ def tiny(folder: Path, seed: int = 0, tied: bool = False) -> None:
         eos_token_id=None,
     )
     LlamaForCausalLM(config).float().save_pretrained(folder)
+
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HIDDEN // 4,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def moe(folder: Path) -> None:
+    torch.manual_seed(2)
+    config = MixtralConfig(**SHAPE, intermediate_size=192, num_local_experts=4, tie_word_embeddings=False)
+    MixtralForCausalLM(config).float().save_pretrained(folder)
+
+
+def window(folder: Path) -> None:
+    torch.manual_seed(3)
+    kinds = ["sliding_attention" if layer % 2 else "full_attention" for layer in range(LAYERS)]
+    config = Gemma3TextConfig(**SHAPE, intermediate_size=704, sliding_window=64, layer_types=kinds, pad_token_id=0)
+    Gemma3ForCausalLM(config).float().save_pretrained(folder)
 
 
 def lora(folder: Path, rank: int = 8) -> None:
@@ -109,6 +145,8 @@ def make(root: Path) -> None:
     tiny(root / "tiny-new", seed=77)
     tiny(root / "tied", seed=5, tied=True)
     tiny(root / "tied-new", seed=6, tied=True)
+    moe(root / "tiny-moe")
+    window(root / "tiny-window")
     lora(root / "tiny-lora")
     int8(root / "tiny", root / "tiny-int8")
     int4(root / "tiny", root / "tiny-int4")

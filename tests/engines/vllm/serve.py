@@ -5,10 +5,12 @@ run: {"name", "model", "remap": bool, "engine": keyword arguments of LLM, "setti
 "keep": bool, "wait": a file to wait for first, "touch": one to make at last,
 "calls": of workers, [method, *arguments] each, made after the step "calls_at", "load": one before all rounds}.
 request: {"prompt": token ids, "new": int, "at": the step before which it arrives, "abort": the step before which
-it is aborted, "params": of SamplingParams, "lora": folder}.
+it is aborted, "params": of SamplingParams ("structured": of StructuredOutputsParams), "lora": folder, "priority": int}.
+"tokens" of a request with several answers are those of all.
 
-OUT: by name of the run {"rounds": [{"tokens", "cached", "alphas", "free", "usable", "reset"}, ...], "preempted", ...}. Where the
-engine lives in this process the scheduler's books are compared with what they must be, after every step.
+OUT: by name of the run {"rounds": [{"tokens", "outputs", "cached", "alphas", "free", "usable", "reset"}, ...], "preempted", ...}.
+"outputs": how often a request got tokens. Where the engine lives in this process the scheduler's books are compared with what
+they must be, after every step.
 """
 
 from __future__ import annotations
@@ -34,6 +36,15 @@ DEFAULTS = {
     "disable_log_stats": False,
     "enable_prefix_caching": False,
 }
+
+
+PARAMETERS = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+
+
+def _tokens(answers: dict[int, list[int]]) -> list[Any]:
+    """Of one answer, or of all."""
+    in_order = [answers[index] for index in sorted(answers)]
+    return in_order if len(in_order) > 1 else [token for answer in in_order for token in answer]
 
 
 class Stepper:
@@ -80,6 +91,7 @@ class Stepper:
     def serve(self, requests: list[dict[str, Any]], number: int) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import StructuredOutputsParams
 
         results: dict[str, dict[str, Any]] = {}
         alphas, step = [], 0
@@ -88,29 +100,29 @@ class Stepper:
         while waiting or self.engine.has_unfinished_requests():
             while waiting and waiting[0][1].get("at", 0) <= step:
                 index, request = waiting.pop(0)
-                params = SamplingParams(
-                    temperature=0,
-                    max_tokens=request["new"],
-                    ignore_eos=True,
-                    detokenize=False,
-                    **request.get("params", {}),
-                )
+                wanted = {**PARAMETERS, "max_tokens": request["new"], **request.get("params", {})}
+                if "structured" in wanted:
+                    wanted["structured_outputs"] = StructuredOutputsParams(**wanted.pop("structured"))
+                if "logit_bias" in wanted:  # JSON has no integers for keys
+                    wanted["logit_bias"] = {int(token): bias for token, bias in wanted["logit_bias"].items()}
+                params = SamplingParams(**wanted)
                 lora = LoRARequest("one", 1, request["lora"]) if "lora" in request else None
                 prompt = {"prompt_token_ids": request["prompt"]}
-                self.engine.add_request(f"{number}-{index}", prompt, params, lora_request=lora)
-                results[f"{number}-{index}"] = {"tokens": [], "cached": 0}
+                priority = request.get("priority", 0)
+                self.engine.add_request(f"{number}-{index}", prompt, params, lora_request=lora, priority=priority)
+                results[f"{number}-{index}"] = {"answers": {}, "cached": 0, "outputs": 0}
             for index in [i for i, when in aborts.items() if when <= step]:
                 del aborts[index]
                 self.engine.abort_request([f"{number}-{index}"])
             for output in self.engine.step():
                 entry = results[output.request_id]
-                entry["tokens"] = list(output.outputs[0].token_ids)
+                entry["answers"].update({each.index: list(each.token_ids) for each in output.outputs})
+                entry["outputs"] += 1
                 entry["cached"] = output.num_cached_tokens or 0
-                if output.outputs[0].logprobs or output.prompt_logprobs:
+                scored = [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]
+                if scored:
                     entry["logprobs"] = [
-                        sorted((token, round(each.logprob, 3)) for token, each in one.items())
-                        for one in output.prompt_logprobs or []
-                        if one
+                        sorted((token, round(each.logprob, 3)) for token, each in one.items()) for one in scored if one
                     ]
             step += 1
             if step == self.run.get("calls_at"):
@@ -124,7 +136,8 @@ class Stepper:
                 raise RuntimeError(f"{self.engine.get_num_unfinished_requests()} requests after {step} steps; {said}")
         self._flush()
         said: dict[str, Any] = {
-            "tokens": [results[f"{number}-{i}"]["tokens"] for i in range(len(requests))],
+            "tokens": [_tokens(results[f"{number}-{i}"]["answers"]) for i in range(len(requests))],
+            "outputs": [results[f"{number}-{i}"]["outputs"] for i in range(len(requests))],
             "cached": [results[f"{number}-{i}"]["cached"] for i in range(len(requests))],
             "logprobs": [results[f"{number}-{i}"].get("logprobs") for i in range(len(requests))],
             "alphas": alphas,

@@ -63,8 +63,9 @@ def talk(vllm: Vllm) -> Any:
         ]
     )
     half = {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 4 << 20}
-    two = [remap("remap, host, two ranks", [TALK, turn], **half, **host())]
-    return found | vllm.serve(two, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    # Without flags the size alone is enough.
+    two = [remap("remap, host, two ranks", [TALK, turn], **half, **own)]
+    return found | vllm.serve(two, VLLM_ENABLE_V1_MULTIPROCESSING="1", REMAP_ENABLE="1")
 
 
 SERVED = ["stock, host", "remap, host", "remap, host, chunks of two blocks", "remap, host, not asynchronous"]

@@ -104,7 +104,6 @@ def test_metrics_under_load(vllm: Vllm):
         assert after["remap_alpha"] == 0 and after["remap_usable_blocks"] == before["remap_usable_blocks"]
         assert after["remap_passes_total"] >= 120
         # 16 requests need more than the 20 MiB of the start: some ran on, or came in, in the memory of layers.
-        assert after["remap_shortages_total"] > 0
         assert after["remap_allocations_beyond_total"] + after["remap_admissions_beyond_total"] > 0
     finally:
         end(server.process)

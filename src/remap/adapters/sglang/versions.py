@@ -36,6 +36,7 @@ __all__ = [
     "replace_free",
     "set_sizes",
     "take_free",
+    "touched",
 ]
 
 TESTED = "0.5.23"
@@ -133,8 +134,12 @@ def check_version(version: str) -> None:
     """Raises InvalidState (fields version, tested, unlike) for a version that the adapter cannot work with; see
     `admit`.
     """
-    touched = [_place(target, takes) for name, takes in _TAKES.items() for target in TARGETS[name]]
-    admit("SGLang", version, (TESTED,), touched, logger.warning, otherwise())
+    admit("SGLang", version, (TESTED,), touched(), logger.warning, otherwise())
+
+
+def touched() -> list[Touched]:
+    """The functions that the hooks are put around."""
+    return [_place(target, takes) for name, takes in _TAKES.items() for target in TARGETS[name]]
 
 
 def otherwise() -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from remap.adapters.touched import Touched, admit
 from remap.errors import InvalidState
 
-from .served import refuse_unserved
+from .served import HOST_KV, refuse_unserved
 
 __all__ = ["TESTED", "TOUCHED"]
 
@@ -43,6 +43,9 @@ TOUCHED = (
     Touched("vllm._custom_ops", "create_onednn_scaled_mm"),
     Touched("vllm._custom_ops", "weight_packed_linear_cpu", "x packed_weight n bias"),
     Touched("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule"),
+    Touched("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_request_with_output"),
+    Touched("vllm.v1.core.sched.scheduler", "Scheduler._update_request_with_output"),
+    Touched("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_spec_decode_tokens"),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
     Touched("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", "self request num_new_tokens"),
@@ -98,6 +101,9 @@ TOUCHED = (
     Touched("vllm.config.parallel", "ParallelConfig.enable_eplb"),
     Touched("vllm.config.parallel", "ParallelConfig.enable_elastic_ep"),
     Touched("vllm.config.parallel", "ParallelConfig.use_ubatching"),
+    Touched("vllm.config.speculative", "SpeculativeConfig.method"),
+    Touched("vllm.config.kv_transfer", "KVTransferConfig.kv_connector_extra_config"),
+    Touched("vllm.engine.arg_utils", "EngineArgs.kv_offloading_backend"),
     Touched("vllm.config.model", "ModelConfig.enable_sleep_mode"),
     Touched("vllm.config.model", "ModelConfig.use_mla"),
     Touched("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
@@ -163,6 +169,8 @@ def enter_without_flags(worker: str, scheduler: str) -> None:
             self.worker_cls = worker
         if self.scheduler_cls is None:
             self.scheduler_cls = scheduler
+        if self.worker_cls == worker:
+            _copy_kv_without_streams(self)
         made = original(self, *args, **kwargs)
         if made.parallel_config.worker_cls == worker:
             refuse(made)
@@ -171,6 +179,19 @@ def enter_without_flags(worker: str, scheduler: str) -> None:
 
     create_engine_config.remap = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
+
+
+def _copy_kv_without_streams(arguments: Any) -> None:
+    """With --kv-offloading-size alone, on a CPU: vLLM's connector gets the copies of `host_kv`, since its own need a GPU's
+    streams, and keeps answers too, so that a preempted request finds all of its blocks."""
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    alone = arguments.kv_offloading_size and arguments.kv_transfer_config is None
+    if alone and arguments.kv_offloading_backend == "native" and current_platform.is_cpu():
+        module, name = HOST_KV
+        extra = {"spec_module_path": module, "spec_name": name, "offload_prompt_only": False}
+        arguments.kv_transfer_config = KVTransferConfig(kv_connector_extra_config=extra)
 
 
 def refuse(vllm_config: Any) -> None:
@@ -325,14 +346,17 @@ def dummy_pass(runner: Any, tokens: int) -> Any:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return zeros.get(func, func)(*args, **(kwargs or {}))
 
-    how = {} if can_rename_blocks(runner) else {"skip_attn": True, "is_profile": True}  # Model Runner V2
+    how = {} if _is_first_runner(runner) else {"skip_attn": True, "is_profile": True}  # Model Runner V2
     with Zeros():
         passed = runner._dummy_run(tokens, **how)[0]
     return passed[:tokens].detach().float().cpu().clone()
 
 
 def rename_blocks(runner: Any, moves: dict[int, int]) -> None:
-    """Replace the ids of moved blocks in the block tables of the (V1) model runner. moves: old id -> new id."""
+    """Replace the ids of moved blocks in the model runner's block tables. moves: old id -> new id."""
+    if not _is_first_runner(runner):
+        _rename_on_device(runner, moves)
+        return
     import numpy as np  # `remap doctor --vllm` imports this module, perhaps without numpy
 
     for request in runner.requests.values():
@@ -345,11 +369,35 @@ def rename_blocks(runner: Any, moves: dict[int, int]) -> None:
         rows[:] = names[rows]  # nobody reads the entries behind a row's end
 
 
-def can_rename_blocks(runner: Any) -> bool:
-    """Whether `rename_blocks` can change this runner's tables.
-
-    Model Runner V2 keeps them on the device: its blocks drain instead.
+def _rename_on_device(runner: Any, moves: dict[int, int]) -> None:
+    """Model Runner V2 has its block tables on the device only, and reads them anew in every pass: this comes behind the passes
+    under way, on their stream, and before the next. What the scheduler told of new blocks is in the tables by then: a pass
+    applies it first of all. Not run on a GPU.
     """
+    import torch
+
+    with torch.inference_mode():  # as vLLM's own writes
+        for table in runner.block_tables.block_tables:
+            rows = table.gpu
+            names = torch.arange(runner.kv_cache_config.num_blocks, dtype=rows.dtype, device=rows.device)
+            both = torch.tensor([list(moves), list(moves.values())], device=rows.device)
+            names[both[0]] = both[1].to(rows.dtype)
+            rows.copy_(names[rows.long()])
+
+
+def can_rename_blocks(runner: Any) -> bool:
+    """Whether `rename_blocks` can change this runner's tables: else its blocks drain. Tables of vLLM 0.31 may have ids of parts
+    of blocks, of the size that a kernel wants. With prefill context parallelism another object makes block tables from them."""
+    if _is_first_runner(runner):
+        tables = runner.input_batch.block_table.block_tables
+        return not any(getattr(table, "use_hybrid_blocks", False) for table in tables)
+    tables = getattr(runner, "block_tables", None)
+    parts = max(getattr(tables, "blocks_per_kv_block", (1,)), default=1)
+    return tables is not None and parts == 1 and getattr(runner, "pcp_manager", None) is None
+
+
+def _is_first_runner(runner: Any) -> bool:
+    """GPUModelRunner, or a processor's, with block tables in host memory; not Model Runner V2."""
     return hasattr(runner, "input_batch") and hasattr(runner, "requests")
 
 

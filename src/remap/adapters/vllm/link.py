@@ -68,7 +68,7 @@ class PoolIds:
 class RankLink:
     """One engine's ranks; its scheduler calls these methods between steps.
 
-    moved: number of blocks that were moved out of ids that had to leave.
+    moved: number of blocks that were moved out of ids that had to leave. first: blocks that were open at the start.
     """
 
     def __init__(self, executor: Any, books: PoolIds) -> None:
@@ -78,6 +78,7 @@ class RankLink:
         self._local = getattr(getattr(executor, "driver_worker", None), "worker", None) if ranks == 1 else None
         self.group = RankGroup(self._ask, ranks)
         books.open_now(self.group.opened)  # ids that this parks never had pages: there is nothing to return
+        self.first = len(books.opened)
         self._ask("listen", self._heard if self._local is not None else None)
         self.may_move = all(self._rpc("remap_may_move"))
         self._sharing = bool(self._rpc("remap_manifest")[0]["arena"])

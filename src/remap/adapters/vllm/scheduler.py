@@ -21,7 +21,7 @@ internals.tell_schedulers_of_their_executor()
 
 
 class Scheduler(AsyncScheduler):
-    """For `--scheduler-cls`; works with and without asynchronous scheduling."""
+    """For `--scheduler-cls`; with asynchronous scheduling vLLM's AsyncScheduler, without it vLLM's Scheduler."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,7 +36,7 @@ class Scheduler(AsyncScheduler):
         internals.check_connector(self)
         self.remap = RankLink(executor, PoolIds(self))
         engine = internals.engine_index(self.vllm_config)
-        self.remap_beyond = metrics.Beyond(len(self.remap.books.opened) - 1, engine)  # but for vLLM's null block
+        self.remap_beyond = metrics.Beyond(self.remap.first - 1, engine)  # but for vLLM's null block
         internals.around_allocations(self, self._grow, self.remap_beyond.allocated)
 
     # -- before each step ------------------------------------------------------------------------------------------
@@ -60,6 +60,20 @@ class Scheduler(AsyncScheduler):
         if link is not None and not self.has_unfinished_requests():
             link.rest()
         return outputs
+
+    # vLLM runs a scheduler of its plain class unless steps overlap. AsyncScheduler writes placeholders where drafted tokens
+    # come, which are then filled in by the worker: without overlap the worker would compute with them.
+
+    def _update_after_schedule(self, *args: Any, **kwargs: Any) -> None:
+        if self.scheduler_config.async_scheduling:
+            super()._update_after_schedule(*args, **kwargs)
+        else:
+            super(AsyncScheduler, self)._update_after_schedule(*args, **kwargs)
+
+    def _update_request_with_output(self, *args: Any, **kwargs: Any) -> Any:
+        if self.scheduler_config.async_scheduling:
+            return super()._update_request_with_output(*args, **kwargs)
+        return super(AsyncScheduler, self)._update_request_with_output(*args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """As vLLM's. While the tenant sleeps a broker takes blocks out of the pool in another thread: it is woken for this."""

@@ -33,21 +33,45 @@ def _other(cache: Any) -> str | None:
 
 
 def _connector(config: Any) -> Any:
-    """The KV connector, unless it is vLLM's OffloadingConnector with HOST_KV."""
+    """The KV connector, unless it is vLLM's OffloadingConnector with HOST_KV, or `_between_servers` has it."""
     transfer, size = config.kv_transfer_config, config.cache_config.kv_offloading_size
     if transfer is None:
         return size
     spec = tuple(transfer.kv_connector_extra_config.get(name) for name in ("spec_module_path", "spec_name"))
-    return None if transfer.kv_connector == "OffloadingConnector" and spec == HOST_KV else transfer.kv_connector
+    ours = transfer.kv_connector == "OffloadingConnector" and spec == HOST_KV
+    return None if ours or _between_servers(config) else transfer.kv_connector
+
+
+def _between_servers(config: Any) -> str | None:
+    """A connector over which another server reads or writes this one's blocks (prefill and decode apart)."""
+    name = getattr(config.kv_transfer_config, "kv_connector", None) or ""
+    return name if name.startswith(("Nixl", "MooncakeConnector", "MoRIIO")) else None
+
+
+def _drafter(config: Any) -> str | None:
+    """The way of speculation, unless it reads the tokens only."""
+    found = config.speculative_config
+    return None if found is None or found.method == "ngram" else str(found.method)
 
 
 UNSERVED = (
     Unserved(
         "pipeline parallelism",
         lambda c: c.parallel_config.pipeline_parallel_size > 1 and c.parallel_config.pipeline_parallel_size,
-        "a stage has only some of the layers",
+        "a stage has only some of the layers, and several batches are under way when the scheduler changes the blocks",
     ),
-    Unserved("speculative decoding", lambda c: c.speculative_config is not None, "the drafter has layers of its own"),
+    Unserved(
+        "speculative decoding",
+        _drafter,
+        "the drafter has layers of its own, or was not tried; the method ngram, which reads tokens only, is served",
+    ),
+    Unserved(
+        "prefill and decode on different servers",
+        _between_servers,
+        "the connector registers the KV cache's memory with the network once, and the other server reads blocks by ids that "
+        "it was told; needed are memory registered page by page as layers leave and come home, and blocks that neither move "
+        "nor leave until the other server has read them",
+    ),
     Unserved(
         "a KV connector",
         _connector,

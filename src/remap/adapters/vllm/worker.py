@@ -313,7 +313,8 @@ class RemapWorker:
         tokens = scheduler_output.total_num_scheduled_tokens
         if not tokens or self.remap_rank is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
-        decode = tokens == len(scheduler_output.num_scheduled_tokens)
+        drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        decode = tokens - drafted == len(scheduler_output.num_scheduled_tokens)
         self._remap_guard_graphs()
         with self.remap_offloader.entered(self.remap_rank.tenant, "decode" if decode else "prefill", tokens):
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
