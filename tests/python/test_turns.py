@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remap.policy.turns import Next, Queue, Turn, Turns
+from remap.policy.turns import Next, PresentTurn, Queue, Turns
 
 SECONDS = st.floats(0.0, 4.0, allow_nan=False)
 MODELS = st.lists(
@@ -54,7 +54,7 @@ def test_nobody_starves_and_switches_are_paid_for(models, arrivals, quantum_s, p
                     paid, switched = paid + now - turn.begun_s, switched + turn.switch_s
                     since[int(turn.name)] = now
             waits.append(now - since[index])
-            turn = Turn(found.name, now, models[index][0])
+            turn = PresentTurn(found.name, now, models[index][0])
             now += models[index][0]
         assert found.follower is None or (found.follower in queues and found.at_s > now - turn.switch_s - 1e-9)
         now += models[index][1]
@@ -70,20 +70,22 @@ def test_nobody_starves_and_switches_are_paid_for(models, arrivals, quantum_s, p
 def test_a_turn_lasts_until_others_are_due() -> None:
     policy = Turns(quantum_s=1.0)
     mine, other = Queue(0.0, 3.0, 0.0, 0.1), Queue(0.0, 10.0, 2.0, 0.5)
-    found = policy.decide(2.0, Turn("a", 0.0, 0.5), {"a": mine, "b": other})
+    found = policy.decide(2.0, PresentTurn("a", 0.0, 0.5), {"a": mine, "b": other})
     assert found == Next("a", "b", 10.0 - 2.5 - 0.2 - 0.2)  # b's switch and pass, two of a's passes, and the margin
-    assert policy.decide(7.3, Turn("a", 0.0, 0.5), {"a": mine, "b": other}) == Next("b")
+    assert policy.decide(7.3, PresentTurn("a", 0.0, 0.5), {"a": mine, "b": other}) == Next("b")
     # Two that are due at once: the first of them has to begin early enough for the second.
     third = Queue(0.0, 10.0, 2.0, 0.5)
-    assert policy.decide(2.0, Turn("a", 0.0, 0.5), {"a": mine, "b": other, "c": third}) == Next("a", "b", 10.0 - 5.4)
+    assert policy.decide(2.0, PresentTurn("a", 0.0, 0.5), {"a": mine, "b": other, "c": third}) == Next(
+        "a", "b", 10.0 - 5.4
+    )
 
 
 def test_a_turn_that_is_ahead_of_its_tokens_ends_after_its_quantum() -> None:
     """It would be back in time, so whoever waits need not wait for its last moment."""
     policy = Turns(quantum_s=1.0)
     queues = {"a": Queue(0.0, 30.0, 0.0, 0.1), "b": Queue(0.0, 20.0, 2.0, 0.5)}
-    assert policy.decide(0.9, Turn("a", 0.0), queues).name == "a" and policy.decide(
-        1.0, Turn("a", 0.0), queues
+    assert policy.decide(0.9, PresentTurn("a", 0.0), queues).name == "a" and policy.decide(
+        1.0, PresentTurn("a", 0.0), queues
     ) == Next("b")
 
 
@@ -94,18 +96,20 @@ def test_who_has_lost_its_target_makes_nobody_else_late() -> None:
     assert policy.decide(31.0, None, {"late": late, "due": Queue(30.5, 33.0, 1.0, 0.1)}) == Next("late")
     # A turn without a target of its own, and others who wait without one: each for its quantum, longest waiting first.
     queues = {"a": Queue(0.0), "b": Queue(2.0), "c": Queue(1.0)}
-    assert policy.decide(0.5, Turn("a", 0.0), queues) == Next("a", "c", 1.0)
-    assert policy.decide(1.0, Turn("a", 0.0), queues) == Next("c")
+    assert policy.decide(0.5, PresentTurn("a", 0.0), queues) == Next("a", "c", 1.0)
+    assert policy.decide(1.0, PresentTurn("a", 0.0), queues) == Next("c")
 
 
 def test_a_turn_pays_for_its_switch() -> None:
     policy = Turns(quantum_s=0.5, patience_s=0.0)
     queues = {"a": Queue(0.0), "b": Queue(0.0, 0.1)}
-    assert policy.decide(5.9, Turn("a", 0.0, 3.0), queues) == Next("a", "b", 6.0)
-    assert policy.decide(6.0, Turn("a", 0.0, 3.0), queues) == Next("b")
-    assert policy.decide(1.0, Turn("a", 0.0, 3.0), {"b": queues["b"]}) == Next("b")  # a has nothing to do
-    assert policy.decide(9.0, Turn("a", 0.0, 3.0), {"a": queues["a"]}) == Next("a")
-    assert policy.decide(9.0, Turn("a", 0.0, 3.0), {}) == Next(None) and policy.decide(0.0, None, {}) == Next(None)
+    assert policy.decide(5.9, PresentTurn("a", 0.0, 3.0), queues) == Next("a", "b", 6.0)
+    assert policy.decide(6.0, PresentTurn("a", 0.0, 3.0), queues) == Next("b")
+    assert policy.decide(1.0, PresentTurn("a", 0.0, 3.0), {"b": queues["b"]}) == Next("b")  # a has nothing to do
+    assert policy.decide(9.0, PresentTurn("a", 0.0, 3.0), {"a": queues["a"]}) == Next("a")
+    assert policy.decide(9.0, PresentTurn("a", 0.0, 3.0), {}) == Next(None) and policy.decide(0.0, None, {}) == Next(
+        None
+    )
 
 
 def test_who_is_late_waits_no_longer_than_the_bound_beside_others_who_are_always_in_time() -> None:
@@ -120,7 +124,7 @@ def test_who_is_late_waits_no_longer_than_the_bound_beside_others_who_are_always
         if turn is None or found.name != turn.name:
             if turn is not None:
                 since[turn.name] = now
-            turn = Turn(found.name or "", now, 0.02)
+            turn = PresentTurn(found.name or "", now, 0.02)
         if found.name == "c":
             break
         now += pass_s

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 
 from remap.policy.hidden import first_kept, lateness_beyond
-from remap.policy.turns import Next, Turn, Turns
+from remap.policy.turns import Next, PresentTurn, Turns
 
 from .world import Device, Tenant, queue_of
 
@@ -109,7 +109,7 @@ class Grouped(_Swapping):
         super().__init__(device, tenants)
         self.name, self.alone = name, alone
 
-    def decide(self, now_s: float, turn: Turn | None, busy: list[Tenant]) -> Next:
+    def decide(self, now_s: float, turn: PresentTurn | None, busy: list[Tenant]) -> Next:
         """See `Strategy`."""
         if turn is not None and any(each.number == int(turn.name) for each in busy):
             return Next(turn.name)
@@ -125,7 +125,7 @@ class Rounds(_Swapping):
         super().__init__(device, tenants)
         self.name, self.quantum_s = name, quantum_s
 
-    def decide(self, now_s: float, turn: Turn | None, busy: list[Tenant]) -> Next:
+    def decide(self, now_s: float, turn: PresentTurn | None, busy: list[Tenant]) -> Next:
         """See `Strategy`."""
         last = -1 if turn is None else int(turn.name)
         after = [each.number for each in busy if each.number > last] or [each.number for each in busy]
@@ -164,7 +164,7 @@ class Due(_Swapping):
         super().__init__(device, tenants)
         self._turns = Turns(1.0)
 
-    def decide(self, now_s: float, turn: Turn | None, busy: list[Tenant]) -> Next:
+    def decide(self, now_s: float, turn: PresentTurn | None, busy: list[Tenant]) -> Next:
         """See `Strategy`."""
         mine = -1 if turn is None else int(turn.name)
         queues = {
@@ -270,7 +270,7 @@ class Aegaeon(_Swapping):
         """When what is loaded ahead of it has come."""
         return self._come[me]
 
-    def decide(self, now_s: float, turn: Turn | None, busy: list[Tenant]) -> Next:
+    def decide(self, now_s: float, turn: PresentTurn | None, busy: list[Tenant]) -> Next:
         """See `Strategy`."""
         by_number = {each.number: each for each in busy}
         mine = by_number.get(int(turn.name)) if turn is not None else None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from remap.policy.hardware import Machine, Model
-from remap.policy.turns import Next, Queue, Turn
+from remap.policy.turns import Next, PresentTurn, Queue
 from remap.sim.loads import SHAREGPT_PAPER
 from remap.sim.roofline import Roofline, prefill_pairs
 
@@ -112,7 +112,7 @@ class Strategy(Protocol):
 
     def fits(self, device: Device, tenants: list[Tenant]) -> bool: ...
 
-    def decide(self, now_s: float, turn: Turn | None, busy: list[Tenant]) -> Next: ...
+    def decide(self, now_s: float, turn: PresentTurn | None, busy: list[Tenant]) -> Next: ...
 
     def arrived(self, tenant: Tenant, now_s: float) -> None:
         """A request for a model that had none."""
@@ -223,7 +223,7 @@ def serve(
                 if other.number == int(turn.name):
                     other.since_s = now
             turns += delay > 0
-            turn = Turn(str(tenant.number), now, delay)
+            turn = PresentTurn(str(tenant.number), now, delay)
         tenant.running = [each for each in tenant.running if each.made < each.output]
         now = end
     link_s = float(getattr(strategy, "link_s", 0.0))

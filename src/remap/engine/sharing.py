@@ -21,7 +21,7 @@ from remap.engine.reports import Reports
 from remap.engine.shared_metrics import Activation, SharedResult, SharedSample, TenantSample
 from remap.errors import InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
-from remap.policy.turns import Queue, Turn, Turns
+from remap.policy.turns import PresentTurn, Queue, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -289,7 +289,7 @@ class SharedEngines:
                 queues[name] = self._queue(name, self._waits[name], self._reload_s(name))
             elif not self._idle_step:  # else it gets nothing done: others may
                 queues[name] = self._queue(name, now, 0.0)
-        turn = None if self._active is None else Turn(self._active, self._turn_began, self._turn_cost_s)
+        turn = None if self._active is None else PresentTurn(self._active, self._turn_began, self._turn_cost_s)
         found = rule.decide(now, turn, queues)
         if found.name not in (None, self._active):
             self._switch(found.name)

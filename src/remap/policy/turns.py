@@ -31,7 +31,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Next", "Queue", "Turn", "Turns"]
+__all__ = ["Next", "PresentTurn", "Queue", "Turns"]
 
 MARGIN = 0.1
 """Of a switch: so much earlier a turn ends for whoever is due next, as loads take longer at times."""
@@ -49,7 +49,7 @@ class Queue:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PresentTurn:
     """The present turn. switch_s: what its beginning cost."""
 
     name: str
@@ -72,7 +72,7 @@ class Turns:
     def __init__(self, quantum_s: float = 1.0, patience_s: float = 30.0) -> None:
         self.quantum_s, self.patience_s = quantum_s, patience_s
 
-    def decide(self, now_s: float, turn: Turn | None, queues: Mapping[str, Queue]) -> Next:
+    def decide(self, now_s: float, turn: PresentTurn | None, queues: Mapping[str, Queue]) -> Next:
         """Whose turn it is. turn: the present one, None before the first. queues: of all models that have work; without the
         present turn's the turn is over."""
         mine = queues.get(turn.name) if turn is not None else None

@@ -23,7 +23,7 @@ from remap.sim.passes import sampled
 from remap.sim.timeline import Timeline
 from remap.sim.workload import Item
 
-__all__ = ["Concurrent", "Serving", "Turns"]
+__all__ = ["Concurrent", "Serving", "TurnServing"]
 
 _NAP_S = 0.01  # how often an idle engine lets the session give pages back
 _NAPS = 512  # without any change, after which the rest of a silence is skipped
@@ -88,7 +88,7 @@ class Serving(SharedEngines):
         )
 
 
-class Turns(Serving):
+class TurnServing(Serving):
     """Temporal sharing."""
 
     def __init__(

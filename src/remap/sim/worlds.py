@@ -25,7 +25,7 @@ from remap.sim.passes import Cost, Pass, PiePass, SessionPass
 from remap.sim.policies import Policy
 from remap.sim.pools import PiePool
 from remap.sim.roofline import Roofline
-from remap.sim.running import Concurrent, Serving, Turns
+from remap.sim.running import Concurrent, Serving, TurnServing
 from remap.sim.scheduling import make_scheduling
 from remap.sim.setup import Setup, TenantSetup
 from remap.sim.whole_models import WholeModels
@@ -232,7 +232,7 @@ def _runner(
     setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool | float | None = None
 ) -> Serving:
     if setup.sharing == "temporal":
-        return Turns(session, engines, clock, quantum_s=setup.quantum_s, partial=partial)
+        return TurnServing(session, engines, clock, quantum_s=setup.quantum_s, partial=partial)
     return Concurrent(session, engines, clock, gap_s=setup.gap)
 
 
