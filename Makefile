@@ -55,9 +55,9 @@ CORE_SUITES := tests/python/core_suites.txt
 ONE_THREAD := OMP_NUM_THREADS=1
 PARALLEL := -n $(JOBS) --dist worksteal
 HOST_PYTEST := env -u REMAP_DEVICE -u REMAP_LIBCUDA $(ONE_THREAD) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest $(PARALLEL)
-# An empty list would mean every file to pytest.
+# An empty list would mean every file to pytest. What is slow ran on the host, and runs here in `make test-long`.
 RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" && \
-  $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) $$files && \
+  $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(if $(REMAP_TEST_LONG),,-m 'not slow') $(PYTEST_ARGS) $$files && \
   $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(PYTEST_ARGS) tests/gpu
 
 # Of the environment's bin folder, with what else to install; the third names another torch.
@@ -68,7 +68,7 @@ INSTALL_TORCH = args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help lint docs demo test test-core test-all test-emulated test-engines test-engines-newest test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help lint docs demo test test-core test-all test-long test-emulated test-engines test-engines-newest test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -76,6 +76,7 @@ help:
 	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap (TENANTS=3; several models)'
 	@echo 'make test             C++ tests, and the Python suite over the built wheel without its slow tests'
 	@echo 'make test-all         all of that, the C++ example, sessions on the emulated CUDA driver, each benchmark once'
+	@echo 'make test-long        the same with every case of sweeps, walks and drawn examples, of which the others try some (REMAP_TEST_LONG=1)'
 	@echo 'make test-core        the core, KV, policy and sessions over bytes: without torch, Ray or a model (.venv-core), in less than a minute once built'
 	@echo 'make test-emulated    sessions on the emulated CUDA driver alone'
 	@echo 'make test-engines     vLLM (and SGLang) on a CPU, on remap: an environment of their own (.venv-engines, some GB)'
@@ -131,6 +132,10 @@ test-all: $(STAMPS)/wheel cpp-tests cpp-example
 	$(HOST_PYTEST) $(PYTEST_ARGS) tests/python tests/lab
 	$(RUN_EMULATED)
 	$(MAKE) --no-print-directory bench-check
+
+# tests/python/effort.py. To fuzz beyond that: REMAP_FUZZ=minutes.
+test-long: export REMAP_TEST_LONG := 1
+test-long: test-all
 
 # The suite of `make test` with the newest of every dependency, not with what is locked.
 test-newest: $(NEWEST)/stamps/wheel cpp-tests

@@ -1173,6 +1173,7 @@ class Copy:
         # No settings of the caller's own. No byte code: two mutants written within a second may have one size.
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("REMAP_", "PYTEST_"))}
         self.env |= {
+            "REMAP_TEST_LONG": "1",  # whoever tries fewer cases may miss one
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",

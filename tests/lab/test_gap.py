@@ -140,9 +140,9 @@ def test_the_page_is_the_one_of_what_is_stored() -> None:
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings, cells, path = Settings(requests=20, seeds=2), gap.CELLS[2:3], tmp_path / "gap.json"
+    settings, cells, path = Settings(requests=8, seeds=2), gap.CELLS[2:3], tmp_path / "gap.json"
     page = gap.run_gap(path, settings, cells=cells)
-    assert path.with_suffix(".md").read_text(encoding="utf-8") == page and "2 seeds of 20 requests" in page
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == page and "2 seeds of 8 requests" in page
     assert len([line for line in page.splitlines() if line.startswith("| GH200")]) == len(gap.POLICIES)
     kept = path.read_bytes()
     data = seeds.read(path, empty(settings), "gap")
@@ -153,7 +153,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert gap.run_gap(path, settings, cells=cells) == page
     assert capsys.readouterr().err.split("\n")[:-1] == [lost] and path.read_bytes() == kept
     assert gap.run_gap(path, settings, report_only=True, cells=cells) == page
-    other = gap.run_gap(path, Settings(requests=21, seeds=2), report_only=True, cells=cells)
+    other = gap.run_gap(path, Settings(requests=9, seeds=2), report_only=True, cells=cells)
     assert "| GH200" not in other and path.read_bytes() == kept  # other settings: nothing of it counts
 
 

@@ -16,7 +16,7 @@ from remap.policy.hardware import machine
 from remap.sim.policies import find
 from remap.sim.serving import fitting
 
-SMALL = Grid(Settings(requests=20, seeds=2), models=(1, 2), links=(25e9, 450e9), rates=(0.6,))
+SMALL = Grid(Settings(requests=8, seeds=2), models=(1, 2), links=(25e9, 450e9), rates=(0.6,))
 
 
 def test_what_is_run() -> None:
@@ -50,7 +50,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     pytest.importorskip("matplotlib")
     path, drawing = tmp_path / "map.json", tmp_path / "map.svg"
     page = pressure_map.run_map(path, drawing, SMALL)
-    assert path.with_suffix(".md").read_text(encoding="utf-8") == page and "20 requests, 2" in page
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == page and "8 requests, 2" in page
     assert len([line for line in page.splitlines() if line.startswith(("| 1 |", "| 2 |"))]) == 3 * 2 * (1 + 2)
     kept, drawn, lost = path.read_bytes(), drawing.read_bytes(), SMALL.name(2, 25e9, 0.6, "remap", 1)
     data = seeds.read(path, pressure_map.empty(SMALL), "map")

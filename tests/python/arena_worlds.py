@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +26,13 @@ def make_layers(pages: Sequence[int], tag: int = 0, page_bytes: int = PAGE) -> l
     layers = []
     for index, count in enumerate(pages):
         nbytes = count * page_bytes - SHORT
-        chunk = bytes([(tag * 97 + index * 31 + 1 + i // 64) % 251 + 1 for i in range(4096)])
-        layers.append((chunk * (nbytes // 4096 + 1))[:nbytes])
+        layers.append((_chunk((tag * 97 + index * 31 + 1) % 251) * (nbytes // 4096 + 1))[:nbytes])
     return layers
+
+
+@functools.cache
+def _chunk(first: int) -> bytes:
+    return bytes((first + at // 64) % 251 + 1 for at in range(4096))
 
 
 def session_on(

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from fixtures import emulated
 from hypothesis import settings
 
 __all__ = ["emulated"]
 
 # No test depends on how long something takes: an example may be slow on a busy machine.
-settings.register_profile("remap", deadline=None)
+settings.register_profile("remap", deadline=None, max_examples=examples(100))
 settings.load_profile("remap")
 
 

@@ -23,6 +23,7 @@ from arena_worlds import (
     times_of,
     write_block,
 )
+from effort import some
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -38,7 +39,7 @@ TOTAL = 40
 NAMES = ("a", "b")
 SHAPES = {"a": (6, 2), "b": (4, 1)}  # layers, pages of each
 MODES = ("aliased", "strict")
-EXAMPLES = int(os.environ.get("REMAP_ARENA_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("REMAP_ARENA_EXAMPLES") or some(12, 30))
 
 
 def seen_of(report: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -218,7 +219,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.lists(EVENTS, max_size=60))
 def test_books_agree_and_every_want_ends(events: list[tuple[Any, ...]]) -> None:
     world = World()
@@ -410,7 +411,7 @@ def test_a_message_to_a_member_comes_as_it_was(message: Any) -> None:
         decode_to_broker(packet)
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 @given(st.binary(max_size=200))
 def test_garbage_is_refused(packet: bytes) -> None:
     for decode in (decode_to_broker, decode_to_member):
@@ -418,7 +419,7 @@ def test_garbage_is_refused(packet: bytes) -> None:
             decode(packet)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     st.sampled_from(TO_BROKER),
     st.integers(0, 60),

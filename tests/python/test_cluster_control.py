@@ -18,6 +18,7 @@ from control_worlds import (
     description,
     joined,
 )
+from effort import some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,7 +124,7 @@ def burst(world: World, requests: int, until_s: float) -> None:
 
 
 @pytest.mark.parametrize("policy", ["remap", "kunserve", "alone", "pipeline"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=some(6, 15), deadline=None)
 @given(
     instances=st.integers(1, 6),
     seed=st.integers(0, 10_000),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cluster_worlds import NETWORK, clusters, serving, streaming
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,7 +148,7 @@ def one_group(before: Placement, part: tuple[int, ...], splits: Splits) -> tuple
     return freed, added_by(before, groups, now), len(stages), running
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.one_of(serving(), streaming(serving())), NEEDS)
 def test_a_plan_is_the_best_of_all_partitions(before: Placement, need: int) -> None:
     found = plan(before, need, NETWORK)
@@ -171,7 +172,7 @@ def test_a_plan_of_up_to_eight_is_the_best_of_all_partitions(before: Placement, 
         assert (found.longest, found.squares, found.stalled) == best[2:]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.one_of(serving(most=4, most_layers=4), streaming(serving(most=4, most_layers=4))))
 def test_as_much_is_freed_as_any_division_of_any_partition_frees(before: Placement) -> None:
     """End to end: every partition, every order of stages and every division of layers."""
@@ -205,7 +206,7 @@ def test_of_several_offers_those_are_kept_that_cost_less_than_a_drop() -> None:
         assert preferred(with_offers(full, *offers), network) == with_offers(full, *offers[:kept])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.one_of(serving(), clusters(14), clusters(14, equal=True), serving(12, 4), streaming(clusters(14))), NEEDS)
 def test_never_worse_than_greedy(before: Placement, need: int) -> None:
     found, papers = plan(before, need, NETWORK), greedy(before, need, NETWORK)
@@ -214,7 +215,7 @@ def test_never_worse_than_greedy(before: Placement, need: int) -> None:
     assert found <= papers
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.one_of(serving(), clusters(14), streaming(serving())), NEEDS)
 def test_greedy_merges_the_two_smallest(before: Placement, need: int) -> None:
     """The same by sorting a list each time."""
@@ -247,7 +248,7 @@ def test_greedy_merges_the_two_smallest(before: Placement, need: int) -> None:
     assert found.freed == freed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.one_of(clusters(14, 5), streaming(clusters(14, 5))), st.integers(1, 60))
 def test_nothing_merges_in_vain(before: Placement, need: int) -> None:
     found = plan(before, need, NETWORK)
@@ -437,7 +438,7 @@ def test_what_runs_in_streaming_that_does_not_count_has_to_fit_as_well() -> None
     assert (sizes(found), found.freed) == ([2], 20 - 11 - 5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(streaming(serving()), NEEDS)
 def test_a_plan_without_dear_streaming_has_room_for_what_runs(before: Placement, need: int) -> None:
     """Also where they run in what streams already, which does not count."""
@@ -479,7 +480,7 @@ def test_nobody_merges_into_less_room_than_dear_streaming_has() -> None:
     assert found is not None and sizes(found) == [2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.one_of(streaming(serving()), streaming(clusters(10)), serving()), st.sampled_from([plan, greedy]))
 def test_what_is_decided_never_has_less_room_than_before(before: Placement, find: Any) -> None:
     found = decided(before, NETWORK, find)

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from cluster_worlds import NETWORK, serving
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ LINK = Network(Line(0.0, 0.0), 100.0)
 # ------------------------------------------------------------------------------------------------------- volumes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(serving(), st.integers(0, 60), st.integers(0, 30))
 def test_what_moves_is_what_another_instance_computes(before: Placement, need: int, tokens: int) -> None:
     """Layer by layer, out and back."""
@@ -110,7 +111,7 @@ def asked(draw: st.DrawFn) -> tuple[list[Flow], list[Piece]]:
 LATER = [Flow(Priority.ACTIVATION, 1.0, 2.5), Flow(Priority.WEIGHTS, 1.0, 3.5), Flow(Priority.EXCHANGE, 1.0, 3.5)]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(asked())
 @example(
     (
@@ -129,7 +130,7 @@ def test_nobody_waits_longer_than_the_bound(world: tuple[list[Flow], list[Piece]
         assert wait <= bounds[number] + 1e-9
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(FLOWS, st.lists(FLOWS, max_size=3))
 def test_an_activation_waits_for_at_most_one_chunk(activations: Flow, others: list[Flow]) -> None:
     """Closed form: one flow of activations that the link has time for. A chunk that began a moment before attains it."""
@@ -178,7 +179,7 @@ def test_short_requests_go_on_first_and_slow_moves_are_computed_again() -> None:
     assert resumptions([], LINK, COST) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.builds(Running, st.sampled_from("ab"), st.integers(0, 12), st.integers(0, 1000)), max_size=8))
 def test_no_order_of_moves_has_a_lower_mean(requests: list[Running]) -> None:
     found = resumptions(requests, LINK, COST)

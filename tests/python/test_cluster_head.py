@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -143,7 +144,7 @@ def test_a_request_that_comes_brings_what_was_noted_of_its_prompt():
     assert found.prompt == tuple(noted.values())
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.integers(1, 4), st.integers(36, 90), REQUESTS, REQUESTS, st.data())
 def test_every_request_gets_its_tokens_whoever_shares_its_blocks(lanes, blocks, shapes, moving, data):
     """Requests come, are preempted and cancelled; others come with their KV, which does not pass through the pipeline."""

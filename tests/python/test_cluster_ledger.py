@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ def sent(ledger: RequestLedger[str], id: str = "r", instance: str = "a") -> None
     assert ledger.send(id, instance) is not None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_each_token_is_delivered_once_and_in_order(data: st.DataObject) -> None:
     """Attempts that are cut off anywhere, whose pieces come in any order, twice, or too late."""

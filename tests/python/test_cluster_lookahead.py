@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ SECONDS = st.floats(0.0, 500.0, allow_subnormal=False)
 
 
 @example(ChunkCost(0.0, 0.0, 1e-300, 0.0, 0.0), 0, 1e-300)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.builds(ChunkCost, *[st.floats(0.0, 2.0, allow_subnormal=False)] * 5), st.integers(0, 20_000), SECONDS)
 def test_the_longest_chunk_for_so_much_is_that_and_no_longer(cost: ChunkCost, prefix: int, seconds: float) -> None:
     most = cost.tokens(prefix, seconds)
@@ -89,7 +90,7 @@ def check_division(divided: Divided, requests: list[Waiting], grain: int) -> Non
         assert len({chunk.request for chunk in microbatch}) == len(microbatch)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(QUEUES, COSTS)
 def test_a_microbatch_costs_what_its_tokens_cost(requests: list[Waiting], cost: ChunkCost) -> None:
     chunks = [QueuedChunk(number, each.prefix, each.tokens) for number, each in enumerate(requests) if each.tokens]
@@ -107,7 +108,7 @@ def test_a_microbatch_costs_what_its_tokens_cost(requests: list[Waiting], cost: 
     assert cost.microbatch(chunks) == (whole - (len(chunks) - 1) * e if chunks else 0.0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(QUEUES, COSTS, st.integers(1, 5), st.integers(1, 4))
 def test_the_largest_microbatch_is_the_least_possible(
     requests: list[Waiting], cost: ChunkCost, count: int, grain: int
@@ -123,7 +124,7 @@ def test_the_largest_microbatch_is_the_least_possible(
     assert largest(divided, cost) == lookahead_brute.least_largest(len(pieces), count, of)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(QUEUES, COSTS, st.integers(1, 6), st.integers(1, 4), st.integers(1, 20))
 def test_never_worse_than_halving_or_counting(
     requests: list[Waiting], cost: ChunkCost, count: int, grain: int, budget: int

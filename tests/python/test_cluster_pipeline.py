@@ -6,6 +6,7 @@ import math
 
 import pytest
 from cluster_worlds import LINES, NETWORK, models
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ def queues(draw: st.DrawFn) -> tuple[list[list[float]], list[float]]:
     return rows, draw(st.lists(SECONDS, min_size=len(rows), max_size=len(rows)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(queues())
 def test_a_queue_takes_as_long_as_its_simulation(queue: tuple[list[list[float]], list[float]]) -> None:
     rows, hops = queue
@@ -40,13 +41,13 @@ def test_a_queue_takes_as_long_as_its_simulation(queue: tuple[list[list[float]],
     assert 0.0 <= bubble_share(rows, hops) <= 1.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(SECONDS, max_size=8), st.integers(1, 6))
 def test_equal_stages_have_a_closed_form(costs: list[float], stages: int) -> None:
     assert equal_stages_s(costs, stages) == makespan([[cost] * stages for cost in costs])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(SECONDS, min_size=1, max_size=5), SECONDS, st.integers(1, 7))
 def test_a_round_is_the_steady_state_of_its_simulation(stage_s: list[float], hop: float, microbatches: int) -> None:
     """Links between stages and from the last back to the first: a job that has passed the last link begins again."""
@@ -62,7 +63,7 @@ def test_an_empty_queue_takes_nothing() -> None:
     assert bubble_share([[0.0, 0.0]]) == 0.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(models(), st.integers(0, 12), st.integers(1, 5), st.data())
 def test_a_group_takes_the_best_number_of_microbatches(
     model: ServedLayers, requests: int, size: int, data: st.DataObject
@@ -99,7 +100,7 @@ def test_what_a_pipeline_costs() -> None:
     assert group_round_s(model, [PlannedStage(instance, 0, 3), PlannedStage(instance, 3, 8)], 16, network) == 20.0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(LINES, st.sampled_from([0.0, -1.0, math.nan, math.inf]), st.sampled_from([-1.0, math.nan, math.inf]))
 def test_rates_must_make_sense(hop: Line, rate: float, host: float) -> None:
     for rates in ((rate, 1.0), (1.0, host)):

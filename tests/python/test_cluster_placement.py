@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from cluster_worlds import clusters, fused, models, streaming
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ FOUR = ServedLayers((Layer(8, 2, NO_TIME),) * 4)
 A, B, C = (Instance(name, 64, InstanceLoad(1, 4)) for name in "abc")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.one_of(fused(), streaming(fused())))
 def test_capacity_is_what_fits_beside_the_weights_that_do_not_stream(placement: Placement) -> None:
     model, most = placement.model, 10_000
@@ -53,7 +54,7 @@ def test_capacity_is_what_fits_beside_the_weights_that_do_not_stream(placement: 
         assert group.capacity(model) == min(fits)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 9), st.integers(1, 9), st.integers(0, 500))
 def test_equal_instances_and_layers_have_the_closed_form(g: int, each: int, weight: int, kv: int, spare: int) -> None:
     model = ServedLayers((Layer(weight, kv, NO_TIME),) * (g * each))
@@ -62,7 +63,7 @@ def test_equal_instances_and_layers_have_the_closed_form(g: int, each: int, weig
     assert Group(stages).capacity(model) == (g * memory - g * each * weight) // (g * each * kv)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(models(), st.integers(0, 40), st.floats(0, 4))
 def test_sums_over_runs_of_layers(model: ServedLayers, tokens: int, part: float) -> None:
     count = len(model.layers)
@@ -75,7 +76,7 @@ def test_sums_over_runs_of_layers(model: ServedLayers, tokens: int, part: float)
             assert model.seconds(first, end, part) == pytest.approx(sum(layer.seconds(part) for layer in run))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(clusters())
 def test_a_cluster_starts_with_all_layers_everywhere(placement: Placement) -> None:
     check(placement)
@@ -162,7 +163,7 @@ def test_a_groups_line_has_the_heads_first() -> None:
 # ------------------------------------------------------------------------------------------------------- dispatch
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(clusters(), st.lists(st.integers(0, 20), max_size=20))
 def test_requests_go_where_least_is_wanted(placement: Placement, asked: list[int]) -> None:
     sent, expected = [0] * len(placement.groups), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def test_one_token_behind_others_is_decoded_as_requests_are() -> None:
 FACTOR = st.floats(1e-6, 1e-2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.builds(ChunkCost, *[FACTOR] * 5), st.integers(100, 2000))
 def test_a_cost_is_found_again(cost: ChunkCost, most: int) -> None:
     def seconds(probe: Probe) -> float:

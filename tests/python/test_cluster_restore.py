@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from cluster_worlds import NETWORK, fused, serving, streaming
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def pair(load: InstanceLoad = IDLE) -> Placement:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(fused(), NETWORKS)
 def test_each_missing_layer_comes_once_and_each_way_carries_one_at_a_time(before: Placement, network: Network) -> None:
     after = all_alone(before)
@@ -134,7 +135,7 @@ def test_what_nobody_else_holds_comes_from_the_host_or_not_at_all() -> None:
     assert (caught.value.layer, caught.value.instance) == (6, "a")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.one_of(serving(5), streaming(serving(5))),
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9), st.integers(0, 20)), max_size=6),
@@ -162,7 +163,7 @@ def test_a_complete_copy_exists_at_every_moment(before: Placement, steps: list[t
             check(now)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(serving(5), st.integers(0, 20))
 def test_fits_is_room_alone_for_the_demand_and_the_margin(before: Placement, margin: int) -> None:
     for number, group in enumerate(before.groups):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster_worlds import clusters, fused
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,21 +42,21 @@ def check_split(placement: Placement, splits: Splits, microbatch: int) -> int:
     return tokens
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(fused(most=4), st.integers(1, 5))
 def test_a_fused_cluster_is_divided_for_most_tokens(placement: Placement, microbatch: int) -> None:
     tokens = check_split(placement, Splits(placement.model), microbatch)
     assert min(tokens, 10_000) == cluster_brute.most_tokens(placement.model, all_stages(placement))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(clusters(most=4), st.integers(1, 5))
 def test_whole_instances_are_divided_for_most_tokens(placement: Placement, microbatch: int) -> None:
     tokens = check_split(placement, Splits(placement.model), microbatch)
     assert tokens == cluster_brute.most_tokens(placement.model, all_stages(placement))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(fused(most=6), st.integers(1, 5))
 def test_one_order_only_still_divides_whatever_serves_now(placement: Placement, microbatch: int) -> None:
     tokens = check_split(placement, Splits(placement.model, orders=1), microbatch)
@@ -72,7 +73,7 @@ def test_one_order_only_still_divides_whatever_serves_now(placement: Placement, 
         assert tokens >= kept.capacity(placement.model)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(clusters(most=6, equal=True))
 def test_the_order_of_equal_instances_does_not_matter(placement: Placement) -> None:
     stages = all_stages(placement)

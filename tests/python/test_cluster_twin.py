@@ -15,6 +15,7 @@ from bench.lab.kunserve.twin.results import percentile
 from bench.lab.kunserve.twin.setup import CLUSTER_A, CLUSTER_B, Hardware
 from bench.lab.kunserve.twin.systems import SYSTEMS
 from bench.lab.kunserve.twin.world import BLOCK_TOKENS, World
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ BURST = bursts("longbench", 2.2, 50.0, 0, (5.0,), 40.0)
 # ---------------------------------------------------------------------------------------------------------------- links
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -73,7 +74,7 @@ def test_a_port_carries_one_piece_and_everything_arrives(
         assert all(before[1] <= after[0] + 1e-9 for before, after in zip(pieces, pieces[1:]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1, 9)), max_size=10, unique_by=lambda x: x[1])
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -312,7 +313,7 @@ def largest_credit(tenant: Tenant) -> float:
     return best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(tenants(), WANTED, st.sampled_from([0.0, 0.5, 1.0]))
 def test_no_thrashing_under_any_demand(tenant: Tenant, wanted: list[tuple[int, int]], share: float) -> None:
     for blocks, steps in wanted:
@@ -331,7 +332,7 @@ def test_no_thrashing_under_any_demand(tenant: Tenant, wanted: list[tuple[int, i
     assert grown <= most + shrunk
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(tenants(), WANTED, st.sampled_from([0.0, 0.5, 1.0]))
 def test_growing_after_a_shrink_takes_a_rise_of_demand_beyond_sigma(tenant, wanted, share) -> None:
     fixed, at_shrink = tenant.policy.config.hysteresis_blocks, None
@@ -349,7 +350,7 @@ def test_growing_after_a_shrink_takes_a_rise_of_demand_beyond_sigma(tenant, want
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(tenants(), WANTED, st.integers(0, 250), st.sampled_from([0.0, 0.5, 1.0]))
 def test_constant_demand_ends_in_rest(tenant: Tenant, wanted: list[tuple[int, int]], last: int, share: float) -> None:
     for blocks, steps in wanted:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,7 +149,7 @@ def test_forgetting() -> None:
 GAPS = st.lists(st.floats(0.125, 1000.0), min_size=40, max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(2, 6), st.integers(0, 5), GAPS, st.floats(0.0, 500.0), st.sampled_from([0.25, 1.0]))
 def test_in_a_cycle_the_farthest_is_the_most_recently_used(tenants, extra, gaps, elapsed, smoothing) -> None:
     """However irregular the times: the two policies rank alike."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from effort import LONG, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,8 +71,15 @@ def frozen(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streaming", [False, True, "changing"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "streaming"),
+    [
+        (kind, streaming)
+        for kind in ("llama", "qwen3", "opt", "gpt2")
+        for streaming in (False, True, "changing")
+        if LONG or kind == "llama" or streaming == "changing"  # which has both
+    ],
+)
 def test_frozen_recordings_give_the_same_tokens(kind, streaming, frozen):
     """Nothing of a recorded pass is decided in Python: not the batch, not the lengths, not where the blocks lie."""
     model = make_model(kind)
@@ -229,7 +237,7 @@ def test_buckets(most):
         assert size < 9 or bucket - size < (8 if size <= 256 else 16)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=60), st.randoms(use_true_random=False))
 def test_the_block_table_follows_whatever_happens_to_the_blocks(steps, rng):
     """Sequences come, grow, are moved, preempted and finished; after each pass, their rows on the device are right."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from effort import LONG, spread
 
 import remap
 
@@ -32,6 +33,7 @@ from remap.engine import gpu_runner as module  # noqa: E402
 EAGER = remap.advanced.Knobs(slowdown=1e6, contention=1e6, dwell=1, reserve_blocks=0, hysteresis_blocks=0)
 STEADY = remap.advanced.Knobs(slowdown=1e6)
 LAYOUTS = ("block_major", "layer_major")
+GPU_TOO = [(0, "strict"), (1, "aliased")]
 
 
 def slow(*values):
@@ -96,7 +98,12 @@ def reference(model, requests, **kv):
 @pytest.mark.parametrize(
     ("kind", "runner", "layout"),
     [
-        *((kind, "cpu", layout) for kind in ("llama", "qwen2", "qwen3", "opt", "gpt2") for layout in LAYOUTS),
+        *(
+            (kind, "cpu", layout)
+            for place, kind in enumerate(("llama", "qwen2", "qwen3", "opt", "gpt2"))
+            for layout in LAYOUTS
+            if LONG or kind == "llama" or layout == LAYOUTS[place % 2]
+        ),
         *((kind, "gpu", "block_major") for kind in ("qwen2", "qwen3")),  # without recordings that are frozen
     ],
 )
@@ -121,8 +128,13 @@ def test_tokens_are_those_of_the_unconstrained_engine(kind, runner, layout):
         assert rig.session.snapshot().tenants["m"].copies > 0
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
-@pytest.mark.parametrize(("runner", "seed"), [("cpu", 0), ("cpu", 1), ("cpu", 2), slow("gpu", 0), slow("gpu", 1)])
+@pytest.mark.parametrize(
+    ("runner", "seed", "mode"),
+    [
+        *(("cpu", seed, mode) for seed in range(3) for mode in ("aliased", "strict")),
+        *(slow("gpu", seed, mode) for seed, mode in spread([(0, "aliased"), *GPU_TOO, (1, "strict")], 2)),
+    ],
+)
 def test_changes_by_hand_between_steps(runner, seed, mode, frozen):
     """Grow, shrink, other sets and buffers; tables follow `moved`. On the runner for devices by turns none and some: both of its
     kinds of recordings are used.
@@ -176,8 +188,16 @@ class Recording:
         return report
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("kind", "runner"), [("llama", "cpu"), slow("llama", "gpu"), slow("opt", "gpu")])
+@pytest.mark.parametrize(
+    ("kind", "runner", "layout"),
+    [
+        *(("llama", "cpu", layout) for layout in LAYOUTS),
+        *(
+            slow(kind, "gpu", layout)
+            for kind, layout in spread([*itertools.product(("llama", "opt"), LAYOUTS)], 2)  # unlike ones
+        ),
+    ],
+)
 def test_the_controller_grows_and_shrinks_while_requests_run(kind, runner, layout, frozen):
     """A burst, then a trickle: layers come back during the trickle, and live blocks move out of their pages."""
     requests = requests_for(1, count=8, low=20, high=30)

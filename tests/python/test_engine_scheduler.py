@@ -7,6 +7,7 @@ from collections import Counter
 from subprocess import run
 
 import pytest
+from effort import examples
 from fakes import CountingPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,7 +118,7 @@ def test_demand_is_what_would_let_everything_run():
 loads = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 14), st.integers(0, 30)), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     loads=loads,
     blocks=st.integers(9, 24),

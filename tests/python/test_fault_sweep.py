@@ -7,6 +7,7 @@ and the change succeeds when it is tried again, or it has succeeded, or the aren
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from arena_worlds import (
     visible,
     write_block,
 )
+from effort import some
 from sharing_worlds import Faulty, Hosting, attempt, fill_layer, seen
 
 import remap
@@ -33,6 +35,7 @@ from remap.inside import inside
 
 CAPACITY = 44 * PAGE
 SIZES = [3, 2, 3, 3, 2, 3]
+ON_DEVICE = bool(os.environ.get("REMAP_DEVICE"))  # the suite's second run
 KINDS = {
     "driver": (_core.ErrorKind.driver, DriverError),
     "out_of_memory": (_core.ErrorKind.out_of_memory, remap.OutOfMemory),
@@ -382,8 +385,10 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
     assert seen(world.session) != before, "the change is to do something"
     world.works()
     world.close()
-    # Long runs of like calls (one page after the other) need not fail one by one.
-    for nth in range(1, calls + 1, max(1, calls // (40 if case.world is World else 12))):
+    # Long runs of like calls (one page after the other) need not fail one by one. A short suite tries others of them where calls
+    # fail for ever, and others on a device.
+    step = max(1, calls // (some(15, 40) if case.world is World else some(6, 12)))
+    for nth in range(1 + step // 2 * (forever is not ON_DEVICE), calls + 1, step):
         kind, error = KINDS["out_of_memory" if nth % 2 else "driver"]
         world = prepared(case, mode)
         before = seen(world.session)

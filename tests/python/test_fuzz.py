@@ -8,10 +8,11 @@ from typing import Any
 
 import fuzz_world
 import pytest
+from effort import some
 from subprocesses import run
 
 MINUTES = float(os.environ.get("REMAP_FUZZ") or 0)
-WALKS = 20
+WALKS = some(6, 20)
 SEED = f"{int(time.time())}-" if MINUTES else ""
 
 

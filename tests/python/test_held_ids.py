@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -94,4 +95,4 @@ class AnEngineWithAFreeList(RuleBasedStateMachine):
 
 
 TestAnEngineWithAFreeList = AnEngineWithAFreeList.TestCase
-TestAnEngineWithAFreeList.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnEngineWithAFreeList.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

@@ -12,6 +12,7 @@ import pytest
 from bench.lab.hybridserve import division
 from bench.lab.hybridserve import packing as packings
 from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -210,7 +211,7 @@ def room(layers: int, device: int = 0, buffers: int = 400, host: int = 1 << 20) 
     return LayerwiseRoom(layers, BLOCK, host, device, 64, buffers)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(BLOCKS, COSTS, st.integers(0, 200), st.integers(200, 500))
 def test_it_is_the_best_of_all_divisions(blocks: list[int], costs: LayerwiseCosts, device: int, buffers: int) -> None:
     memory = room(costs.layers, device, buffers)
@@ -228,7 +229,7 @@ def test_it_is_the_best_of_all_divisions(blocks: list[int], costs: LayerwiseCost
     assert total(found.mixes).held <= memory.held
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(BLOCKS, COSTS, st.integers(0, 200), st.integers(0, 5000))
 def test_never_slower_than_the_papers_kv_alone_or_activations_alone(
     blocks: list[int], costs: LayerwiseCosts, device: int, host: int
@@ -272,7 +273,7 @@ def slow_best_ratio(
     return found[0], found[2]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     st.lists(st.tuples(st.integers(0, 20), BLOCKS), min_size=1, max_size=3),
     COSTS,

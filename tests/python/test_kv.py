@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,7 +83,7 @@ def test_bad_specs_are_refused_with_the_field(changes: dict[str, object]) -> Non
     assert (caught.value.field, caught.value.value) == (field, changes.get(field, 12))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(geometries())
 def test_every_element_has_its_own_bytes_on_its_blocks_pages(geometry: KVGeometry) -> None:
     spec, page = geometry.spec, geometry.page_bytes
@@ -108,7 +109,7 @@ def test_every_element_has_its_own_bytes_on_its_blocks_pages(geometry: KVGeometr
             assert [start for start, _ in ranges] == chunk_offsets(spec, page, block)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(geometries())
 def test_giving_order(geometry: KVGeometry) -> None:
     spec, page = geometry.spec, geometry.page_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -162,4 +163,6 @@ class LayerMajorMachine(PoolMachine):
 
 TestBlockMajor = PoolMachine.TestCase
 TestLayerMajor = LayerMajorMachine.TestCase
-TestBlockMajor.settings = TestLayerMajor.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestBlockMajor.settings = TestLayerMajor.settings = settings(
+    max_examples=examples(120), stateful_step_count=30, deadline=None
+)

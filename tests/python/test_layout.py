@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def models(draw, layers=4):
     return specs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     specs=models(),
     alignment=st.sampled_from([16, 64, 256]),
@@ -87,7 +88,7 @@ def test_every_byte_of_every_tensor_survives_packing(specs, alignment, mutable):
     assert (again, hash(again)) == (layout, hash(layout))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(specs=models(layers=1), data=st.data())
 def test_a_prescribed_order_is_taken_exactly(specs, data):
     """Any packed layer, with gaps put in front of its storages, is a valid prescription; and it is obeyed."""

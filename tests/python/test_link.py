@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +52,7 @@ def neighbour(tenant: Tenant, others_s: float, allowed_s: float = 0.0) -> Neighb
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.lists(tenants(), min_size=1, max_size=4))
 def test_the_certificate_bounds_every_tenant_of_a_shared_link(machines: list[Tenant]) -> None:
     ends = pass_ends(machines, PASSES)
@@ -64,7 +65,7 @@ def test_the_certificate_bounds_every_tenant_of_a_shared_link(machines: list[Ten
         assert measured <= certificate * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(tenants())
 def test_alone_it_is_the_exact_stall(tenant: Tenant) -> None:
     alone = schedule.stall(tenant.compute, tenant.transfer, tenant.streamed, tenant.buffers)
@@ -81,7 +82,7 @@ def test_the_bound_is_reached() -> None:
     assert period >= 4 * (50 + 50) - 4
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(tenants(), st.integers(0, 50), st.integers(0, 200), st.integers(0, 200), st.integers(0, 400))
 def test_growth_never_breaks_a_neighbours_certificate(
     tenant: Tenant, others_s: int, present: int, more: int, allowed: int

@@ -101,7 +101,7 @@ def test_a_copy_is_as_it_was_after_a_mutant(tmp_path: Path) -> None:
 def test_what_becomes_of_a_mutant_is_told_apart(tmp_path: Path) -> None:
     """In a copy of the sources and of one small file of tests: what they import is the copy, and only a failed test kills."""
     files = [str(path.relative_to(ROOT)) for path in (ROOT / "src" / "remap").rglob("*.py")]
-    suite = (f"tests/python/{name}.py" for name in ("conftest", "fixtures", "test_rental"))
+    suite = (f"tests/python/{name}.py" for name in ("conftest", "effort", "fixtures", "test_rental"))
     copy = tool.Copy(tmp_path, [*files, "pyproject.toml", *suite])
     copy.add_core(tool.compiled_core())
 

@@ -15,6 +15,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,7 +154,7 @@ def job(tmp_path):
     return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(LINES, max_size=30), st.integers(0, 9), st.lists(st.integers(1, 9), max_size=3), st.booleans())
 def test_every_line_is_answered_once_across_interrupted_runs(tmp_path_factory, lines, seed, interrupts, ended):
     folder = tmp_path_factory.mktemp("job")

@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from effort import some
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -89,20 +90,21 @@ def uninterrupted(lines):
 
 
 @pytest.mark.slow
-def test_a_thousand_prompts_killed_three_times_are_each_answered_once_with_the_same_tokens(folder):
-    lines, rng = write_requests(folder / "in.jsonl", 1000), random.Random(7)
-    moments = sorted(rng.sample(range(1, 900), 3))
+def test_prompts_are_each_answered_once_with_the_same_tokens_however_often_it_is_killed(folder):
+    count = some(300, 1000)
+    lines, rng = write_requests(folder / "in.jsonl", count), random.Random(7)
+    moments = sorted(rng.sample(range(1, count * 9 // 10), some(2, 3)))
     for moment in moments:
         process = offline(folder)
         wait_for_answers(folder, process, moment)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=120)
         assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
-        assert 0 < (folder / "out.jsonl").read_bytes().count(b"\n") < 1000
+        assert 0 < (folder / "out.jsonl").read_bytes().count(b"\n") < count
     process = offline(folder)
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert "1000 of 1000 requests are answered" in " ".join(said.split())
+    assert f"{count} of {count} requests are answered" in " ".join(said.split())
     assert answers(folder / "out.jsonl") == uninterrupted(lines)
 
 

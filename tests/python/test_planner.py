@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,7 +142,7 @@ def histories(draw: st.DrawFn) -> tuple[list[int], int, list[Streaming]]:
     return sizes, draw(st.integers(0, 3)), changes
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(histories())
 def test_a_sequence_of_plans_ends_where_each_says(history: tuple[list[int], int, list[Streaming]]) -> None:
     sizes, shuffle, changes = history
@@ -232,7 +233,7 @@ def test_lent_pages_that_the_ring_needs_are_asked_back() -> None:
     assert (set(back.lost), back.lent, back.ring_moves) == (needed, set(now.homes[2]), True)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(histories(), st.data())
 def test_lent_pages_stay_lent_until_they_are_reclaimed(history, data) -> None:
     sizes, shuffle, changes = history

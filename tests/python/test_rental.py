@@ -7,6 +7,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +51,7 @@ def online_cost(steps: list[Step], dwell: int) -> Fraction:
     return cost
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(STEPS, st.integers(1, 6))
 def test_reloads_are_few(steps: list[Step], dwell: int) -> None:
     rental, reloads, since = Rental(dwell), [], -1
@@ -85,7 +86,7 @@ def test_dwell_and_forfeit() -> None:
     assert [rental.accrue(0.25, i != 3) for i in range(9)] == [False] * 7 + [True, False]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(SHORT, st.integers(1, 5))
 def test_cost_is_within_the_claimed_factor_of_the_optimum(steps: list[Step], dwell: int) -> None:
     most = Fraction(max((rent for rent, holds in steps if holds), default=0), 16)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, session_on
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharing_worlds import attempt
@@ -35,7 +36,7 @@ def attached(session: remap.Session, sizes: list[int], resident: int | None, nam
     buffers=st.sampled_from([1, 2, "auto"]),
     data=st.data(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_every_pass_reads_every_layers_own_bytes(mode, sizes, resident, buffers, data) -> None:
     ring = 2 if buffers == "auto" else buffers
     resident = min(resident, len(sizes) - ring - 1)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from schedule_des import seconds_per_pass
 from selection_brute import least_delay, single_buffer_waits
 
 MODES = st.sampled_from(["fixed", "rotating"])
-RELAXED = settings(deadline=None, max_examples=400)
+RELAXED = settings(deadline=None, max_examples=examples(400))
 System = tuple[list[int], list[int], list[int], int, str]
 
 
@@ -90,7 +91,7 @@ def test_karp_against_every_cycle(matrix: list[list[float]]) -> None:
     assert largest_cycle_mean(numbers) == pytest.approx(max(cycle_means(numbers)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(systems(most_layers=10), st.sampled_from([0.0, 0.05, 0.3, 2.0]), st.booleans())
 def test_max_remapped_is_the_best_of_all(system: System, slowdown: float, use_nested: bool) -> None:
     compute, transfer, _, fixed_buffers, slots = system

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 from schedule_des import seconds_per_pass
 from selection_brute import least_period, least_single_waits, window_test
 
-RELAXED = settings(deadline=None, max_examples=200)
-SLOW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(deadline=None, max_examples=examples(200))
+SLOW = settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 
 # What was found about "best" with two buffers and more: it missed the optimum in none of 12,000 random systems of 4 to 9
 # layers and in none of 800 of 12 to 14 (equal, skewed and two-valued times; two and three buffers). For 40 layers it was

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from effort import examples
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from sim_world import kv_spec
@@ -166,7 +167,7 @@ layers_of = st.integers(3, 10).flatmap(
 
 
 @given(layers_of, st.sampled_from(["uniform", "nested"]), st.sampled_from([0, 0, 1, 5, 30]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_any_layers_take_the_period_of_the_schedule(drawn, selection, gap) -> None:
     pages, compute, alpha, buffers = drawn
     n = len(pages)
@@ -181,7 +182,7 @@ def test_any_layers_take_the_period_of_the_schedule(drawn, selection, gap) -> No
 
 
 @given(layers_of, st.sampled_from([0, 3]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_slices_of_any_layers_take_their_period(drawn: tuple[list[int], list[int], int, int], gap: int) -> None:
     pages, compute, alpha, buffers = drawn
     n = len(pages)

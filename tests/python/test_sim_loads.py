@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +100,7 @@ def test_the_mean_of_knots_that_hardly_differ() -> None:
     assert table.mean == pytest.approx(5.0, rel=1e-9) == table.cut_mean
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     steps=st.lists(st.floats(0.0, 300.0), min_size=1, max_size=5),
     first=st.floats(1.0, 30.0),
@@ -134,7 +135,7 @@ def test_a_request_that_is_too_long_loses_of_its_prompt() -> None:
     assert (half.prompt, half.output.most, half.total) == (Uniform(2, 4), 32, 50)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     rates=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4),
     requests=st.integers(4, 300),

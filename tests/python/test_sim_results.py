@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +66,7 @@ def by_definition(values: list[float], thousandths: int) -> float:
     raise AssertionError("no values")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(pairs=PAIRS.filter(bool), thousandths=st.integers(0, 1000))
 def test_percentiles_of_pairs_are_those_of_their_expansion(pairs, thousandths) -> None:
     expanded = [value for value, count in pairs for _ in range(count)]
@@ -123,7 +124,7 @@ def test_the_figures_of_a_run_are_over_all_tenants() -> None:
     assert head["requests_finished"] == 4 and head["tbt_p99_s"] == 2.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 9), st.none() | st.integers(1, 9)), max_size=12),
     ttft=st.integers(1, 9),

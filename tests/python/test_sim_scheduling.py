@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,7 +172,7 @@ gaps = st.lists(st.integers(0, 6), min_size=12, max_size=12)  # passes between t
 
 
 @given(lengths, gaps, st.integers(11, 30), st.integers(1, 6), st.sampled_from([44, 60]), st.sampled_from([0.0, 0.1]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_pass_is_that_of_the_slow_model(requests, waits, blocks, most, budget, watermark) -> None:
     scheduler, pool = first(blocks, max_num_seqs=most, max_batch_tokens=budget, watermark=watermark)
     slow = SlowModel(blocks, budget, most, int(watermark * blocks))
@@ -211,7 +212,7 @@ def test_every_pass_is_that_of_the_slow_model(requests, waits, blocks, most, bud
 
 
 @given(lengths, st.integers(11, 30), st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_nothing_that_is_swapped_is_computed_twice(requests: list[tuple[int, int]], blocks: int, most: int) -> None:
     scheduler, pool = first(blocks, max_num_seqs=most, swap=True, watermark=0.05)
     everybody = ask(scheduler, *requests)
@@ -287,7 +288,7 @@ class Instant(Pass):
     st.integers(22, 50),
     st.sampled_from([{}, {"decode_cost": 3}, {"chunk_align": 8}, {"max_num_seqs": 2}, {"max_batch_tokens": 70}]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_lengths_are_served_as_values_are(requests, blocks, given_settings) -> None:
     """The same requests at the same steps: the same batches, preemptions and recomputed tokens, pass by pass."""
     options = {"max_num_seqs": 4, "max_batch_tokens": 32, "chunk_align": 4, "decode_cost": 0, **given_settings}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -187,7 +188,7 @@ def served(draw: Draw) -> PolicyResult:
 
 @pytest.mark.slow
 @given(number=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_is_drawn_is_served(number: int) -> None:
     with pytest.MonkeyPatch.context() as patch, watched(patch) as worlds:
         served(Draw.of(random.Random(number)))

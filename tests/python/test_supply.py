@@ -6,6 +6,7 @@ import random
 from unittest.mock import patch
 
 import pytest
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -92,7 +93,7 @@ def check_cheapest(need: int, offered: Quotes, one_active: bool) -> None:
     assert found.stall_s == sum(quote.stall_s for quote in steps_taken(found, offered))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 30), FEW, st.booleans())
 @example(5, [PARITY, _others("inactive", [[(5, 3)]])[0]], False)
 @example(6, [*_others("idle_kv", [[(4, 0)]]), PARITY[:2]], False)  # a run that ends a stall is better than what is free
@@ -101,14 +102,14 @@ def test_as_cheap_as_the_best_of_all_plans(need: int, offered: Quotes, one_activ
     check_cheapest(need, offered, one_active)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 40), ACTIVE, st.booleans())
 @example(10, [quotes("a", "active", (9, 0.5), (9, 4.0)), quotes("b", "active", (10, 1.0))], False)  # per block: 1.5
 def test_many_active_donors(need: int, offered: Quotes, one_active: bool) -> None:
     check_cheapest(need, offered, one_active)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 30), FEW, st.sampled_from([1, 2, 4, 256]))
 def test_never_worse_than_the_best_single_donor(need: int, offered: Quotes, most_plans: int) -> None:
     alone = supply_brute.best_of_one(need, offered)
@@ -148,7 +149,7 @@ def check_kept_to(need: int, offered: Quotes, found: Supply) -> None:
                 assert sums[take.count] - sums[n] > spare or costs[n] > costs[take.count]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.integers(0, 60), FEW, ACTIVE, st.sampled_from([1, 2, 256]), st.randoms(use_true_random=False))
 def test_what_every_supply_keeps_to(
     need: int, few: Quotes, active: Quotes, most_plans: int, shuffled: random.Random
@@ -163,7 +164,7 @@ def test_what_every_supply_keeps_to(
     check_kept_to(need, offered, found)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 30), FEW, st.sampled_from([1, 2, 4]), st.booleans())
 def test_a_thinned_front_costs_more_by_no_more_than_it_says(
     need: int, offered: Quotes, most_plans: int, one_active: bool
@@ -175,7 +176,7 @@ def test_a_thinned_front_costs_more_by_no_more_than_it_says(
     assert best.cost_s <= found.cost_s <= best.cost_s + found.gap_s
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=2, unique=True), st.integers(1, 9))
 def test_thinning_bounds_the_front_and_what_it_loses(costs: list[int], most_plans: int) -> None:
     front = [(float(cost), blocks, 0, ()) for blocks, cost in sorted(enumerate(sorted(costs)), reverse=True)]

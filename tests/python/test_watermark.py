@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ def slow_blocks(values: list[int], window: int, quantile: float, steps: int, var
 VALUES = st.lists(st.one_of(st.integers(0, 6), st.integers(0, 300)), max_size=120)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.tuples(VALUES, st.integers(1, LONGEST_HORIZON)), min_size=1, max_size=4),
     st.integers(8, 40),

@@ -7,6 +7,7 @@ import random
 import statistics
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +81,7 @@ def test_phases_begin_and_end_where_they_should() -> None:
     assert all((item.prompt_tokens, item.output_tokens) == (10, 5) for item in items)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.lists(st.floats(0, 100).map(lambda t: round(t, 1)), max_size=8), max_size=4))
 def test_merge_is_a_stable_sort(streams: list[list[float]]) -> None:
     made = [[Item(f"t{n}", time, 1, 1) for time in sorted(times)] for n, times in enumerate(streams)]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton
 import triton.backends.nvidia
+from effort import spread
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -57,7 +58,9 @@ DECODE = {"q", "keys", "values", "table", "rows", "lengths", "out", "partial", "
 PREFILL = {"q", "keys", "values", "table", "tiles", "out"}
 
 
-@pytest.mark.parametrize(("dim", "group", "arch"), [(64, 1, 90), (80, 5, 90), (128, 4, 90), (256, 8, 90), (128, 8, 89)])
+@pytest.mark.parametrize(
+    ("dim", "group", "arch"), spread([(80, 5, 90), (64, 1, 90), (128, 4, 90), (256, 8, 90), (128, 8, 89)], 3)
+)
 def test_decode(dim, group, arch, tmp_path):
     join = {"DIM": dim, "DIM_PAD": paged_triton.padded_dim(dim), "SPLITS": 4}
     shape = {**join, "BLOCK_TOKENS": 16, "GROUP": group, "GROUP_PAD": 16, "INDIRECT": True, "WIDEN": False}
@@ -71,7 +74,7 @@ def test_decode(dim, group, arch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "arch"), [(64, 1, 90), (128, 4, 90), (256, 8, 90), (128, 4, 80), (128, 4, 89)]
+    ("dim", "group", "arch"), spread([(256, 8, 90), (64, 1, 90), (128, 4, 90), (128, 4, 80), (128, 4, 89)], 3)
 )
 def test_prefill(dim, group, arch, tmp_path):
     shape = {"BLOCK_TOKENS": 16, "GROUP": group, "DIM": dim, "DIM_PAD": dim, "WIDEN": False}

@@ -1,0 +1,31 @@
+"""How many like cases a test tries: some in `make test` and `make test-all`, all of them with REMAP_TEST_LONG=1
+(`make test-long`, and `make mutants`).
+
+What a test looks at is the same in both; drawn examples are others in each run, so that many short runs are a long one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+LONG = os.environ.get("REMAP_TEST_LONG", "") not in ("", "0")
+
+T = TypeVar("T")
+
+
+def some(few: int, many: int) -> int:
+    return many if LONG else few
+
+
+def examples(many: int) -> int:
+    """Of hypothesis."""
+    return some(min(many, max(20, many // 4)), many)
+
+
+def spread(cases: Sequence[T], few: int) -> list[T]:
+    """So many of them, evenly, with the first and the last."""
+    if LONG or len(cases) <= few:
+        return list(cases)
+    return [cases[round(place * (len(cases) - 1) / (few - 1))] for place in range(few)]
