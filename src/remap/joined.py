@@ -20,14 +20,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from remap.errors import Error, InvalidArgument, InvalidState
-from remap.memory.core import Core
+from remap.memory.core import Core, events_of
 from remap.memory.trace import Event
 
 if TYPE_CHECKING:
     from remap.broker.member import Membership
     from remap.report import Snapshot
 
-__all__ = ["UNIX", "Asked", "events_of", "membership"]
+__all__ = ["UNIX", "Asked", "membership"]
 
 UNIX = "unix:"
 STEP_S = 0.2
@@ -164,11 +164,6 @@ def _attempt(call: Callable[[Core], None], core: Core) -> None:
 def _take_in(pages: Sequence[int], core: Core) -> None:
     if core.outside is not None:
         core.outside.take_in(pages)
-
-
-def events_of(core: Core) -> tuple[Event, ...]:
-    """What has happened lately; from now on it is kept for a while."""
-    return core.trace.ask()
 
 
 def _recheck(core: Core) -> None:

@@ -23,8 +23,7 @@ from remap.broker.listening import listen, peer, refuse
 from remap.broker.messages import MOST_BYTES, VERSION, Events, Look, Report, Shown, State, decode_to_broker, encode
 from remap.broker.report import events_in, report_of
 from remap.errors import Error, InvalidState
-from remap.joined import events_of
-from remap.memory.core import Core
+from remap.memory.core import Core, events_of
 from remap.report import Snapshot
 
 __all__ = ["Window"]
