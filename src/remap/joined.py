@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from remap.errors import Error, InvalidArgument, InvalidState
-from remap.memory.core import Core
+from remap.memory.core import Core, events_of
 from remap.memory.trace import Event
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class AskedSession:
         session = self._session()
         if session is None:
             raise InvalidState("the session is gone; nothing changed")
-        found: tuple[Event, ...] = session.exclusively(lambda core: core.trace.ask(), claims=False)
+        found: tuple[Event, ...] = session.exclusively(events_of, claims=False)
         return found
 
     def attend(self, core: Core) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,25 @@ from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened, 
 from broker_serving import Serving
 
 import remap
+from remap.broker.locks import lock_member
 from remap.broker.member import join
-from remap.broker.messages import State
+from remap.broker.messages import (
+    MOST_BYTES,
+    VERSION,
+    Bring,
+    Join,
+    Pages,
+    Refused,
+    State,
+    Welcome,
+    decode_to_member,
+    encode,
+)
 from remap.broker.observer import Observer
 from remap.broker.server import Broker
 from remap.cli.top_broker import tables
 from remap.errors import Error, InvalidState, OutOfMemory
+from remap.memory.shared_pages import HostPages
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
 PAGES = 96
@@ -259,6 +273,37 @@ def test_growth_without_a_broker_is_refused_with_its_socket(tmp_path: Path) -> N
         assert str(broker.path) in str(error.value.fields["broker"])
         report = session.step({"one": remap.Demand(1000)})
         assert report.unmet_blocks["one"] > 0 and str(broker.path) in report.reason["one"]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a file is of the host")
+def test_a_file_that_is_no_arena_is_refused_and_closed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    first = Broker(path, PAGES * PAGE, PAGE)
+    lock = lock_member(path)
+    first.close()
+    before = len(os.listdir("/proc/self/fd"))
+    hello = Join(VERSION, "old", lock.number, "an arena", PAGE, PAGES)
+    with Broker(path, PAGES * PAGE, PAGE) as broker:
+        for made in (tmp_path / "file", None):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as old:
+                old.connect(str(path))
+                old.send(encode(hello))
+                assert decode_to_member(old.recv(MOST_BYTES)) == Bring(0)
+                if made is not None:
+                    made.write_bytes(b"mine")
+                    with made.open() as file:
+                        socket.send_fds(old, [encode(Pages(0, 1))], [file.fileno()])
+                    answer = decode_to_member(old.recv(MOST_BYTES))
+                    assert isinstance(answer, Refused) and "a file of 4 bytes" in answer.why
+                    assert broker.ledger.unknown == PAGES
+                else:
+                    pages = HostPages(PAGES, PAGE)
+                    socket.send_fds(old, [encode(Pages(0, 3))], [pages.file or 0, 0, 1])  # what is too much is closed
+                    assert isinstance(decode_to_member(old.recv(MOST_BYTES)), Welcome)
+                    pages.close()
+        until(lambda: broker._pages is not None and broker.ledger.free == PAGES, "nobody else is awaited")
+    lock.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -99,6 +99,7 @@ TRIED = {
     "remap top": Tried(
         ("--once --url URL", "--json --url URL", "--once --socket SOCKET"), small="--once --socket SOCKET"
     ),
+    "remap trace": Tried(("--socket SOCKET --seconds 0 trace.json",), small="--socket SOCKET --seconds 0"),
     "remap plan": Tried(
         (
             "--machine my-machine --model MODEL --memory 40% --context 64 --batch 4 --donors Llama-3-8b --max-num-seqs 16 "

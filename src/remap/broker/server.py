@@ -199,7 +199,7 @@ class Broker:
     def _serve(self) -> None:
         while not self._closing:
             firsts = [next(iter(each.values())) for each in (self._deadlines, self._lookers) if each]
-            firsts += [self._look_again] if self._awaited or self._pages is None else []
+            firsts += [self._look_again] if self._looks else []
             left = max(0.0, min(firsts) - time.monotonic()) if firsts else None
             for key, mask in self._selector.select(left):
                 if key.data is not None:
@@ -209,7 +209,7 @@ class Broker:
                 self._carry(self.ledger.late(recall))
             for looker in [looker for looker, late in self._lookers.items() if now >= late]:
                 self._show(looker)
-            if now >= self._look_again and (self._awaited or self._pages is None):
+            if self._looks and now >= self._look_again:
                 self._look_who_is_left(now)
 
     def _admit(self, mask: int) -> None:
@@ -340,6 +340,7 @@ class Broker:
             self._next += 1
         else:
             self._forget(before)
+        self._awaited.discard(join.number)
         member.number, member.name, member.locked = number, join.name[:MOST_NAME], join.number
         member.joining = None
         member.claims.clear()
@@ -399,14 +400,18 @@ class Broker:
             self._bringing[1].close()
             self._bringing = None
 
+    @property
+    def _looks(self) -> bool:
+        """Whether members of the broker before this one are awaited, or what they had is not settled."""
+        return self._pages is None or self.ledger.unknown > 0
+
     def _look_who_is_left(self, now: float) -> None:
         """Of the members of the broker before this one. What nobody has claimed is free when all have joined or ended."""
         self._look_again = now + LEFT_S
         if self._bringing is not None and now >= self._bringing[2]:
             self._send(self._bringing[0], Refused(f"the pages did not come within {BRING_S} s"))
             self._hung_up(self._bringing[0])
-        joined = {member.locked for member in self._members if member.number}
-        self._awaited = {number for number in self._awaited - joined if self._lock.sees(number)}
+        self._awaited = {number for number in self._awaited if self._lock.sees(number)}
         if self._awaited or self._bringing is not None:
             return
         if self._pages is None:

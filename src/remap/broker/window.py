@@ -23,7 +23,7 @@ from remap.broker.listening import listen, peer, refuse
 from remap.broker.messages import MOST_BYTES, VERSION, Events, Look, Report, Shown, State, decode_to_broker, encode
 from remap.broker.report import events_in, report_of
 from remap.errors import Error, InvalidState
-from remap.memory.core import Core
+from remap.memory.core import Core, events_of
 from remap.report import Snapshot
 
 __all__ = ["Window"]
@@ -153,7 +153,7 @@ class Window:
             session = self._session()
             if session is None:
                 raise InvalidState("the session is gone")
-            parts = events_in(session.exclusively(lambda core: core.trace.ask(), claims=False))
+            parts = events_in(session.exclusively(events_of, claims=False))
         outside = max(0, state.pages - sum((report.free, report.params, report.kv, report.ring, report.quarantine)))
         held, age = state.pages - outside, now - when
         return [state, Shown(1, self._name, self._pid, held, 0, True, age, report, len(parts)), *parts]

@@ -14,13 +14,13 @@ from remap.memory.offers import Offers
 from remap.memory.outside import Outside
 from remap.memory.registered import Registered
 from remap.memory.state import TenantState
-from remap.memory.trace import Trace
+from remap.memory.trace import Event, Trace
 from remap.sizes import shown
 
 if TYPE_CHECKING:
     from remap import _core
 
-__all__ = ["Core"]
+__all__ = ["Core", "events_of"]
 
 
 @dataclass(frozen=True)
@@ -49,3 +49,8 @@ class Core:
                 f"no tenant {shown(name)} is attached, only {sorted(self.tenants)}; nothing changed", tenant=name
             )
         return tenant
+
+
+def events_of(core: Core) -> tuple[Event, ...]:
+    """What has happened lately; from now on it is kept for a while (`remap trace`)."""
+    return core.trace.ask()
