@@ -233,7 +233,8 @@ class ArenaMachine(RuleBasedStateMachine):
             session.deactivate(name, pages="none")
         model, seen = self.model.tenants[name], self.sessions["strict"].snapshot().tenants[name]
         assert seen.cold == tuple(range(len(model.layers))) and seen.remapped == seen.buffers == 0
-        assert seen.pages.kv <= len(model.blocks)
+        parts = 2 * len(model.layers) if self.layout == "layer_major" else 1  # of a block, each in pages of its own
+        assert seen.pages.kv <= 2 * parts * len(model.blocks)
         model.give_up()
         model.active, model.base_kv_pages = False, seen.pages.kv
         self.poison()

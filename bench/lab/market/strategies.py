@@ -97,6 +97,12 @@ class _Swapping:
                 return
             self.have[other] = 0
 
+    def decide(self, now_s: float, turn: PresentTurn | None, busy: list[Tenant]) -> Next:
+        """Turns drain; whoever has waited longest is next."""
+        if turn is not None and any(each.number == int(turn.name) for each in busy):
+            return Next(turn.name)
+        return Next(str(min(busy, key=lambda each: each.since_s).number))
+
     def switch_s(self, tenant: Tenant) -> float:
         """Until its first pass can begin, as of now."""
         return (tenant.weights - self.have[tenant.number] + tenant.kv_bytes) / self.device.machine.h2d_bytes_per_s
@@ -108,12 +114,6 @@ class Grouped(_Swapping):
     def __init__(self, device: Device, tenants: list[Tenant], name: str = "LRU", alone: bool = False) -> None:
         super().__init__(device, tenants)
         self.name, self.alone = name, alone
-
-    def decide(self, now_s: float, turn: PresentTurn | None, busy: list[Tenant]) -> Next:
-        """See `Strategy`."""
-        if turn is not None and any(each.number == int(turn.name) for each in busy):
-            return Next(turn.name)
-        return Next(str(min(busy, key=lambda each: each.since_s).number))
 
 
 class Rounds(_Swapping):

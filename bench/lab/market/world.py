@@ -161,7 +161,8 @@ def serve(
 ) -> Served:
     """Until all are served, or so many tokens were late that at most the share `enough` can be on time."""
     pending = deque(asked)
-    now, turn, turns, busy_s = 0.0, None, 0, 0.0
+    now, turns, busy_s = 0.0, 0, 0.0
+    turn: PresentTurn | None = None
     tokens, late = sum(output for *_, output in asked), 0
     made, most_late = 0, (1.0 - enough) * tokens
     while late <= most_late:
@@ -185,7 +186,8 @@ def serve(
         until = min(found.at_s, pending[0][0] if pending else math.inf)
         room = MOST_ROWS - len(tenant.running)
         if tenant.waiting and room:
-            batch, count = [], 0
+            batch: list[Ask] = []
+            count = 0
             while tenant.waiting and room and (not batch or count + tenant.waiting[0].prompt <= PROMPT_TOKENS):
                 batch.append(tenant.waiting.popleft())
                 count, room = count + batch[-1].prompt, room - 1
@@ -219,9 +221,8 @@ def serve(
             end = now + delay + seconds
         busy_s += seconds
         if begins:
-            for other in tenants if turn is not None else ():
-                if other.number == int(turn.name):
-                    other.since_s = now
+            if turn is not None:
+                tenants[int(turn.name)].since_s = now
             turns += delay > 0
             turn = PresentTurn(str(tenant.number), now, delay)
         tenant.running = [each for each in tenant.running if each.made < each.output]
