@@ -52,7 +52,7 @@ class Server:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return str(json.load(answer)["choices"][0]["text"])
 
     def wait(self, timeout_s: float = 600) -> None:
