@@ -122,11 +122,23 @@ def test_kv_bytes_are_the_published_ones() -> None:
 
 def test_machines_are_found_by_alias_and_by_a_unique_beginning() -> None:
     asked = {"h200": "H200-SXM", "GH200": "GH200-96GB", "a100": "A100-80GB-SXM", "H100": "H100-SXM", "4090": "RTX-4090"}
-    asked |= {" gh200-96gb ": "GH200-96GB", "mi3": "MI300X", "h100-p": "H100-PCIe"}
+    asked |= {" gh200-96gb ": "GH200-96GB", "mi300": "MI300X", "h100-p": "H100-PCIe"}
     assert {name: machine(name).name for name in asked} == asked
     assert namesakes("H100") == ("H100-PCIe",) == namesakes(" h100 ")  # a name that could mean another machine
     for clear in ("H100-SXM", "H100-PCIe", "h100-p", "H200", "B200", "GH200", "4090"):
         assert namesakes(clear) == (), clear
+
+
+@pytest.mark.parametrize("name", ["A10", "H20", "L4", "mi3"])
+def test_a_machine_whose_number_goes_on_is_another_one(name: str) -> None:
+    """A10, H20 and L4 are machines of their own: they were answered for by the A100, the H200 and the L40S."""
+    assert refused("machine", machine, name).known == MACHINES
+
+
+def test_a_model_whose_number_goes_on_is_another_one() -> None:
+    refused("model", model, "qwen2.5-7")
+    refused("model", model, "opt-1")
+    assert model("opt-6").name == "OPT-6.7b"
 
 
 def test_unknown_names_list_the_known_ones() -> None:

@@ -14,7 +14,7 @@ from remap.config import invalid
 from remap.errors import InvalidArgument
 from remap.policy.near_names import meant, nearest
 
-__all__ = ["Extra", "resolve", "table_of"]
+__all__ = ["Extra", "begins", "resolve", "table_of"]
 
 Extra = str | Path | Mapping[str, Any] | None
 """A table of the user's: the path of a JSON file, or what such a file holds."""
@@ -85,6 +85,13 @@ def _read(extra: Extra) -> Mapping[str, Any]:
     return document
 
 
+def begins(known: str, wanted: str) -> bool:
+    """Whether a known name begins with what was asked for, in any case, and no number is cut off: A10 is no A100."""
+    rest = known[len(wanted) :]
+    cut = wanted[-1:].isdigit() and rest[:1].isdigit()
+    return bool(wanted) and known.lower().startswith(wanted.lower()) and not cut
+
+
 def resolve(kind: str, name: object, table: Mapping[str, Mapping[str, Any]]) -> str:
     """The full name: exact, an alias, or a unique beginning, in that order and in any case."""
     wanted = name.strip().lower() if isinstance(name, str) else ""
@@ -95,7 +102,7 @@ def resolve(kind: str, name: object, table: Mapping[str, Mapping[str, Any]]) -> 
         for known, entry in table.items():
             if wanted in [alias.lower() for alias in entry.get("aliases", ())]:
                 return known
-    begun = [known for known in table if wanted and known.lower().startswith(wanted)]
+    begun = [known for known in table if begins(known, wanted)]
     if len(begun) == 1:
         return begun[0]
     known_names = tuple(table)

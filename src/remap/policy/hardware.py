@@ -28,7 +28,7 @@ from typing import Any
 
 from remap.config import invalid
 
-from ._tables import Extra, resolve, table_of
+from ._tables import Extra, begins, resolve, table_of
 
 __all__ = [
     "MOST_MISFIT",
@@ -350,9 +350,7 @@ def namesakes(name: str, extra: Extra = None) -> tuple[str, ...]:
     """The other machines whose names begin with the name asked for: `H100` is H100-SXM, and H100-PCIe could be meant."""
     table = table_of("machines", extra)
     found, wanted = resolve("machine", name, table), name.strip().lower()
-    return tuple(
-        known for known in table if known != found and found.lower() != wanted and known.lower().startswith(wanted)
-    )
+    return tuple(known for known in table if known != found and found.lower() != wanted and begins(known, wanted))
 
 
 def _part(entry: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:
