@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a session joins a broker, and does what other processes ask of it.
 
-What the broker asks comes on a thread of the membership's. It calls the session as any other thread does, and does not keep it.
+The broker's questions come on a thread of the membership's. It calls the session as any other thread does, and does not keep it.
 
 Blocks of an engine with its own allocator are given up in the engine's thread: while its tenant is active the engine hands out
 blocks without a lock of ours, and between any two lines of that another thread must not withdraw some. So the recall waits for
@@ -31,9 +31,9 @@ __all__ = ["UNIX", "AskedSession", "membership"]
 
 UNIX = "unix:"
 STEP_S = 0.2
-"""How long the broker's answer waits for an engine's step. What a later step gives is free then."""
+"""How long the broker's answer waits for an engine's step. Pages that a later step gives are free then."""
 STALE_S = 1.0
-"""What was asked so long before the engine's step is not done in it."""
+"""A question that came that long before the engine's step is not dealt with in it."""
 
 _logger = logging.getLogger("remap.broker")
 
@@ -123,8 +123,9 @@ class AskedSession:
         return found
 
     def attend(self, core: Core) -> None:
-        """What was put off, in a step of the engine's, or when it stops serving. Errors are logged, as those of other
-        recalls: the step goes on. What is older than `STALE_S` nobody waits for; who still wants it asks again."""
+        """The questions that were put off, in a step of the engine's, or when it stops serving. Errors are logged, as those of
+        other recalls: the step goes on. The broker does not wait for those older than `STALE_S`; a member that still wants
+        pages asks again."""
         if not self._put_off:
             return
         put_off, self._put_off = self._put_off, {}

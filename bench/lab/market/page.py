@@ -82,7 +82,7 @@ def _machine(name: str) -> Machine:
 
 
 def run_one(cell: Cell, strategy: str, count: int, seed: int, seconds: float, enough: float) -> Served | None:
-    """One run with so many models; None: they do not fit."""
+    """One run with `count` models; None: they do not fit."""
     name, mix = MACHINES[cell.machine]
     on = _machine(name)
     rooflines = {each: Roofline(on, model(each)) for each in mix}

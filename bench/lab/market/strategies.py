@@ -2,8 +2,8 @@
 over goes to host memory and comes back over the link with its next turn.
 
     ours         layers come and go: an activation takes the layers that idle models need not keep for `ttft_s` (the certificate
-                 of first layers), then those of the models used longest ago; a pass begins with the first layer; whoever begins
-                 to wait has first layers loaded beside others' turns; turns by what is due (`remap.policy.turns`)
+                 of first layers), then those of the models used longest ago; a pass begins with the first layer; a model that
+                 begins to wait has first layers loaded beside others' turns; turns by what is due (`remap.policy.turns`)
     whole, due   the same turns, of whole models: the least recently used leave, a pass begins when all of it is there
     LRU          whole models as before, groups: the model that has waited longest is next, and its turn drains
     round robin  whole models as before, turns of a second, one after the other
@@ -29,7 +29,7 @@ from .world import Device, Tenant, queue_of
 __all__ = ["STRATEGIES", "Aegaeon", "Due", "Grouped", "Ours", "Rounds", "Stay"]
 
 KV_SHARE = 0.1
-"""Of the memory, for KV of whoever computes."""
+"""Of the memory, for KV of the model that computes."""
 STATIC_REQUESTS, MEAN_TOKENS = 16, 500
 LEAST_TURN_S = 0.2
 """Of decoding, Aegaeon's."""
@@ -98,7 +98,7 @@ class _Swapping:
             self.have[other] = 0
 
     def decide(self, now_s: float, turn: PresentTurn | None, busy: list[Tenant]) -> Next:
-        """Turns drain; whoever has waited longest is next."""
+        """Turns drain; the model that has waited longest is next."""
         if turn is not None and any(each.number == int(turn.name) for each in busy):
             return Next(turn.name)
         return Next(str(min(busy, key=lambda each: each.since_s).number))
@@ -109,7 +109,7 @@ class _Swapping:
 
 
 class Grouped(_Swapping):
-    """Turns drain; whoever has waited longest is next."""
+    """Turns drain; the model that has waited longest is next."""
 
     def __init__(self, device: Device, tenants: list[Tenant], name: str = "LRU", alone: bool = False) -> None:
         super().__init__(device, tenants)
@@ -210,7 +210,7 @@ class Ours(Due):
         return min(nbytes, max(0, free))
 
     def arrived(self, tenant: Tenant, now_s: float) -> None:
-        """First layers begin to load, where nobody misses the pages."""
+        """First layers begin to load, where no model misses the pages."""
         me, size = tenant.number, tenant.layer_bytes
         lacks = tenant.weights - self.have[me]
         if not lacks or me == self.active:

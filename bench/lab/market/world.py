@@ -1,5 +1,5 @@
 """One GPU that many models share in virtual time: a request has lengths, a pass the time that the roofline says, and the link
-copies one thing after another. What is on the device, and whose turn it is, is a strategy's.
+copies one thing after another. A strategy decides what is on the device, and whose turn it is.
 
 Not `remap.sim`, which runs the library's own session token by token: too slow for a hundred models, thousands of requests and a
 search. Of the library it uses the roofline, the certificate of first layers and the rule of turns. Decode passes of one batch are
@@ -118,7 +118,7 @@ class Strategy(Protocol):
         """A request for a model that had none."""
 
     def begin(self, tenant: Tenant, now_s: float, pass_layer_s: float) -> float:
-        """Its turn begins, with a pass of so many seconds a layer. By how much later that pass ends."""
+        """Its turn begins, with a pass of `pass_layer_s` seconds a layer. By how much later that pass ends."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def serve(
     strategy: Strategy,
     enough: float = 0.0,
 ) -> Served:
-    """Until all are served, or so many tokens were late that at most the share `enough` can be on time."""
+    """Until all are served, or until the late tokens are so numerous that at most the share `enough` can be on time."""
     pending = deque(asked)
     now, turns, busy_s = 0.0, 0, 0.0
     turn: PresentTurn | None = None
@@ -245,7 +245,7 @@ def _late(ask: Ask, begin_s: float, each_s: float, passes: int, device: Device) 
 
 
 def queue_of(tenant: Tenant, device: Device, switch_s: float) -> Queue:
-    """What `policy.turns` asks of it."""
+    """The queue that `policy.turns` asks for."""
     prompt = tenant.waiting[0].prompt if tenant.waiting else 0
     pass_s = tenant.model.layers * tenant.prefill_s(prompt) if prompt else tenant.times.pass_s(0, 0, 1, 512)
     return Queue(tenant.since_s, tenant.due_s(device.ttft_s, device.tbt_s), switch_s, pass_s)

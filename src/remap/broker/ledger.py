@@ -4,15 +4,16 @@
     joined, wanted, gave, called, disowned, done, left, ended, late, settled  ->  messages to send, (member, message) each
 
 A page is free or one member's. A want is met by free pages at once, as far as there are any. For the rest the other members
-are asked one after the other, who wanted something longest ago first: each gives what it can spare and says so, and what it
-gives goes to who waits, in the order of asking. When all have been asked, they are asked once more, for layers of tenants that
-serve no pass; then the want ends with what it has got, unless pages are unknown: these are waited for.
+are asked one after the other, the one that wanted something longest ago first: each gives what it can spare and says so, and
+its pages go to the members that wait, in the order of asking. When all have been asked, they are asked once more, for layers of
+tenants that serve no pass; then the want ends with what it has got, unless pages are unknown: these are waited for.
 
 A page that a member has given as one of its layers' is *lent*: others use it as any other, but not for good.
-When its lender calls it, who has it is asked for it by its number, and whenever it is free next it is the lender's.
+When its lender calls it, the member that has it is asked for it by its number, and whenever it is free next it is the lender's.
 
-A member that has ended (its process has) gives all pages back: nothing of it touches them any more. What it had lent is lent no
-more, and what it had of others' layers is free, or goes to who calls it. One that hangs keeps its pages.
+A member that has ended (its process has) gives all pages back: nothing of it touches them any more. Pages that it had lent are
+lent no more, and pages of others' layers that it had are free, or go to the member that calls them. One that hangs keeps
+its pages.
 
 Of a broker that begins where another was, pages are *unknown* at first: some process may have them. A member of the other one
 claims what it has, and what it has lent, when it joins. When all of those have joined, or ended, what is unknown still is free
@@ -88,7 +89,7 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        """How many of them are nobody's."""
+        """How many of them no member has."""
         return self._free
 
     @property
@@ -152,13 +153,13 @@ class Ledger:
         return self._release(member, [page for page in self._of(member) if page not in keeps]) + self._go_on()
 
     def settled(self) -> Sent:
-        """Nobody can claim a page any more: what is unknown is free."""
+        """No member can claim a page any more: unknown pages are free."""
         sent = self._let_go(self._of(_UNKNOWN))
         self._unknown = 0
         return sent + self._go_on()
 
     def wanted(self, member: int, serial: int, pages: int, *, keeps: bool = False) -> Sent:
-        """It can use so many pages more, instead of what it wanted before. It hears at once what it has got."""
+        """It can use `pages` pages more, instead of what it wanted before. It hears at once what it has got."""
         self._require(member, here=True)
         if serial <= self._serials[member] or not 0 <= pages <= self.pages:
             raise InvalidState(
@@ -247,7 +248,8 @@ class Ledger:
         return self._go_on()
 
     def late(self, recall: int) -> Sent:
-        """Nobody waits for the answer to this recall any more. What is given later is free then, or goes to who has called it."""
+        """No member waits for the answer to this recall any more. Pages that are given later are free then, or go to the
+        member that has called them."""
         if recall in self._named:
             return self._answered(recall)
         if self._recall is None or self._recall.number != recall:
@@ -256,8 +258,8 @@ class Ledger:
         return self._go_on()
 
     def left(self, member: int) -> Sent:
-        """It wants nothing any more, and is not asked again. What it has stays its own, and what it has lent is lent: it may join
-        again."""
+        """It wants nothing any more, and is not asked again. Pages that it has stay its own, and pages that it has lent are lent:
+        it may join again."""
         self._require(member)
         self._wants = [want for want in self._wants if want.member != member]
         self._gone.add(member)
@@ -304,7 +306,7 @@ class Ledger:
         return sent + self._go_on()
 
     def _answered(self, recall: int) -> Sent:
-        """Nobody waits for this answer any more, to a recall of called pages."""
+        """No member waits for this answer any more, to a recall of called pages."""
         for page in self._named.pop(recall).pages:
             if self._named_of.get(page) == recall:
                 del self._named_of[page]
@@ -348,7 +350,7 @@ class Ledger:
         return self._let_go(pages)
 
     def _let_go(self, pages: Sequence[int]) -> Sent:
-        """They are nobody's, or who has called them has them. A want is told later (`_go_on`)."""
+        """They are free, or the member that has called them has them. A want is told later (`_go_on`)."""
         back: dict[int, list[int]] = {}
         for page in pages:
             if page in self._called and (lender := self._lender[page]) != self._owner[page]:
@@ -427,8 +429,8 @@ class Ledger:
         return sent
 
     def _next(self, want: _Want) -> tuple[bool, int] | None:
-        """Whom to ask next for it, and whether for layers. What is given for layers is lent, so who keeps pages has no use for
-        it."""
+        """The member to ask next for it, and whether for layers. Pages that are given of layers are lent, so a member that keeps
+        pages has no use for them."""
         for layers in (False,) if want.keeps else (False, True):
             others = [
                 (self._last[each], each)

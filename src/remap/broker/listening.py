@@ -16,7 +16,7 @@ __all__ = ["listen", "peer", "refuse"]
 
 
 def listen(path: Path) -> socket.socket:
-    """Without blocking. Raises InvalidArgument (field path) if something else is there, InvalidState if somebody serves there."""
+    """Without blocking. Raises InvalidArgument (field path) if something else is there, InvalidState if a server is there."""
     if "\0" in str(path):  # the kernel would read it up to there
         raise InvalidArgument(f"{str(path)!r} is no path: it has a null byte; nothing was made", path=str(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -27,7 +27,7 @@ def listen(path: Path) -> socket.socket:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
                 if probe.connect_ex(str(path)) == 0:
                     raise InvalidState(
-                        f"somebody serves at {path} already; nothing was changed; if that is a broker, join it",
+                        f"a process serves at {path} already; nothing was changed; if that is a broker, join it",
                         path=str(path),
                     )
             path.unlink()  # of one that was killed

@@ -30,7 +30,7 @@ _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 class Lock:
-    """Of one byte, until `close`. number: the member's; 0: the broker's, or of nobody, without a file."""
+    """Of one byte, until `close`. number: the member's; 0: the broker's, or of no process, without a file."""
 
     def __init__(self, file: int, number: int = 0) -> None:
         self._file, self.number = file, number
@@ -54,7 +54,7 @@ class Lock:
         return found
 
     def sees(self, number: int) -> bool:
-        """Whether somebody else has locked this member's number."""
+        """Whether another holder has locked this member's number."""
         return _in_the_way(self._file, _FIRST + number, 1) is not None
 
 

@@ -6,14 +6,15 @@ and takes the session's lock for it. A call of the session that needs pages send
 reader gives it; so it may hold the session's lock meanwhile.
 
     want(pages)      now: what is free at the broker; `patient`: what others give as well, for good
-    give(pages)      nobody here touches them any more; `lent`: they are of layers, and may be called
-    call(pages)      of what was lent: it comes by `returned`, when who has it has given it; `await_call` waits for the answers
-    disown(pages)    of what was lent: nobody here will call it
+    give(pages)      this process does not touch them any more; `lent`: they are of layers, and may be called
+    call(pages)      of lent ones: they come by `returned`, when the member that has them has given them; `await_call` waits for
+                     the answers
+    disown(pages)    of lent ones: this session will not call them
     recalled         others want pages: the session decides which can be spared
     named            others want these, which they have lent
     granted          pages that came later than the call that wanted them
-    snapshot         somebody looks (`remap top`): how the session is. Nothing is sent of it unless somebody does
-    events           somebody traces (`remap trace`): what it has done lately
+    snapshot         a user looks (`remap top`): how the session is. Nothing is sent of it unless a user does
+    events           a user traces (`remap trace`): what it has done lately
 
 Pages of a device are fetched before the session has a thread for what comes; what came meanwhile is kept for it.
 
@@ -162,7 +163,7 @@ class Membership:
             thread.start()
 
     def want(self, pages: int, *, patient: bool = False) -> list[int]:
-        """Ask for so many pages. Returns those that have come by now, of unknown bytes; more may come by `granted`, unless
+        """Ask for `pages` pages. Returns those that have come by now, of unknown bytes; more may come by `granted`, unless
         patient: then until all have, or the others have given what they can, or `PATIENT_S`. With the session's lock held."""
         if pages <= 0:
             return []
@@ -194,7 +195,7 @@ class Membership:
         self._work.put((0, _Recheck()))
 
     def _stop_waiting(self, got: list[int]) -> None:
-        """What has come behind the deadline, into `got`; what comes from now on is `granted`."""
+        """Pages that have come behind the deadline, into `got`; those that come from now on are `granted`."""
         with self._choosing:
             self._waits = False
             while not self._answers.empty():
@@ -237,13 +238,13 @@ class Membership:
         return calls
 
     def await_call(self, calls: Sequence[int], seconds: float) -> None:
-        """Until all that was called has come, or all who have it have answered, or so many seconds. Without the session's lock:
-        what comes goes to `returned` before this ends."""
+        """Until all that was called has come, or all who have it have answered, or `seconds` have passed. Without the session's
+        lock: what comes goes to `returned` before this ends."""
         with self._calling:
             self._calling.wait_for(lambda: self.problem or self._open_calls.isdisjoint(calls), seconds)
 
     def disown(self, pages: Sequence[int]) -> None:
-        """These were lent, and nobody here will call them."""
+        """These were lent, and this session will not call them."""
         for runs in runs_of(pages):
             with self._sending:
                 self._lends.difference_update(pages_of(runs))
@@ -269,7 +270,7 @@ class Membership:
             thread.join()
         self._connection.close()
         self._mapped.close()
-        if not self.held:  # else a new broker has to see that somebody may touch them, until the process ends
+        if not self.held:  # else a new broker has to see that this process may touch them, until the process ends
             self._lock.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ class Membership:
             return False  # what counts of it the next Join says
         try:
             self._connection.send(encode(message), socket.MSG_DONTWAIT)
-        except OSError as error:  # a broker that reads nothing for so long counts as one that has gone
+        except OSError as error:  # a broker that reads nothing for that long counts as one that has gone
             self._broken(f"the broker at {self.path} has gone: {error}")
             with suppress(OSError):  # the reading thread reads to the end, and joins again
                 self._connection.shutdown(socket.SHUT_RDWR)
@@ -344,7 +345,7 @@ class Membership:
             pause = min(2 * pause, MOST_AGAIN_S)
             try:
                 self._try_again()
-            except InvalidArgument:  # nobody is there
+            except InvalidArgument:  # no broker is there
                 continue
             except Error as error:
                 self.problem = str(error)
@@ -357,7 +358,7 @@ class Membership:
         return False
 
     def _try_again(self) -> None:
-        """Raises as `join`. What the session gives meanwhile is told behind the claims."""
+        """Raises as `join`. Pages that the session gives meanwhile are told behind the claims."""
         with self._sending:
             held, lends = set(self.held), set(self._lends)
         claims = [Claim(runs, lent) for lent, pages in ((False, held), (True, lends)) for runs in runs_of(pages)]
@@ -450,7 +451,7 @@ def _fetch(connection: socket.socket, welcome: Welcome, pages: JoinedPages) -> l
         first = pages.count
         connection.send(encode(Fetch(first)))
         message, files = _receive(connection, MOST_FILES)
-        while isinstance(message, Tell):  # somebody looks
+        while isinstance(message, Tell):  # a user looks
             early.append(message)
             message, files = _receive(connection, MOST_FILES)
         try:
@@ -477,7 +478,7 @@ def _receive(connection: socket.socket, most: int) -> tuple[ToMember | None, lis
 
 
 def _connect(path: str, seconds: float) -> socket.socket:
-    """Raises InvalidArgument (field path) if nobody is there."""
+    """Raises InvalidArgument (field path) if no broker is there."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # Not `settimeout` yet: a socket without blocking is refused while many others wait to be admitted.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes over the socket: one message a packet (SOCK_SEQPACKET keeps their borders and their order), msgpack by msgspec.
+"""The messages on the socket: one a packet (SOCK_SEQPACKET keeps their borders and their order), msgpack by msgspec.
 
     to the broker    Join, Fetch, Want, Give, Done; of the pages of a member's own layers: Home, Disown; of how it is: Report;
                      of a member that was another broker's: Claim, and Pages that it has
@@ -74,7 +74,7 @@ VERSION = 5
 MOST_BYTES = 1 << 16
 """Of a message."""
 MOST_RUNS = 4096
-"""In a message: who has more sends another one."""
+"""In a message: a sender that has more sends another one."""
 MOST_NAME = 64
 """Characters of a name."""
 MOST_REASON = 300
@@ -95,7 +95,7 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 
 class Join(msgspec.Struct, tag=True, frozen=True):
     """The first message of a member. name: for people. number: the one that it has locked (`remap.broker.locks`). The rest is of
-    one that joins again: the arena that its pages are of, with what `Welcome` said of it; claims: so many `Claim` follow."""
+    one that joins again: the arena that its pages are of, with what `Welcome` said of it; claims: how many `Claim` follow."""
 
     version: int
     name: str = ""
@@ -121,7 +121,7 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Want(msgspec.Struct, tag=True, frozen=True):
-    """The member can use so many pages more. It replaces what it wanted before. serial: larger than that of each earlier one.
+    """The member can use `pages` pages more. It replaces what it wanted before. serial: larger than that of each earlier one.
     keeps: for good, so none that is lent."""
 
     serial: int
@@ -139,7 +139,7 @@ class Give(msgspec.Struct, tag=True, frozen=True):
 
 class Home(msgspec.Struct, tag=True, frozen=True):
     """The member's layers that it has lent are to come home. serial: larger than that of each earlier one. gently: only what is
-    free, or what who has it does not use; else also what somebody can make free by moving blocks, now or later."""
+    free, or not in use by the member that has it; else also what a member can make free by moving blocks, now or later."""
 
     serial: int
     runs: tuple[Run, ...]
@@ -246,7 +246,7 @@ class Report(msgspec.Struct, tag=True, frozen=True):
 
 
 class Look(msgspec.Struct, tag=True, frozen=True):
-    """Who sends this is no member. It is told how all are, each time. events: and what they have done lately."""
+    """The sender is no member. It is told how all are, each time. events: and what they have done lately."""
 
     version: int
     events: bool = False
@@ -254,7 +254,7 @@ class Look(msgspec.Struct, tag=True, frozen=True):
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
     """No page is the member's, but those that it has claimed. uuid: of the device that they are of, and the member fetches them
-    (`Fetch`); "" of the host, and their file goes with this. arena: nobody else's pages are of one with this name."""
+    (`Fetch`); "" of the host, and their file goes with this. arena: a name that no other arena has."""
 
     page_bytes: int
     pages: int
@@ -269,7 +269,7 @@ class Bring(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pages(msgspec.Struct, tag=True, frozen=True):
-    """Descriptors go with it, one a page, of so many pages from `first` on; of the host one, of all. To a member: they are its to
+    """Descriptors go with it, one a page, of `count` pages from `first` on; of the host one, of all. To a member: they are its to
     map, none is its own."""
 
     first: int
@@ -287,7 +287,7 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
 
 
 class Recall(msgspec.Struct, tag=True, frozen=True):
-    """Others want so many pages: give what can be spared, then say `Done`. layers: of tenants that serve no pass, too. runs: they
+    """Others want `pages` pages: give what can be spared, then say `Done`. layers: of tenants that serve no pass, too. runs: they
     want these, and no others, since they are pages of their layers; gently: see `Home`."""
 
     recall: int
@@ -298,8 +298,8 @@ class Recall(msgspec.Struct, tag=True, frozen=True):
 
 
 class Returned(msgspec.Struct, tag=True, frozen=True):
-    """These pages that the member has lent are its own again, of unknown bytes. serial: of its last `Home`. more: who has the
-    others has not answered yet."""
+    """These pages that the member has lent are its own again, of unknown bytes. serial: of its last `Home`. more: the
+    member that has the others has not answered yet."""
 
     serial: int
     runs: tuple[Run, ...]
@@ -307,14 +307,14 @@ class Returned(msgspec.Struct, tag=True, frozen=True):
 
 
 class Tell(msgspec.Struct, tag=True, frozen=True):
-    """Somebody looks: send a `Report`, one. events: and before that, `Events`, at most `MOST_PARTS`."""
+    """A user looks: send a `Report`, one. events: and before that, `Events`, at most `MOST_PARTS`."""
 
     events: bool = False
 
 
 class State(msgspec.Struct, tag=True, frozen=True):
     """Of the broker, to who looks. lent: pages of layers that their lenders may call. waiting: wants that are not met.
-    members: so many `Shown` follow. unknown: pages that a member of the broker before this one may have."""
+    members: how many `Shown` follow. unknown: pages that a member of the broker before this one may have."""
 
     page_bytes: int
     pages: int
@@ -327,7 +327,7 @@ class State(msgspec.Struct, tag=True, frozen=True):
 
 class Shown(msgspec.Struct, tag=True, frozen=True):
     """A member, to who looks. held: pages that are its own. lent: of its layers, and not its own now. connected: False for one
-    whose pages are waited for. report: its last one, `age_s` old; None before it has sent any. events: so many `Events`
+    whose pages are waited for. report: its last one, `age_s` old; None before it has sent any. events: how many `Events`
     follow."""
 
     member: int

@@ -20,13 +20,13 @@ from remap.metrics import Reading, families, gauge
 __all__ = ["BROKER", "LABELS", "MEMBER", "UP", "BrokerCollector", "serve_metrics"]
 
 LABELS = ("member",)
-"""Of a member, and of all that it reports: its number, which nobody else ever gets, and its name."""
+"""Of a member, and of all that it reports: its number, which no other member ever gets, and its name."""
 
 UP = gauge("broker_up", "0 or 1", "Whether the broker answers", lambda up: [((), float(up))])
 BROKER = (
     gauge("broker_page_bytes", "bytes", "Size of a page", "state.page_bytes"),
     gauge("broker_pages", "pages", "Pages that there are", "state.pages"),
-    gauge("broker_free_pages", "pages", "Pages that are nobody's", "state.free"),
+    gauge("broker_free_pages", "pages", "Pages that no member has", "state.free"),
     gauge("broker_waiting", "wants", "Members that want more pages than they have got", "state.waiting"),
     gauge("broker_members", "members", "Who is connected or has pages", "state.members"),
 )
@@ -42,11 +42,11 @@ MEMBER = (
         lambda shown: [] if shown.report is None else [((), shown.age_s)],
     ),
 )
-"""Of a member. What its report says has the names of `remap.metrics`."""
+"""Of a member. The figures in its report have the names of `remap.metrics`."""
 
 
 def _readings(seen: Seen) -> Iterator[tuple[tuple[str, ...], Reading]]:
-    """Of members that have reported. outside: pages that others have, or nobody."""
+    """Of members that have reported. outside: pages that others have, or no member."""
     for shown in seen.members:
         report = shown.report
         if report is None:

@@ -2,15 +2,15 @@
 """The broker: makes the pages, admits members, and carries the ledger's decisions to them.
 
 One thread, which never waits for a member: packets that a socket does not take are kept for it, and a member that takes none for
-long is let go. A member's pages come back when its *process* has ended (a pidfd says so), never because its socket has: somebody
-may still be reading them. Until then they are its own.
+long is let go. A member's pages come back when its *process* has ended (a pidfd says so), never because its socket has: the
+process may still be reading them. Until then they are its own.
 
 Members map the pages (`remap.memory.shared_pages`); the broker does not.
 
 A broker that begins where another was killed makes no pages while a process may have those of the other (`remap.broker.locks`):
-the first old member that joins brings them. What the old members have they claim, and what nobody has claimed is free when each
-of them has joined or ended, for which the broker looks every `LEFT_S`. A member joins again in the same way when its connection
-has broken.
+the first old member that joins brings them. The old members claim what they have, and pages that no member has claimed are free
+when each of them has joined or ended, for which the broker looks every `LEFT_S`. A member joins again in the same way when its
+connection has broken.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ __all__ = ["Broker"]
 _logger = logging.getLogger("remap.broker")
 
 RECALL_S = 0.25
-"""How long a member is waited for that was asked to give. What it gives later is free then."""
+"""How long a member is waited for that was asked to give. Pages that it gives later are free then."""
 LOOK_S = 0.25
-"""How long who looks waits for the members' reports. Of a member that says nothing for so long, the last one is shown."""
+"""How long who looks waits for the members' reports. Of a member that says nothing for that long, the last one is shown."""
 FRESH_S = 0.1
 """A report that is not older is shown again: however many look, a member makes no more of them."""
 LEFT_S = 0.25
@@ -139,7 +139,7 @@ class Broker:
             self._listener = listen(self.path)
             undo.pop_all()
         self._look_again = time.monotonic()
-        self._problem = ""  # why there are no pages, though nobody is awaited
+        self._problem = ""  # why there are no pages, though no member is awaited
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._admit)
@@ -325,7 +325,7 @@ class Broker:
             return self._ask_for_pages(member, join)
         if join.arena and join.arena != self.arena:
             raise InvalidState(
-                f"the broker has arena {self.arena}, and the member pages of {join.arena}; end it: nobody else gets those"
+                f"the broker has arena {self.arena}, and the member pages of {join.arena}; end it: no other member gets those"
             )
         before = next((each for each in self._members if each.locked == join.number and each is not member), None)
         if before is not None and before.connection is not None:
@@ -406,7 +406,7 @@ class Broker:
         return self._pages is None or self.ledger.unknown > 0
 
     def _look_who_is_left(self, now: float) -> None:
-        """Of the members of the broker before this one. What nobody has claimed is free when all have joined or ended."""
+        """Of the members of the broker before this one. Pages that none has claimed are free when all have joined or ended."""
         self._look_again = now + LEFT_S
         if self._bringing is not None and now >= self._bringing[2]:
             self._send(self._bringing[0], Refused(f"the pages did not come within {BRING_S} s"))
@@ -450,7 +450,7 @@ class Broker:
     # -- who looks -----------------------------------------------------------------------------------------------------
 
     def _look(self, looker: _Member, message: Look) -> Sent:
-        """Members that have not reported just now are told to; nobody waits for them here."""
+        """Members that have not reported just now are told to; the broker does not wait for them here."""
         _require_version(message)
         if looker.number:
             raise InvalidState("a member does not look; open another connection for that")

@@ -29,7 +29,7 @@ from remap.report import Snapshot
 __all__ = ["Window"]
 
 FRESH_S = 0.1
-"""What was shown is shown again for so long, however many look."""
+"""An answer is given again for that long, however many look."""
 MOST_CONNECTIONS = 16
 
 

@@ -3,7 +3,7 @@
 
 temporal   one tenant is active at a time, in turns: Oneiros, section 7.2. The others' layers may be KV of the active one
            meanwhile (`session.activate(name, alone=True)`); what they had running keeps its KV and goes on later. Of models
-           that memory has no room for, whoever's tokens are due first is next, and turns pay for their switch (policy.turns).
+           that memory has no room for, the one whose tokens are due first is next, and turns pay for their switch (policy.turns).
 spatial    all tenants are active, and each runs a pass in every round: Oneiros, section 7.3.
 
 Without a session this is the recompute baseline: each tenant has the KV cache that it was attached with, turns and rounds are
@@ -62,13 +62,13 @@ class SharedEngines:
 
     session: None, or the one that all engines were made with (`LLMEngine(..., session=session)`): its `step` is called once
     a step for all of them, and the engines' own `step` must not be. engines: by tenant name, at least one. quantum_s: a
-    temporal turn ends when the active tenant has nothing to do or gets nothing done, or when it has lasted so long; only if
-    somebody else has work. math.inf: turns drain, and whoever is never out of work keeps the device. Turns go round in the order
-    of `engines`, if turns is None and no tenant was without pages when this was made. clock: the engines' own.
+    temporal turn ends when the active tenant has nothing to do or gets nothing done, or when it has lasted that long; only if
+    another tenant has work. math.inf: turns drain, and a tenant that is never out of work keeps the device. Turns go round in the
+    order of `engines`, if turns is None and no tenant was without pages when this was made. clock: the engines' own.
 
     turns: the rule for temporal turns (`remap.policy.turns.Turns`), by the targets that tenants were attached with
-    (`Config.ttft_s`, `tbt_s`). None: where some tenant has no pages, `Turns(quantum_s)`. Whoever begins to wait has its first
-    layers loaded ahead of its turn (`session.expect`).
+    (`Config.ttft_s`, `tbt_s`). None: where some tenant has no pages, `Turns(quantum_s)`. A tenant that begins to wait has its
+    first layers loaded ahead of its turn (`session.expect`).
 
     partial: a turn begins at once, and layers whose place live blocks of others have taken are streamed (a number: while passes
     then wait for at most this share of their computation); otherwise the requests that hold these blocks are preempted
@@ -164,7 +164,7 @@ class SharedEngines:
     # -- running ---------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[str, StepOutput]:
-        """One round: whoever's turn it is asks the session, in one call, and runs at most one pass each.
+        """One round: the tenants whose turn it is ask the session, in one call, and run at most one pass each.
 
         Returns what each of them did; empty if no engine has work: then only the session acted. What the model or the session
         raises passes through, and `step` may be called again.
@@ -233,7 +233,7 @@ class SharedEngines:
                 self._nap(self._started_s + pending[-1][0])
 
     def _let_in(self, pending: list[tuple[float, str, Any]]) -> list[str]:
-        """Queue what has arrived by now, from the end of `pending`. Whose it is."""
+        """Queue what has arrived by now, from the end of `pending`. The names of the tenants that it is for."""
         names = []
         while pending and self._started_s + pending[-1][0] <= self._clock():
             arrival, name, request = pending.pop()
@@ -248,7 +248,7 @@ class SharedEngines:
     # -- turns -----------------------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
-        """End the turn if it is over and somebody else waits; begin the next one."""
+        """End the turn if it is over and another tenant waits; begin the next one."""
         if self._turns is not None:
             self._take_due_turns(self._turns)
             return
@@ -299,7 +299,7 @@ class SharedEngines:
     def _queue(self, name: str, since_s: float, switch_s: float) -> Queue:
         engine = self.engines[name]
         due_s = engine.due_s(*inside(engine.tenant).targets)
-        longest = max(self._pass_s.values(), default=0.0)  # who has not run yet may take as long as anybody
+        longest = max(self._pass_s.values(), default=0.0)  # one that has not run yet may take as long as any
         return Queue(since_s, due_s, switch_s, self._pass_s.get(name, longest))
 
     def _expect(self, name: str) -> None:
@@ -307,7 +307,7 @@ class SharedEngines:
             self.session.expect(name)
 
     def _look_ahead(self, name: str, left_s: float) -> None:
-        """Before a turn of `name`, so long as its layers need, they come home; and so long before that, what is new of the
+        """As long before a turn of `name` as its layers need, they come home; and as long again before that, the new part of the
         present turn's KV goes to host memory: it need not wait for that when it has to give pages up."""
         reload_s = self._reload_s(name)
         if left_s > 2 * reload_s:
@@ -330,23 +330,23 @@ class SharedEngines:
             self._returning = None
 
     def _prepare(self, name: str) -> None:
-        """Let the layers of whoever is next come home while the present turn still computes: from now until its end it keeps what
+        """Let the layers of the next tenant come home while the present turn still computes: from now until its end it keeps what
         it has left. Not possible now: its turn begins with that."""
         self._prepared = name
         try:
             self._activate(name, alone=False)
-        except (InvalidState, OutOfMemory):  # a cold model may need the pages of whoever has its turn now
+        except (InvalidState, OutOfMemory):  # a cold model may need the pages of the tenant that has its turn now
             return
         self.engines[name].bring_back()
 
     def _switch(self, name: str) -> None:
-        """Make `name` the active tenant. If that fails, the turn is the former one's again, or nobody's if that fails too."""
+        """Make `name` the active tenant. If that fails, the turn is the former one's again, or no tenant's if that fails too."""
         begun, reload_s = self._clock(), 0.0
         entry: dict[str, Any] = {}
         if self.session is not None:
             reload_s = self._reload_s(name) if self._turns is not None else 0.0
             # An activation alone makes the others inactive first. Written down before, so that an interrupt in between
-            # leaves the turn with nobody: the next step begins a new one.
+            # leaves the turn with no tenant: the next step begins a new one.
             former, self._active, self._prepared = self._active, None, None
             if former is not None:
                 self.engines[former].pause()
@@ -373,8 +373,8 @@ class SharedEngines:
         self._all_active = True
 
     def _activate(self, name: str, alone: bool) -> dict[str, Any]:
-        """`session.activate`, and what it asks for: so many blocks of others are freed first, of their youngest requests. Which
-        blocks these are is all one: those that stay move."""
+        """`session.activate`, and what it asks for: that number of others' blocks is freed first, of their youngest requests.
+        Which blocks these are is all one: those that stay move."""
         moved = preempted = 0
         tenant, begun = self.engines[name].tenant, self._clock()
         away = inside(tenant).away_pages
@@ -422,7 +422,7 @@ class SharedEngines:
     # -- the session -----------------------------------------------------------------------------------------------
 
     def _rebalance(self) -> Any:
-        """One call for all who are active; moves may concern anybody. The session's report, None without one."""
+        """One call for all active tenants; moves may concern any tenant. The session's report, None without one."""
         if self.session is None or not self.active or self._prepared is not None:
             return None
         return self._reports.ask(lambda: self.session.step({name: self.engines[name].demand() for name in self.active}))

@@ -173,8 +173,8 @@ def _own(tenant: TenantState) -> int:
 
 
 def _stuck(tenant: TenantState, own: int) -> int:
-    """alpha while what other processes have is away, as well as what it gave its own KV: nobody here can free blocks of theirs,
-    so these layers stream until they come, whatever `partial` is."""
+    """alpha while what other processes have is away, as well as what it gave its own KV: no tenant here can free blocks of
+    theirs, so these layers stream until they come, whatever `partial` is."""
     gone, pages = tenant.gone, tenant.pages
     if not gone:
         return 0

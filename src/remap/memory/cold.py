@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers without pages: tenants that serve no pass give them up, and activation brings them home, to other pages.
 
-    give up   giver:  params, ring -> free; they are nobody's home any more        no copy, and no driver call in aliased mode
+    give up   giver:  params, ring -> free; they are no tenant's home any more     no copy, and no driver call in aliased mode
     bring     tenant: free -> kv (zeroed: they change tenant) -> params, a home again; loaded from the master copies
 
-Lending (lend.py) keeps a giver's claim on its pages, which come home from whoever has them. Here the claim goes as well, so
-any number of models can be attached, and whoever is needed takes what is there: free pages, then unused KV, then layers of the
-models that are needed last, KV of paused ones (which their engines copy to host memory first), and these models' layers, down to
-nothing. Of idle models first the layers behind those whose computation hides the loading of the rest, or leaves it time within
-`ttft_s` (`policy.hidden.first_kept`), while the link has time for that; the first ones of all only then.
+Lending (lend.py) keeps a giver's claim on its pages, which come home from the tenants that have them. Here the claim goes as
+well, so any number of models can be attached, and a model that is needed takes what is there: free pages, then unused KV, then
+layers of the models that are needed last, KV of paused ones (which their engines copy to host memory first), and these models'
+layers, down to nothing. Of idle models first the layers behind those whose computation hides the loading of the rest, or leaves
+it time within `ttft_s` (`policy.hidden.first_kept`), while the link has time for that; the first ones of all only then.
 
 Layers come in the order of use, first one, then more at a time: while one is being copied the next ones' pages are zeroed, and
 the first pass, which waits for each layer by itself, begins when the first has come. A call that fails changes nothing.
@@ -38,7 +38,7 @@ __all__ = ["Cold"]
 
 @dataclass(frozen=True)
 class _Taker:
-    """Whoever takes pages for its layers. number: no tenant's, since other pages suit it than suit a tenant for KV."""
+    """A tenant that takes pages for its layers. number: no tenant's, since other pages suit it than suit a tenant for KV."""
 
     number: int
     index_of: Container[int]
@@ -46,8 +46,8 @@ class _Taker:
 
 @dataclass(frozen=True)
 class _Choice:
-    """kept: pages for the blocks that a tenant always has; of these kv are to be taken. homes: by layer. short: so many pages are
-    lacking, at least."""
+    """kept: pages for the blocks that a tenant always has; of these kv are to be taken. homes: by layer. short: how many pages
+    are lacking, at least."""
 
     kept: frozenset[int]
     kv: Sequence[int]
@@ -83,7 +83,7 @@ class Cold:
         return self._come(tenant, layers, bring)
 
     def expect(self, tenant: TenantState) -> tuple[tuple[int, ...], str]:
-        """As `bring`, for as many of the first cold layers as find pages that cost nobody anything: free ones, unused KV, and
+        """As `bring`, for as many of the first cold layers as find pages that cost no tenant anything: free ones, unused KV, and
         layers that idle tenants need not keep (`_gifts`). Raises the backend's error alone."""
         layers = tuple(sorted(tenant.pages.cold))
 
@@ -128,7 +128,7 @@ class Cold:
         first, count = 0, 1
         while first < len(layers):
             homes = {layer: choice.homes[layer] for layer in layers[first : first + count]}
-            # Two plans, since only as KV a page that somebody else has written becomes zero.
+            # Two plans, since only as KV a page that another tenant has written becomes zero.
             changes.reclaim(tenant, frozenset(page for pages in homes.values() for page in pages))
             changes.apply_and_settle(tenant, plan_homes(tenant.pages, tenant.pages.with_homes(homes), apart="kv"))
             first, count = first + count, 4 * count
@@ -154,7 +154,7 @@ class Cold:
         return choice
 
     def _choose(self, tenant: TenantState, layers: Sequence[int]) -> _Choice:
-        """Of the free pages that are nobody's home: for blocks those that stand first in the KV region, for layers those that
+        """Of the free pages that are no tenant's home: for blocks those that stand first in the KV region, for layers those that
         stand last, or nowhere."""
         claimed = self._claimed(self._tenants.values())
         free = [
@@ -189,7 +189,7 @@ class Cold:
         return _Choice(kept, kv, homes, short)
 
     def _plain(self, tenant: TenantState) -> list[int]:
-        """Its KV pages that are nobody's home, in the order of their places."""
+        """Its KV pages that are no tenant's home, in the order of their places."""
         claimed = self._claimed(self._tenants.values()) | tenant.pages.kv_from_homes
         slots = tenant.kv.pool.owned_slots()
         places = sorted(tenant.kv.geometry.giving_indices(slots))
@@ -214,16 +214,16 @@ class Cold:
         return [*self._offers.ranked([one for one in others if not one.active]), *(one for one in others if one.active)]
 
     def first_kept(self, giver: TenantState) -> int:
-        """The certificate: with so many first layers its next short prefill ends late by `Knobs.late_s` at most. 0 before one of
-        its passes was measured, and the link."""
+        """The certificate: with that many first layers its next short prefill ends late by `Knobs.late_s` at most. 0 before one
+        of its passes was measured, and the link."""
         times = giver.timing.prefill()
         if times is None:
             return 0
         return first_kept(times.compute_s, times.transfer_s, giver.config.late_s(math.fsum(times.compute_s)))
 
     def _gifts(self, tenant: TenantState, spare: bool = False) -> list[Callable[[int], None]]:
-        """What others can do, each for so many pages at most, in the order in which it is to be done. spare: only what makes
-        nobody's next pass later than it may be."""
+        """What others can do, each for a number of pages at most, in the order in which it is to be done. spare: only what makes
+        no tenant's next pass later than it may be."""
         givers = self._givers(tenant)
         sleeping = [one for one in givers if not one.active]
         idle, waiting = [one for one in sleeping if not paused(one)], [one for one in sleeping if paused(one)]
@@ -270,13 +270,13 @@ class Cold:
             self._changes.exchange(tenant, plan, sorted(slot for page in freed for slot in tenant.slots_of([page])))
 
     def _give_paused(self, giver: TenantState, pages: int) -> None:
-        """Its engine copies so many blocks to host memory."""
+        """Its engine copies as many blocks to host memory as `pages` pages hold."""
         blocks = -(-pages * giver.kv.geometry.page_bytes // giver.kv.spec.block_bytes) + 1
         if giver.kv.reclaimable_blocks:
             giver.kv.reclaim(min(blocks, giver.kv.reclaimable_blocks))
 
     def give_layers(self, giver: TenantState, pages: int, keep: int = 0) -> None:
-        """So many pages of layers of a tenant that serves no pass become free, for good: all that stream, then the last ones, and
+        """`pages` pages of layers of a tenant that serves no pass become free, for good: all that stream, then the last ones, and
         none of the first `keep`."""
         layers = self._layers_to_give(giver)
         chosen, given = set(giver.streamed), len(giver.pages.ring) * giver.pages.depth + len(giver.pages.lent)
@@ -310,7 +310,7 @@ class Cold:
         return layers if set(pages.streamed) <= set(layers) else []
 
     def _give_blocks(self, giver: TenantState, pages: int) -> None:
-        """Free so many of the KV pages of a tenant whose layers are cold, in which no live block lies: also those that it has for
+        """Free `pages` of the KV pages of a tenant whose layers are cold, in which no live block lies: also those that it has for
         min_blocks, which come back with its layers."""
         if not giver.pages.cold or giver.kv.pool.external or giver.draining:
             return
@@ -396,7 +396,7 @@ class Cold:
         needed = sum(map(tenant.pages_of, layers))
         offered, _ = self._offered(tenant)
         free = len(self._changes.arena.free_pages())
-        givers = ", ".join(f"{name} {count}" for name, count in offered.items()) or "nobody"
+        givers = ", ".join(f"{name} {count}" for name, count in offered.items()) or "no tenant"
         return OutOfMemory(
             f"activating {tenant.name!r} takes {needed} pages of {page_bytes} bytes for its layers, and those of "
             f"{tenant.kv.spec.min_blocks} KV blocks; {free} are free, {short} are lacking, and others can give fewer ({givers}); "

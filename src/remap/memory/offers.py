@@ -28,13 +28,13 @@ __all__ = ["Offers"]
 
 
 def _stuck(tenants: Mapping[str, TenantState]) -> bool:
-    """Whether some tenant's live blocks stay where they are, whoever needs their pages."""
+    """Whether some tenant's live blocks stay where they are, whichever tenant needs their pages."""
     return not all(tenant.kv.reclaims for tenant in tenants.values())
 
 
 def _ahead(tenants: Mapping[str, TenantState], activity: NextUse) -> float:
-    """Seconds of a turn of late, if all tenants can make room by a copy. Whoever is next waits for the end of the present turn,
-    and nothing keeps its layers from coming home meanwhile: whoever runs the turns activates it so long before
+    """Seconds of a turn of late, if all tenants can make room by a copy. The next tenant waits for the end of the present turn,
+    and nothing keeps its layers from coming home meanwhile: the caller that runs the turns activates it that long before
     (`Inside.reload_s`)."""
     return 0.0 if _stuck(tenants) else activity.turn_s or 0.0
 
@@ -125,7 +125,7 @@ class Offers:
         return [quotes for quotes in lists if quotes]
 
     def layers(self, taker: Taker, need: int, sleeps: Callable[[TenantState], bool]) -> list[tuple[TenantState, Take]]:
-        """Layers for so many of the taker's blocks, of tenants that serve no pass, by the rules of `to`: whose, and how many."""
+        """Layers for `need` of the taker's blocks, of tenants that serve no pass, by the rules of `to`: whose, and how many."""
         now = self._clock()
         self._switching.look(now)
         if self._switching.crowded:

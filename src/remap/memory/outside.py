@@ -8,10 +8,10 @@
     a tenant is to serve again        -> fetch, serves: its layers' pages are called by their numbers, and what comes is theirs
     others call such pages            -> give_named, return_called: live blocks move out of them first
 
-Called with the session's lock held, unless a method says otherwise. What comes in is free, of unknown bytes: the core zeroes it
-for the tenant that gets it. What goes out was free before, so nothing here reads it: the host computes no pass of the tenants
-whose change has freed it, and the re-pointing worker is done with the regions that showed it, or leaves them until their tenant
-serves again, and passes wait for that.
+Called with the session's lock held, unless a method says otherwise. Pages that come in are free, of unknown bytes: the core
+zeroes them for the tenant that gets them. Pages that go out were free before, so nothing here reads them: the host computes no
+pass of the tenants whose change has freed them, and the re-pointing worker is done with the regions that showed them, or leaves
+these until their tenant serves again, and passes wait for that.
 
 Layers whose pages others have are lent, as between the tenants of one process: they stream through their tenant's ring until they
 are home again. A page that was called and does not come (live blocks fill it, its holder hangs) costs no more than that.
@@ -41,10 +41,10 @@ from remap.memory.trace import Trace
 __all__ = ["MembershipCalls", "Outside"]
 
 IDLE_S = 1.0
-"""Without a pass for so long a tenant counts as inactive."""
+"""A tenant without a pass for that long counts as inactive."""
 AGAIN_S, AGAIN_TIMES = 0.02, 20
-"""After a want that was not met whole the broker is not asked again for so long, nor for so many times as long as its answer
-took: what others give comes by itself, and a broker that hangs takes a twentieth of the steps' time at most."""
+"""After a want that was not met whole the broker is not asked again for `AGAIN_S`, nor for `AGAIN_TIMES` times as long as its
+answer took: what others give comes by itself, and a broker that hangs takes a twentieth of the steps' time at most."""
 CALL_S = 0.25
 """How long an activation waits for pages that it has called, and after how long those that have not come are called again."""
 
@@ -111,7 +111,7 @@ class Outside:
         self.borrowed: Container[int] = membership.borrowed
 
     def bring(self, receiver: TenantState, blocks: int) -> bool:
-        """Ask for pages for so many blocks of the receiver. Returns whether any that it can use have come."""
+        """Ask for pages for `blocks` blocks of the receiver. Returns whether any that it can use have come."""
         now = time.monotonic()
         if now < self._again_s:
             return False
@@ -134,7 +134,7 @@ class Outside:
         return bool(useful)
 
     def supply(self, pages: int) -> str:
-        """Ask for so many pages, and wait for what others can spare: for attach. Returns why no broker answers; "": one has."""
+        """Ask for `pages` pages, and wait for what others can spare: for attach. Returns why no broker answers; "": one has."""
         try:
             self.take_in(self._membership.want(pages, patient=True))
         except BaseException:
@@ -175,7 +175,7 @@ class Outside:
         self._membership.give([*pages, *self._membership.cancel()])
 
     def forget_gone(self) -> None:
-        """A tenant has gone: nobody will call what only its layers lent."""
+        """A tenant has gone: this session will not call what only its layers lent."""
         pages = sorted(self._lent.difference(*(tenant.pages.lent for tenant in self._tenants.values())))
         if pages:
             self._membership.disown(pages)
@@ -184,7 +184,7 @@ class Outside:
     # -- others want some ------------------------------------------------------------------------------------------
 
     def give_up(self, pages: int, *, layers: bool = False) -> None:
-        """Others want so many. layers: of tenants that serve no pass, too."""
+        """Others want `pages` pages. layers: of tenants that serve no pass, too."""
         spare = self._spare(layers)
         for giver in self._tenants.values():
             short = pages - len(spare)
@@ -317,7 +317,7 @@ class Outside:
                     return
 
     def _look(self) -> None:
-        """What others have of each tenant's layers. It stays the same while owners do."""
+        """The pages of each tenant's layers that others have. They stay the same while owners do."""
         epoch = self._changes.epoch
         if epoch >= 0 and epoch == self._looked:
             return
@@ -331,7 +331,7 @@ class Outside:
     # -- others call theirs ----------------------------------------------------------------------------------------
 
     def give_named(self, pages: Sequence[int], *, gently: bool) -> None:
-        """Others have lent these, and their layers are to come home. gently: only what nobody here needs."""
+        """Others have lent these, and their layers are to come home. gently: only what no tenant here needs."""
         if gently:
             here, self._only = set(pages), self._only - 1
             for giver in self._tenants.values():
@@ -344,7 +344,7 @@ class Outside:
 
     def return_called(self, report: Entries | None) -> None:
         """Give what others have called. report: of a step, in which live blocks may move; None: none may."""
-        # Who still wants them has called them again since; the others have gone, or sleep.
+        # A member that still wants them has called them again since; the others have gone, or sleep.
         recent = time.monotonic() - CALLED_S
         lent = frozenset[int]().union(*(tenant.pages.lent for tenant in self._tenants.values()))
         called = {page for page, when in self._called.items() if when >= recent and page not in lent}

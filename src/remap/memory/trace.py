@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session does, moment by moment, while somebody traces it (`remap trace`): passes with their waits and copies, steps,
-decisions, and what comes from and goes to other processes. Nothing is kept unless somebody has asked within `KEEP_S`.
+"""What a session does, moment by moment, while a user traces it (`remap trace`): passes with their waits and copies, steps,
+decisions, and what comes from and goes to other processes. Nothing is kept unless a user has asked within `KEEP_S`.
 
 A pass's times are the host's, from its beginning to its end. What it waited, computed and copied is measured as ever by the
 prefetcher's events, so for a pass on a stream it comes some passes later: a trace synchronises nothing. Single copies are not
@@ -18,7 +18,7 @@ from typing import NamedTuple
 __all__ = ["KEEP_S", "MOST_KEPT", "Event", "Trace"]
 
 KEEP_S = 5.0
-"""How long events are kept on behind the last time that somebody has asked for them."""
+"""How long events are kept on behind the last time that a user has asked for them."""
 MOST_KEPT = 240
 """Events: the last ones."""
 
@@ -45,7 +45,7 @@ class Trace:
         self._until = 0.0
 
     def now(self) -> float:
-        """The moment for `add`; 0.0: nobody traces, and there is nothing to add."""
+        """The moment for `add`; 0.0: no user traces, and there is nothing to add."""
         if not self._until:
             return 0.0
         now = time.monotonic()
@@ -55,13 +55,13 @@ class Trace:
         return 0.0
 
     def add(self, kind: str, tenant: str, begin_s: float, text: str = "", **values: float) -> None:
-        """What began then, and ends now. begin_s: of `now`; 0.0: it is not kept."""
+        """An event that began then, and ends now. begin_s: of `now`; 0.0: it is not kept."""
         if begin_s:
             seconds = max(0.0, time.monotonic() - begin_s)
             self._events.append(Event(next(self._numbers), kind, tenant, begin_s, seconds, text, values))
 
     def moment(self, kind: str, tenant: str, text: str = "", **values: float) -> None:
-        """What takes no time."""
+        """An event that takes no time."""
         if now := self.now():
             self._events.append(Event(next(self._numbers), kind, tenant, now, 0.0, text, values))
 

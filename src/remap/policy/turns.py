@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose turn it is, where more models have work than can compute at once, and a turn costs a switch. Pure: callers pass times in.
 
-A turn is of one model, with all its requests. It ends when its model has nothing to do, else when somebody waits and
+A turn is of one model, with all its requests. It ends when its model has nothing to do, else when another model waits and
 
     not before it has paid for its switch: it lasts for as long again, at least (ski rental: of the time of turns that others end,
-    at most half goes into switches, whoever waits);
+    at most half goes into switches, whichever model waits);
     then at the last moment from which all others, in the order in which their tokens are due, get their first pass in time;
     or after `quantum_s`, if some other has lost its target or has none, or if the turn's own tokens are not due before it could
     be back.
 
-Whoever's token is due first is next. A request's tokens are due `ttft_s` after its arrival, and then every `tbt_s`: a model that
-was served quickly is ahead of them, so it can wait, and the longer its turn was the longer. Who cannot be in time any more does
-not make others late: its deadline is `patience_s` after it began to wait, and so is that of who has no target. Nobody's is later.
+The model whose token is due first is next. A request's tokens are due `ttft_s` after its arrival, and then every `tbt_s`: a model
+that was served quickly is ahead of them, so it can wait, and the longer its turn was the longer. One that cannot be in time any
+more does not make others late: its deadline is `patience_s` after it began to wait, and so is that of one without a target. No
+model's is later.
 
-Claim, nobody starves. Let N models have work, and a turn last for T at most: T is the larger of quantum_s, or what is left until
-the others are due, and twice its switch, and one pass. Whoever waits gets its turn within patience_s + N T.
+Claim, no model starves. Let N models have work, and a turn last for T at most: T is the larger of quantum_s, or what is left
+until the others are due, and twice its switch, and one pass. A model that waits gets its turn within patience_s + N T.
     Let j have waited for patience_s. Its deadline is past, so the present turn ends as soon as it has paid. Before j come only
-    models whose deadline is earlier. Nobody new is: of who begins to wait now, or waits again, the deadline is now + patience_s,
-    or a due time that it can keep, so later than now. Each of the N - 1 others comes before j once at most.
+    models whose deadline is earlier. No new model's is: of one that begins to wait now, or waits again, the deadline is now +
+    patience_s, or a due time that it can keep, so later than now. Each of the N - 1 others comes before j once at most.
 (The property test plays this.)
 
 Sources: that turns pay for their switch is ski rental (rental.py). Aegaeon (SOSP'25, section 5) groups prefills by model, first
@@ -34,7 +35,7 @@ from dataclasses import dataclass
 __all__ = ["Next", "PresentTurn", "Queue", "Turns"]
 
 MARGIN = 0.1
-"""Of a switch: so much earlier a turn ends for whoever is due next, as loads take longer at times."""
+"""The share of a switch by which a turn ends earlier for the model that is due next, as loads take longer at times."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class PresentTurn:
 
 @dataclass(frozen=True)
 class Next:
-    """name: whose turn it is from now on; None: nobody has work. follower: who is next, at `at_s` if nothing changes before."""
+    """name: whose turn it is from now on; None: no model has work. follower: the next, at `at_s` if nothing changes before."""
 
     name: str | None
     follower: str | None = None
@@ -87,7 +88,7 @@ class Turns:
         if turn is None or mine is None:
             return Next(follower)
         paid_s = turn.begun_s + 2.0 * turn.switch_s
-        # Whoever asks does so between two passes, of which one may be longer than the last one.
+        # The caller asks between two passes, of which one may be longer than the last one.
         before, last_s = 2.0 * mine.pass_s + MARGIN * first.switch_s, math.inf
         for deadline, _, _, queue in others:
             before += queue.switch_s + queue.pass_s

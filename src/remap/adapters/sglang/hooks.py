@@ -234,7 +234,7 @@ class Adapter:
         return remap.advanced.rewrite(self.session, NAME, write)
 
     def differs(self) -> str:
-        """What differs if layers are away, or "" (see `trial.differs`). For an engine without requests; layers are home
+        """The difference if layers are away, or "" (see `trial.differs`). For an engine without requests; layers are home
         afterwards.
         """
         try:

@@ -24,7 +24,7 @@ _CLOSE = 0.05
 
 
 def differs(runner: Any, session: remap.Session, tenant: remap.Tenant) -> str:
-    """What differs between the same tokens with all layers at home and with layers away; "" if nothing. Also whether tokens
+    """The difference between the same tokens with all layers at home and with layers away; "" if nothing. Also whether tokens
     read the keys and values that earlier passes wrote, and whether a pass wrote into layers. There must be no request.
 
     runner: a ModelRunner that can compute. The caller brings the layers home that this sends away. Raises what SGLang and
@@ -76,7 +76,7 @@ def _generated(runner: Any, prompt: list[int], new: int) -> tuple[list[torch.Ten
 
 
 def _distance(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """What to say of logits that are not close, else ""."""
+    """A description of logits that are not close, else ""."""
     if got.shape != expected.shape:
         return f"there are {tuple(got.shape)} logits instead of {tuple(expected.shape)}"
     distance, scale = float((got - expected).abs().max()), float(expected.abs().max())

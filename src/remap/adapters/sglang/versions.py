@@ -143,7 +143,7 @@ def touched() -> list[Touched]:
 
 
 def otherwise() -> str:
-    """What a user may do with a version that is refused."""
+    """The advice to a user whose version is refused."""
     return f"install sglang=={TESTED}, or unset REMAP_ENABLE to serve without remap"
 
 
@@ -298,7 +298,7 @@ def evictable(tree_cache: Any) -> int:
 
 
 def evict(tree_cache: Any, tokens: int) -> None:
-    """Make the prefix cache evict so many tokens."""
+    """Make the prefix cache evict `tokens` tokens."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # the engine's own, there when this runs
 
     tree_cache.evict_for_alloc(EvictParams(num_tokens=tokens))

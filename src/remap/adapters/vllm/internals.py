@@ -118,7 +118,7 @@ TOUCHED = (
 def show_logs() -> None:
     """vLLM shows messages of its own loggers only. From now on the library's are shown by its handlers, from the same level on:
     which layers leave, why growth is refused (`remap.decisions`), passes that wait for longer than certified (`remap.stall`).
-    Nothing changes where somebody has set the logger `remap` up."""
+    Nothing changes where the application has set the logger `remap` up."""
     ours, theirs = logging.getLogger("remap"), logging.getLogger("vllm")
     if ours.level != logging.NOTSET or not all(isinstance(each, logging.NullHandler) for each in ours.handlers):
         return
@@ -315,7 +315,7 @@ def around_loading(model: Any, run: Callable[[Callable[[], Any]], Any]) -> None:
 
 @contextmanager
 def only_blocks(runner: Any, blocks: int) -> Iterator[None]:
-    """Let the model runner believe that there are only so many KV blocks.
+    """Let the model runner believe that there are only `blocks` KV blocks.
 
     vLLM warms up with requests that it makes by hand, past the scheduler: it writes into the ids from 1 on, as many as it
     believes in. Ids that are not open show layers' pages.
@@ -366,12 +366,12 @@ def rename_blocks(runner: Any, moves: dict[int, int]) -> None:
         rows = table.block_table.np
         names = np.arange(max(rows.max(), *moves) + 1, dtype=rows.dtype)
         names[list(moves)] = list(moves.values())
-        rows[:] = names[rows]  # nobody reads the entries behind a row's end
+        rows[:] = names[rows]  # vLLM does not read the entries behind a row's end
 
 
 def _rename_on_device(runner: Any, moves: dict[int, int]) -> None:
     """Model Runner V2 has its block tables on the device only, and reads them anew in every pass: this comes behind the passes
-    under way, on their stream, and before the next. What the scheduler told of new blocks is in the tables by then: a pass
+    under way, on their stream, and before the next. The new blocks that the scheduler told of are in the tables by then: a pass
     applies it first of all. Not run on a GPU.
     """
     import torch
@@ -666,7 +666,7 @@ def collect_in_every_registry(collector: Any) -> None:
 
 
 def bytes_of_tokens(specs: dict[str, Any], tokens: int) -> int:
-    """Bytes of whole blocks of so many tokens, in all layers. specs: layer -> its KV cache's spec, from the worker."""
+    """Bytes of whole blocks of `tokens` tokens, in all layers. specs: layer -> its KV cache's spec, from the worker."""
     return sum(-(-tokens // spec.block_size) * spec.page_size_bytes for spec in specs.values())
 
 

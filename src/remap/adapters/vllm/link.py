@@ -16,7 +16,7 @@ class PoolIds:
     """The ids of vLLM's pool. opened: ids that vLLM may hand out; leaving: drained ids that are still in use.
 
     The tenant may open ids beyond the pool: a layer that leaves gives all its pages, and vLLM's cache may have a ceiling
-    inside of it. Nobody uses those ids.
+    inside of it. No request uses those ids.
     """
 
     def __init__(self, scheduler: Any) -> None:

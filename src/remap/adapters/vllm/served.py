@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter does not serve, found in vLLM's configuration: before any worker starts, and again in each worker.
+"""The features that are not served, found in vLLM's configuration: before any worker starts, and again in each worker.
 
 In front of the workers the error is the last line that a user sees; a worker's is far up in the log. The check needs
 nothing of vLLM's but the configuration.
