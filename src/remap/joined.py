@@ -72,7 +72,7 @@ def membership(device: object, capacity: object, page_bytes: object, host_budget
 
 
 class AskedSession:
-    """What the broker asks of a session (`remap.broker.member.Asked`)."""
+    """The calls of the broker on a session (`remap.broker.member.Asked`)."""
 
     def __init__(self, session: JoinedSession, membership: Membership) -> None:
         self._session = weakref.ref(session)

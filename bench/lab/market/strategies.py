@@ -1,4 +1,4 @@
-"""Who is on the device and whose turn it is. All have the same memory, link, roofline and requests; KV of a model whose turn is
+"""The models on the device and their turns. All have the same memory, link, roofline and requests; KV of a model whose turn is
 over goes to host memory and comes back over the link with its next turn.
 
     ours         layers come and go: an activation takes the layers that idle models need not keep for `ttft_s` (the certificate

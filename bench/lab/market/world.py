@@ -106,7 +106,7 @@ class Device:
 
 
 class Strategy(Protocol):
-    """Who is where, and whose turn it is."""
+    """The place of each model, and whose turn it is."""
 
     name: str
 

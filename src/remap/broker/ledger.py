@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has which page, who waits for some, and who is asked: the broker's decisions, without a socket or a clock.
+"""The owner of each page, the members that wait for some, and the one that is asked: the broker's decisions, without a socket or
+a clock.
 
     joined, wanted, gave, called, disowned, done, left, ended, late, settled  ->  messages to send, (member, message) each
 
@@ -37,7 +38,7 @@ _FREE, _UNKNOWN = -1, -2
 
 @dataclass
 class _Want:
-    """pages: that are still to come. asked: (layers, member), who was asked for it, and whether for layers. keeps: for good."""
+    """pages: that are still to come. asked: (layers, member): the one asked for it, and whether for layers. keeps: for good."""
 
     member: int
     serial: int
@@ -71,7 +72,7 @@ class Ledger:
         self._wants: list[_Want] = []
         self._recall: _Recall | None = None  # of a want; one at a time
         self._recalls = 0
-        self._lender: dict[int, int] = {}  # page that is lent -> whose layer's it is, who does not have it now
+        self._lender: dict[int, int] = {}  # page that is lent -> its lender, which does not have it now
         self._away: set[int] = set()  # of these, the free ones
         self._called: set[int] = set()  # of these, those that go to their lender when they are free next
         self._named: dict[int, _Recall] = {}  # recalls of called pages
@@ -396,7 +397,7 @@ class Ledger:
         return taken
 
     def _go_on(self, answer: _Want | None = None) -> Sent:
-        """Give what is free to who waits, and ask the next member for the rest. answer: a want that hears at once what it got."""
+        """Give free pages to members that wait, ask the next one for the rest. answer: a want that hears at once what it got."""
         sent: Sent = []
         for want in list(self._wants):
             count = min(want.pages, self._available(want))

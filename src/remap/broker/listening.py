@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A socket at a path, for processes of the same user, and who connects to it."""
+"""A socket at a path, for processes of the same user, and the processes that connect to it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may still have pages of the arena at a socket's path: locks on bytes of a file beside it, `PATH.lock`.
+"""The members that may still have pages of the arena at a socket's path: locks on bytes of a file beside it, `PATH.lock`.
 
     byte 0             the broker, while it lives
     byte 16 + number   a member, from before it joins until it has given all pages back, or its process has ended
 
-A broker that begins where another was killed sees by them who is left. The locks are of open files (`F_OFD_SETLK`): the kernel
-drops one when the last descriptor of its file is closed, so at the end of the process, behind its memory. No process number is in
-it, so containers that share the folder see each other's. A child made by fork closes its descriptors of them; one that C code
-forks keeps them, and its parent counts as being there for as long.
+A broker that begins where another was killed sees by them which members are left. The locks are of open files (`F_OFD_SETLK`):
+the kernel drops one when the last descriptor of its file is closed, so at the end of the process, behind its memory. No process
+number is in it, so containers that share the folder see each other's. A child made by fork closes its descriptors of them; one
+that C code forks keeps them, and its parent counts as being there for as long.
 """
 
 from __future__ import annotations

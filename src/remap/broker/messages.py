@@ -5,7 +5,7 @@
                      of a member that was another broker's: Claim, and Pages that it has
     to a member      Welcome (with the pages' file), Pages (with descriptors of some), Grant, Recall, Tell, Refused; of those
                      pages: Returned; of a broker that has none: Bring
-    of who looks     Look, which State answers, and a Shown a member behind it
+    of an observer   Look, which State answers, and a Shown a member behind it
 
 Page numbers go as runs, (first, how many): pages that are granted together usually stand together.
 
@@ -221,7 +221,7 @@ class ShownEvent(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Events(msgspec.Struct, tag=True, frozen=True):
-    """Of a member that was told to send some, in front of its Report; and to who looks, behind a Shown. Oldest first."""
+    """Of a member that was told to send some, in front of its Report; and to an observer, behind a Shown. Oldest first."""
 
     events: Annotated[tuple[ShownEvent, ...], msgspec.Meta(max_length=MOST_EVENTS)]
 
@@ -313,7 +313,7 @@ class Tell(msgspec.Struct, tag=True, frozen=True):
 
 
 class State(msgspec.Struct, tag=True, frozen=True):
-    """Of the broker, to who looks. lent: pages of layers that their lenders may call. waiting: wants that are not met.
+    """Of the broker, to an observer. lent: pages of layers that their lenders may call. waiting: wants that are not met.
     members: how many `Shown` follow. unknown: pages that a member of the broker before this one may have."""
 
     page_bytes: int
@@ -326,7 +326,7 @@ class State(msgspec.Struct, tag=True, frozen=True):
 
 
 class Shown(msgspec.Struct, tag=True, frozen=True):
-    """A member, to who looks. held: pages that are its own. lent: of its layers, and not its own now. connected: False for one
+    """A member, to an observer. held: pages that are its own. lent: of its layers, and not its own now. connected: False for one
     whose pages are waited for. report: its last one, `age_s` old; None before it has sent any. events: how many `Events`
     follow."""
 

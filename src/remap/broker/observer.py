@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look at a broker without joining it: how much memory there is, who has it, and how each member says that it is."""
+"""A look at a broker without joining it: how much memory there is, which members have it, and how each says that it is."""
 
 from __future__ import annotations
 

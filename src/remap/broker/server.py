@@ -71,11 +71,11 @@ _logger = logging.getLogger("remap.broker")
 RECALL_S = 0.25
 """How long a member is waited for that was asked to give. Pages that it gives later are free then."""
 LOOK_S = 0.25
-"""How long who looks waits for the members' reports. Of a member that says nothing for that long, the last one is shown."""
+"""How long an observer waits for the members' reports. Of a member that says nothing for that long, the last one is shown."""
 FRESH_S = 0.1
 """A report that is not older is shown again: however many look, a member makes no more of them."""
 LEFT_S = 0.25
-"""How often a broker looks who is left of the members of the one before it."""
+"""How often a broker looks which members of the one before it are left."""
 BRING_S = 5.0
 """How long it waits for the pages of one of them, before it takes another's."""
 MOST_UNSENT = 256
@@ -86,7 +86,7 @@ MOST_UNSENT = 256
 class _Member:
     """connection: None once it has closed, while its process still lives. number: of the ledger; 0: it has not joined. joining:
     its Join, with the claims that have come, until it has. told: it was told to report, and has not yet. report: the last one, of
-    the moment `reported_s`; events: in front of it. traces: of who looks, whether it wants these."""
+    the moment `reported_s`; events: in front of it. traces: of an observer, whether it wants these."""
 
     connection: socket.socket | None
     process: int  # a pidfd
@@ -125,7 +125,7 @@ class Broker:
         self._members: list[_Member] = []
         self._next = 1
         self._deadlines: dict[int, float] = {}  # recall -> when it is late, the first one first
-        self._lookers: dict[_Member, float] = {}  # who waits to see how all are -> until when, the first one first
+        self._lookers: dict[_Member, float] = {}  # an observer that waits -> until when, the first one first
         self._pages: SharedPages | None = None
         self._bringing: tuple[_Member, JoinedPages, float] | None = None  # whose pages are on their way, until when
         with ExitStack() as undo:
@@ -417,7 +417,7 @@ class Broker:
         if self._pages is None:
             try:
                 self._pages = make_pages(self.device, self.ledger.pages, self.page_bytes)
-            except Error as error:  # who joins hears of it; the machine may have room later
+            except Error as error:  # a member that joins hears of it; the machine may have room later
                 if not self._problem:
                     _logger.warning("the broker at %s has no pages yet: %s", self.path, error)
                 self._problem = str(error)
@@ -438,7 +438,7 @@ class Broker:
         return []
 
     def _send_with(self, member: _Member, message: ToMember, files: Sequence[int]) -> None:
-        """At once: who waits for it has read all else. Raises InvalidState otherwise."""
+        """At once: a member that waits for it has read all else. Raises InvalidState otherwise."""
         assert member.connection is not None
         try:
             if member.unsent:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A session that shows itself at a socket, to `remap top`: one that has joined no broker, such as one on a GPU.
 
-It answers `Look` as a broker with one member does, and nothing else. Its thread waits for connections alone; for who looks it
+It answers `Look` as a broker with one member does, and nothing else. Its thread waits for connections alone; for each look it
 makes one `session.snapshot()`, as any other thread may.
 """
 
@@ -41,8 +41,8 @@ class _Session(Protocol):
 
 
 class Window:
-    """At `path` until `close`, or until the session is gone, which this does not keep alive. Once the session is closed, who
-    looks hears that. Raises as `remap.broker.listening.listen`."""
+    """At `path` until `close`, or until the session is gone, which this does not keep alive. Once the session is closed, an
+    observer hears that. Raises as `remap.broker.listening.listen`."""
 
     def __init__(self, session: _Session, path: str | Path) -> None:
         self.path = Path(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines on one arena: who runs when, one `session.step` for all of them, and what it cost.
+"""Several engines on one arena: which one runs when, one `session.step` for all of them, and what it cost.
 
 temporal   one tenant is active at a time, in turns: Oneiros, section 7.2. The others' layers may be KV of the active one
            meanwhile (`session.activate(name, alone=True)`); what they had running keeps its KV and goes on later. Of models
@@ -113,7 +113,7 @@ class SharedEngines:
             engine.reports = self._reports
         self.mode = mode
         self.quantum_s = quantum_s
-        # Only who can give its blocks up for a copy does so before its turn is over.
+        # Only an engine that can give its blocks up for a copy does so before its turn is over.
         self._prepares = session is not None and all(engine.scheduler.swap for engine in engines.values())
         default = False if self._prepares else PARTIAL
         self.partial: bool | float = default if partial is None else partial
@@ -122,7 +122,7 @@ class SharedEngines:
         if turns is None and session is not None and any(inside(each.tenant).cold for each in engines.values()):
             turns = Turns(quantum_s)
         self._turns = turns if mode == "temporal" else None
-        self._waits: dict[str, float] = {}  # with `turns`: who has work and not the turn, since when
+        self._waits: dict[str, float] = {}  # with `turns`: the tenants that have work and not the turn, since when
         self._pass_s: dict[str, float] = {}  # with `turns`: what each one's last pass took
         self._turn_cost_s = 0.0  # of the present turn's beginning
         self._active: str | None = None  # temporal only; None before the first turn
@@ -141,7 +141,7 @@ class SharedEngines:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Who runs in the present turn: one tenant (none before the first), or all."""
+        """The tenants that run in the present turn: one (none before the first), or all."""
         if self.mode == "spatial":
             return tuple(self.engines)
         return () if self._active is None else (self._active,)
@@ -166,8 +166,8 @@ class SharedEngines:
     def step(self) -> dict[str, StepOutput]:
         """One round: the tenants whose turn it is ask the session, in one call, and run at most one pass each.
 
-        Returns what each of them did; empty if no engine has work: then only the session acted. What the model or the session
-        raises passes through, and `step` may be called again.
+        Returns what each of them did; empty if no engine has work: then only the session acted. Exceptions of the model or the
+        session pass through, and `step` may be called again.
         """
         if self.mode == "spatial":
             self._activate_all()

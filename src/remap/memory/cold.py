@@ -209,7 +209,7 @@ class Cold:
     # -- who gives -------------------------------------------------------------------------------------------------
 
     def _givers(self, tenant: TenantState) -> list[TenantState]:
-        """All that may give, inactive ones first, of these who is needed last first."""
+        """All that may give, inactive ones first, of these the one that is needed last first."""
         others = [one for one in self._tenants.values() if one is not tenant and one.config.lends and not one.busy]
         return [*self._offers.ranked([one for one in others if not one.active]), *(one for one in others if one.active)]
 
@@ -222,8 +222,8 @@ class Cold:
         return first_kept(times.compute_s, times.transfer_s, giver.config.late_s(math.fsum(times.compute_s)))
 
     def _gifts(self, tenant: TenantState, spare: bool = False) -> list[Callable[[int], None]]:
-        """What others can do, each for a number of pages at most, in the order in which it is to be done. spare: only what makes
-        no tenant's next pass later than it may be."""
+        """The gifts that others can make, each for a number of pages at most, in the order in which they are to be made. spare:
+        only those that make no tenant's next pass later than it may be."""
         givers = self._givers(tenant)
         sleeping = [one for one in givers if not one.active]
         idle, waiting = [one for one in sleeping if not paused(one)], [one for one in sleeping if paused(one)]

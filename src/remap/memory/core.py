@@ -52,5 +52,5 @@ class Core:
 
 
 def events_of(core: Core) -> tuple[Event, ...]:
-    """What has happened lately; from now on it is kept for a while (`remap trace`)."""
+    """The events of late; from now on they are kept for a while (`remap trace`)."""
     return core.trace.ask()

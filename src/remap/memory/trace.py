@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session does, moment by moment, while a user traces it (`remap trace`): passes with their waits and copies, steps,
+"""The events of a session, moment by moment, while a user traces it (`remap trace`): passes with their waits and copies, steps,
 decisions, and what comes from and goes to other processes. Nothing is kept unless a user has asked within `KEEP_S`.
 
-A pass's times are the host's, from its beginning to its end. What it waited, computed and copied is measured as ever by the
-prefetcher's events, so for a pass on a stream it comes some passes later: a trace synchronises nothing. Single copies are not
+A pass's times are the host's, from its beginning to its end. Its waits, computation and copies are measured as ever by the
+prefetcher's events, so for a pass on a stream they come some passes later: a trace synchronises nothing. Single copies are not
 timed, only those of a pass together.
 """
 

@@ -120,7 +120,7 @@ class RemapWorker:
         specs = self.model_runner.get_kv_cache_spec()
         if settings.joins:
             capacity = shared(settings.arena).join(settings, _device())
-            # Room for one request of the greatest length is its own for good; all else is for who needs it.
+            # Room for one request of the greatest length is its own for good; all else is for the engine that needs it.
             own = min(own, internals.bytes_of_tokens(specs, self.vllm_config.model_config.max_model_len))
         else:
             assert settings.capacity is not None  # read above
