@@ -72,7 +72,7 @@ def test_a_change_of_all_instances_and_back(monkeypatch: pytest.MonkeyPatch) -> 
     (found,) = scaling.measure()["sizes"]
     assert found["alone_again"] and found["groups"] < 8
     kinds = found["kinds"]
-    assert kinds["Prepare"] == kinds["Prepared"] == kinds["Commit"] > 0 and kinds["Fetch"] > 0
+    assert kinds["Prepare"] == kinds["Prepared"] == kinds["Commit"] > 0 and kinds["BringHome"] > 0
 
 
 def test_the_file_and_the_page_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ in our engine, on a CPU with small models, no mixture has won. Of {cases} cases 
 and activations alone, over a slow link, in {all_activations}; where Algorithm 1 chose a mixture, it was no faster than
 the better pure cache. Whether real kernels would change that is not known.
 
-Every batch: [hybridserve.md]({results}/hybridserve.md). What was measured: [offline.md]({results}/offline.md).
+Every batch: [hybridserve.md]({results}/hybridserve.md). The measurements: [offline.md]({results}/offline.md).
 """
 
 PIE = """## Pie
