@@ -131,9 +131,9 @@ def save_weights(model: Any, folder: Path, name: str = "model") -> Path:
 
 
 def state_of(session: remap.Session) -> remap.Snapshot:
-    """The session's snapshot without the counters of the copy engine, which may be at work between two looks."""
+    """The session's snapshot without the work of the copy engine, which may go on between two looks."""
     snapshot = session.snapshot()
-    quiet = {"copies": 0, "copied_bytes": 0, "copy_s": 0.0}
+    quiet = {"copies": 0, "copied_bytes": 0, "copy_s": 0.0, "loading": ()}
     return replace(snapshot, tenants={name: replace(one, **quiet) for name, one in snapshot.tenants.items()})
 
 
