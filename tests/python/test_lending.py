@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from arena_worlds import read_block
 from sharing_worlds import Shared, set_times, times_of
@@ -71,7 +73,7 @@ def test_what_is_still_away_is_re_pointed_when_its_tenant_wakes(wakes_in: str) -
         remap.advanced.settle(world.session)
         before = mappings(world)
         if wakes_in == "the pass":
-            inside(b.tenant)._state.write(active=True)
+            inside(b.tenant)._state.books = replace(inside(b.tenant)._state.books, active=True)
         else:
             assert world.session.activate("b", partial=True).streamed
         world.check()  # serves: every layer's bytes

@@ -109,7 +109,7 @@ def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial
     keep = _certified(tenant, own)
     lent = sum(map(tenant.lends, away))
     if not lent and keep == own:
-        tenant.write(active=True)
+        tenant.books = replace(tenant.books, active=True)
         return ActivationReport(True, arena.epoch, streamed=away, reason=f"{tenant.name} has lent nothing")
     preempt: Mapping[str, tuple[int, ...]] = {}
     most = max(_most_streamed(tenant, own, partial), _stuck(tenant, own))
@@ -127,7 +127,7 @@ def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial
         if result.problem and partial is not True and tenant.remapped > most:
             reason = f"bringing layers home ended early: {result.problem}"
             return ActivationReport(False, arena.epoch, result.moved, reason=reason, streamed=tenant.streamed)
-        tenant.write(active=True)
+        tenant.books = replace(tenant.books, active=True)
         certify(tenant)
         reason = (
             f"{len(restored)} layers, of {lent} lent ones, come home and load in layer order, which delays the first "
@@ -139,7 +139,7 @@ def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial
     if not preempt:
         reason = f"other processes have {len(tenant.gone)} pages of {tenant.name}'s layers"
     if most >= tenant.remapped:
-        tenant.write(active=True)
+        tenant.books = replace(tenant.books, active=True)
         certify(tenant)
         reason += f": {len(away)} layers are streamed through {tenant.buffers} buffers meanwhile"
         return ActivationReport(True, arena.epoch, {}, preempt, (), away, 0.0, reason)
@@ -234,4 +234,4 @@ def certify(tenant: TenantState) -> None:
     times = tenant.decode_times()
     if tenant.streamed and times is not None:
         stall = tenant.stall(times, tenant.pages.streaming, tenant.kv.streamed.stop)
-        tenant.write(predicted_stall_s=stall)
+        tenant.books = replace(tenant.books, predicted_stall_s=stall)

@@ -365,7 +365,7 @@ class Changes:
             self._executor.drain()
         if ready.plan.held or ready.plan.reload:
             stats = tenant.prefetcher.stats()
-            tenant.write(since=(stats.passes - tenant.timing.abandoned, stats.stall_s))
+            tenant.books = replace(tenant.books, since=(stats.passes - tenant.timing.abandoned, stats.stall_s))
         tenant.unsettled = None
         if self._unsettled is tenant:
             self._unsettled = None
@@ -529,7 +529,7 @@ class Changes:
         self._withdrawn.append(tenant)
         saved = self.save(tenant)
         tenant.kv.pool.drain(slots)
-        tenant.write(draining=tuple(slots), draining_target=None)
+        tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=None)
         self._decide(saved)
         self.tell()
 
@@ -560,13 +560,13 @@ class Changes:
             if tenant.draining:
                 pool.cancel_drain(tenant.draining)
             pool.drain(slots)
-        tenant.write(draining=(), draining_target=None)
+        tenant.books = replace(tenant.books, draining=(), draining_target=None)
         pending = pool.pending(slots)
         moves = pool.plan_moves(slots)
         if len(moves) < len(pending):
             if drain_to is None:
                 raise self.no_room(tenant, slots, len(moves))
-            tenant.write(draining=tuple(slots), draining_target=drain_to)
+            tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=drain_to)
             self._decide(saved)
             self.tell()
             return None
@@ -611,11 +611,11 @@ class Changes:
     def cancel_draining(self, tenant: TenantState, *, deactivate: bool = False) -> None:
         """Stop draining: the blocks are needed after all. deactivate: make the tenant inactive in the same change."""
         if not tenant.draining:
-            tenant.write(draining_target=None, active=tenant.active and not deactivate)
+            tenant.books = replace(tenant.books, draining_target=None, active=tenant.active and not deactivate)
             return
         saved = self.save(tenant)
         tenant.kv.pool.cancel_drain(tenant.draining)
-        tenant.write(draining=(), draining_target=None, active=tenant.active and not deactivate)
+        tenant.books = replace(tenant.books, draining=(), draining_target=None, active=tenant.active and not deactivate)
         self._decide(saved)
         self.tell()
 
@@ -627,7 +627,7 @@ class Changes:
         if tenant.draining != slots:
             pool.cancel_drain(tenant.draining)
             pool.drain(slots)
-        tenant.write(draining=slots, draining_target=target)
+        tenant.books = replace(tenant.books, draining=slots, draining_target=target)
         self._decide(saved)
         self.tell()
 

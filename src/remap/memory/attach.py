@@ -104,7 +104,7 @@ class Attaching:
         arrival = self._arriving = _Arrival(number, name, source)
         try:
             tenant = self._place(arrival, priority, kv, config, host, resident_layers, _cold_at_first(pages, active))
-            tenant.write(active=active)
+            tenant.books = replace(tenant.books, active=active)
             tenant.last_pass_s = clock()  # now: it was not idle while its weights were copied
             tenant.handle = handle(tenant)
             arrival.installing = True
@@ -192,7 +192,7 @@ class Attaching:
         home_pages = [0 if layer in for_good else size for layer, size in enumerate(sizes)]
         ring_pages = buffers * buffer_pages if for_good else 0
         rest_pages = -(-source.rest_bytes // page_bytes)
-        sinks = 0
+        sink_pages = 0
         first_pages = geometry.pages_for_blocks(kv.min_blocks)
         window = geometry.buffer_pages
         needed = sum(home_pages) + ring_pages + rest_pages + first_pages + window
@@ -206,8 +206,8 @@ class Attaching:
             # Layers without bytes have nothing to load, and keep their page.
             home_pages = [0 if source.layer_bytes[layer] else 1 for layer in range(len(sizes))]
             first_pages = 0
-            sinks = 1 if source.modules else 0
-            needed = sum(home_pages) + rest_pages + sinks + window
+            sink_pages = 1 if source.modules else 0
+            needed = sum(home_pages) + rest_pages + sink_pages + window
         broker = ""
         if needed > free and self.supply is not None:
             broker = self.supply(needed - free)
@@ -216,7 +216,7 @@ class Attaching:
         if needed > free:
             raise OutOfMemory(
                 f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages) + ring_pages} for layers, "
-                f"{rest_pages + sinks} for other tensors, {first_pages} for {kv.min_blocks} KV blocks, {window} for "
+                f"{rest_pages + sink_pages} for other tensors, {first_pages} for {kv.min_blocks} KV blocks, {window} for "
                 f"streamed blocks), {free} are free; "
                 f"nothing was attached; give the session {show_size((needed - free) * page_bytes)} more "
                 "capacity, lower min_blocks, let layers stream for good with resident_layers=, or attach it inactive, without "
@@ -233,17 +233,17 @@ class Attaching:
         shows = list(homes)
         for index, layer in enumerate(for_good):
             shows[layer] = tuple(ring[index % buffers][-sizes[layer] :])
-        others_regions, rest_address, sink = [], 0, NO_PAGE
+        more_regions, rest_address, sink = [], 0, NO_PAGE
         if rest_pages:
             rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant, lent))
-            others_regions.append(rest)
+            more_regions.append(rest)
             rest_address = arena.address(rest)
             source.fill_rest(rest_address)
-        if sinks:
+        if sink_pages:
             # What tensors without pages show, so that to look at them never ends the process: a page that holds nothing, since
             # somebody may write there as well.
-            (sink,) = arena.take(sinks, params, tenant, lent)
-            others_regions.append(arena.add_layer_region(tenant, f"{name}.sink", [sink]))
+            (sink,) = arena.take(sink_pages, params, tenant, lent)
+            more_regions.append(arena.add_layer_region(tenant, f"{name}.sink", [sink]))
         regions = tuple(
             arena.add_layer_region(tenant, f"{name}.{i}", list(pages))
             if pages
@@ -285,7 +285,7 @@ class Attaching:
         if cold:  # any page may become its layers'
             unplaced_pages = [page for page in _for_anybody(arena, others) if page not in placed and page not in shared]
         kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(unplaced_pages))
-        all_regions = (*regions, *others_regions, *([ring_region] if ring_address else []), kv_region)
+        all_regions = (*regions, *more_regions, *([ring_region] if ring_address else []), kv_region)
         _designate(arena, kv_region, geometry, giving)
         if unplaced_pages:
             arena.designate(kv_region, geometry.region_pages, unplaced_pages)
@@ -370,7 +370,7 @@ class Attaching:
         )
         self._calibrate(made, others)
         if for_good:
-            made.write(by_hand=True)
+            made.books = replace(made.books, by_hand=True)
         if for_good or cold:
             self._changes.configure(made)
         if window:  # at most what a copy costs whatever its size: one block's takes hardly longer

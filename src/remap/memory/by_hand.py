@@ -8,6 +8,7 @@ Called with the session's lock held, outside of passes.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from remap.errors import ArenaBroken, Error, InvalidArgument
 from remap.memory.apply import Changes
@@ -91,7 +92,7 @@ def remap_by_hand(
         if changes.applied == applied:
             raise
         result = BroughtHome(problem=str(error))
-    tenant.write(by_hand=bool(tenant.streamed))
+    tenant.books = replace(tenant.books, by_hand=bool(tenant.streamed))
     added = max(0, tenant.kv.usable_blocks - before)
     report = {tenant.name: Entry(added, 0, tenant.predicted_stall_s, ended_early(reason, result.problem))}
     merge(report, tenant.name, result.moved)
@@ -123,7 +124,7 @@ def lend_by_hand(
         with AllOrNothing(changes, lending.tenants.values()):
             pages = lending.lend(tenant, layers, buffers, tenant.growing_by)
             entry.reason = f"{pages} pages of {layers} layers lent by hand"
-            tenant.write(by_hand=bool(tenant.streamed))
+            tenant.books = replace(tenant.books, by_hand=bool(tenant.streamed))
             if receiver is not None and tenant.pages.lent:
                 report[receiver.name] = _take(changes, tenant, receiver)
     except ArenaBroken:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks, OutOfMemory
@@ -124,7 +124,7 @@ class Cold:
         changes = self._changes
         if choice.kv:
             changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, choice.kv, give=True))
-        tenant.write(kept=choice.kept)
+        tenant.books = replace(tenant.books, kept=choice.kept)
         first, count = 0, 1
         while first < len(layers):
             homes = {layer: choice.homes[layer] for layer in layers[first : first + count]}
@@ -305,7 +305,7 @@ class Cold:
         giver.written.update(written)
         giver.pinned.update(written)
         if written:
-            giver.write(order=giver.order_of(pages))
+            giver.books = replace(giver.books, order=giver.order_of(pages))
         layers = [layer for layer, home in enumerate(pages.homes) if home and layer not in giver.pinned]
         return layers if set(pages.streamed) <= set(layers) else []
 

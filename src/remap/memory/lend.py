@@ -133,7 +133,7 @@ class Lending:
         if selection == "suffix" and not pages.ring:
             # Make the ring of the very last layers: they are the last to come home.
             last = tuple(sorted(donor.order)[::-1][:buffers])
-            donor.write(pages=replace(pages, ring_preference=last))
+            donor.books = replace(donor.books, pages=replace(pages, ring_preference=last))
         try:
             with AllOrNothing(self._changes, (donor,)):
                 self._changes.cancel_draining(donor)  # else other layers than intended would come home
@@ -151,7 +151,7 @@ class Lending:
                 )
         finally:
             # If the donor grows for itself later, its ring should be where the ring's region shows it already.
-            donor.write(pages=replace(donor.pages, ring_preference=pages.ring_preference))
+            donor.books = replace(donor.books, pages=replace(donor.pages, ring_preference=pages.ring_preference))
         return len(donor.pages.lent) - before
 
     def give_idle(self, donor: TenantState, blocks: int, receiver: TenantState, surplus: int) -> int:

@@ -32,9 +32,9 @@ class Log:
     `DecisionRecord` as its attribute `decision`.
     """
 
-    def __init__(self, clock: Callable[[], float], trace: Trace | None = None) -> None:
+    def __init__(self, clock: Callable[[], float], trace: Trace) -> None:
         self._clock = clock
-        self._trace = trace or Trace()
+        self._trace = trace
         self._records: deque[DecisionRecord] = deque(maxlen=256)
 
     def add(self, epoch: int, tenants: Mapping[str, TenantState], entries: Mapping[str, Entry]) -> None:

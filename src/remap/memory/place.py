@@ -114,7 +114,7 @@ def place(
         with AllOrNothing(changes, (tenant,)):
             for plan in plans:
                 changes.exchange(tenant, plan, list(tenant.slots_of(plan.lost)))
-            tenant.write(pages=replace(tenant.pages, computed=computed))
+            tenant.books = replace(tenant.books, pages=replace(tenant.pages, computed=computed))
     except ArenaBroken:
         raise
     except Error as error:

@@ -8,6 +8,7 @@ a declared range are pinned, so that no such plan is made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from remap.errors import InvalidState
@@ -68,7 +69,7 @@ class Registered:
             empty = {layer for layer, nbytes in enumerate(tenant.layer_bytes) if nbytes == 0}
             pinned = empty | tenant.written.keys() | _layers_in(tenant, ranges)
             tenant.pinned = pinned
-            tenant.write(order=tenant.order_of(tenant.pages))
+            tenant.books = replace(tenant.books, order=tenant.order_of(tenant.pages))
 
 
 def _layers_in(tenant: TenantState, ranges: Iterable[_Range]) -> set[int]:

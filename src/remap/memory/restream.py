@@ -285,7 +285,7 @@ def _pin_written(tenant: TenantState, target: Sequence[int]) -> bool:
     tenant.written.update(written)
     tenant.pinned.update(written)
     if written:
-        tenant.write(order=tuple(layer for layer in tenant.order if layer not in written))
+        tenant.books = replace(tenant.books, order=tuple(layer for layer in tenant.order if layer not in written))
     return bool(written)
 
 

@@ -9,10 +9,10 @@ end. The change in progress, which has claimed the tenant (locking.py), writes a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from remap.config import Knobs
 from remap.errors import InvalidState
@@ -68,7 +68,8 @@ class TenantState:
 
     # -- what attach made of the model
     source: LayerSource
-    books: Books  # swapped whole (`write`, and apply.py); read by the properties below
+    # Swapped whole, with the session's lock held: of two writers one's fields would be lost. Read by the properties below.
+    books: Books
     giving: tuple[int, ...]  # page ids in giving order: place i of the KV region's giving order holds giving[i]
     index_of: dict[int, int]  # its inverse
     layer_bytes: tuple[int, ...]
@@ -171,10 +172,6 @@ class TenantState:
         return found
 
     # -- what is decided (books.py) ---------------------------------------------------------------------------------
-
-    def write(self, **changes: object) -> None:
-        """Other books, with these fields changed. With the session's lock held: of two writers one's fields would be lost."""
-        self.books = cast(Callable[..., Books], replace)(self.books, **changes)
 
     @property
     def pages(self) -> TenantPages:

@@ -70,11 +70,12 @@ class AllOrNothing:
             raise
         except Error:  # `applied` tells the caller; the first error says why
             for tenant, before in self._before:
-                tenant.write(active=before.active)
+                tenant.books = replace(tenant.books, active=before.active)
             return
         changes.applied = self._applied
         for tenant, before in self._before:
-            tenant.write(
+            tenant.books = replace(
+                tenant.books,
                 pages=replace(tenant.pages, computed=before.pages.computed),
                 active=before.active,
                 predicted_stall_s=before.predicted_stall_s,
