@@ -27,7 +27,8 @@ def trace(
     seconds: Annotated[float, typer.Option(min=0.0, help="For how long.")] = 10.0,
 ) -> None:
     """Write what sessions do from now on: passes with their waits and copies, steps, decisions with reasons, and pages that come
-    from and go to other processes. For `seconds`, or until it is interrupted. Sessions are not slowed down or synchronised."""
+    from and go to other processes. For `seconds`, or until it is interrupted. Nothing is synchronised for it; a session keeps
+    events only while it is traced."""
     with exit_on_error():
         from remap.broker.observer import Observer
 
