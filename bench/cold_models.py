@@ -67,7 +67,7 @@ class Whole(remap.Session):
     def _lacks(self, name: str) -> bool:
         state = self._tenants[name]
         first = state.kv.geometry.pages_for_blocks(MIN_BLOCKS)
-        return len(self._arena.free_pages()) < sum(map(state.pages_of, range(state.layers))) + first
+        return len(self._arena.free_pages()) < sum(map(state.pages_of, range(state.parts))) + first
 
 
 class LRU(Whole):

@@ -287,8 +287,8 @@ class Session:
         streaming layers never changes then, and none of the layers becomes KV. None: all layers have pages, and may come and go.
         pages: "own" takes pages of the arena for every layer and min_blocks KV blocks. "none", of an inactive tenant, takes none
         for them: `activate` brings them, from tenants that can spare them. So more models can be attached than there is memory
-        for at once. Tensors outside of layers have pages always. "auto": "none" if active=False and there are too few, else
-        "own".
+        for at once. "auto": "none" if active=False and there are too few, else "own". Of a tenant that is attached inactive,
+        parameters outside of layers have master copies too, and go and come with the layers; otherwise they have pages always.
 
         The model may be on the CPU or on the session's device. Afterwards it is on that device and computes as before,
         at new addresses that never change again. A model from the CPU needs no room on the device beside the session.
@@ -316,6 +316,7 @@ class Session:
                 extra=extra_layers,
                 embedding=embedding,
                 hooks=hooks,
+                going=not active,
             )
             return self._admit(source, name, priority, kv, config, host, active, resident_layers, pages)
 
@@ -497,7 +498,7 @@ class Session:
         if came:
             self._changes.wake(tenant)
         self._link.certify()
-        return came
+        return tuple(part for part in came if part < tenant.layers)
 
     @exclusive
     def deactivate(self, name: str, *, pages: str = "own") -> None:

@@ -281,7 +281,7 @@ class Inside:
     @property
     def cold(self) -> tuple[int, ...]:
         """The layers that have no pages, ascending: activation brings them home (`Session.activate`)."""
-        return tuple(sorted(self._state.pages.cold))
+        return self._state.cold_layers
 
     @property
     def buffers(self) -> int:

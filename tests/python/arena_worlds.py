@@ -72,8 +72,11 @@ def set_times(tenant: Any, decode: LayerTimes, prefill: LayerTimes | None = None
 
 
 def forward(session: remap.Session, tenant: remap.Tenant, layers: Sequence[bytes]) -> None:
-    """One pass that reads every layer that the tenant computes whole."""
+    """One pass that reads every layer that the tenant computes whole, and first what stands before the first one."""
+    state = inside(tenant)._state
     with tenant.forward():
+        for ends in range(state.layers, state.parts):
+            assert ctypes.string_at(state.addresses[ends], len(layers[ends])) == layers[ends]
         for index in (layer for layer in inside(tenant).computed if layer not in inside(tenant).elsewhere):
             expected = layers[index]
             tenant.wait(index)

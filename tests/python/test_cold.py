@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 from arena_worlds import PAGE, forward, make_backend, read_block, session_on, set_times, times_of, visible, write_block
@@ -13,6 +15,7 @@ import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
+from remap.model.source import raw_source
 
 MODES = ("aliased", "strict")
 LAYERS, SIZE = 4, 2  # of each model: 8 pages, and one for its first blocks
@@ -23,18 +26,28 @@ def session_of(pages: int, mode: str = "aliased", **config: Any) -> remap.Sessio
     return remap.Session(pages * PAGE, page_bytes=PAGE, mode=mode, config=knobs)
 
 
+def with_ends(*arguments: Any) -> Any:
+    """The last of these buffers is no layer."""
+    source = raw_source(*arguments)
+    return dataclasses.replace(source, kv_layers=source.kv_layers - 1, ends=source.kv_layers - 1)
+
+
 class Model(Engine):
     """All bytes that it ever writes, and its layers, are between 28 `tag` and 28 `tag` + 27."""
 
-    def __init__(self, session: remap.Session, name: str, sizes: list[int], tag: int, **options: Any) -> None:
+    def __init__(
+        self, session: remap.Session, name: str, sizes: list[int], tag: int, ends: int = 0, **options: Any
+    ) -> None:
+        """ends: pages of what stands before the first layer and behind the last, as of a model of torch; 0: nothing does."""
         self.base = 28 * tag
         chunk = bytes(at // 64 % 27 for at in range(64 * 27))
         data = []
-        for layer, pages in enumerate(sizes):
+        for layer, pages in enumerate([*sizes, ends] if ends else sizes):
             nbytes = pages * PAGE - 100
             mine = bytes(self.base + (value + layer * 5) % 27 for value in chunk)
             data.append((mine * (nbytes // len(mine) + 1))[:nbytes])
-        super().__init__(session, name, sizes, tag, data=data, **options)
+        with mock.patch("remap.session.raw_source", with_ends if ends else raw_source):
+            super().__init__(session, name, sizes, tag, data=data, **options)
         set_times(self.tenant, times_of(len(sizes), 1.0, 0.1), copy_s=0.1)  # so that decisions are always the same
 
     def allocate(self, count: int) -> None:
@@ -71,13 +84,14 @@ def check(session: remap.Session, engines: dict[str, Model]) -> None:
             engine.sees_own(block)
 
 
+@pytest.mark.parametrize("ends", [0, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_more_models_than_memory_take_turns(mode: str) -> None:
+def test_more_models_than_memory_take_turns(mode: str, ends: int) -> None:
     """Six models in memory for two: each activation takes what the last ones have, and every layer reads as its master copy."""
-    with session_of(20, mode) as session:
-        engines = models(session, 6)
+    with session_of(20 + 2 * ends, mode) as session:
+        engines = models(session, 6, ends=ends)
         seen = session.snapshot()
-        assert seen.pages.free == 20 and all(each.usable_blocks == 0 for each in seen.tenants.values())
+        assert seen.pages.free == 20 + 2 * ends and all(each.usable_blocks == 0 for each in seen.tenants.values())
         turns = [*engines, "m0", "m3", "m3", "m1", "m5"]
         for name in turns:
             engine = engines[name]
@@ -305,14 +319,15 @@ def test_what_cannot_be_attached_without_pages_is_refused() -> None:
         assert not session.tenants and session.snapshot().pages.free == 20
 
 
+@pytest.mark.parametrize("ends", [0, 1])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_call_of_an_activation_fails(mode: str) -> None:
+def test_every_call_of_an_activation_fails(mode: str, ends: int) -> None:
     """Whatever fails, once: the model stays as it was and the others keep their bytes; the next try succeeds. First layers of it
     may be expected before."""
-    backend = _core.make_fault_backend(make_backend(12 * PAGE))
+    backend = _core.make_fault_backend(make_backend((12 + ends) * PAGE))
     config = remap.advanced.Knobs(min_idle=0.0)
-    with session_on(backend, 12 * PAGE, mode=mode, config=config) as session:
-        engines = models(session, 2)
+    with session_on(backend, (12 + ends) * PAGE, mode=mode, config=config) as session:
+        engines = models(session, 2, ends=ends)
         assert session.activate("m0").activated
         engines["m0"].allocate(1)
         forward(session, engines["m0"].tenant, engines["m0"].data)
@@ -344,7 +359,7 @@ def test_every_call_of_an_activation_fails(mode: str) -> None:
             first, second = second, first
             if at > 30:
                 break
-        assert failures > 3
+        assert failures > 3 + ends
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -352,15 +367,19 @@ def test_anything_in_any_order(seed: int) -> None:
     """Five models of several sizes, some warm at first; both modes do the same."""
     rng = random.Random(seed)
     sizes = [[rng.randint(1, 3) for _ in range(rng.randint(2, 5))] for _ in range(5)]
+    ends = [rng.choice((0, 0, 1, 4)) for _ in sizes]
     worlds = []
+    now = [0.0]
     for mode in MODES:
-        session = session_of(max(map(sum, sizes)) + 12, mode, reload_s=1e9)
+        session = session_of(max(map(sum, sizes)) + max(ends) + 12, mode, reload_s=1e9)
+        session.clock = session._offers._clock = session._passes._clock = lambda: now[0]  # what gives depends on it
         worlds.append((session, {}))
         for tag, each in enumerate(sizes, 1):
-            worlds[-1][1][f"m{tag}"] = Model(session, f"m{tag}", each, tag, active=False)
+            worlds[-1][1][f"m{tag}"] = Model(session, f"m{tag}", each, tag, ends[tag - 1], active=False)
     for _ in range(40):
         name, verb, count = f"m{rng.randint(1, 5)}", rng.randrange(7), rng.randint(1, 30)
         alone, pages = rng.random() < 0.6, rng.choice(("none", "auto", "own"))
+        now[0] += rng.expovariate(1.0)
         said = []
         for session, engines in worlds:
             engine = engines[name]

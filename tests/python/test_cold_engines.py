@@ -101,6 +101,75 @@ def test_a_model_without_pages_reads_as_ever_and_leaves_whole() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_embedding_and_the_head_go_and_come_with_the_layers(tied: bool) -> None:
+    """Last of all, and first: a pass waits for them when it begins. Buffers and what the model writes stay."""
+    model, other = make("llama"), make("qwen3", seed=1)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.register_buffer("seen", torch.ones(8))
+    nbytes = sum(tensor.nbytes for name, tensor in model.named_parameters() if ".layers." not in name)
+    assert nbytes > PAGE
+    ids = torch.tensor([[5, 7, 9, 11]])
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    embedded = model.model.embed_tokens(ids)
+    with remap.Session(2 << 20, page_bytes=PAGE) as session:
+        session.attach(other, name="other", kv=kv_spec(other, min_blocks=8))
+        tenant = session.attach(model, name="m", kv=kv_spec(model, min_blocks=8), active=False, pages="none")
+        kept = session.snapshot().tenants["m"].resident_bytes
+        assert kept == 2 * PAGE  # of the buffers, and of what shows while nothing is there
+        assert tenant.layers == len(model.model.layers) == len(inside(tenant).cold)
+        for _ in range(2):
+            with pytest.raises(InvalidState, match="outside of a pass"):
+                model.model.embed_tokens(ids)
+            report = session.activate("m", alone=True)
+            assert report.activated and report.restored == tuple(range(tenant.layers))
+            assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+            assert torch.equal(model.model.embed_tokens(ids), embedded)
+            assert session.snapshot().tenants["m"].resident_bytes >= kept + nbytes
+            session.deactivate("m", pages="none")
+            assert session.snapshot().tenants["m"].resident_bytes == kept and model.seen.sum() == 8
+            remap.advanced.check(session)
+        session.activate("m", alone=True)
+        with torch.no_grad():
+            model.model.norm.weight.add_(1.0)  # now these bytes are nowhere else
+        session.deactivate("m", pages="none")
+        assert session.snapshot().tenants["m"].resident_bytes >= kept + nbytes
+        assert inside(tenant).cold == tuple(range(tenant.layers))
+        assert session.activate("m").activated and torch.equal(model.model.embed_tokens(ids), embedded)
+        remap.advanced.check(session)
+
+
+def test_they_come_from_the_weights_file(tmp_path: Any) -> None:
+    """As layers do: memory holds no second copy of what the file has in one piece, and a state dict has the right bytes meanwhile."""
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    ids = torch.tensor([[5, 7, 9, 11]])
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with remap.Session(2 << 20, page_bytes=PAGE) as session:
+        options = {"kv": kv_spec(model, min_blocks=8), "active": False, "pages": "none", "weights": tmp_path}
+        session.attach(model, name="m", **options)
+        for _ in range(2):
+            assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+            assert session.activate("m").activated
+            assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+            session.deactivate("m", pages="none")
+        session.detach("m")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_that_was_attached_active_keeps_what_stands_outside_of_its_layers() -> None:
+    """It has no second copy of these tensors, so nothing could bring them back."""
+    model = make("llama")
+    ids = torch.tensor([[5, 7, 9, 11]])
+    with remap.Session(2 << 20, page_bytes=PAGE) as session:
+        session.attach(model, name="m", kv=kv_spec(model, min_blocks=8))
+        embedded = model.model.embed_tokens(ids)
+        session.deactivate("m", pages="none")
+        assert session.snapshot().tenants["m"].cold and torch.equal(model.model.embed_tokens(ids), embedded)
+
+
 def test_what_is_written_while_a_layer_is_away_is_told_and_harms_nobody() -> None:
     """In place, into a model that never had pages: nothing else changes, its activation refuses, and the others go on."""
     model, other = make("llama"), make("qwen3", seed=1)
@@ -114,7 +183,6 @@ def test_what_is_written_while_a_layer_is_away_is_told_and_harms_nobody() -> Non
             for parameter in model.model.layers.parameters():
                 parameter.data.fill_(3.0)  # torch keeps no version of these
             written.fill_(3.0)
-        assert torch.equal(model.model.embed_tokens.weight, before["model.embed_tokens.weight"])
         assert all(torch.equal(tensor, attached[name]) for name, tensor in other.state_dict().items())
         pages = session.snapshot().pages
         with pytest.raises(InvalidState) as refused:

@@ -17,7 +17,7 @@ Layers that the tenant had given up, or never had pages for, come home first, to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -94,13 +94,21 @@ def activate(
         if problem:
             reason = f"bringing layers home ended early: {problem}"
             offers.activated(tenant, now, came)
-            return ActivationReport(False, changes.arena.epoch, restored=came, streamed=tenant.streamed, reason=reason)
+            restored = _layers(tenant, came)
+            return ActivationReport(
+                False, changes.arena.epoch, restored=restored, streamed=tenant.streamed, reason=reason
+            )
     report = _activate(changes.arena, lending, tenant, partial)
     if came:
         report = _with_cold(tenant, report, came)
     # An activation without success counts as a use as well; a call that raises changes nothing.
-    offers.activated(tenant, now, report.restored)
+    offers.activated(tenant, now, {*came, *report.restored})
     return report
+
+
+def _layers(tenant: TenantState, parts: Iterable[int]) -> tuple[int, ...]:
+    """The layers among these parts, ascending."""
+    return tuple(sorted(part for part in parts if part < tenant.layers))
 
 
 def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial: bool | float) -> ActivationReport:
@@ -123,7 +131,7 @@ def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial
             continue
         restored = tuple(layer for layer in away if layer not in tenant.streamed)
         times = tenant.timing.prefill()
-        stall = schedule.one_shot_delay(times.compute_s, times.transfer_s, restored) if times and restored else 0.0
+        stall = tenant.late_s(times, restored) if times and restored else 0.0
         if result.problem and partial is not True and tenant.remapped > most:
             reason = f"bringing layers home ended early: {result.problem}"
             return ActivationReport(False, arena.epoch, result.moved, reason=reason, streamed=tenant.streamed)
@@ -148,15 +156,16 @@ def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial
 
 def _with_cold(tenant: TenantState, report: ActivationReport, came: tuple[int, ...]) -> ActivationReport:
     """The report, with layers that have got pages."""
-    restored = tuple(sorted({*came, *report.restored}))
+    parts = {*came, *report.restored}
+    restored = _layers(tenant, parts)
     times = tenant.timing.prefill()
     if times is None:  # it may compute in no time
-        stall = tenant.timing.seconds_per_byte() * sum(tenant.layer_bytes[layer] for layer in restored)
+        stall = tenant.timing.seconds_per_byte() * sum(tenant.layer_bytes[part] for part in parts)
     else:
-        stall = schedule.one_shot_delay(times.compute_s, times.transfer_s, restored)
+        stall = tenant.late_s(times, parts)
     reason = (
-        f"{len(came)} layers have got pages and load in layer order: {stall * 1e3:.3g} ms until a first prefill has all of "
-        f"{len(restored)} that load; {report.reason}"
+        f"{len(_layers(tenant, came))} layers have got pages and load in layer order: {stall * 1e3:.3g} ms until a first prefill "
+        f"has all of {len(restored)} that load; {report.reason}"
     )
     return replace(report, restored=restored, predicted_stall_s=stall, reason=reason)
 

@@ -664,7 +664,7 @@ class Changes:
         tenant.compute.wait()
         tenant.leaving = True
         # Noted while it is still known: some bytes of these layers are not at their addresses.
-        tenant.absent.update(layer for layer in range(tenant.layers) if not prefetcher.ready(layer))
+        tenant.absent.update(part for part in range(tenant.parts) if not prefetcher.ready(part))
         tenant.absent.update(pages.streamed)
         tenant.absent.update(pages.gone)
         if tenant.unsettled is not None:

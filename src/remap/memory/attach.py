@@ -184,11 +184,12 @@ class Attaching:
                     limit=most,
                 )
         sizes = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]
-        buffer_pages = max(sizes)
+        layers = len(sizes) if source.ends is None else source.ends
+        buffer_pages = max(sizes[:layers])
         # Layers without bytes of their own (all tied) have nothing to give; they never stream.
         pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
         buffers = MAX_BUFFERS if config.buffers == "auto" else config.buffers
-        for_good = _without_home(len(sizes), pinned, resident_layers, buffers)
+        for_good = _without_home(layers, pinned, resident_layers, buffers)
         home_pages = [0 if layer in for_good else size for layer, size in enumerate(sizes)]
         ring_pages = buffers * buffer_pages if for_good else 0
         rest_pages = -(-source.rest_bytes // page_bytes)
@@ -254,7 +255,7 @@ class Attaching:
         parts = zip(addresses, source.master_addresses, source.layer_bytes, homes)
         self._changes.streams.copy([part[:3] for part in parts if part[2] and part[3]], keep=source.keep_alive)
 
-        order = tuple(layer for layer in schedule.nested(len(homes)) if layer not in pinned and not for_good)
+        order = tuple(layer for layer in schedule.nested(layers) if layer not in pinned and not for_good)
         ring_region, ring_address, preference = 0, 0, order[:MAX_BUFFERS]
         if for_good or len(order) > 1:
             ring_region = arena.add_ring_region(tenant, MAX_BUFFERS * buffer_pages)
@@ -277,11 +278,13 @@ class Attaching:
         outside += [
             page for page, owner in enumerate(arena.owners()) if owner == _core.Owner.outside and page not in homes_here
         ]
-        giving = tuple((free_pages + donors + _of_others(arena, others) + outside)[: geometry.giving_pages])
+        # What it gives up and never lends comes last.
+        ends = [page for home in homes[layers:] for page in home]
+        giving = tuple((free_pages + donors + _of_others(arena, others) + outside + ends)[: geometry.giving_pages])
         # Own pages without a place get one behind the blocks' places: lent pages are zeroed there before they come
         # home.
         placed = set(giving)
-        unplaced_pages = [page for page in donors if page not in placed]
+        unplaced_pages = [page for page in (*donors, *ends) if page not in placed]
         if cold:  # any page may become its layers'
             unplaced_pages = [page for page in _for_anybody(arena, others) if page not in placed and page not in shared]
         kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(unplaced_pages))
@@ -364,7 +367,7 @@ class Attaching:
             live_prefetcher=prefetcher,
             compute=compute,
             turn=turn,
-            timing=PassTimes(source.layer_bytes),
+            timing=PassTimes(source.layer_bytes[:layers]),
             link=self.link,
             chunk_bytes=self._copy_chunk_bytes,
         )
@@ -445,7 +448,12 @@ def _for_anybody(arena: _core.Arena, others: Sequence[TenantState]) -> list[int]
 def _of_others(arena: _core.Arena, others: Sequence[TenantState]) -> list[int]:
     """The pages that tenants attached earlier may give away some day: layers in ascending order, since the last ones of
     an idle tenant go together; then their KV pages that are no tenant's home."""
-    homes = [page for other in others for layer in sorted(other.order) for page in other.pages.homes[layer]]
+    homes = [
+        page
+        for other in others
+        for layer in (*sorted(other.order), *range(other.layers, other.parts))
+        for page in other.pages.homes[layer]
+    ]
     known = {page for other in others for home in other.pages.homes for page in home}
     kv = [page for page, owner in enumerate(arena.owners()) if owner == _core.Owner.kv and page not in known]
     return homes + kv

@@ -184,11 +184,11 @@ class StallBounds:
             self._beside.clear()
 
     def _most_layers(self, times: LayerSeconds) -> tuple[int, int]:
-        transfer, sizes = times.transfer_s, self._tenant.pages.sizes
+        transfer = times.transfer_s
         if (
             times.wait_s or times.alone < 1.0
         ):  # of the two kinds of pass (TenantState.period), the one that copies longer
-            pieces = self._tenant.pieces(Streaming.of(sizes, range(len(sizes)), 1))
+            pieces = self._tenant.pieces(self._tenant.whole(range(self._tenant.layers), 1))
             beside, alone = delayed(transfer, pieces, times.wait_s), tuple(each / times.alone for each in transfer)
             transfer = max(beside, alone, key=math.fsum)
         limit = (1.0 + self._slowdown) * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
@@ -209,7 +209,7 @@ class StallBounds:
                     copied = copied_uses(len(streamed), buffers, "fixed")
                     if math.fsum(transfer[streamed[use]] for use in copied) > limit:
                         continue
-                    if self._tenant.period(times, Streaming.of(sizes, streamed, buffers)) <= limit:
+                    if self._tenant.period(times, self._tenant.whole(streamed, buffers)) <= limit:
                         best = (alpha, buffers)
                         break
                 if best[0] == alpha:

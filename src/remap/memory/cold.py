@@ -74,7 +74,7 @@ class Cold:
         requested, free, short, offered) if not even so, and the backend's error; nothing has changed then. If what was done
         cannot be taken back, the call ends early instead, and the second value says why: some layers may be cold still.
         """
-        layers = tuple(sorted(tenant.pages.cold))
+        layers = _cold(tenant)
         self._require_enough(tenant, layers)
 
         def bring() -> None:
@@ -85,7 +85,7 @@ class Cold:
     def expect(self, tenant: TenantState) -> tuple[tuple[int, ...], str]:
         """As `bring`, for as many of the first cold layers as find pages that cost no tenant anything: free ones, unused KV, and
         layers that idle tenants need not keep (`_gifts`). Raises the backend's error alone."""
-        layers = tuple(sorted(tenant.pages.cold))
+        layers = _cold(tenant)
 
         def bring() -> None:
             short = self._choose(tenant, layers).short
@@ -219,7 +219,7 @@ class Cold:
         times = giver.timing.prefill()
         if times is None:
             return 0
-        return first_kept(times.compute_s, times.transfer_s, giver.config.late_s(math.fsum(times.compute_s)))
+        return first_kept(*giver.in_use(times), giver.config.late_s(math.fsum(times.compute_s)))
 
     def _gifts(self, tenant: TenantState, spare: bool = False) -> list[Callable[[int], None]]:
         """The gifts that others can make, each for a number of pages at most, in the order in which they are to be made. spare:
@@ -280,10 +280,12 @@ class Cold:
         none of the first `keep`."""
         layers = self._layers_to_give(giver)
         chosen, given = set(giver.streamed), len(giver.pages.ring) * giver.pages.depth + len(giver.pages.lent)
-        if not layers or any(layer < keep for layer in chosen):
+        if not layers or not chosen.isdisjoint(giver.in_order[:keep]):
             return
-        for layer in sorted(set(layers) - chosen, reverse=True):
-            if given >= pages or layer < keep:
+        for layer in reversed(giver.in_order[keep:]):
+            if layer not in layers or layer in chosen:
+                continue
+            if given >= pages:
                 break
             chosen.add(layer)
             given += len(giver.pages.homes[layer])
@@ -407,3 +409,8 @@ class Cold:
             offered=offered,
             page_bytes=page_bytes,
         )
+
+
+def _cold(tenant: TenantState) -> tuple[int, ...]:
+    """What has no pages, in the order of use."""
+    return tuple(part for part in tenant.in_order if part in tenant.pages.cold)

@@ -121,7 +121,7 @@ def _tenant(
         streamed=tenant.streamed,
         computed=(0, tenant.layers) if computed is None else (computed.start, computed.stop),
         elsewhere=tuple(sorted(tenant.pages.gone - tenant.pages.cold)),
-        cold=tuple(sorted(tenant.pages.cold)),
+        cold=tenant.cold_layers,
         pinned=tuple(sorted(tenant.pinned)),
         pages=pages,
         lent_pages=len(tenant.pages.lent),

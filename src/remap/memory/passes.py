@@ -79,8 +79,19 @@ class Passes:
             self._ask_for_layers(tenant, self.serves)
         if not self._try_begin(tenant, stream, mark, streamed):
             self._lock.run(self._begin_behind_changes, tenant, stream, mark, streamed)
+        if tenant.parts > tenant.layers:
+            self._await_ends(tenant)
         tenant.began_s = self._trace.now()
         nvtx.push("remap.pass")
+
+    def _await_ends(self, tenant: TenantState) -> None:
+        """Wait for what stands before the first layer and behind the last: no hook does, and it never streams."""
+        try:
+            tenant.prefetcher.wait(tenant.layers)
+            tenant.prefetcher.done(tenant.layers)
+        except BaseException:
+            self.close(tenant)
+            raise
 
     def _ask_for_layers(self, tenant: TenantState, serves: Callable[[TenantState], bool]) -> None:
         """Other processes have some of its layers: ask for them, and bring home what has come. Waits for nothing: while another

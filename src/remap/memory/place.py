@@ -50,10 +50,10 @@ def check_place(tenant: TenantState, first: int, end: int, hold: Collection[int]
         )
     if tenant.pages.cold:
         raise InvalidState(
-            f"layers {sorted(tenant.pages.cold)} of {tenant.name!r} have no pages, so none can be placed; nothing changed; "
+            f"layers {list(tenant.cold_layers)} of {tenant.name!r} have no pages, so none can be placed; nothing changed; "
             "activate the tenant first",
             tenant=tenant.name,
-            layers=tuple(sorted(tenant.pages.cold)),
+            layers=tenant.cold_layers,
         )
     if tenant.pages.for_good:
         raise InvalidState(
@@ -217,7 +217,8 @@ def _plans(tenant: TenantState, now: TenantPages, held: Collection[int], fill: f
     Raises InvalidArgument (fields pages, max_blocks) if pages have no place in the KV region.
     """
     streamed = set(now.streamed)
-    at_home = set(range(tenant.layers)) - now.gone
+    at_home = set(range(tenant.parts)) - now.gone
+    held = {*held, *range(tenant.layers, tenant.parts)}
     found = []
     waiting = now.unfilled.intersection(held)
     for layers, unfilled in (

@@ -141,13 +141,20 @@ class Streaming:
     depth: int
 
     @classmethod
-    def of(cls, sizes: Sequence[int], layers: Iterable[int], buffers: int, tail: int | None = None) -> Streaming:
+    def of(
+        cls,
+        sizes: Sequence[int],
+        layers: Iterable[int],
+        buffers: int,
+        tail: int | None = None,
+        largest: int | None = None,
+    ) -> Streaming:
         """These layers' last `tail` pages (all pages of a smaller layer), through buffers of `tail` pages. None: whole
-        layers, through buffers that could hold the largest of all layers. sizes: pages of every layer."""
+        layers, through buffers of `largest` pages: the largest of all layers. sizes: pages of every layer."""
         chosen = tuple(layers)
         if not chosen:
             return cls((0,) * len(sizes), buffers, 0)
-        depth = max(sizes) if tail is None else min(tail, max(sizes[layer] for layer in chosen))
+        depth = (largest or max(sizes)) if tail is None else min(tail, max(sizes[layer] for layer in chosen))
         tails = [0] * len(sizes)
         for layer in chosen:
             tails[layer] = min(depth, sizes[layer])

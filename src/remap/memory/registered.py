@@ -73,7 +73,7 @@ class Registered:
 
 
 def _layers_in(tenant: TenantState, ranges: Iterable[_Range]) -> set[int]:
-    return _inside(tenant.regions[: tenant.layers], list(ranges))
+    return _inside(tenant.regions[: tenant.parts], list(ranges))
 
 
 def _inside(regions: Iterable[_Range], ranges: list[_Range]) -> set[int]:

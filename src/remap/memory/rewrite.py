@@ -49,7 +49,7 @@ def rewrite(core: Core, tenant: TenantState, write: Callable[[], Result]) -> Res
 def differing(core: Core, tenant: TenantState) -> dict[int, list[str]]:
     """`advanced.differing`. Call it with the session's lock held, outside of passes."""
     _await_loads(core, tenant)
-    return tenant.source.differing(set(range(tenant.layers)) - tenant.away())
+    return tenant.source.differing(set(range(tenant.parts)) - tenant.away())
 
 
 def _await_loads(core: Core, tenant: TenantState) -> None:
@@ -58,6 +58,6 @@ def _await_loads(core: Core, tenant: TenantState) -> None:
     core.changes.retry_failed(tenant)
     core.changes.wake(tenant)
     core.changes.await_worker()
-    for layer in range(tenant.layers):
+    for layer in range(tenant.parts):
         if layer not in tenant.streamed and layer not in tenant.pages.gone and not tenant.prefetcher.ready(layer):
             tenant.prefetcher.wait(layer)  # outside of passes it blocks this thread until the copy has ended

@@ -9,7 +9,7 @@ end. The change in progress, which has claimed the tenant (locking.py), writes a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -155,7 +155,10 @@ class TenantState:
     )
 
     def __post_init__(self) -> None:
-        self.layers = len(self.layer_bytes)
+        # Parts with pages: the layers, and behind them what stands before the first and behind the last, if it may go as well.
+        self.parts = len(self.layer_bytes)
+        self.layers = self.parts if self.source.ends is None else self.source.ends
+        self.in_order = tuple(range(self.parts)) if self.source.ends is None else (self.layers, *range(self.layers))
         self.blocks_per_page: float = self.kv.geometry.page_bytes / self.kv.spec.block_bytes
         self.blocks_per_layer: float = self.pages.buffer_pages * self.blocks_per_page
         self.shrink_blocks = math.ceil(self.blocks_per_layer) + 1  # blocks that straddle both ends
@@ -220,6 +223,27 @@ class TenantState:
         """The layers that are loaded on each pass, ascending."""
         return self.pages.streamed
 
+    @property
+    def cold_layers(self) -> tuple[int, ...]:
+        """The layers without pages, ascending."""
+        return tuple(sorted(self.pages.cold.intersection(range(self.layers))))
+
+    def late_s(self, times: LayerTimes, parts: Collection[int]) -> float:
+        """Seconds by which a pass that takes `times` ends later while these parts load in the order of use: `in_order`."""
+        layers = [part for part in parts if part < self.layers]
+        if len(layers) == len(parts):
+            return schedule.one_shot_delay(times.compute_s, times.transfer_s, layers)
+        compute_s, transfer_s = self.in_use(times)
+        return schedule.one_shot_delay(compute_s, transfer_s, [0, *(layer + 1 for layer in sorted(layers))])
+
+    def in_use(self, times: LayerTimes) -> tuple[Sequence[float], Sequence[float]]:
+        """Seconds of computation and of copies of each part, in the order of use: what stands before the first layer computes
+        in no time, since its computation is counted with the layers'."""
+        if self.parts == self.layers:
+            return times.compute_s, times.transfer_s
+        seconds = self.layer_bytes[-1] * self.timing.seconds_per_byte()
+        return (0.0, *times.compute_s), (seconds, *times.transfer_s)
+
     def order_of(self, pages: TenantPages) -> tuple[int, ...]:
         """The layers that these pages and the pinned layers leave to be streamed; the present order itself, the key of kept
         answers, if it is the same."""
@@ -280,7 +304,7 @@ class TenantState:
             return False
         if self.streamed or self.unsettled is not None:
             return True
-        self.all_ready = all(map(self.prefetcher.ready, range(self.layers)))
+        self.all_ready = all(map(self.prefetcher.ready, range(self.parts)))
         return not self.all_ready
 
     def away(self) -> set[int]:
@@ -288,7 +312,7 @@ class TenantState:
         found = self.absent | self.pages.gone
         if self.streaming:
             found.update(self.streamed)
-            found.update(layer for layer in range(self.layers) if not self.prefetcher.ready(layer))
+            found.update(part for part in range(self.parts) if not self.prefetcher.ready(part))
             if self.unsettled is not None:
                 found.update(self.unsettled.plan.reload, self.unsettled.plan.held)
         return found
@@ -411,7 +435,11 @@ class TenantState:
         sizes = self.pages.sizes
         if selection == "slices":
             return Streaming.of(sizes, self.order if amount else (), buffers, amount)
-        return Streaming.of(sizes, self.select(amount, buffers, selection), buffers)
+        return self.whole(self.select(amount, buffers, selection), buffers)
+
+    def whole(self, layers: Iterable[int], buffers: int) -> Streaming:
+        """The streaming of these whole layers."""
+        return Streaming.of(self.pages.sizes, layers, buffers, largest=self.pages.buffer_pages)
 
     def possible(self, target: Streaming) -> bool:
         """Whether a plan can go from the present streaming to `target`: the tails are large enough for the ring, and

@@ -15,7 +15,7 @@ import torch
 from remap.errors import InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -41,6 +41,7 @@ class HookedTenant(Protocol):
     @property
     def streaming(self) -> bool: ...
     def at_home(self, layer: int) -> bool: ...
+    def away(self) -> Collection[int]: ...
     def forward(self, *, phase: str = ..., tokens: int = ...) -> AbstractContextManager[Any]: ...
     def wait(self, layer: int) -> Any: ...
     def done(self, layer: int) -> Any: ...
@@ -87,6 +88,14 @@ class AttachedHooks:
             # Not a pair of hooks: a forward hook does not run for exceptions that are no `Exception`, so the pass would
             # stay open. Not through the module's own __setattr__, which is for parameters and submodules.
             model.__dict__["forward"] = self._bracket
+
+    def guard(self, modules: Sequence[nn.Module], part: int) -> None:
+        """Refuse calls of these modules, which no layer has, outside of passes while their bytes, those of `part`, are not there.
+        A pass waits for them when it begins."""
+        tenant = self._tenant
+        assert tenant is not None
+        for module in modules:
+            self._handles.append(module.register_forward_pre_hook(_if_ready(tenant, part), prepend=True))
 
     def __enter__(self) -> AttachedHooks:
         return self
@@ -165,6 +174,18 @@ def _before(tenant: HookedTenant, index: int) -> Callable[..., Any]:
                 layer=index,
             )
         tenant.wait(index)
+
+    return _ours(hook)
+
+
+def _if_ready(tenant: HookedTenant, part: int) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any) -> None:
+        if not tenant.in_pass and part in tenant.away():
+            raise InvalidState(
+                f"{type(module).__name__} of tenant {tenant.name!r} was called outside of a pass while its weights load, or have "
+                "no pages; nothing was computed; call the model, or put `with tenant.forward():` around the call",
+                tenant=tenant.name,
+            )
 
     return _ours(hook)
 

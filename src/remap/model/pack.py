@@ -3,7 +3,8 @@
 
 `build` packs each layer into one region in host-copy order, so that one copy loads it. All tensors that are not, or
 must not be, streamed with a layer go into one more part, `Layout.rest`, which is always resident: embeddings, final
-norm, lm_head, tied tensors and tensors that the model writes.
+norm, lm_head, tied tensors and tensors that the model writes. With `ends`, those that no pass writes make a part of their own,
+the last of `Layout.layers`: it never streams, and goes when all layers go.
 
 Tensors that share a storage inside one part are packed once, as the byte span that covers them, and keep their
 distances from each other. So every view over that storage (overlapping, interleaved, transposed, expanded) can be made
@@ -138,6 +139,7 @@ def build(
     layers: int | None = None,
     alignment: int = 256,
     mutable: Sequence[str] = (),
+    ends: bool = False,
     file_order: Mapping[int, Mapping[str, int]] | None = None,
     file_alignment: int = 64,
 ) -> Layout:
@@ -146,6 +148,8 @@ def build(
     layers: number of layers; by default one more than the largest index in `specs`. alignment: bytes, a power of two,
     at least the largest itemsize. mutable: glob patterns (`*` crosses dots) of paths that the model writes; their
     storages stay resident, and so do storages that two layers, or a layer and a tensor outside of the layers, share.
+    ends: parameters outside of the layers make one part more, behind the layers, if they are not mutable nor share a layer's
+    storage: the embedding, the final norm and the head.
     file_order, file_alignment: see `Layout.with_file_order`; applied last.
 
     Raises InvalidArgument for inconsistent specs (duplicate paths, a wrong span, a misaligned offset, ...).
@@ -165,13 +169,16 @@ def build(
         groups.setdefault(spec.storage, []).append(spec)
     reasons = {storage: _why_resident(members, mutable) for storage, members in groups.items()}
 
+    whole = {storage for storage, members in groups.items() if _goes_with_layers(members, mutable)}
+
     parts: list[list[TensorSpec]] = [[] for _ in range(count)]
+    last: list[TensorSpec] = []
     rest: list[TensorSpec] = []
     kept: list[tuple[str, str]] = []
     for spec in specs:
         reason = reasons[spec.storage]
         if spec.layer is None:
-            rest.append(spec)
+            (last if ends and spec.storage in whole else rest).append(spec)
         elif reason:
             rest.append(spec)
             kept.append((spec.path, reason))
@@ -179,7 +186,9 @@ def build(
             parts[spec.layer].append(spec)
 
     layout = Layout(
-        layers=tuple(_pack(index, members, alignment) for index, members in enumerate(parts)),
+        layers=tuple(
+            _pack(index, members, alignment) for index, members in enumerate([*parts, last] if last else parts)
+        ),
         rest=_pack(None, rest, alignment),
         kept_resident=tuple(kept),
         alignment=alignment,
@@ -202,6 +211,14 @@ def _why_resident(members: Sequence[TensorSpec], mutable: Sequence[str]) -> str:
             if fnmatchcase(spec.path, pattern):
                 return f"{spec.path} matches the mutable pattern {pattern!r}"
     return ""
+
+
+def _goes_with_layers(members: Sequence[TensorSpec], mutable: Sequence[str]) -> bool:
+    """Whether the storage with these members, outside of the layers, holds parameters alone, which the model does not write."""
+    return all(
+        spec.layer is None and spec.kind == "parameter" and not any(fnmatchcase(spec.path, each) for each in mutable)
+        for spec in members
+    )
 
 
 def _pack(index: int | None, specs: Sequence[TensorSpec], alignment: int) -> LayerLayout:

@@ -52,6 +52,9 @@ class LayerSource:
     modules: tuple[Any, ...] = ()
     # (layers): tensors of each whose bytes are not those of its master copy; reads all bytes
     differing: Callable[[Collection[int]], dict[int, list[str]]] = lambda layers: {}
+    # The last part, which is no layer: tensors outside of the layers that go with them when their tenant gives all up. None:
+    # such tensors are all in the rest, and stay.
+    ends: int | None = None
     # Make every master copy anew from the layers' bytes, and forget the writes; None: another object owns these bytes
     renew: Callable[[], None] | None = None
 
@@ -100,11 +103,13 @@ def model_source(
     extra: Sequence[Any] = (),
     embedding: str = "device",
     hooks: bool = True,
+    going: bool = False,
 ) -> LayerSource:
     """A torch model, on the CPU or on `device`. `memory(address, nbytes)` makes a uint8 tensor over a region.
 
     host: page-locked memory for the master copies, if the device needs it. kv: must fit the model. extra, embedding,
-    hooks: see `Session.attach`.
+    hooks: see `Session.attach`. going: whether parameters outside of the layers have a master copy too, and may go with the
+    layers (`pack.build(ends=)`).
     """
     device.require_bytes()
     import torch
@@ -147,7 +152,8 @@ def model_source(
                 "changed; detach the model from that session first",
                 path=tensor_path,
             )
-    layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable))
+    layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable), ends=going)
+    ends = len(found) if len(layout.layers) > len(found) else None
     master = masters.make_master(
         model, layout, files=weights, names=names, allocate=host.allocate if host else None, locked=host is not None
     )
@@ -173,7 +179,10 @@ def model_source(
             if gathered is not None:
                 gathered.install()
             if hooks:
-                attach_hooks(found, tenant, model)
+                attached = attach_hooks(found, tenant, model)
+                if ends is not None:
+                    owners = {placed.spec.path.rpartition(".")[0] for placed in layout.layers[ends].tensors}
+                    attached.guard([model.get_submodule(path) for path in sorted(owners)], ends)
                 tenant.expect_whole_pass()
             installed["guards"] = Guards(model, layout, master, tenant, () if gathered is None else (gathered.weight,))
             installed["guards"].install()
@@ -247,6 +256,7 @@ def model_source(
         keep_alive=(master, layout),
         modules=tuple(found),
         differing=differing,
+        ends=ends,
         renew=None if isinstance(master, masters.SafetensorsMaster) else renew,
     )
 
