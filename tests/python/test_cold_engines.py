@@ -141,7 +141,7 @@ def test_the_embedding_and_the_head_go_and_come_with_the_layers(tied: bool) -> N
 
 
 def test_they_come_from_the_weights_file(tmp_path: Any) -> None:
-    """As layers do: memory holds no second copy of what the file has in one piece, and a state dict has the right bytes meanwhile."""
+    """As layers do. A state dict has the right bytes meanwhile."""
     model = make("llama")
     model.save_pretrained(tmp_path)
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
