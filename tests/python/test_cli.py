@@ -111,7 +111,7 @@ def commands(command: Any = None, name: str = "") -> dict[str, Any]:
     return found
 
 
-SERVERS = {"serve", "cluster serve"}  # they end when they are told to
+SERVERS = {"serve", "serve-many", "cluster serve"}  # they end when they are told to
 WRITERS = {"trace"}  # of a file that is JSON by itself
 ONE_HELP = ("--json", "--html", "--machine", "--tables", "--max-num-seqs", "--max-batch-tokens")
 

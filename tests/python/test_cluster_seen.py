@@ -54,7 +54,7 @@ def test_the_page_says_what_metrics_gives() -> None:
         up={"a": True},
     )
     metrics = ClusterMetrics(front)
-    metrics.ended("stop", 1, 2, 0.1, 0.2)
+    metrics.ended("tiny", "stop", 1, 2, 0.1, 0.2)
     found = {
         family.name: (family.type, {label for one in family.samples for label in one.labels} - {"le"})
         for family in text_string_to_metric_families(metrics.text().decode())

@@ -410,7 +410,9 @@ def listening(
             await front.start()
             beside = list[asyncio.Task[None]]()
             made = Listening(front, connections, taken.getsockname())
-            await server.serve(front, SERVED, taken, lambda: beside.append(asyncio.create_task(body(made))), **options)
+            broken = options.pop("broken", None)
+            app = make_app(front, SERVED, **options)
+            await server.serve(front, app, taken, lambda: beside.append(asyncio.create_task(body(made))), broken)
             await beside[0]
         finally:
             await front.close()

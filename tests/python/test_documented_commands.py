@@ -92,6 +92,13 @@ TRIED = {
         parsed="it serves until it is interrupted: test_a_cluster_is_served_with_all_options runs the first line. --address "
         "needs a Ray that somebody started",
     ),
+    "remap serve-many": Tried(
+        (
+            "a=MODEL b=MODEL --memory 3MiB --device cpu --ttft 10 --tbt 1 --host 127.0.0.1 --port 0 --threads 1 --max-num-seqs 4 "
+            "--max-batch-tokens 64 --max-body 1MiB --max-requests 8 --deadline 60 --allow-host box --access-log --log-level info",
+        ),
+        parsed="it serves until it is interrupted: test_serve_many.py runs it with these options",
+    ),
     "remap serve": Tried(
         ("--socket out/s --capacity 8MiB --page-bytes 64KiB --device cpu --metrics 0",),
         parsed="it serves until it is interrupted: test_broker.py runs it",

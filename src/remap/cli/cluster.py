@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from remap.errors import InvalidArgument
 from remap.sizes import parse_size
 
 from .errors import FAILED, exit_on_error, needed
 from .options import MaxBatchTokens, MaxNumSeqs
+from .serving import log_lines, model_folder, open_socket
 
 if TYPE_CHECKING:
     from remap.cluster.control import GroupPolicy
@@ -33,8 +29,6 @@ __all__ = ["app"]
 
 TIMEOUT_S = 30.0
 """Without a report, or an answer to a command, for so long an instance is killed and started again."""
-SMOLLM2 = "SmolLM2"
-LEVELS = ("debug", "info", "warning", "error")
 
 app = typer.Typer(help="Several instances of one model that answer bursts together.", no_args_is_help=True)
 
@@ -106,7 +100,7 @@ def serve(
 ) -> None:
     """Serve a model with several instances. Interrupt it to end it."""
     console = Console(soft_wrap=True)
-    with exit_on_error(), _lines(log_level):
+    with exit_on_error(), log_lines(log_level):
         if address is None:
             _keep_ray_to_itself()
         for package in ("ray", "msgspec", "fastapi", "uvicorn", "prometheus_client"):
@@ -131,7 +125,7 @@ def serve(
             Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
         folder, served = _model(model, budget, room)
         # Before instances are started, which takes longer than to say that the port is taken.
-        with _listening(host, port) as listening:
+        with open_socket(host, port) as listening:
             arguments = {
                 "model": folder,
                 "memory": budget,
@@ -157,31 +151,6 @@ def serve(
                 Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
                 raise typer.Exit(FAILED) from None
     console.print("ended", highlight=False)
-
-
-@contextmanager
-def _lines(level: str) -> Iterator[None]:
-    """Send to stderr, a line each, the logs of the server, uvicorn and Ray from this level on. The library itself leaves that to
-    the program that runs it. Raises InvalidArgument (fields field, value) for a level that is none."""
-    if level not in LEVELS:
-        raise InvalidArgument(
-            f"log-level: must be {', '.join(LEVELS)}, got {level!r}; nothing was started",
-            field="log-level",
-            value=level,
-        )
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    loggers = [logging.getLogger(name) for name in ("remap.cluster", "uvicorn", "ray")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.addHandler(handler)
-    loggers[0].setLevel(level.upper())
-    try:
-        yield
-    finally:
-        for each, before in zip(loggers, levels):
-            each.removeHandler(handler)
-            each.setLevel(before)
 
 
 def _keep_ray_to_itself() -> None:
@@ -211,34 +180,12 @@ def _network(bandwidth: str | None, latency_ms: float | None) -> Network:
 def _model(name: str, memory: int | None, swap: int) -> tuple[str, Served]:
     """The model's folder or hub name, and what the server says of it. Raises InvalidArgument if it cannot be served."""
     from remap.cluster.prompts import Served
-    from remap.cluster.served_model import check_files, ends_of, layout_of, shapes, tokenizer_of
+    from remap.cluster.served_model import ends_of, layout_of, shapes, tokenizer_of
 
-    folder = name
-    if name == SMOLLM2:
-        from . import smollm2
-
-        path = smollm2.cached_folder(smollm2.find_gguf(), "float32")
-        if not path.is_dir():
-            smollm2.load("float32")  # converts it
-        folder = str(path)
-    elif os.path.isdir(name):
-        folder = str(Path(name).resolve())  # instances have working folders of their own
-        check_files(folder)
+    folder = model_folder(name)
     layout, tokenizer = layout_of(shapes(folder), memory, swap), tokenizer_of(folder)
     shown = name.rstrip("/").rpartition("/")[2]
     return folder, Served(shown, tokenizer, layout.positions, ends_of(folder, tokenizer))
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """Raises InvalidArgument (fields host, port) if this process cannot listen there."""
-    try:
-        return socket.create_server((host, port))
-    except (OSError, UnicodeError) as error:
-        raise InvalidArgument(
-            f"host and port: {host}:{port} cannot be listened at: {error}; nothing was started; choose another",
-            host=host,
-            port=port,
-        ) from error
 
 
 async def _serve(
@@ -250,6 +197,7 @@ async def _serve(
     console: Console,
     http: tuple[FrontLimits, frozenset[str] | None, bool],
 ) -> None:
+    from remap.cluster.app import make_app
     from remap.cluster.control import Control
     from remap.cluster.front import Front
     from remap.cluster.server import serve as serve_http
@@ -268,10 +216,9 @@ async def _serve(
         ready = f"{count} instances of {served.name} answer at {url}/v1; remap top --url {url}"
         await serve_http(
             front,
-            served,
+            make_app(front, served, *http),
             listening,
             lambda: console.print(ready, markup=False, highlight=False),
-            *http,
             instances.head_lost,
         )
     finally:

@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = {
     "top": "remap.cli.top:top",
     "trace": "remap.cli.trace:trace",
     "serve": "remap.cli.serve:serve",
+    "serve-many": "remap.cli.serve_many:serve_many",
     "cluster": "remap.cli.cluster:app",
 }
 """Where the commands are that stand on the reference engine, the simulator, the broker or the cluster. A call loads its own

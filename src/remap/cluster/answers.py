@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -22,17 +22,23 @@ if TYPE_CHECKING:
     from remap.engine.request import Request as EngineRequest
 
     from .asked import AnswerAsked
-    from .front import Front
     from .ledger import Delivery
-    from .metrics import ClusterMetrics
+    from .metrics import RequestMetrics
     from .prompts import Served
 
-__all__ = ["AnswerPiece", "Deadline", "events", "pieces", "whole"]
+__all__ = ["AnswerPiece", "Answering", "Deadline", "events", "pieces", "whole"]
 
 ValueT = TypeVar("ValueT")
 
 PROMPT_PART = 64
 """Tokens of a prompt whose logprobs are written at once."""
+
+
+class Answering(Protocol):
+    """What serves a model's requests: a `Front`, or one model of several."""
+
+    def generate(self, id: str, request: EngineRequest) -> AsyncGenerator[Delivery, None]: ...
+    def end(self, id: str, error: Error) -> None: ...
 
 
 class Deadline:
@@ -58,10 +64,10 @@ class Deadline:
 
 
 def pieces(
-    front: Front[EngineRequest], served: Served, metrics: ClusterMetrics, asked: AnswerAsked, deadline: Deadline
+    source: Answering, served: Served, metrics: RequestMetrics, asked: AnswerAsked, deadline: Deadline
 ) -> AsyncGenerator[AnswerPiece, None]:
     """The answer as it comes. Closing this cancels its requests, and so does the end of one of them by an error."""
-    return _merged([_choice(front, served, metrics, asked, number, deadline) for number in range(len(asked.requests))])
+    return _merged([_choice(source, served, metrics, asked, number, deadline) for number in range(len(asked.requests))])
 
 
 async def whole(asked: AnswerAsked, found: AsyncGenerator[AnswerPiece, None]) -> dict[str, Any]:
@@ -106,9 +112,9 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 async def _choice(
-    front: Front[EngineRequest],
+    source: Answering,
     served: Served,
-    metrics: ClusterMetrics,
+    metrics: RequestMetrics,
     asked: AnswerAsked,
     number: int,
     deadline: Deadline,
@@ -120,16 +126,16 @@ async def _choice(
     tokens, outcome = 0, "cancelled"
 
     def late() -> None:
-        front.end(request.id, deadline.error(tokens))
+        source.end(request.id, deadline.error(tokens))
 
     timer = asyncio.get_running_loop().call_at(deadline.at_s, late)
     try:
-        async with aclosing(front.generate(request.id, request)) as deliveries:
+        async with aclosing(source.generate(request.id, request)) as deliveries:
             async for delivery in deliveries:
                 last = time.monotonic()
                 if not tokens and delivery.tokens:
                     first = last
-                    metrics.first(first - begin)
+                    metrics.first(served.name, first - begin)
                 tokens += len(delivery.tokens)
                 reason = delivery.finish_reason
                 if reason == "out_of_blocks":
@@ -159,7 +165,7 @@ async def _choice(
         raise
     finally:
         timer.cancel()
-        metrics.ended(outcome, len(request.prompt), tokens, last - first, time.monotonic() - begin)
+        metrics.ended(served.name, outcome, len(request.prompt), tokens, last - first, time.monotonic() - begin)
 
 
 async def _prompt(

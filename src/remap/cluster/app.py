@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Response
@@ -23,13 +24,14 @@ from remap.errors import Error
 
 from . import openai
 from .access_log import AccessLog
-from .answers import Deadline, events, pieces, whole
+from .answers import Answering, Deadline, events, pieces, whole
+from .asked import AnswerAsked
 from .guard import Guard
 from .http_errors import UnknownModel, error_of, status_of
 from .limits import Admission, Busy, FrontLimits, read_body
-from .metrics import ClusterMetrics
+from .metrics import ClusterMetrics, RequestMetrics
 from .openai import Chat, Completion
-from .prompts import Served
+from .prompts import Catalog, Served
 from .readers import Readers
 from .tokenize import tokenize
 
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
     from .front import Front
 
-__all__ = ["cluster_state", "health_of", "make_app"]
+__all__ = ["ServedModels", "cluster_state", "health_of", "make_app", "make_endpoints"]
 
 GONE = 499
 """The status for a caller that went away, and does not read it (nginx has the number)."""
@@ -85,6 +87,19 @@ class _EventStream(StreamingResponse):
             self._leave()
 
 
+@dataclass(frozen=True)
+class ServedModels:
+    """What the endpoints show of one server. answering(model): what serves it. health: of /health, whose field serving says
+    whether anything is served. figures: the text of /metrics. headers: of an answer, once its first part is there."""
+
+    served: Served | Catalog
+    answering: Callable[[str], Answering]
+    metrics: RequestMetrics
+    health: Callable[[], dict[str, Any]]
+    figures: Callable[[], Awaitable[bytes]]
+    headers: Callable[[AnswerAsked], dict[str, str]] = lambda asked: {}
+
+
 def make_app(
     front: Front[EngineRequest],
     served: Served,
@@ -92,12 +107,34 @@ def make_app(
     hosts: Collection[str] | None = None,
     access_log: bool = False,
 ) -> FastAPI:
-    """The endpoints. The front was started, and is used in the event loop that runs the app. hosts: see `Guard`."""
+    """The endpoints of a cluster. The front was started, and is used in the event loop that runs the app. hosts: see `Guard`."""
+    metrics = ClusterMetrics(front)
+
+    async def figures() -> bytes:
+        return metrics.text()  # in the loop, which owns the front
+
+    serving = ServedModels(served, lambda model: front, metrics, lambda: health_of(front), figures)
+    app = make_endpoints(serving, limits, hosts, access_log)
+
+    @app.get("/cluster")
+    async def cluster() -> Response:
+        return JSONResponse(cluster_state(front))
+
+    return app
+
+
+def make_endpoints(
+    serving: ServedModels,
+    limits: FrontLimits = DEFAULT,
+    hosts: Collection[str] | None = None,
+    access_log: bool = False,
+) -> FastAPI:
+    """OpenAI's endpoints, with /health, /metrics, /version and /tokenize."""
     app = FastAPI(title="remap", openapi_url=None)
     app.add_middleware(Guard, hosts=hosts)
     if access_log:
         app.add_middleware(AccessLog)
-    metrics = ClusterMetrics(front)
+    served, metrics = serving.served, serving.metrics
     readers = Readers(served)
     admission = Admission(limits)
 
@@ -123,13 +160,16 @@ def make_app(
     async def respond(body: bytes, visit: _Visit, kind: type[Completion | Chat]) -> Response:
         asked = await visit.unless_gone(readers.run(openai.parse, body, kind))
         visit.also(admission.enter(len(asked.requests) - 1))
-        found = pieces(front, served, metrics, asked, visit.deadline)
+        found = pieces(serving.answering(asked.model), served.find(asked.model), metrics, asked, visit.deadline)
         if not asked.stream:
-            return JSONResponse(await visit.unless_gone(whole(asked, found)))
+            answer = await visit.unless_gone(whole(asked, found))
+            return JSONResponse(answer, headers=serving.headers(asked))
         # The first piece decides about the status.
         first = await visit.unless_gone(anext(found))
         visit.goes_on = True
-        return _EventStream(events(asked, first, found), found, visit.leave, visit.deadline)
+        stream = _EventStream(events(asked, first, found), found, visit.leave, visit.deadline)
+        stream.headers.update(serving.headers(asked))
+        return stream
 
     @app.post("/v1/completions")
     async def completions(http: HTTPRequest) -> Response:
@@ -146,20 +186,16 @@ def make_app(
 
         return await admitted(http, answer)
 
-    card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "remap"}
-    card["max_model_len"] = served.positions
-
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [_card(each) for each in served.models]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name == served.name:
-            return JSONResponse(card)
-        text = f"model {name!r} is not served here; ask for {served.name!r}"
-        error = UnknownModel(text, model=name, served=served.name)
-        return JSONResponse(error_of(error), status_of(error))
+        try:
+            return JSONResponse(_card(served.find(name)))
+        except UnknownModel as error:
+            return JSONResponse(error_of(error), status_of(error))
 
     @app.get("/version")
     async def version() -> Response:
@@ -167,18 +203,19 @@ def make_app(
 
     @app.get("/health")
     async def health() -> Response:
-        found = health_of(front)
+        found = serving.health()
         return JSONResponse(found, 200 if found["serving"] else 503)
 
     @app.get("/metrics")
     async def figures() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/cluster")
-    async def cluster() -> Response:
-        return JSONResponse(cluster_state(front))
+        return Response(await serving.figures(), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+def _card(served: Served) -> dict[str, Any]:
+    card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "remap"}
+    return card | {"max_model_len": served.positions}
 
 
 class _Visit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remap.errors import Error, InvalidArgument, InvalidState, OutOfBlocks
+from remap.errors import Error, InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory
 
 from .control import NoCopy
 from .limits import Busy, TooLarge
@@ -41,6 +41,7 @@ def status_of(error: Error) -> int:
         (NoCopy, 503),
         (InvalidState, 503),
         (OutOfBlocks, 503),
+        (OutOfMemory, 503),
     )
     return next((status for kind, status in statuses if isinstance(error, kind)), 500)
 

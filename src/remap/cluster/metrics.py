@@ -13,58 +13,78 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from .front import Front
 
-__all__ = ["ClusterMetrics"]
+__all__ = ["ClusterMetrics", "RequestMetrics"]
 
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 TPOT_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
-class ClusterMetrics:
-    """In a registry of its own, so that a process may have several. The event loop that owns the front calls all of it."""
+class RequestMetrics:
+    """Requests of a server, in a registry of its own, so that a process may have several. The event loop that serves calls all of
+    it. prefix: of the names. by_model: with a label for each request's model."""
 
-    def __init__(self, front: Front[Any]) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, prefix: str, by_model: bool = False) -> None:
+        self.registry = CollectorRegistry()
+        self._by_model = by_model
+        labels = ["model"] if by_model else []
         self._requests = Counter(
-            "remap_cluster_requests",
+            f"{prefix}_requests",
             "Requests that ended, by how: stop, length, cancelled, or the error's name",
-            ["outcome"],
-            registry=self._registry,
+            [*labels, "outcome"],
+            registry=self.registry,
         )
-        self._tokens = Counter("remap_cluster_tokens", "Tokens, by kind", ["kind"], registry=self._registry)
+        self._tokens = Counter(f"{prefix}_tokens", "Tokens, by kind", [*labels, "kind"], registry=self.registry)
         self._ttft = Histogram(
-            "remap_cluster_ttft_seconds", "From a request to its first token", buckets=TTFT_S, registry=self._registry
+            f"{prefix}_ttft_seconds",
+            "From a request to its first token",
+            labels,
+            buckets=TTFT_S,
+            registry=self.registry,
         )
         self._tpot = Histogram(
-            "remap_cluster_tpot_seconds",
+            f"{prefix}_tpot_seconds",
             "Between tokens of one request, on average, of requests that were answered with two or more",
+            labels,
             buckets=TPOT_S,
-            registry=self._registry,
+            registry=self.registry,
         )
         self._e2e = Histogram(
-            "remap_cluster_e2e_seconds",
+            f"{prefix}_e2e_seconds",
             "From a request to its end, however it ended",
+            labels,
             buckets=E2E_S,
-            registry=self._registry,
+            registry=self.registry,
         )
-        self._registry.register(_Now(front))
 
-    def first(self, seconds: float) -> None:
+    def first(self, model: str, seconds: float) -> None:
         """A request got its first token, so long after it was asked."""
-        self._ttft.observe(seconds)
+        self._of(self._ttft, model).observe(seconds)
 
-    def ended(self, outcome: str, prompt: int, tokens: int, decoding_s: float, whole_s: float) -> None:
+    def ended(self, model: str, outcome: str, prompt: int, tokens: int, decoding_s: float, whole_s: float) -> None:
         """A choice ended, `whole_s` after it was asked for. tokens: generated, the last of them `decoding_s` after the first."""
-        self._requests.labels(outcome).inc()
-        self._tokens.labels("prompt").inc(prompt)
-        self._tokens.labels("generated").inc(tokens)
-        self._e2e.observe(whole_s)
+        self._of(self._requests, model, outcome).inc()
+        self._of(self._tokens, model, "prompt").inc(prompt)
+        self._of(self._tokens, model, "generated").inc(tokens)
+        self._of(self._e2e, model).observe(whole_s)
         if tokens > 1 and outcome in ("stop", "length"):
-            self._tpot.observe(decoding_s / (tokens - 1))
+            self._of(self._tpot, model).observe(decoding_s / (tokens - 1))
 
     def text(self) -> bytes:
         """The text that Prometheus reads."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
+
+    def _of(self, metric: Any, model: str, *labels: str) -> Any:
+        found = (model, *labels) if self._by_model else labels
+        return metric.labels(*found) if found else metric
+
+
+class ClusterMetrics(RequestMetrics):
+    """With the state of a cluster's front."""
+
+    def __init__(self, front: Front[Any]) -> None:
+        super().__init__("remap_cluster")
+        self.registry.register(_Now(front))
 
 
 class _Now(Collector):

@@ -19,10 +19,9 @@ from remap.engine.request import MOST_LOGPROBS, Request, SamplingParams
 from remap.errors import InvalidArgument
 
 from .asked import AnswerAsked
-from .http_errors import UnknownModel
-from .prompts import Served, Wanted, always, encoded, ids_of, refused, still
+from .prompts import Catalog, Served, Wanted, always, encoded, ids_of, refused, still
 
-__all__ = ["Chat", "Completion", "decoded", "messages_text", "parse", "require_model"]
+__all__ = ["Chat", "Completion", "decoded", "messages_text", "parse"]
 
 COMPLETION_TOKENS = 16
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -117,13 +116,13 @@ class Chat(_Body, kw_only=True):
     nothing: ClassVar[dict[str, Any]] = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
 
 
-def parse(text: bytes, kind: type[Completion | Chat], served: Served, wanted: Wanted = always) -> AnswerAsked:
+def parse(text: bytes, kind: type[Completion | Chat], served: Served | Catalog, wanted: Wanted = always) -> AnswerAsked:
     """A body. wanted: asked between steps; CancelledError is raised when no caller waits any more.
 
     Raises InvalidArgument (field param, where one is at fault) for a body that is not as it must be, and UnknownModel.
     """
     body = decoded(text, kind)
-    require_model(body.model, served)
+    served = served.find(body.model)
     _require_supported(body, text, served)
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MOST_CHOICES:
@@ -170,16 +169,6 @@ def decoded(text: bytes, kind: type[BodyT]) -> BodyT:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"the body cannot be read: {error}; nothing was asked", param=None) from error
-
-
-def require_model(name: str | None, served: Served) -> None:
-    """Raises UnknownModel (fields model, served) for another one."""
-    if name not in (None, served.name):
-        raise UnknownModel(
-            f"model {name!r} is not served here; nothing was asked; ask for {served.name!r}",
-            model=name,
-            served=served.name,
-        )
 
 
 def messages_text(messages: list[dict[str, Any]], served: Served, generates: bool = True) -> str:

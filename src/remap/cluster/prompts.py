@@ -4,19 +4,21 @@ grows with the square of the length."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import time
 from typing import Any
 
 from remap.errors import InvalidArgument
 
+from .http_errors import UnknownModel
 from .limits import longest_token
 from .vocabulary import Vocabulary
 
-__all__ = ["Served", "Wanted", "always", "encoded", "ids_of", "refused", "still"]
+__all__ = ["Catalog", "Served", "Wanted", "always", "encoded", "ids_of", "refused", "still"]
 
 Wanted = Callable[[], bool]
 """Whether a caller waits for the text that is being read."""
@@ -33,6 +35,25 @@ class Served:
     stop_token_ids: frozenset[int] = frozenset()
     created: int = field(default_factory=lambda: int(time()))
 
+    @property
+    def models(self) -> tuple[Served, ...]:
+        """As `Catalog.models`."""
+        return (self,)
+
+    def find(self, name: str | None) -> Served:
+        """The model that a body names, or leaves unsaid. Raises UnknownModel (fields model, served) for another one."""
+        if name not in (None, self.name):
+            raise UnknownModel(
+                f"model {name!r} is not served here; nothing was asked; ask for {self.name!r}",
+                model=name,
+                served=self.name,
+            )
+        return self
+
+    def copied(self) -> Served:
+        """With a tokenizer of its own."""
+        return replace(self, tokenizer=copy.deepcopy(self.tokenizer))
+
     @cached_property
     def most_bytes(self) -> int:
         """A prompt of more bytes of text has more tokens than there are positions."""
@@ -42,6 +63,29 @@ class Served:
     def vocabulary(self) -> Vocabulary:
         """The texts of its tokens; for one thread."""
         return Vocabulary(self.tokenizer)
+
+
+class Catalog:
+    """Several models, of which each body has to name one."""
+
+    def __init__(self, models: Sequence[Served]) -> None:
+        self.models = tuple(models)
+        self._found = {each.name: each for each in models}
+
+    def find(self, name: str | None) -> Served:
+        """As `Served.find`."""
+        found = self._found.get(name) if name is not None else None
+        if found is None:
+            asked = "no model is named" if name is None else f"model {name!r} is not served here"
+            names = tuple(self._found)
+            raise UnknownModel(
+                f"{asked}; nothing was asked; ask for one of {', '.join(names)}", model=name, served=names
+            )
+        return found
+
+    def copied(self) -> Catalog:
+        """As `Served.copied`."""
+        return Catalog([each.copied() for each in self.models])
 
 
 def always() -> bool:

@@ -10,15 +10,13 @@ begun ends at its next step (parsed, template, one prompt of several), and a ste
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from .prompts import Served
+    from .prompts import Catalog, Served
 
 __all__ = ["Readers"]
 
@@ -31,7 +29,7 @@ class Readers:
     """The function that they run is called with its arguments, `served` with the thread's tokenizer, and wanted(): whether a
     caller waits."""
 
-    def __init__(self, served: Served, threads: int = THREADS) -> None:
+    def __init__(self, served: Served | Catalog, threads: int = THREADS) -> None:
         self._served = served
         self._own = threading.local()
         self._copying = threading.Lock()
@@ -50,9 +48,9 @@ class Readers:
         finally:
             wanted.clear()
 
-    def _mine(self) -> Served:
-        served: Served | None = getattr(self._own, "served", None)
+    def _mine(self) -> Served | Catalog:
+        served: Served | Catalog | None = getattr(self._own, "served", None)
         if served is None:
             with self._copying:
-                served = self._own.served = replace(self._served, tokenizer=copy.deepcopy(self._served.tokenizer))
+                served = self._own.served = self._served.copied()
         return served

@@ -30,7 +30,18 @@ if TYPE_CHECKING:
 
     from remap.policy.cluster.pipeline import Network
 
-__all__ = ["InstanceLayout", "Tokenizer", "check_files", "ends_of", "layout_of", "make", "shapes", "tokenizer_of"]
+__all__ = [
+    "InstanceLayout",
+    "Tokenizer",
+    "check_files",
+    "ends_of",
+    "layout_of",
+    "load",
+    "make",
+    "shapes",
+    "tokenizer_of",
+    "weights_of",
+]
 
 KV_TOKENS = 8192
 """Without a given memory there is KV for this many tokens beside the weights."""
@@ -165,6 +176,24 @@ def make(
         import ray
 
         host = str(ray.util.get_node_ip_address())
+    loaded = load(model)
+    layout = layout_of(loaded, memory, swap)
+    session = remap.Session(layout.capacity, device="cpu", page_bytes=layout.page_bytes)
+    tenant = session.attach(loaded, name=name, kv=layout.spec, weights=weights_of(model), hooks=False)
+    return ClusterInstance(
+        name,
+        loaded,
+        session,
+        tenant,
+        network,
+        host=host,
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max_batch_tokens,
+    )
+
+
+def load(model: str) -> nn.Module:
+    """The model on the CPU. Raises InvalidArgument as `make` does."""
     try:
         made: Any = transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
@@ -177,22 +206,13 @@ def make(
         raise _unloaded(
             model, f"its files have no tensors of the model's shapes for {len(lacking)} names, such as {lacking[0]}"
         )
-    loaded.eval()
-    layout = layout_of(loaded, memory, swap)
-    session = remap.Session(layout.capacity, device="cpu", page_bytes=layout.page_bytes)
-    # Files of weights are the master copy as they are: the instances of one machine share them.
-    weights = model if any(Path(model).glob("*.safetensors")) else None
-    tenant = session.attach(loaded, name=name, kv=layout.spec, weights=weights, hooks=False)
-    return ClusterInstance(
-        name,
-        loaded,
-        session,
-        tenant,
-        network,
-        host=host,
-        max_num_seqs=max_num_seqs,
-        max_batch_tokens=max_batch_tokens,
-    )
+    found_model: nn.Module = loaded.eval()
+    return found_model
+
+
+def weights_of(model: str) -> str | None:
+    """Files of weights are the master copy as they are: the processes of one machine share them."""
+    return model if any(Path(model).glob("*.safetensors")) else None
 
 
 def _unloaded(name: str, why: Exception | str) -> InvalidArgument:

@@ -11,24 +11,17 @@ import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
 
 from remap.errors import Error, InvalidState
 
-from .app import make_app
-from .limits import FrontLimits
-
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Collection, Coroutine
-    from typing import Any
+    from collections.abc import Coroutine, Mapping
 
-    from remap.engine.request import Request as EngineRequest
-
-    from .front import Front
-    from .prompts import Served
+    from fastapi import FastAPI
 
 __all__ = ["NoRestarts", "NobodyLeft", "serve"]
 
@@ -40,8 +33,6 @@ GRACE_S = 10
 LEAVE_S = 2
 """Seconds that callers have to take that error; then their connections are cut."""
 
-DEFAULT = FrontLimits()
-
 
 class NobodyLeft(Error):
     """Every instance is gone, and none comes back. Fields: instances (how many there were)."""
@@ -51,25 +42,37 @@ class NoRestarts(Error):
     """The process that starts instances again is gone, so the server ended after the requests in flight. Fields: reason."""
 
 
+class Fronting(Protocol):
+    """What answers requests: see `Front`."""
+
+    @property
+    def over(self) -> asyncio.Event: ...
+    @property
+    def failure(self) -> BaseException | None: ...
+    @property
+    def rejected(self) -> Mapping[str, Error]: ...
+    @property
+    def unfinished(self) -> int: ...
+    def stop(self) -> None: ...
+    async def drain(self) -> None: ...
+
+
 async def serve(
-    front: Front[EngineRequest],
-    served: Served,
+    front: Fronting,
+    app: FastAPI,
     listening: socket.socket,
     ready: Callable[[], None],
-    limits: FrontLimits = DEFAULT,
-    hosts: Collection[str] | None = None,
-    access_log: bool = False,
     broken: Callable[[], Coroutine[Any, Any, str]] | None = None,
 ) -> None:
-    """Serve on this socket until SIGINT or SIGTERM; then unfinished answers have GRACE_S. A second signal, or the end of that
-    time, ends them with an error, and LEAVE_S later whatever is left. The front stays the caller's. ready: called when requests
-    are answered. In the main thread.
+    """Serve the app on this socket until SIGINT or SIGTERM; then unfinished answers have GRACE_S. A second signal, or the end of
+    that time, ends them with an error, and LEAVE_S later whatever is left. The front stays the caller's. ready: called when
+    requests are answered. In the main thread.
 
     Raises NobodyLeft when every instance is gone for good, and InvalidState when the front failed (its failure is the cause);
     requests have been answered by then.
     """
     config = uvicorn.Config(
-        make_app(front, served, limits, hosts, access_log),
+        app,
         log_config=None,  # the program that runs this process says where lines go
         log_level="warning",
         access_log=False,
@@ -134,7 +137,7 @@ async def serve(
     failure = front.failure
     if failure is not None:
         raise InvalidState(
-            f"the front of the cluster failed with {type(failure).__name__}: {failure}; nothing is served; start it again"
+            f"the server failed with {type(failure).__name__}: {failure}; nothing is served; start it again"
         ) from failure
     if front.over.is_set():
         name, error = list(front.rejected.items())[-1]

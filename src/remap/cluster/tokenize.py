@@ -9,8 +9,8 @@ import msgspec
 
 from remap.errors import InvalidArgument
 
-from .openai import decoded, messages_text, require_model
-from .prompts import Served, Wanted, always, encoded, refused, still
+from .openai import decoded, messages_text
+from .prompts import Catalog, Served, Wanted, always, encoded, refused, still
 
 __all__ = ["tokenize"]
 
@@ -25,10 +25,10 @@ class _Body(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool = True
 
 
-def tokenize(text: bytes, served: Served, wanted: Wanted = always) -> dict[str, Any]:
+def tokenize(text: bytes, served: Served | Catalog, wanted: Wanted = always) -> dict[str, Any]:
     """The answer to this body. Raises InvalidArgument (field param, where a field is at fault) and UnknownModel."""
     body = decoded(text, _Body)
-    require_model(body.model, served)
+    served = served.find(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("either prompt or messages must be given; nothing was asked", param="prompt")
     still(wanted)

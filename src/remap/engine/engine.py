@@ -130,6 +130,14 @@ class Engine(ABC):
             raise InvalidArgument(f"no unfinished request {id!r}; there are {self.unfinished}", id=id)
         return ended
 
+    def abort_all(self) -> tuple[str, ...]:
+        """`abort` of all unfinished requests. Returns their ids."""
+        self._settle()
+        ids = (*self._live, *self._ended.keys() - self._live.keys())
+        for id in ids:
+            self.abort(id)
+        return ids
+
     def step(self) -> StepOutput:
         """One scheduler iteration, at most one pass. With nothing to do it only lets the session act.
 

@@ -135,6 +135,8 @@ class SharedEngines:
         self._page_s = math.inf
         self._all_active = False  # spatial only: every tenant has been activated
         self._pending_turn: _Begun | None = None
+        self.beginning: str | None = None
+        """The tenant whose activation is under way, or raised what the last step raised."""
         self._begin_measuring()
 
     # -- asking ----------------------------------------------------------------------------------------------------
@@ -169,6 +171,7 @@ class SharedEngines:
         Returns what each of them did; empty if no engine has work: then only the session acted. Exceptions of the model or the
         session pass through, and `step` may be called again.
         """
+        self.beginning = None
         if self.mode == "spatial":
             self._activate_all()
         else:
@@ -220,6 +223,13 @@ class SharedEngines:
             activations=tuple(self._activations),
             stall_s={name: value - stalled.get(name, 0.0) for name, value in self._stalls().items()},
         )
+
+    def forget_samples(self) -> None:
+        """Forget what was measured, but for the last step: for a server, which has no end. Between two steps."""
+        del self._timeline[:-1]
+        self._activations.clear()
+        for engine in self.engines.values():
+            engine.reset_metrics()
 
     def _serve(self, requests: Iterable[tuple[float, str, Any]]) -> Iterator[dict[str, StepOutput]]:
         """Step until all have finished; yields what each step did. requests: (arrival, tenant, request), of equal times the
@@ -350,6 +360,7 @@ class SharedEngines:
             former, self._active, self._prepared = self._active, None, None
             if former is not None:
                 self.engines[former].pause()
+            self.beginning = name
             try:
                 entry = self._activate(name, alone=True)
             except Exception:
@@ -357,6 +368,7 @@ class SharedEngines:
                     self._activate(former, alone=True)
                     self._active = former
                 raise
+        self.beginning = None
         self._end_pending(None)
         self._active, self._turn_began, self._idle_step = name, self._clock(), False
         self._turn_cost_s = self._turn_began - begun + reload_s

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`remap serve-many`: several models on one arena behind OpenAI's endpoints (`remap.cluster.many`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from remap.errors import InvalidArgument
+from remap.sizes import parse_size, show_size
+
+from .errors import exit_on_error, needed
+from .options import MaxBatchTokens, MaxNumSeqs
+from .serving import log_lines, model_folder, open_socket
+
+if TYPE_CHECKING:
+    import socket
+
+    from remap.cluster.limits import FrontLimits
+    from remap.cluster.prompts import Catalog
+    from remap.engine.sharing import SharedEngines
+    from remap.session import Session
+
+__all__ = ["serve_many"]
+
+
+def serve_many(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="Folders, or hub names, of transformers models (Llama, Qwen, OPT, GPT-2), or SmolLM2; or NAME=FOLDER."
+        ),
+    ],
+    memory: Annotated[
+        str, typer.Option(help="Memory of all models together, for weights and KV cache, such as 16GiB.")
+    ],
+    device: Annotated[str, typer.Option(help="Where they compute: cpu or cuda:N.")] = "cpu",
+    ttft: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds within which first tokens are due.", show_default="none")
+    ] = None,
+    tbt: Annotated[
+        float | None, typer.Option(min=0.0001, help="Seconds from token to token.", show_default="none")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8000,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads that compute, on a CPU.", show_default="as torch has it")
+    ] = None,
+    max_num_seqs: MaxNumSeqs = 32,
+    max_batch_tokens: MaxBatchTokens = 512,
+    max_body: Annotated[
+        str, typer.Option(help="Largest body of a request; a larger one is answered with 413.")
+    ] = "4MiB",
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Requests that are open at once, at most; others are answered with 429.")
+    ] = 512,
+    deadline: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a request may take with its answer; then it ends with 504.")
+    ] = 3600.0,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name by which callers may reach it (their Host header); may be repeated.",
+            show_default="at a loopback address its own names, else any",
+        ),
+    ] = None,
+    access_log: Annotated[bool, typer.Option("--access-log", help="A line on stderr for each request.")] = False,
+    log_level: Annotated[
+        str, typer.Option(help="What is said on stderr at least: debug, info, warning or error.")
+    ] = "info",
+) -> None:
+    """Serve more models than memory has room for at once. Interrupt it to end it."""
+    console = Console(soft_wrap=True)
+    with exit_on_error(), log_lines(log_level):
+        for package in ("msgspec", "fastapi", "uvicorn", "prometheus_client"):
+            needed(package, "many", "`remap serve-many`")
+        for package in ("torch", "transformers"):
+            needed(package, "transformers", "`remap serve-many`")
+        import torch
+
+        from remap.cluster.guard import hosts_of
+        from remap.cluster.limits import FrontLimits
+        from remap.cluster.many_models import make_many, plan_many
+        from remap.cluster.prompts import Catalog, Served
+        from remap.cluster.served_model import ends_of, tokenizer_of
+        from remap.config import Config
+
+        size = parse_size(memory, "memory")
+        limits = FrontLimits(parse_size(max_body, "max-body"), max_requests, deadline_s=deadline)
+        config = Config(ttft_s=ttft, tbt_s=tbt)
+        folders = _folders(models)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        plans, page_bytes = plan_many(folders, size, device)
+        served = []
+        for name, folder in folders.items():
+            tokenizer = tokenizer_of(folder)
+            served.append(Served(name, tokenizer, plans[name].positions, ends_of(folder, tokenizer)))
+        with open_socket(host, port) as listening:
+            began = time.perf_counter()
+            session, shared = make_many(plans, size, page_bytes, device, config, max_num_seqs, max_batch_tokens)
+            try:
+                weights = sum(plan.weights for plan in plans.values())
+                text = (
+                    f"{len(plans)} models of {show_size(weights)} on {show_size(size)} of {session.device}, loaded in "
+                    f"{time.perf_counter() - began:.1f} s: {', '.join(plans)}"
+                )
+                console.print(text, markup=False, highlight=False)
+                http = (limits, hosts_of(host, allow_host or ()), access_log)
+                asyncio.run(_serve(session, shared, Catalog(served), listening, console, http))
+            finally:
+                session.close()
+    console.print("ended", highlight=False)
+
+
+def _folders(models: list[str]) -> dict[str, str]:
+    """name -> folder, or hub's name. Raises InvalidArgument (fields field, value) for a name that comes twice."""
+    found: dict[str, str] = {}
+    for each in models:
+        named, mark, path = each.partition("=")
+        if not mark or os.path.exists(each):
+            named, path = each.rstrip("/").rpartition("/")[2], each
+        if not named or not path or named in found:
+            why = f"{named!r} names two models" if named in found else f"{each!r} is no folder, and no NAME=FOLDER"
+            raise InvalidArgument(
+                f"models: {why}; nothing was started; give each as NAME=FOLDER, with a name of its own",
+                field="models",
+                value=each,
+            )
+        found[named] = model_folder(path)
+    return found
+
+
+async def _serve(
+    session: Session,
+    shared: SharedEngines,
+    catalog: Catalog,
+    listening: socket.socket,
+    console: Console,
+    http: tuple[FrontLimits, frozenset[str] | None, bool],
+) -> None:
+    from remap.cluster.app import make_endpoints
+    from remap.cluster.many import ManyModels
+    from remap.cluster.many_serving import serving_of
+    from remap.cluster.server import serve
+
+    front = ManyModels(shared)
+    serving = serving_of(front, catalog, session)
+    await front.start()
+    host, port = listening.getsockname()[:2]
+    try:
+        await serve(
+            front,
+            make_endpoints(serving, *http),
+            listening,
+            lambda: console.print(f"ready: http://{host}:{port}/v1", markup=False, highlight=False),
+        )
+    finally:
+        await front.close()

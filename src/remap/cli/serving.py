@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of the commands that serve models by HTTP: lines of log, the socket, and where a model's files are."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from remap.errors import InvalidArgument
+
+__all__ = ["log_lines", "model_folder", "open_socket"]
+
+SMOLLM2 = "SmolLM2"
+LEVELS = ("debug", "info", "warning", "error")
+
+
+@contextmanager
+def log_lines(level: str) -> Iterator[None]:
+    """Send to stderr, a line each, the logs of the server, uvicorn and Ray from this level on. The library itself leaves that to
+    the program that runs it. Raises InvalidArgument (fields field, value) for a level that is none."""
+    if level not in LEVELS:
+        raise InvalidArgument(
+            f"log-level: must be {', '.join(LEVELS)}, got {level!r}; nothing was started",
+            field="log-level",
+            value=level,
+        )
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("remap.cluster", "uvicorn", "ray")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.addHandler(handler)
+    loggers[0].setLevel(level.upper())
+    try:
+        yield
+    finally:
+        for each, before in zip(loggers, levels):
+            each.removeHandler(handler)
+            each.setLevel(before)
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Raises InvalidArgument (fields host, port) if this process cannot listen there."""
+    try:
+        return socket.create_server((host, port))
+    except (OSError, UnicodeError) as error:
+        raise InvalidArgument(
+            f"host and port: {host}:{port} cannot be listened at: {error}; nothing was started; choose another",
+            host=host,
+            port=port,
+        ) from error
+
+
+def model_folder(name: str) -> str:
+    """The model's folder or hub name, as another process may have it. SmolLM2 is converted first, if it has not been. Raises
+    InvalidArgument for files that are cut off."""
+    from remap.cluster.served_model import check_files
+
+    if name == SMOLLM2:
+        from . import smollm2
+
+        path = smollm2.cached_folder(smollm2.find_gguf(), "float32")
+        if not path.is_dir():
+            smollm2.load("float32")  # converts it
+        return str(path)
+    if os.path.isdir(name):
+        folder = str(Path(name).resolve())  # instances have working folders of their own
+        check_files(folder)
+        return folder
+    return name

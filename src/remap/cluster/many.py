@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several models on one arena, for callers in one event loop: `SharedEngines` in a thread of its own.
+
+The thread owns the engines, and with them the session. Questions come to it through a queue, which it empties between two passes,
+and tokens go back to the event loop, which alone touches what callers wait at. So nothing here is locked.
+
+A model that cannot be given its turn (its pages are not to be had, or a load failed) stays cold: its requests end with the
+reason, and the others go on. So does a request that finds no room for its KV. Any other error ends the server, and every request
+is answered with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState, OutOfBlocks
+from remap.inside import inside
+
+from .ledger import Delivery
+
+if TYPE_CHECKING:
+    from remap.engine.engine import StepOutput
+    from remap.engine.request import Request
+    from remap.engine.sharing import SharedEngines
+
+__all__ = ["ManyModels"]
+
+LOG = logging.getLogger(__name__)
+
+IDLE_S = 0.25
+"""So often the session may act while no request is there."""
+
+KEPT_STEPS = 1000
+"""Steps of which the engines keep samples, at most."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    model: str
+    request: Request
+
+
+@dataclass(frozen=True)
+class _Cancelled:
+    model: str
+    id: str
+
+
+class ManyModels:
+    """The models' requests. The caller awaits `start` before anything else, in its event loop, and `close` at the end."""
+
+    def __init__(self, shared: SharedEngines) -> None:
+        self.on_cold: Callable[[str, float], None] = lambda model, seconds: None
+        """Called in the event loop with a model that was cold, and the seconds of `cold_s`."""
+        self.failure: BaseException | None = None
+        """The error that ended the thread."""
+        self.over = asyncio.Event()
+        self.draining = False
+        self.rejected: Mapping[str, Error] = {}
+        self._shared = shared
+        self._questions = queue.SimpleQueue[_Asked | _Cancelled | None]()  # None: end
+        self._queues: dict[str, asyncio.Queue[Delivery | Error]] = {}
+        self._cold: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        self._closing = False
+        self._idle = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="remap-models", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Of the thread: requests that have no token yet, by model; since when a cold one is asked for; steps.
+        self._new: dict[str, dict[str, Request]] = {name: {} for name in shared.engines}
+        self._begun: dict[str, float] = {}
+        self._steps = 0
+
+    async def start(self) -> None:
+        """Begin to serve."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def drain(self) -> None:
+        """Take no new requests; returns when those that are unfinished have ended."""
+        self.draining = True
+        if self._queues:
+            await self._idle.wait()
+
+    def stop(self) -> None:
+        """Serve no request any more: unfinished ones are answered with InvalidState, and so are new ones."""
+        self._closing = True
+        for id in list(self._queues):
+            self.end(id, _closing())
+
+    async def close(self) -> None:
+        """Stop, and end the thread behind its present pass. Engines and session are the caller's again."""
+        self.stop()
+        self._questions.put(None)
+        if self._loop is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._queues)
+
+    def cold_s(self, request: Request) -> float:
+        """Seconds from the first sign of a request for this one's model, which had no pages for some of its layers then, to the
+        end of its first pass, its wait for a turn included; 0 for a request that met a warm model. Known once it has its
+        first token."""
+        return self._cold.get(request, 0.0)
+
+    def of(self, model: str) -> OneOfMany:
+        """What answers this model's requests."""
+        return OneOfMany(self, model)
+
+    async def generate(self, model: str, id: str, request: Request) -> AsyncGenerator[Delivery, None]:
+        """As `Front.generate`, of this model."""
+        if self.failure is not None:
+            raise InvalidState("the server has failed and serves no request; restart it") from self.failure
+        if self._closing or self.draining:
+            raise _closing()
+        if id in self._queues:
+            raise InvalidArgument(f"request id {id!r} is in use; ids must be unique; nothing was asked", id=id)
+        waits = self._queues[id] = asyncio.Queue()
+        self._questions.put(_Asked(model, request))
+        ended = False
+        try:
+            while not ended:
+                found = await waits.get()
+                if isinstance(found, Error):
+                    raise found
+                ended = found.finish_reason is not None
+                yield found
+        finally:
+            del self._queues[id]
+            if not self._queues:
+                self._idle.set()
+            if not ended:
+                self._questions.put(_Cancelled(model, id))
+
+    def end(self, id: str, error: Error) -> None:
+        """End a request with this error, which `generate` raises. Unknown ids are ignored: it may have ended."""
+        if id in self._queues:
+            self._queues[id].put_nowait(error)
+
+    # -- in the event loop, from the thread --------------------------------------------------------------------------------------
+
+    def _hand_out(
+        self, news: list[tuple[str, Delivery | Error]], turns: list[tuple[str, float, list[Request]]]
+    ) -> None:
+        for model, seconds, requests in turns:
+            self.on_cold(model, seconds)
+            self._cold.update(dict.fromkeys(requests, seconds))
+        for id, found in news:
+            if id in self._queues:
+                self._queues[id].put_nowait(found)
+
+    def _fail(self, error: BaseException) -> None:
+        LOG.critical("the engines failed: %s: %s", type(error).__name__, error, exc_info=error)
+        self.failure = error
+        failed = InvalidState("the server has failed; the request was not finished; restart the server")
+        failed.__cause__ = error
+        for id in list(self._queues):
+            self.end(id, failed)
+        self.over.set()
+
+    # -- in the thread -----------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        try:
+            while True:
+                refused = self._take()
+                if refused is None:
+                    return
+                news, turns = self._step()
+                if refused or news or turns:
+                    self._loop.call_soon_threadsafe(self._hand_out, [*refused, *news], turns)
+        except BaseException as error:  # noqa: BLE001  whatever it is, callers wait for an answer
+            with suppress(RuntimeError):  # the loop is closed: no caller waits
+                self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _take(self) -> list[tuple[str, Delivery | Error]] | None:
+        """Take the questions that have come; wait for one if there is nothing to do. Returns what refuses some; None: end."""
+        refused: list[tuple[str, Delivery | Error]] = []
+        wait_s = 0.0 if self._shared.unfinished else IDLE_S
+        while True:
+            try:
+                question = self._questions.get(timeout=wait_s) if wait_s else self._questions.get_nowait()
+            except queue.Empty:
+                return refused
+            wait_s = 0.0
+            if question is None:
+                return None
+            engine = self._shared.engines[question.model]
+            if isinstance(question, _Cancelled):
+                self._new[question.model].pop(question.id, None)
+                with suppress(InvalidArgument):  # it has ended
+                    engine.abort(question.id)
+                continue
+            request = question.request
+            if inside(engine.tenant).cold:
+                self._begun.setdefault(question.model, time.perf_counter())
+            try:
+                engine.add_request(request)
+                self._new[question.model][request.id] = request
+            except Error as error:
+                refused.append((request.id, error))
+
+    def _step(self) -> tuple[list[tuple[str, Delivery | Error]], list[tuple[str, float, list[Request]]]]:
+        """One step: what callers get of it, and the turns of cold models that have begun, with the requests that waited."""
+        try:
+            done = self._shared.step()
+        except ArenaBroken:
+            raise
+        except OutOfBlocks as error:
+            return self._without(error), []
+        except Error as error:
+            return self._cannot_begin(error), []
+        turns = []
+        news: list[tuple[str, Delivery | Error]] = []
+        for model, step in done.items():
+            if step.computed and model in self._begun:
+                waiting = list(self._new[model].values())
+                turns.append((model, time.perf_counter() - self._begun.pop(model), waiting))
+            news += self._deliveries(model, step)
+        self._steps += 1
+        if self._steps % KEPT_STEPS == 0:
+            self._shared.forget_samples()
+        return news, turns
+
+    def _deliveries(self, model: str, step: StepOutput) -> list[tuple[str, Delivery | Error]]:
+        reasons = {output.id: output.finish_reason for output in step.finished}
+        found: list[tuple[str, Delivery | Error]] = []
+        for sequence, token in zip(step.sampled, step.chosen, strict=True):
+            at = sequence.length - 1
+            place = at - sequence.prompt_tokens
+            noted, prompt = sequence.noted_of(at, at + 1), () if place else sequence.noted_of(1, at)
+            found.append((sequence.id, Delivery(place, (token,), reasons.get(sequence.id), noted, prompt)))
+            sequence.noted.clear()  # its caller has got them
+            self._new[model].pop(sequence.id, None)
+        return found
+
+    def _without(self, error: OutOfBlocks) -> list[tuple[str, Delivery | Error]]:
+        """A request that has its engine to itself finds no room: it ends."""
+        id = str(error.fields.get("request"))
+        for model, engine in self._shared.engines.items():
+            with suppress(InvalidArgument):
+                engine.abort(id)
+                self._new[model].pop(id, None)
+                LOG.warning("request %s ends: %s", id, error)
+                return [(id, error)]
+        raise error
+
+    def _cannot_begin(self, error: Error) -> list[tuple[str, Delivery | Error]]:
+        """The model whose turn was to begin stays as it is; its requests end with the error."""
+        model = self._shared.beginning
+        if model is None:
+            raise error
+        LOG.warning("model %s cannot be given its turn, and its requests end: %s", model, error)
+        ids = self._shared.engines[model].abort_all()
+        self._new[model].clear()
+        self._begun.pop(model, None)
+        return [(id, error) for id in ids]
+
+
+@dataclass(frozen=True)
+class OneOfMany:
+    """One model of `ManyModels`, as the endpoints see it."""
+
+    models: ManyModels
+    model: str
+
+    def generate(self, id: str, request: Request) -> AsyncGenerator[Delivery, None]:
+        """As `ManyModels.generate`."""
+        return self.models.generate(self.model, id, request)
+
+    def end(self, id: str, error: Error) -> None:
+        """As `ManyModels.end`."""
+        self.models.end(id, error)
+
+
+def _closing() -> InvalidState:
+    return InvalidState("the server is closing; the request was not finished; send it again elsewhere")
