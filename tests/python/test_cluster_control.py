@@ -160,7 +160,7 @@ def test_a_request_that_ends_whoever_computes_it_ends_three_instances_and_no_oth
     policy: str, place: int
 ) -> None:
     """It ends them at its first token, or at a later one; one of a group, or who is alone."""
-    for seed in range(6):
+    for seed in range(some(2, 6)):
         world = World(3, GroupPolicy(policy, 2), seed, poisons={"poison": place})
         burst(world, 40, 6.0)
         world.later(2.0, lambda world=world: world.ask("poison", 4, 20))

@@ -85,15 +85,6 @@ def failing(driver: Emulated, fault: Fault, body: Callable[[], object]) -> Error
     return raised
 
 
-@pytest.fixture(scope="module", autouse=True)
-def young_heap() -> Iterator[None]:
-    """What other test modules have left in memory is not looked through in each of some hundred collections."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def left_alone(driver: Emulated, what: object, besides: dict[str, int] | None = None) -> None:
     """The driver has nothing left of it, and no rule was broken."""
     if driver.live() != (besides or {}):

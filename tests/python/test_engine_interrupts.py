@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from effort import LONG, some
 from interrupts import Interrupt, interrupted
 from test_kv_swap import ContentPool
 
@@ -26,8 +27,8 @@ BLOCK = 4
 
 
 class Sweep:
-    """Runs `world(sweep)` once without an interrupt, and then once for each place in `files` that it came to (the first and the
-    last time): `sweep.act(call)` is where one may come, and makes the call again then."""
+    """Runs `world(sweep)` once without an interrupt, and then once for each place in `files` that it came to: the first or the
+    last time, by turns, and in the long form both. `sweep.act(call)` is where one may come, and makes the call again then."""
 
     def __init__(self, *files: str) -> None:
         self.files = files
@@ -54,7 +55,8 @@ class Sweep:
         first = {place: at for at, place in reversed(list(enumerate(self.seen)))}
         last = {place: at for at, place in enumerate(self.seen)}
         tried = 0
-        for at in sorted({*first.values(), *last.values()}):
+        by_turns = {(first, last)[turn % 2][place] for turn, place in enumerate(first)}
+        for at in sorted({*first.values(), *last.values()} if LONG else by_turns):
             self.left, self.where = at, ""
             try:
                 world(self)
@@ -140,7 +142,7 @@ def swapping(seed: int) -> Callable[[Sweep], None]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_scheduler_goes_on_after_an_interrupt_at_any_line(seed: int) -> None:
-    assert Sweep("engine/scheduler.py", "engine/streaming.py", "engine/due.py")(swapping(seed)) > 200
+    assert Sweep("engine/scheduler.py", "engine/streaming.py", "engine/due.py")(swapping(seed)) > some(100, 200)
 
 
 # -- offline batches -----------------------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ def batching(seed: int) -> Callable[[Sweep], None]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_an_offline_batch_goes_on_after_an_interrupt_at_any_line(seed: int) -> None:
-    assert Sweep("engine/throughput.py", "engine/scheduler.py", "engine/due.py")(batching(seed)) > 80
+    assert Sweep("engine/throughput.py", "engine/scheduler.py", "engine/due.py")(batching(seed)) > some(40, 80)
 
 
 # -- the loop ------------------------------------------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ def looping(seed: int) -> Callable[[Sweep], None]:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loop_goes_on_after_an_interrupt_at_any_line(seed: int) -> None:
     files = "engine/engine.py", "engine/scheduler.py", "engine/request.py", "engine/reports.py", "engine/due.py"
-    assert Sweep(*files)(looping(seed)) > 150
+    assert Sweep(*files)(looping(seed)) > some(75, 150)
 
 
 def test_an_abort_behind_an_interrupted_step_frees_its_own_blocks() -> None:

@@ -385,10 +385,10 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
     assert seen(world.session) != before, "the change is to do something"
     world.works()
     world.close()
-    # Long runs of like calls (one page after the other) need not fail one by one. A short suite tries others of them where calls
-    # fail for ever, and others on a device.
-    step = max(1, calls // (some(15, 40) if case.world is World else some(6, 12)))
-    for nth in range(1 + step // 2 * (forever is not ON_DEVICE), calls + 1, step):
+    # Long runs of like calls (one page after the other) need not fail one by one. Once and for ever, on the host and on a device
+    # others of them fail: a quarter of a step further each.
+    step = max(1, calls // (some(8, 40) if case.world is World else some(4, 12)))
+    for nth in range(1 + step * (2 * ON_DEVICE + forever) // 4, calls + 1, step):
         kind, error = KINDS["out_of_memory" if nth % 2 else "driver"]
         world = prepared(case, mode)
         before = seen(world.session)

@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import interrupts
 import pytest
-from effort import LONG
+from effort import LONG, some
 from interrupts import CASES, prepared
 from sharing_worlds import Faulty
 from test_fault_sweep import Case
 
 from remap.inside import inside
 
-BUDGET = 0 if os.environ.get("REMAP_FUZZ") else int(os.environ.get("REMAP_INTERRUPTS", "4"))
+BUDGET = 0 if os.environ.get("REMAP_FUZZ") else int(os.environ.get("REMAP_INTERRUPTS") or some(2, 4))
 
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="exception tables say which points a signal can come to"
