@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from remap import advanced
-from remap.model.footprint import footprint
+from remap.model.footprint import Footprint, footprint
 from remap.sim.policies import OURS, POLICIES
 
 from .demo_config import default_config
@@ -154,6 +154,7 @@ class SharedWorld:
         self._models: dict[str, Any] = {}
         self._files: dict[str, Any] = {}
         self._weight_pages: dict[str, int] = {}
+        self._footprints: dict[str, Footprint] = {}
         self.start_blocks: dict[str, int] = {}
         self.last_capacity_bytes = 0
         """The arena of the last run."""
@@ -166,7 +167,8 @@ class SharedWorld:
         that streams too."""
         for index, spec in enumerate(preset.models[:tenants]):
             model, file = build(spec, preset.dtype, seed + index)
-            pages = footprint(model, None).pages(preset.page_bytes)
+            found = self._footprints[spec.name] = footprint(model, None)
+            pages = found.pages(preset.page_bytes)
             self._models[spec.name], self._files[spec.name], self._weight_pages[spec.name] = model, file, pages
             # Room for four of the shortest prompts at least, whatever the share.
             self.start_blocks[spec.name] = max(
@@ -206,6 +208,12 @@ class SharedWorld:
     def weight_bytes(self, name: str) -> int:
         """Bytes of a tenant's weights, in whole pages."""
         return self._weight_pages[name] * self.preset.page_bytes
+
+    def cold_bytes(self, name: str) -> int:
+        """Bytes that a tenant keeps while its layers have no pages: its other tensors, in whole pages, and the page that all its
+        layers' addresses show meanwhile."""
+        page = self.preset.page_bytes
+        return (-(-self._footprints[name].rest_bytes // page) + 1) * page
 
     def capacity(self, blocks: Mapping[str, int]) -> int:
         """Bytes of an arena with all weights and these KV blocks; each tenant's KV begins on a page of its own."""
@@ -281,7 +289,7 @@ class SharedWorld:
             stream = wiring.stream and not ample
             if config is not None and not stream:
                 blocks = {name: max(1, int(wiring.own * mine)) for name, mine in blocks.items()}
-            engines = self._attach(
+            engines = self.attach(
                 session, blocks, host, stream, config is not None, max_num_seqs or preset.max_num_seqs
             )
             if prepare is not None:
@@ -314,7 +322,7 @@ class SharedWorld:
 
         return Knobs(**settings)
 
-    def _attach(
+    def attach(
         self,
         session: Session,
         blocks: Mapping[str, int],
@@ -322,7 +330,11 @@ class SharedWorld:
         stream: bool,
         remaps: bool,
         max_num_seqs: int,
+        pages: str = "",
     ) -> dict[str, LLMEngine]:
+        """An engine for each model on `session`. blocks: of each KV cache at the start. host, stream: see `Wiring`. remaps: the
+        engines call the session. pages: of inactive models, as `Session.attach` has it; "": the models are active.
+        """
         from remap.engine import LLMEngine
         from remap.kv.spec import with_streamed
 
@@ -337,6 +349,8 @@ class SharedWorld:
                 kv=with_streamed(spec, blocks[name], preset.page_bytes) if stream else spec,
                 weights=self._files[name],
                 hooks=False,  # the engines wait for layers themselves
+                active=not pages,
+                pages=pages or "auto",
             )
             engines[name] = LLMEngine(
                 self._models[name],
