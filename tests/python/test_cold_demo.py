@@ -20,6 +20,7 @@ from remap.cli import demo, demo_cold, smollm2
 from remap.cli.demo_config import FITTING_MODELS, MOST_MODELS, DemoConfig
 from remap.cli.demo_html import page
 from remap.cli.demo_report import RunResult, closing_sentence, is_better, table, table_rows, to_json
+from remap.cli.demo_rounds import rounds_rows
 from remap.cli.main import app
 from remap.cli.shared_world import ModelSpec
 from remap.cli.whole_models import LRUModels, SleepingModels
@@ -155,6 +156,7 @@ def test_the_report_says_what_has_room_and_how_soon_a_cold_model_answers():
     assert rows["small (156 MiB) TTFT P99"][0] == "500 ms"
     assert "layers without memory (peak)" in rows and "layers remapped (peak)" not in rows
     assert "random weights" in str(table(result).caption)
+    assert "cold start to pass" in {row[0] for row in rounds_rows([result, result])}
     data = to_json(result)
     assert data["remap"]["cold_begin_s"] == 0.05 and data["remap"]["tenants"]["small"]["weight_bytes"] == 156 << 20
 
