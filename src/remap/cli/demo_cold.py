@@ -46,6 +46,8 @@ RATE = 1.0
 MOST_PROMPT, MOST_NEW = 160, 12
 """Tokens. Answers of models that are seldom asked for are short, and the demo takes minutes."""
 MIN_BLOCKS = 12
+KEPT_PAGES = 2
+"""Of a model without pages: its buffers, and the page that its layers' addresses show meanwhile."""
 
 
 def build_cold_world(config: DemoConfig) -> SharedWorld:
@@ -69,14 +71,13 @@ def build_cold_world(config: DemoConfig) -> SharedWorld:
     )
     world = SharedWorld(preset, kv_share=KV_SHARE, tenants=config.tenants)
     world.start_blocks = dict.fromkeys(world.names, MIN_BLOCKS)
-    least = sum(map(world.cold_bytes, world.names)) + max(
-        world.weight_bytes(name) - world.cold_bytes(name) + _kv_bytes(world, name) for name in world.names
-    )
-    least += config.page_bytes  # that page is still taken while the layers come
+    # Twice the pages of the first blocks, since the pages that come need not stand together.
+    least = max(world.weight_bytes(name) + 2 * _kv_bytes(world, name) for name in world.names)
+    least += KEPT_PAGES * len(world.names) * config.page_bytes
     if config.budget_bytes and config.budget_bytes < least:
         raise InvalidArgument(
-            f"a budget of {show_size(config.budget_bytes)} does not hold the largest of {config.tenants} models beside the "
-            f"embeddings of all; nothing was served, give at least {show_size(least)}",
+            f"a budget of {show_size(config.budget_bytes)} does not hold the largest of {config.tenants} models beside what "
+            f"the others keep; nothing was served, give at least {show_size(least)}",
             budget=config.budget_bytes,
             least=least,
         )
@@ -159,7 +160,8 @@ def serve_cold(
             name: 2 * max(MIN_BLOCKS, sum(-(-one.max_kv_tokens // tokens) for one in requests[name]))
             for name in world.names
         }
-        capacity = world.capacity(blocks)
+        # An inactive model's layers, and its tensors outside of them, each begin on a page of their own.
+        capacity = world.capacity(blocks) + len(world.names) * world.preset.page_bytes
     world.last_capacity_bytes = capacity
     make = LRUModels if kind == "baseline" else Session
     # min_idle: of equal priority, the model that is needed last gives first.

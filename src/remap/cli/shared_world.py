@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from remap import advanced
-from remap.model.footprint import Footprint, footprint
+from remap.model.footprint import footprint
 from remap.sim.policies import OURS, POLICIES
 
 from .demo_config import default_config
@@ -154,7 +154,6 @@ class SharedWorld:
         self._models: dict[str, Any] = {}
         self._files: dict[str, Any] = {}
         self._weight_pages: dict[str, int] = {}
-        self._footprints: dict[str, Footprint] = {}
         self.start_blocks: dict[str, int] = {}
         self.last_capacity_bytes = 0
         """The arena of the last run."""
@@ -167,8 +166,7 @@ class SharedWorld:
         that streams too."""
         for index, spec in enumerate(preset.models[:tenants]):
             model, file = build(spec, preset.dtype, seed + index)
-            found = self._footprints[spec.name] = footprint(model, None)
-            pages = found.pages(preset.page_bytes)
+            pages = footprint(model, None).pages(preset.page_bytes)
             self._models[spec.name], self._files[spec.name], self._weight_pages[spec.name] = model, file, pages
             # Room for four of the shortest prompts at least, whatever the share.
             self.start_blocks[spec.name] = max(
@@ -208,12 +206,6 @@ class SharedWorld:
     def weight_bytes(self, name: str) -> int:
         """Bytes of a tenant's weights, in whole pages."""
         return self._weight_pages[name] * self.preset.page_bytes
-
-    def cold_bytes(self, name: str) -> int:
-        """Bytes that a tenant keeps while its layers have no pages: its other tensors, in whole pages, and the page that all its
-        layers' addresses show meanwhile."""
-        page = self.preset.page_bytes
-        return (-(-self._footprints[name].rest_bytes // page) + 1) * page
 
     def capacity(self, blocks: Mapping[str, int]) -> int:
         """Bytes of an arena with all weights and these KV blocks; each tenant's KV begins on a page of its own."""
