@@ -10,7 +10,7 @@ TORCH_NEWEST ?= --upgrade torch
 # Of `make lock`: --upgrade takes the newest of everything instead of the pins that still fit.
 LOCK_ARGS ?=
 DEMO_ARGS ?=
-# Models that `make demo` serves on one arena: 1 to 3.
+# Models that `make demo` serves on one arena: 1 to 3, or 4 to 8 in memory for 3.
 TENANTS ?= 1
 # probe, build-and-check, measure, serve, or all of them; arguments: bench/gpu/run.sh --help
 GPU_CALL ?= all
@@ -77,7 +77,7 @@ CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap (TENANTS=3; several models)'
+	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap (TENANTS=3: several models; TENANTS=8: in memory for 3)'
 	@echo 'make test             C++ tests, and the Python suite over the built wheel without its slow tests'
 	@echo 'make test-all         all of that, the C++ example, sessions on the emulated CUDA driver, each benchmark once'
 	@echo 'make test-long        the same with every case of sweeps, walks and drawn examples, of which the others try some (REMAP_TEST_LONG=1)'

@@ -24,6 +24,7 @@ from typing import Any
 
 import remap
 from remap.cli.shared_world import ModelSpec, build
+from remap.cli.whole_models import LRUModels, SleepingModels
 from remap.engine import LLMEngine, Request, SamplingParams, SharedEngines
 from remap.inside import inside
 from remap.sim.results import percentile
@@ -37,43 +38,6 @@ SHAPES = (
 )
 SIDES = ("ample", "ours", "LRU", "swap")
 BLOCK_TOKENS, MIN_BLOCKS = 16, 12
-
-
-class Whole(remap.Session):
-    """Models come and go whole, and serve when they are there."""
-
-    keep = 0  # so many others stay awake while there is room; 0: none
-
-    def activate(self, name: str, *, alone: bool = False, partial: bool | float = False) -> Any:
-        """As `Session.activate`, for whole models."""
-        if not alone:  # nobody wakes up before its turn
-            raise remap.errors.InvalidState("whole models are not prepared ahead of their turn")
-        used = self.__dict__.setdefault("used", [])
-        if name in used:
-            used.remove(name)
-        others = [other for other in used if not self._tenants[other].pages.cold]
-        while others and self._tenants[name].pages.cold and (not self.keep or self._lacks(name)):
-            self.deactivate(others.pop(0), pages="none")
-        used.append(name)
-        report = super().activate(name, alone=alone, partial=partial)
-        remap.advanced.settle(self)
-        inside(self.tenants[name])._state.prefetcher.drain()
-        return report
-
-    def expect(self, name: str) -> tuple[int, ...]:
-        """Nothing comes ahead of its turn."""
-        return ()
-
-    def _lacks(self, name: str) -> bool:
-        state = self._tenants[name]
-        first = state.kv.geometry.pages_for_blocks(MIN_BLOCKS)
-        return len(self._arena.free_pages()) < sum(map(state.pages_of, range(state.parts))) + first
-
-
-class LRU(Whole):
-    """Of whole models, as many as fit stay."""
-
-    keep = 1
 
 
 def requests_for(names: list[str], count: int, rate: float, seed: int) -> dict[str, list[Request]]:
@@ -107,7 +71,7 @@ def serve(
     rest = sum(-(-sum(p.numel() * 4 for p in _rest(model)) // PAGE) * PAGE for model in models.values())
     whole = sum(sum(p.numel() * 4 for p in model.parameters()) for model in models.values())
     capacity = rest + (2 * whole if ample else room)
-    kind = {"ample": remap.Session, "ours": remap.Session, "LRU": LRU, "swap": Whole}[side]
+    kind = {"ample": remap.Session, "ours": remap.Session, "LRU": LRUModels, "swap": SleepingModels}[side]
     knobs = remap.advanced.Knobs(min_idle=0.0)  # of equal priority, whoever is needed last gives first
     with kind(capacity, device="cpu", page_bytes=PAGE, config=knobs) as session:
         engines = {}

@@ -16,7 +16,7 @@ from test_demo_report import make_result, make_run
 from typer.testing import CliRunner
 
 from remap.cli import demo, demo_tenants, smollm2
-from remap.cli.demo_config import MOST_TENANTS, DemoConfig
+from remap.cli.demo_config import FITTING_MODELS, DemoConfig
 from remap.cli.demo_html import page
 from remap.cli.demo_report import RunResult, table_rows
 from remap.cli.main import app
@@ -35,7 +35,7 @@ def small(monkeypatch):
 
 
 def test_the_command_line_knows_how_many_models_there_are():
-    assert len(LARGE.models) == MOST_TENANTS
+    assert len(LARGE.models) == FITTING_MODELS
 
 
 def test_a_budget_is_dealt_out_by_weight(small):
@@ -72,7 +72,7 @@ def test_runs_of_several_tenants_add_up(small):
     runs = {}
     for kind in ("baseline", "remap"):
         wiring = Wiring(controller={} if kind == "remap" else None)
-        on_step = demo_tenants._reporter(requests, reports.append)
+        on_step = demo_tenants.reporter(requests, reports.append)
         result = world.serve(requests, wiring, quantum_s=0.05, on_step=on_step)
         run = runs[kind] = demo_tenants.summed(kind, world, requests, result)
         assert RunResult.from_dict(run.to_dict()) == run

@@ -2,7 +2,8 @@
 """`remap demo`: serves the same requests with the same engine in three runs, and compares them.
 
 unconstrained  memory for all requests at once: its tokens are the reference
-baseline       the budget, and an engine that never calls `session.step`: it preempts and recomputes
+baseline       the budget, and an engine that never calls `session.step`: it preempts and recomputes; of more models than
+               memory (demo_cold), whole models leave and come back
 remap          the budget, and the session's controller
 """
 
@@ -24,8 +25,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from remap.errors import InvalidArgument, InvalidState
 from remap.sizes import show_size
 
-from . import smollm2
-from .demo_config import DemoConfig
+from . import demo_cold, smollm2
+from .demo_config import FITTING_MODELS, DemoConfig
 from .demo_config import Progress as RunProgress
 from .demo_html import page
 from .demo_report import KINDS, DemoResult, RunResult, closing_sentence, table, to_json
@@ -118,6 +119,11 @@ def _settings(config: DemoConfig) -> Mapping[str, Any]:
         del shown["weights_from_file"]
         if not config.budget_bytes:
             shown["budget_bytes"] = f"weights and {KV_SHARE:.0%} of them, or the longest request"
+    if config.tenants > FITTING_MODELS:
+        shown["sharing"] = f"in turns by what is due, of {demo_cold.QUANTUM_S:g} s where nothing is"
+        shown["arrival"] = f"Poisson, {demo_cold.RATE:g} a second"
+        if not config.budget_bytes:
+            shown["budget_bytes"] = f"weights of the largest {FITTING_MODELS} models and {KV_SHARE:.0%} of them"
     return {name.removesuffix("_bytes").replace("_", " "): value for name, value in shown.items()}
 
 
@@ -152,11 +158,15 @@ def run_demo(config: DemoConfig, console: Console) -> DemoResult:
             count = run.generated_tokens
             state = f"{run.tokens_per_s:.1f} tokens/s, {run.preemptions} preempted"
             bars.update(task, completed=count, total=count, state=state)
+    settings = dict(_settings(config))
+    if runs["remap"].cold:
+        weights = runs["remap"].tenants
+        settings["models"] = ", ".join(f"{name} {show_size(int(one['weight_bytes']))}" for name, one in weights.items())
     return DemoResult(
         model=smollm2.MODEL_NAME if config.tenants == 1 else model_name(config.tenants),
         budget_bytes=config.budget_bytes or runs["baseline"].capacity_bytes,
         machine={**machine_info(), "threads": config.threads},
-        settings=_settings(config),
+        settings=settings,
         **runs,
     )
 

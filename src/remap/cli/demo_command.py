@@ -11,7 +11,7 @@ from rich.console import Console
 
 from remap.sizes import parse_size
 
-from .demo_config import MOST_TENANTS, DemoConfig, default_config
+from .demo_config import FITTING_MODELS, MOST_MODELS, DemoConfig, default_config
 from .errors import exit_on_error, writable
 from .options import Json, MaxBatchTokens, MaxNumSeqs
 
@@ -25,7 +25,7 @@ def demo(
         str | None,
         typer.Option(
             help="Memory for weights, KV cache and ring, such as 640MiB.",
-            show_default=f"{DEFAULTS.budget_bytes >> 20}MiB; of several tenants their weights and a tenth of them",
+            show_default=f"{DEFAULTS.budget_bytes >> 20}MiB; of several tenants the weights that have room, and a tenth of them",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULTS.dtype,
@@ -37,7 +37,13 @@ def demo(
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one KV block.")] = DEFAULTS.block_tokens,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, in all three runs.")] = DEFAULTS.threads,
     tenants: Annotated[
-        int, typer.Option(min=1, max=MOST_TENANTS, help="Models on the arena: SmolLM2, and others with random weights.")
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_MODELS,
+            help=f"Models on the arena: SmolLM2, and others with random weights; from {FITTING_MODELS + 1} on in memory for "
+            f"{FITTING_MODELS}, and requests come one by one.",
+        ),
     ] = 1,
     rounds: Annotated[
         int, typer.Option(min=1, help="Rounds of the three runs; for several, shows medians and ranges.")

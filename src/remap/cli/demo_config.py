@@ -8,9 +8,11 @@ from pathlib import Path
 
 from .demo_prompts import PROMPTS
 
-__all__ = ["MOST_TENANTS", "DemoConfig", "Progress", "default_config"]
+__all__ = ["FITTING_MODELS", "MOST_MODELS", "DemoConfig", "Progress", "default_config"]
 
-MOST_TENANTS = 3
+FITTING_MODELS = 3
+"""The most models that have room at once. Of more, the largest three have."""
+MOST_MODELS = 8
 """Models that the demo has."""
 
 
@@ -28,7 +30,10 @@ class DemoConfig:
     page_bytes: int = 2 << 20
     threads: int = 1
     weights_from_file: bool = True  # master copy: the memory-mapped safetensors file; else a copy in memory
-    tenants: int = 1  # models on the arena; of several, budget_bytes 0 means their weights and a tenth of them
+    tenants: int = (
+        1  # models on the arena; of several, budget_bytes 0 means their weights (of more than three, the largest
+    )
+    # three's) and a tenth of them
 
 
 def default_config() -> DemoConfig:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from remap.engine.metrics import StepSample
 
 from .demo_report import (
+    COLD,
     DemoResult,
     RunResult,
     closing_sentence,
@@ -145,6 +146,9 @@ def _tiles(result: DemoResult) -> list[tuple[str, str, str, bool]]:
         "ttft_p99_s": "P99 time to first token",
         "tbt_p99_s": "P99 time between tokens",
     }
+    if result.remap.cold:
+        shown = {"cold_first_pass_s": "cold model: turn to first pass", **shown}
+        del shown["preemptions"]
     worse = worse_figures(result)
     shown |= {figure.key: figure.name for figure in worse[:1]}
     before, after = numbers(result.baseline), numbers(result.remap)
@@ -158,6 +162,14 @@ def _tiles(result: DemoResult) -> list[tuple[str, str, str, bool]]:
         (name, show(key, before[key]), show(key, after[key]), key in {figure.key for figure in worse})
         for key, name in shown.items()
     ]
+
+
+def _charts(result: DemoResult) -> tuple[Chart, ...]:
+    """Of more models than memory, layers that have no pages stand where layers whose pages are KV do."""
+    if not result.remap.cold:
+        return CHARTS
+    away = replace(CHARTS[1], title="Layers without memory", note="of all models: others have it")
+    return (CHARTS[0], away, *CHARTS[2:])
 
 
 def _data(run: RunResult) -> dict[str, list[Any]]:
@@ -178,12 +190,14 @@ def page(result: DemoResult) -> str:
         result=result,
         runs=runs,
         verdict="good" if is_better(result) else "mixed",
+        cold=result.remap.cold,
+        note=COLD if result.remap.cold else "",
         closing=closing_sentence(result),
         worse=worse_sentence(result),
         differing=differing_answers(result),
         tiles=_tiles(result),
         frame=FRAME,
-        charts=[(chart, _axes(runs, chart)) for chart in CHARTS],
+        charts=[(chart, _axes(runs, chart)) for chart in _charts(result)],
         rows=table_rows(result),
         data={run.kind: _data(run) for run in runs},
     )

@@ -7,7 +7,7 @@ numbers, and says so when remap was not better.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
+    "COLD",
     "IDENTICAL",
     "DemoResult",
     "RunResult",
+    "caption",
     "closing_sentence",
     "differing_answers",
     "identical_requests",
@@ -59,6 +61,9 @@ class RunResult:
     tokens: tuple[tuple[int, ...], ...]  # per request: generated ids
     timeline: tuple[StepSample, ...]
     tenants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of several: each one's numbers
+    cold: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of more models than memory: what their turns cost (demo_cold)
 
     @property
     def generated_tokens(self) -> int:
@@ -134,6 +139,7 @@ def numbers(run: RunResult) -> dict[str, Any]:
         "kv_blocks_peak": run.kv_blocks_peak,
         "layers_remapped_peak": run.layers_remapped_peak,
         "stall_fraction": run.stall_fraction,
+        **run.cold,
     }
 
 
@@ -145,7 +151,11 @@ def to_json(result: DemoResult) -> dict[str, Any]:
         "requests": result.requests,
         "tokens_identical": identical_requests(result.remap, result.unconstrained) == result.requests,
         **{
-            run.kind: {**numbers(run), "identical_requests": identical_requests(run, result.unconstrained)}
+            run.kind: {
+                **numbers(run),
+                "identical_requests": identical_requests(run, result.unconstrained),
+                **({"tenants": dict(run.tenants)} if run.tenants else {}),
+            }
             for run in result.runs
         },
         "machine": dict(result.machine),
@@ -181,13 +191,14 @@ def _seconds_moved(name: str, before: float, after: float) -> str:
 
 
 def is_better(result: DemoResult) -> bool:
-    """Whether remap was better: fewer preemptions than a baseline that had some, more tokens per second, and no P99
-    latency that is worse by more than the noise.
+    """Whether remap was better: fewer preemptions than a baseline that had some (of more models than memory: first passes of cold
+    models that ended sooner), more tokens per second, and no P99 latency that is worse by more than the noise.
     """
     before, after = numbers(result.baseline), numbers(result.remap)
+    first = "cold_first_pass_s" if result.remap.cold else "preemptions"
     p99 = [_change(before[key], after[key]) for key in ("ttft_p99_s", "tbt_p99_s")]
     return (
-        after["preemptions"] < before["preemptions"]
+        after[first] < before[first]
         and after["tokens_per_s"] > before["tokens_per_s"] * (1 + NOISE)
         and all(change is None or change <= NOISE for change in p99)
     )
@@ -201,10 +212,6 @@ def closing_sentence(result: DemoResult) -> str:
     if not remap.layers_remapped_peak:
         gave = "remap gave no layer's memory to the KV cache"
     parts = [
-        f"preemptions went from {base.preemptions} to {remap.preemptions}"
-        if base.preemptions != remap.preemptions
-        else f"both runs preempted {base.preemptions} times",
-        f"recomputed tokens from {base.recomputed_tokens:,} to {remap.recomputed_tokens:,}",
         _moved(
             "throughput",
             base.tokens_per_s,
@@ -221,13 +228,36 @@ def closing_sentence(result: DemoResult) -> str:
         else f"the tokens of {result.requests - same} of {result.requests} requests differ from the unconstrained run's"
     )
     verdict = "" if is_better(result) else "not better in every respect here: "
-    if not base.preemptions:
-        verdict = "KV was not scarce, the baseline never preempted: "
-    sentence = (
-        f"{verdict}in the same {show_size(result.budget_bytes)}, {gave} "
-        f"({base.kv_blocks_peak:,} to {remap.kv_blocks_peak:,} blocks); {', '.join(parts)}; and {tokens}."
-    )
+    if remap.cold:
+        gave = _cold_words(result)
+    else:
+        if not base.preemptions:
+            verdict = "KV was not scarce, the baseline never preempted: "
+        gave += f" ({base.kv_blocks_peak:,} to {remap.kv_blocks_peak:,} blocks)"
+        preempted = (
+            f"preemptions went from {base.preemptions} to {remap.preemptions}"
+            if base.preemptions != remap.preemptions
+            else f"both runs preempted {base.preemptions} times"
+        )
+        parts[:0] = [preempted, f"recomputed tokens from {base.recomputed_tokens:,} to {remap.recomputed_tokens:,}"]
+    sentence = f"{verdict}in the same {show_size(result.budget_bytes)}, {gave}; {', '.join(parts)}; and {tokens}."
     return sentence[0].upper() + sentence[1:]
+
+
+def _cold_words(result: DemoResult) -> str:
+    """What has room, what was served, and how soon a cold model answers, beside what its load takes by itself."""
+    before, after = result.baseline.cold, result.remap.cold
+    words = (
+        f"which holds {after['models_fitting']:g} of {after['models']:g} models at once "
+        f"({after['requests_of_others']:g} of {result.requests} requests are for the others), remap served all"
+    )
+    load, ours, whole = before["cold_begin_s"], after["cold_first_pass_s"], before["cold_first_pass_s"]
+    if not load:
+        return f"{words}; no model had to leave"
+    return (
+        f"{words}; a cold model's first pass had ended {format_seconds(ours)} after its turn began ({ours / load:.2g} times its "
+        f"load), where whole models that leave and come back take {format_seconds(whole)}, {format_seconds(load)} of it to load"
+    )
 
 
 @dataclass(frozen=True)
@@ -325,6 +355,7 @@ def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
         return row(name, [f"{n[key]:,}" for n in found], _change(found[1][key], found[2][key]))
 
     rates = [run.tokens_per_s for run in runs]
+    away = "without memory" if result.remap.cold else "remapped"
     return [
         row("memory budget", [show_size(run.capacity_bytes) for run in runs]),
         row(
@@ -340,14 +371,33 @@ def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
         seconds("time between tokens P50", "tbt_p50_s"),
         seconds("time between tokens P99", "tbt_p99_s"),
         seconds("TPOT P99 (per request)", "tpot_p99_s"),
-        row("layers remapped (peak)", [f"{run.layers_remapped_peak:g} of {run.layers}" for run in runs]),
+        row(f"layers {away} (peak)", [f"{run.layers_remapped_peak:g} of {run.layers}" for run in runs]),
         row("layers over time", [sparkline(run.timeline, run.layers) for run in runs]),
         row("stall share", [f"{run.stall_fraction:.1%}" for run in runs]),
+        *_cold_rows(runs),
         row(
             "identical requests",
             ["reference", *(f"{identical_requests(run, runs[0])} of {result.requests}" for run in runs[1:])],
         ),
         *_tenant_rows(runs),
+    ]
+
+
+def _cold_rows(runs: Sequence[RunResult]) -> list[tuple[str, str, str, str, str]]:
+    """The rows of turns, if there were more models than memory. With ample memory no turn is a cold start."""
+    if not runs[2].cold:
+        return []
+
+    def row(name: str, key: str, show: Callable[[float], str], ample: str = "") -> tuple[str, str, str, str, str]:
+        values = [run.cold[ample or key if place == 0 else key] for place, run in enumerate(runs)]
+        change = _change(values[1], values[2])
+        return (name, *map(show, values), "" if change is None else f"{change:+.0%}")  # type: ignore[return-value]
+
+    return [
+        row("cold starts", "cold_starts", "{:,.0f}".format),
+        row("turn to pass begun P50", "cold_begin_s", format_seconds, "warm_begin_s"),
+        row("turn to pass ended P50", "cold_first_pass_s", format_seconds, "warm_first_pass_s"),
+        row("weights copied", "copied_bytes", lambda value: show_size(int(value))),
     ]
 
 
@@ -363,6 +413,10 @@ def _tenant_rows(runs: Sequence[RunResult]) -> list[tuple[str, str, str, str, st
     rows = []
     for name in runs[0].tenants:
         each = [run.tenants[name] for run in runs]
+        if runs[0].cold:
+            label = f"{name} ({show_size(int(each[0]['weight_bytes']))}) TTFT P99"
+            rows.append(row(label, "ttft_p99_s", [format_seconds(one["ttft_p99_s"]) for one in each], each))
+            continue
         blocks = [f"{one['kv_blocks_start']:,} to {one['kv_blocks_peak']:,}" for one in each]
         rows.append(row(f"{name} KV blocks", "kv_blocks_peak", blocks, each))
         for what, key in (("first token P99", "ttft_p99_s"), ("next token P99", "tbt_p99_s")):
@@ -377,6 +431,18 @@ IDENTICAL = (
 )
 
 
+# What the runs of more models than memory are.
+COLD = (
+    "baseline: as with a sleep mode, whole models leave (the one used longest ago first) and come back; a pass begins when all "
+    "layers have come. Turn to pass: of cold starts; unconstrained: of all turns. All models but SmolLM2 have random weights."
+)
+
+
+def caption(result: DemoResult) -> str:
+    """What a reader has to know of the table."""
+    return f"{COLD} {IDENTICAL[0].upper()}{IDENTICAL[1:]}" if result.remap.cold else IDENTICAL
+
+
 def table(result: DemoResult) -> Table:
     """The rich table of `table_rows`."""
     from rich.box import SIMPLE_HEAD
@@ -384,7 +450,7 @@ def table(result: DemoResult) -> Table:
 
     # Fits 80 columns: the default width of a terminal, and a log's.
     title = f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}"
-    drawn = Table(title=title, caption=IDENTICAL, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(title=title, caption=caption(result), caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)
     for kind in KINDS:
         drawn.add_column(kind, justify="right", style="bold" if kind == "remap" else None, no_wrap=True)

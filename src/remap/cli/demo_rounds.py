@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .demo_report import IDENTICAL, DemoResult, identical_requests, numbers, to_json
+from .demo_report import DemoResult, caption, identical_requests, numbers, to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,8 +69,9 @@ def rounds_rows(rounds: Sequence[DemoResult]) -> list[Row]:
         row("next token P50", "tbt_p50_s"),
         row("next token P99", "tbt_p99_s"),
         row("TPOT P99", "tpot_p99_s"),
-        row("layers remapped", "layers_remapped_peak", lambda n: f"{n:g}"),
+        row("layers away" if rounds[0].remap.cold else "layers remapped", "layers_remapped_peak", lambda n: f"{n:g}"),
         row("stall share", "stall_fraction", lambda share: f"{share:.1%}"),
+        *([row("cold start to pass", "cold_first_pass_s")] if rounds[0].remap.cold else []),
         ("same tokens", "reference", same, kept, ""),
     ]
 
@@ -86,7 +87,7 @@ def rounds_table(rounds: Sequence[DemoResult]) -> Table:
     from rich.table import Table
 
     title = f"median of {len(rounds)} alternating rounds (range)"
-    drawn = Table(title=title, caption=IDENTICAL, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(title=title, caption=caption(rounds[0]), caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)
     for kind in ("unconstrained", "baseline", "remap", "change"):
         drawn.add_column(

@@ -26,7 +26,7 @@ from remap.errors import Error, InvalidArgument
 from remap.model.footprint import footprint
 from remap.sizes import show_size
 
-from .demo_config import DemoConfig, Progress
+from .demo_config import FITTING_MODELS, DemoConfig, Progress
 from .demo_report import RunResult
 from .demo_requests import make_requests
 
@@ -158,6 +158,10 @@ def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -
 
     Raises the errors of loading, attaching and serving; the session is closed in any case.
     """
+    if config.tenants > FITTING_MODELS:
+        from .demo_cold import run_cold
+
+        return run_cold(kind, config, report)
     if config.tenants > 1:
         from .demo_tenants import run_tenants
 

@@ -8,8 +8,9 @@ while the others' KV caches and weights lie idle. With remap the model whose tur
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from remap.engine.metrics import StepSample
 from remap.errors import InvalidArgument
 from remap.sizes import show_size
 
-from .demo_config import MOST_TENANTS, DemoConfig, Progress
+from .demo_config import FITTING_MODELS, DemoConfig, Progress
 from .demo_report import RunResult
 from .shared_world import LARGE, SharedWorld, Wiring
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from remap.engine.engine import StepOutput
 
 
-__all__ = ["KV_SHARE", "build_world", "model_name", "run_tenants"]
+__all__ = ["KV_SHARE", "build_world", "deal", "model_name", "reporter", "run_tenants", "summed"]
 
 # Without a budget of the user's: KV as a share of the weights. Oneiros' combinations have 0.04 to 0.38.
 KV_SHARE = 0.1
@@ -45,9 +46,9 @@ def build_world(config: DemoConfig) -> SharedWorld:
     The budget is config.budget_bytes; 0 means the weights and a tenth of them. Raises InvalidArgument (fields tenants,
     or budget and least) if there are fewer models, or if they do not fit.
     """
-    if not 2 <= config.tenants <= MOST_TENANTS:
+    if not 2 <= config.tenants <= FITTING_MODELS:
         raise InvalidArgument(
-            f"tenants must be from 1 to {MOST_TENANTS}, got {config.tenants}; nothing was loaded",
+            f"tenants must be from 1 to {FITTING_MODELS}, got {config.tenants}; nothing was loaded",
             tenants=config.tenants,
         )
     preset = replace(
@@ -109,25 +110,26 @@ def make_room(world: SharedWorld, requests: Mapping[str, list[Request]], config:
 
 
 def make_requests(world: SharedWorld, config: DemoConfig) -> dict[str, list[Request]]:
-    """The demo's prompts, given to the tenants in turn.
-
-    A model with random weights reads the same ids, as far as its vocabulary has them.
-    """
-    from remap.engine import Request
-
+    """The demo's prompts, given to the tenants in turn."""
     from . import smollm2
     from .demo_requests import make_requests as real_requests
 
     _, tokenizer, _ = smollm2.load(config.dtype)
     real = real_requests(tokenizer, config.requests, frozenset([tokenizer.eos_token_id]))
+    return deal(world, zip(itertools.cycle(world.names), real, strict=False))
+
+
+def deal(world: SharedWorld, requests: Iterable[tuple[str, Request]]) -> dict[str, list[Request]]:
+    """Tenant -> its requests. A model with random weights reads the same ids, as far as its vocabulary has them, and stops at
+    none."""
     made: dict[str, list[Request]] = {name: [] for name in world.names}
-    for index, request in enumerate(real):
-        name = world.names[index % len(world.names)]
-        if index % len(world.names):
+    for name, request in requests:
+        mine = request
+        if name != world.names[0]:
             top = world.vocabulary(name)
-            sampling = replace(request.sampling, stop_token_ids=frozenset())
-            request = Request(request.id, tuple(token % top for token in request.prompt), sampling)
-        made[name].append(request)
+            prompt = tuple(token % top for token in request.prompt)
+            mine = replace(request, prompt=prompt, sampling=replace(request.sampling, stop_token_ids=frozenset()))
+        made[name].append(mine)
     return made
 
 
@@ -146,7 +148,7 @@ def run_tenants(kind: str, config: DemoConfig, report: Callable[[Progress], None
         "temporal",
         quantum_s=QUANTUM_S,
         ample=kind == "unconstrained",
-        on_step=_reporter(requests, report),
+        on_step=reporter(requests, report),
     )
     return summed(kind, world, requests, result)
 
@@ -198,7 +200,7 @@ def summed(kind: str, world: SharedWorld, requests: Mapping[str, list[Request]],
     )
 
 
-def _reporter(
+def reporter(
     requests: Mapping[str, list[Request]], report: Callable[[Progress], None]
 ) -> Callable[[SharedEngines, Mapping[str, StepOutput]], None]:
     """As the on_step of demo_run, over all tenants."""

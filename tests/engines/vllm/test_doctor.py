@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 
 from remap.adapters import touched
@@ -19,6 +21,20 @@ def test_this_vllm_can_be_entered():
     found = levels()
     assert set(found.values()) <= {"ok", "note"}
     assert found["vllm"] == found["entry points"] == found["what the adapter touches"] == found["how to enter"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("there", "command"), [(True, "vllm serve MODEL"), (False, "python -m vllm.entrypoints.openai")]
+)
+def test_the_command_is_one_that_starts(monkeypatch: pytest.MonkeyPatch, there: bool, command: str):
+    def version(name: str) -> str:
+        if not there:
+            raise PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(doctor_vllm, "version", version)
+    (said,) = (check.found for check in doctor_vllm.checks() if check.what == "how to enter")
+    assert said.startswith(f"REMAP_ENABLE=1 {command}")
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "strange"])
