@@ -143,11 +143,12 @@ class PausedKV:
     def want(self, giver: TenantState, receiver: TenantState, blocks: int) -> int:
         """How many live blocks the giver's engine is to free, before `give` can give that many of the receiver's. Uses its offer
         up."""
-        # One block more: pages at both ends may hold a part of a block that stays.
+        # One block more: pages at both ends may hold a part of a block that stays. At least one: what is unused is in no whole
+        # pages yet, and would be in none in the next step.
         lacking = (
             -(-blocks * receiver.kv.spec.block_bytes // giver.kv.spec.block_bytes) + 1 - self._unused.unused(giver)
         )
-        wanted = max(0, min(lacking, self._movable(giver)))
+        wanted = min(max(1, lacking), self._movable(giver))
         if wanted:
             giver.kv.use_offer()
         return wanted

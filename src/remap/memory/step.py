@@ -100,6 +100,8 @@ class Steps:
                 short = _short(self._tenants[name], wanted)
                 if name not in entries and short:
                     entries[name] = Entry(short=short, unmet=short, reason=f"the step ended before its turn: {error}")
+        if not entries:
+            return entries
         left = {name: entry.rest for name, entry in entries.items() if entry.rest is not None}
         if left:
             givers = [self._tenants[take.donor] for decision in left.values() for take in decision.takes]
