@@ -146,6 +146,8 @@ class StepReport:
     if the step decided something that has to wait, for example for blocks that must leave first; the reason says so.
 
     moved: tenant -> {old block id: new block id}. The engine patches its block tables before it uses any of them.
+    wanted: paused tenant -> how many of its live blocks its engine is to copy to host memory and free, or fewer; it has offered
+    them (`kv.host.offer`). If it frees some, the same step once more finds their pages, for the tenants whose reasons say so.
     remapped: tenant -> layers' worth after the step. unmet_blocks: demand that no donor could meet. reason: one
     sentence each.
     """
@@ -158,3 +160,4 @@ class StepReport:
     unmet_blocks: Mapping[str, int] = field(default_factory=dict)
     predicted_stall_s: Mapping[str, float] = field(default_factory=dict)
     reason: Mapping[str, str] = field(default_factory=dict)
+    wanted: Mapping[str, int] = field(default_factory=dict)

@@ -155,6 +155,7 @@ class FakeTenant:
 @dataclass(frozen=True)
 class FakeReport:
     moved: dict[str, dict[int, int]] = field(default_factory=dict)
+    wanted: dict[str, int] = field(default_factory=dict)
 
 
 class FakeSession:

@@ -159,6 +159,7 @@ def make_op(rng: random.Random, kind: str, page: int) -> Op:
         (4, lambda: ["activate", name, rng.random() < 0.2, rng.choice([False, False, True, 0.5])]),
         (2, lambda: ["deactivate", name, rng.random() < 0.3]),
         (1, lambda: ["expect", name]),
+        (2, lambda: ["offer", name, rng.random(), rng.choice([0.0, 0.5, 1.0, 1.0, 3.0])]),
         (3, lambda: ["crowd", name, share, rng.randint(1, 4), rng.random() < 0.7]),
         (5, lambda: ["allocate", name, share]),
         (4, lambda: ["free", name, rng.choice([1, 1, 2, 3]), rng.randint(0, 2)]),
@@ -200,6 +201,7 @@ class Engine(sharing_worlds.Engine):
         self.addresses = self.addresses_now()
         self.held: dict[int, int] = {}
         self._next = 0
+        self.answer = 0.0  # to a report that wants blocks: the share of these that it frees
         self.external: External | None = None
         if made.get("external"):
             self.external = External(self.tenant, made["external"] == "prompt")
@@ -494,12 +496,32 @@ class World:
             if engine is not None and engine.tenant.active:
                 wanted[name] = remap.Demand(blocks, free=len(engine.external.free) if engine.external else None)
         report = self.call(lambda: self.session.step(wanted), partly=True)
+        if isinstance(report, remap.StepReport) and not self.ended and self.answer(report):
+            report = self.call(lambda: self.session.step(wanted), partly=True)
         if isinstance(report, remap.StepReport) and not self.ended:
             for name, demanded in wanted.items():
                 engine = self.engines[name]
                 if not engine.external and engine.kv.free_blocks < demanded.blocks:
                     unmet = report.unmet_blocks.get(name, 0)
                     expect(unmet > 0, f"{name} has too few blocks, and the report does not say so")
+
+    def answer(self, report: Any) -> bool:
+        """The engines free as many of the blocks that it wants as they do. Whether a block was freed."""
+        freed = False
+        for name, blocks in report.wanted.items():
+            engine = self.engines[name]
+            expect(not engine.tenant.active, f"blocks of {name} are wanted in its turn")
+            expect(0 < blocks <= len(engine.held), f"{blocks} blocks of {name} are wanted, it has {len(engine.held)}")
+            leaving = sorted(engine.held)[: int(engine.answer * blocks)]
+            engine.free(leaving)
+            freed = freed or bool(leaving)
+        return freed
+
+    def op_offer(self, name: str, share: float, answer: float) -> None:
+        engine = self.engines.get(name)
+        if engine is not None and not engine.external:
+            engine.answer = answer
+            self.call(lambda: engine.kv.offer(int(share * len(engine.held))), OutOfMemory)
 
     def op_quiet(self, times: int) -> None:
         for _ in range(times):
@@ -538,9 +560,10 @@ class World:
         report = self.call(lambda: self.session.activate(name, alone=alone, partial=partial), OutOfMemory)
         if isinstance(report, BaseException) or self.ended:
             return
-        for _ in range(3):
+        for _ in range(4):
             if report.activated:
                 break
+            self.answer(report)
             for other, blocks in report.preempt.items():
                 engine = self.engines[other]
                 expect(bool(set(blocks) & set(engine.held)) or bool(engine.external), "preempt names no live block")

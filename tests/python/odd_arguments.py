@@ -171,8 +171,7 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "HostKV.free": (lambda w: w.a.tenant.kv.host.free, {"host_ids": lambda w: w.hosts}),
     "HostKV.stream": (lambda w: w.a.tenant.kv.host.stream, {"host_ids": lambda w: w.hosts}),
     "TenantKV.on_stream": (lambda w: inside(w.a.tenant).kv.on_stream, {"streamable": lambda w: int}),
-    "HostKV.on_reclaim": (lambda w: w.a.tenant.kv.host.on_reclaim, {"reclaim": lambda w: print, "reclaimable": lambda w: int}),
-    "TenantKV.reclaim": (lambda w: inside(w.a.tenant).kv.reclaim, {"blocks": 1}),
+    "HostKV.offer": (lambda w: w.a.tenant.kv.host.offer, {"blocks": 1}),
     "advanced.inside": (lambda w: advanced.inside, {"tenant": lambda w: w.a.tenant}),
     "KVCache.subscribe": (lambda w: w.a.tenant.kv.subscribe, {"listener": lambda w: lambda *_: None, "external": False}),
 }  # fmt: skip
@@ -189,8 +188,8 @@ INSIDE = {
     "KVCache": (),
     "HostKV": (),
     "TenantKV": (
-        "abandon", "allocate", "arrived", "copy_in", "copy_out", "free", "free_host", "join", "kept", "move", "on_reclaim",
-        "open_host", "reading", "retire", "returned", "stream", "subscribe",
+        "abandon", "allocate", "arrived", "copy_in", "copy_out", "free", "free_host", "join", "kept", "move", "offer",
+        "open_host", "reading", "retire", "returned", "stream", "subscribe", "use_offer",
     ),
     "advanced": (),
     "schedule": (),

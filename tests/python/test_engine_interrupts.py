@@ -243,14 +243,14 @@ class Mover:
         self.calls += 1
         pool = self.pool
         if self.calls % 2:
-            return SimpleNamespace(moved={})
+            return SimpleNamespace(moved={}, wanted={})
         old, places = sorted(pool.held), sorted([*pool.held, *pool.free_ids])
         new = random.Random(self.calls).sample(places, len(old))
         contents = [pool.content.pop(block, ("", 0, 0)) for block in old]
         pool.content.update(zip(new, contents))
         pool.held = set(new)
         pool.free_ids = [block for block in places if block not in pool.held]
-        return SimpleNamespace(moved={"m": dict(zip(old, new))})
+        return SimpleNamespace(moved={"m": dict(zip(old, new))}, wanted={})
 
 
 def looping(seed: int) -> Callable[[Sweep], None]:

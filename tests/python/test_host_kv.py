@@ -66,7 +66,7 @@ def kv_places(kvs: list[Any]) -> set[tuple[int, int]]:
     return {(kv.host.address, kv.host.address + kv.host.nbytes) for kv in kvs}
 
 
-@pytest.mark.parametrize("asks", ["open_host", "on_reclaim", "copy_out"])
+@pytest.mark.parametrize("asks", ["open_host", "offer", "copy_out"])
 def test_whoever_asks_has_as_many_blocks_as_its_kv_can_ever_have(asks: str) -> None:
     with session_of(most=20) as session:
         kv = session._tenants["m"].kv
@@ -74,12 +74,12 @@ def test_whoever_asks_has_as_many_blocks_as_its_kv_can_ever_have(asks: str) -> N
         write_block(session._tenants["m"], block, 77)
         if asks == "open_host":
             assert kv.open_host() == 20
-        elif asks == "on_reclaim":
-            kv.on_reclaim(lambda blocks: None, lambda: 0)
+        elif asks == "offer":
+            kv.offer(0)
             assert kv.reclaims
         hosts = kv.copy_out([block])
         books, address = kv.host.books, kv.host.address
-        kv.on_reclaim(lambda blocks: None, lambda: 0)
+        kv.offer(0)
         assert kv.open_host() == kv.host.total == 20 and (kv.host.books, kv.host.address) == (books, address)
         assert held(session) == 20 * BLOCK
         kv.free([block])  # behind the copy
@@ -108,7 +108,7 @@ def test_a_machine_without_spare_memory_serves_as_before(
     with session_of() as session:
         spare(spared, "cgroup")
         kv = session._tenants["m"].kv
-        kv.on_reclaim(lambda blocks: None, lambda: 0)
+        kv.offer(0)
         assert kv.open_host() == 0 and not kv.reclaims and held(session) == 0
         with pytest.raises(OutOfBlocks, match="host_kv"):
             kv.copy_out(kv.allocate(1))
@@ -176,7 +176,7 @@ def test_a_part_without_room_for_a_block_is_nobodys() -> None:
 def test_none_when_none_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
     with session_of(host_kv=0) as session:
         kv = session._tenants["m"].kv
-        kv.on_reclaim(lambda blocks: None, lambda: 0)
+        kv.offer(0)
         assert kv.open_host() == 0 and not kv.reclaims
     assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
 
@@ -204,7 +204,7 @@ def test_what_is_refused_later(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         assert "no more locked memory" in caplog.text
     with session_of(host_kv=4 * BLOCK) as session:
         kv = session._tenants["m"].kv
-        for ask in (kv.open_host, lambda: kv.on_reclaim(print, lambda: 0), lambda: kv.copy_out(kv.allocate(1))):
+        for ask in (kv.open_host, lambda: kv.offer(0), lambda: kv.copy_out(kv.allocate(1))):
             with pytest.raises(LimitExceeded) as caught:
                 ask()
             assert caught.value is refused and kv.host.total == held(session) == 0 and not kv.reclaims

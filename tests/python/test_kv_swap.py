@@ -665,7 +665,7 @@ def test_layers_may_go_that_can_come_home_within_a_turn() -> None:
         tenants = [session.attach_bytes(make_layers((1, 1)), name=name, kv=spec) for name in "ab"]
         for tenant in tenants:
             assert session._offers.inactive._ahead() == 0.0
-            tenant.kv.host.on_reclaim(lambda blocks: None, lambda: 0)
+            tenant.kv.host.offer(0)
         assert session._offers.inactive._ahead() == 0.0  # no turn has ended yet
         for name in "abab":
             session.activate(name, alone=True)

@@ -49,7 +49,7 @@ def test_a_kv_cache_has_twelve_names_and_so_has_its_host_memory(tenant: remap.Te
     numbers = {"usable_blocks", "free_blocks", "live_blocks", "max_blocks"}
     assert isinstance(tenant.kv, KVCache)
     assert names(tenant.kv) == {*calls, *numbers, "spec", "tensors", "memory", "host"}
-    copies = {"copy_out", "copy_in", "arrived", "join", "kept", "free", "stream", "on_reclaim", "open"}
+    copies = {"copy_out", "copy_in", "arrived", "join", "kept", "free", "stream", "offer", "open"}
     assert isinstance(tenant.kv.host, HostKV)
     assert names(tenant.kv.host) == {*copies, "total", "free_blocks", "streamable_blocks"}
 
@@ -66,6 +66,9 @@ def test_a_name_that_has_moved_works_and_says_where_it_is(tenant: remap.Tenant) 
         with pytest.warns(DeprecationWarning, match="goes with the next release") as told:
             assert getattr(asked, name) == now
         assert place in str(told[0].message) and told[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=r"HostKV\.on_reclaim .* use offer") as told:
+        tenant.kv.host.on_reclaim(pytest.fail, lambda: pytest.fail("nothing calls an engine"))
+    assert told[0].filename == __file__ and tenant.kv.host.total > 0 and not within.kv.reclaims
     for asked in (tenant, tenant.kv, tenant.kv.host):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

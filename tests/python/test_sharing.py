@@ -67,6 +67,7 @@ class Report:
     restored: tuple = (1, 2)
     streamed: tuple = (0,)
     reason: str = "live blocks of others stand in the way"
+    wanted: dict = field(default_factory=dict)
 
 
 class ArenaDouble:

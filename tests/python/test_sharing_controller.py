@@ -149,7 +149,7 @@ def test_unused_kv_that_a_paused_tenant_will_miss_is_taken_when_it_is_cheapest(
         i.allocate(2)
         if swaps:
             for engine in (r, i):
-                engine.kv.on_reclaim(lambda blocks: pytest.fail("the unused ones were enough"), lambda: 2)
+                engine.kv.offer(2)
         world.step(i=5)
         world.session.deactivate("i")
         world.session._offers._activity.expected_s = lambda name, now: next_use_s  # type: ignore[method-assign]
@@ -157,7 +157,8 @@ def test_unused_kv_that_a_paused_tenant_will_miss_is_taken_when_it_is_cheapest(
         assert (world.session._offers.unused_kv.surplus(state), world.session._offers.unused_kv.unused(state)) == (0, 5)
         hold(r, 99)
         seen = watch(world, "r")
-        assert not world.step(r=2).unmet_blocks
+        report = world.step(r=2)
+        assert not report.unmet_blocks and not report.wanted, "the unused ones were enough"
         if (
             swaps and next_use_s == 90.0
         ):  # an idle layer of two pages is copied in sooner than three blocks of a page each

@@ -307,7 +307,7 @@ class Arena:
         for engine in self.engines.values():
             kv, may_leave = engine.tenant.kv.host, side.swaps and side.decides == "session"
             engine.scheduler.swap = side.swaps
-            kv.on_reclaim(engine.release if may_leave else _keeps, engine.releasable if may_leave else _nothing)
+            kv.offer(engine.releasable() if may_leave else 0)
         if not side.weights:
             self._hold()
         return {"": None, "whole": self.whole, "session": self.session}[side.decides]
@@ -379,14 +379,6 @@ class Arena:
 
 def _kv_pages(tenant: Any) -> int:
     return len(inside(tenant).kv.pool.owned_slots())
-
-
-def _keeps(blocks: int) -> None:
-    """Live blocks stay where they are."""
-
-
-def _nothing() -> int:
-    return 0
 
 
 def _pages(shape: ModelShape, first: Any, page_bytes: int) -> int:

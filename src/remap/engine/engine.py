@@ -101,8 +101,7 @@ class Engine(ABC):
         self._landing = False  # or a pass's tokens are being noted, or an interrupt came then: see `_catch_up`
         self._ended: dict[str, Output] = {}  # of whom no step's output has told yet
         self.reset_metrics()
-        if scheduler.swap:
-            self._kv.on_reclaim(self.release, self.releasable)
+        self.offer()
 
     @abstractmethod
     def add_request(self, request: Any, *, arrived_s: float | None = None) -> None:
@@ -190,16 +189,26 @@ class Engine(ABC):
             self.scheduler.preempt(sequence, self._kv)
             self.metrics.preemptions += 1
             victims.append(sequence.id)
+        self.offer()
         return tuple(victims)
 
-    def release(self, blocks: int) -> None:
+    def release(self, blocks: int) -> int:
         """Free `blocks` blocks for others, between turns, or all that can go: the youngest requests first. Their KV goes to
-        host memory."""
+        host memory. Returns how many blocks have gone."""
+        before = self._kv.live_blocks
         for sequence, fits in self._leaving():
             if blocks <= 0 or not fits:
-                return
+                break
             blocks -= sequence.held_blocks
             self.scheduler.preempt(sequence, self._kv)
+        self.offer()
+        return before - self._kv.live_blocks
+
+    def offer(self) -> None:
+        """Offer what `release` could free to other tenants, if the engine swaps: whenever that has changed while its turn is
+        over."""
+        if self.scheduler.swap:
+            self._kv.offer(self.releasable())
 
     def releasable(self) -> int:
         """Blocks that `release` could free now: host memory has room for the part of them that it does not hold yet."""
@@ -224,12 +233,14 @@ class Engine(ABC):
         if self.scheduler.swap:
             self._settle()
             self.scheduler.save(self._kv, complete=soon)
+            self.offer()
 
     def bring_back(self) -> None:
         """The engine's turn will begin soon: KV of its requests comes back from host memory, if it swaps."""
         if self.scheduler.swap:
             self._settle()
             self.scheduler.bring_back(self._kv)
+            self.offer()
 
     def advance(self, begin: float | None = None) -> StepOutput:
         """`step` without asking the session: the caller has done that. begin: when the step began (default: now)."""

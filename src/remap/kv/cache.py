@@ -96,8 +96,7 @@ class TenantKV:
         self.streamed = StreamedBlocks(geometry)
         self.copied_out_bytes = self.copied_in_bytes = 0
         self._streamable: Callable[[], int] | None = None
-        self._reclaim: Callable[[int], object] | None = None
-        self._reclaimable: Callable[[], int] | None = None
+        self._offer: int | None = None  # None: the engine never frees live blocks for others
 
     # An engine calls these from its own thread, while another thread's change may be under way.
 
@@ -218,7 +217,7 @@ class TenantKV:
 
     def open_host(self) -> int:
         """Take the host memory that `Session(host_kv=)` gives to this tenant's KV, if its `KVSpec.host_blocks` leaves that open.
-        Returns how many host blocks the tenant has. `on_reclaim` and the first `copy_out` do it as well.
+        Returns how many host blocks the tenant has. The first `offer` and the first `copy_out` do it as well.
 
         Between passes: on a GPU it page-locks memory, some tenths of a second for each GiB. Done once: later calls change
         nothing. Where "auto" finds no memory to spare there are 0, and a line of log says why. Raises OutOfMemory or
@@ -228,31 +227,30 @@ class TenantKV:
             self._turn.exclusively(self._take_host)
         return self.host.total
 
-    def on_reclaim(self, reclaim: Callable[[int], object], reclaimable: Callable[[], int]) -> None:
-        """While the tenant is inactive, others may need its pages. reclaim(blocks) is asked to free that many live blocks, by
-        copying them out, or fewer; reclaimable() says how many it could free now. Both are called inside `session.step`,
-        before anything changes. Raises as `open_host` does."""
-        _require_call("reclaim", reclaim)
-        _require_call("reclaimable", reclaimable)
-        self.open_host()
-        self._reclaim, self._reclaimable = reclaim, reclaimable
+    def offer(self, blocks: int) -> None:
+        """The engine says that it could free that many live blocks now, by copying them out: others may need their pages while
+        the tenant is inactive. A report that wants some (`StepReport.wanted`) uses the offer up, until the next one. Raises
+        InvalidArgument, or as `open_host` does; the offer stays as it was then."""
+        if not is_count(blocks):
+            raise invalid("blocks", blocks, "an int of at least 0")
+        if self._offer is None:
+            self.open_host()
+        self._offer = blocks
 
     @property
     def reclaims(self) -> bool:
         """Whether the engine can free live blocks by copying them out."""
-        return self._reclaim is not None and self.host.total > 0
+        return self._offer is not None and self.host.total > 0
 
     @property
     def reclaimable_blocks(self) -> int:
-        """Live blocks that `reclaim` could free now."""
-        return self._reclaimable() if self.reclaims and self._reclaimable is not None else 0
+        """Live blocks that the engine has offered, and was not asked for since."""
+        return min(self._offer, self.pool.live_blocks) if self._offer and self.reclaims else 0
 
-    def reclaim(self, blocks: int) -> None:
-        """Ask the engine to free `blocks` live blocks, or fewer."""
-        if not is_count(blocks):
-            raise invalid("blocks", blocks, "an int of at least 0")
-        if self._reclaim is not None and blocks > 0:
-            self._reclaim(blocks)
+    def use_offer(self) -> None:
+        """A report asks for blocks of it. One that the engine ignores is not repeated: it might never answer."""
+        if self._offer is not None:
+            self._offer = 0
 
     def subscribe(self, listener: Listener, *, external: bool = False) -> None:
         """Call listener(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks.
@@ -336,7 +334,7 @@ class TenantKV:
         self._tensors = None
         self._memory = _gone
         self._host_store = None
-        self._streamable = self._reclaim = self._reclaimable = None
+        self._streamable = self._offer = None
 
     def _allocate(self, got: list[list[int]], count: int) -> None:
         """Puts what it takes into `got`: then it has happened."""

@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from remap.kv.cache import TenantKV
 from remap.kv.host import HostBlocks
 from remap.kv.pool import Listener
 from remap.kv.spec import KVSpec
-from remap.moved import moved
+from remap.moved import goes, moved
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ class HostKV:
 
     def open(self) -> int:
         """Take the host memory that `Session(host_kv=)` gives to this tenant's KV, if its `KVSpec.host_blocks` leaves that open.
-        Returns how many host blocks the tenant has. `on_reclaim` and the first `copy_out` do it as well.
+        Returns how many host blocks the tenant has. The first `offer` and the first `copy_out` do it as well.
 
         Between passes: on a GPU it page-locks memory, some tenths of a second for each GiB. Done once: later calls change
         nothing. Where "auto" finds no memory to spare there are 0, and a line of log says why. Raises OutOfMemory or
@@ -105,14 +106,26 @@ class HostKV:
         tenant's settings allow, as certified from measured times; 0 before the first decode pass."""
         return self._kv.streamable_blocks
 
-    def on_reclaim(self, reclaim: Callable[[int], object], reclaimable: Callable[[], int]) -> None:
-        """While the tenant is inactive, others may need its pages. reclaim(blocks) is asked to free that many live blocks, by
-        copying them out, or fewer; reclaimable() says how many it could free now. `session.step` calls both, before anything
-        changes. Raises as `open` does."""
-        self._kv.on_reclaim(reclaim, reclaimable)
+    def offer(self, blocks: int) -> None:
+        """Say that the engine could free that many live blocks now, by copying them out: others may need their pages while the
+        tenant is inactive.
+
+        `StepReport.wanted` and `ActivationReport.wanted` say how many they want: copy as many out, or fewer, free them, offer
+        what is left, and make the same call again, which finds their pages. A report that wants some uses the offer up: an
+        engine that ignores it is not asked again before its next offer. Raises InvalidArgument, or as `open` does; the offer
+        stays as it was then.
+        """
+        self._kv.offer(blocks)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "on_reclaim":
+            warnings.warn(goes("HostKV.on_reclaim", "offer, and wanted of reports"), DeprecationWarning, stacklevel=2)
+            return self._unheard
         return moved(self, name, "_books", "advanced.inside(tenant).kv.host")
+
+    def _unheard(self, reclaim: object, reclaimable: object) -> None:
+        """What `on_reclaim` is now: nothing calls an engine, so this one's live blocks stay where they are."""
+        self.open()
 
     @property
     def _books(self) -> HostBlocks:

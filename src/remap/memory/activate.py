@@ -48,6 +48,7 @@ class ActivationReport:
     preempt: tenant -> live blocks to free (or as many others of that tenant) before a second call can succeed.
     restored: the layers that came home and are loading. streamed: the layers that still are not home.
     predicted_stall_s: by how much loading will delay the end of the first pass, for a short prompt.
+    wanted: as in `StepReport`, for a tenant without pages. Nothing was tried: a second call counts as the same activation.
     """
 
     activated: bool
@@ -58,6 +59,7 @@ class ActivationReport:
     streamed: tuple[int, ...] = ()
     predicted_stall_s: float = 0.0
     reason: str = ""
+    wanted: Mapping[str, int] = field(default_factory=dict)
 
 
 def deactivate(changes: Changes, tenant: TenantState) -> None:
@@ -83,6 +85,10 @@ def activate(
     came: tuple[int, ...] = ()
     tenant.expected = False
     if tenant.pages.cold:
+        wanted = cold.want(tenant)
+        if wanted:
+            reason = f"engines are to free live blocks first, {wanted}, for layers of {tenant.name}"
+            return ActivationReport(False, changes.arena.epoch, streamed=tenant.streamed, reason=reason, wanted=wanted)
         try:
             came, problem = cold.bring(tenant)
         except OutOfBlocks as error:

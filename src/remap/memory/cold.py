@@ -82,6 +82,29 @@ class Cold:
 
         return self._come(tenant, layers, bring)
 
+    def want(self, tenant: TenantState) -> dict[str, int]:
+        """Paused tenant -> live blocks that its engine is to free before `bring`, for pages that neither unused KV nor idle
+        models give. Uses these offers up."""
+        short = self._choose(tenant, sorted(tenant.pages.cold)).short
+        waiting = {one.name: one for one in self._givers(tenant) if not one.active and paused(one)}
+        wanted: dict[str, int] = {}
+        if short <= 0 or not any(one.kv.reclaimable_blocks for one in waiting.values()):
+            return wanted
+        offered, _ = self._offered(tenant)
+        if short > sum(offered.values()):  # `bring` says so
+            return wanted
+        short -= sum(pages for name, pages in offered.items() if name not in waiting)
+        taker = _Taker(-1 - tenant.number, tenant.placed)
+        for name, one in waiting.items():
+            page, block = one.kv.geometry.page_bytes, one.kv.spec.block_bytes
+            short -= len(self._lending.idle_slots(one, taker, max(0, short), self._offers.unused_kv.unused(one)))
+            blocks = min(-(-short * page // block) + 1, one.kv.reclaimable_blocks) if short > 0 else 0
+            if blocks:
+                wanted[name] = blocks
+                one.kv.use_offer()
+                short -= blocks * block // page
+        return wanted
+
     def expect(self, tenant: TenantState) -> tuple[tuple[int, ...], str]:
         """As `bring`, for as many of the first cold layers as find pages that cost no tenant anything: free ones, unused KV, and
         layers that idle tenants need not keep (`_gifts`). Raises the backend's error alone."""
@@ -242,9 +265,7 @@ class Cold:
             return gifts
         gifts += [partial(self.give_layers, one) for one in idle]
         gifts += [partial(self._give_blocks, one) for one in idle]
-        for one in waiting:
-            gifts.append(partial(self._give_paused, one))
-            gifts.append(partial(self._give_unused, one, taker, unused.unused))
+        gifts += [partial(self._give_unused, one, taker, unused.unused) for one in waiting]
         gifts += [partial(self.give_layers, one) for one in waiting]
         gifts += [partial(self._give_blocks, one) for one in waiting]
         return gifts
@@ -268,12 +289,6 @@ class Cold:
         if freed:
             plan = plan_free_pages(tenant.pages, freed, give=False)
             self._changes.exchange(tenant, plan, sorted(slot for page in freed for slot in tenant.slots_of([page])))
-
-    def _give_paused(self, giver: TenantState, pages: int) -> None:
-        """Its engine copies as many blocks to host memory as `pages` pages hold."""
-        blocks = -(-pages * giver.kv.geometry.page_bytes // giver.kv.spec.block_bytes) + 1
-        if giver.kv.reclaimable_blocks:
-            giver.kv.reclaim(min(blocks, giver.kv.reclaimable_blocks))
 
     def give_layers(self, giver: TenantState, pages: int, keep: int = 0) -> None:
         """`pages` pages of layers of a tenant that serves no pass become free, for good: all that stream, then the last ones, and

@@ -10,8 +10,8 @@
     inactive layers   a tenant's last layers, up to what its first prefill hides and its targets leave
     active layers     layers of a tenant that serves, or is about to, within its own slowdown; the receiver's own layers
                       compete with them (Controller.offers)
-    paused KV         what a tenant that waits for its turn keeps of its unused KV, and its live blocks, which its engine copies
-                      to host memory first
+    paused KV         what a tenant that waits for its turn keeps of its unused KV, and its live blocks: the report wants these,
+                      its engine copies them to host memory and frees them, and the next step finds them unused
 
 `policy/donors/supply.py` chooses among the quotes, by what they cost; the executor never learns which donor it serves.
 Sources: Oneiros section 5.1 (layers of inactive models and of active ones); KV and the exact cap are ours.
@@ -65,7 +65,9 @@ class Donor(Protocol):
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]: ...
 
-    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None: ...
+    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> int:
+        """Returns how many pages have become free."""
+        ...
 
 
 class UnusedKV:
@@ -106,8 +108,8 @@ class UnusedKV:
             [Quote(giver.name, self.kind, blocks, 0.0, 0.0, 0.0, Take(giver.name, self.kind, blocks))] if blocks else []
         )
 
-    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
-        self._lending.give_idle(giver, take.blocks, receiver, self.surplus(giver))
+    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> int:
+        return self._lending.give_idle(giver, take.blocks, receiver, self.surplus(giver))
 
 
 class PausedKV:
@@ -135,19 +137,28 @@ class PausedKV:
         reload = missed * giver.kv.spec.block_bytes * giver.timing.copy_seconds() / nbytes if nbytes else 0.0
         return [Quote(giver.name, self.kind, blocks, 0.0, reload, share, Take(giver.name, self.kind, blocks))]
 
-    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
-        # One block more: pages at both ends may hold a part of a block that stays.
-        blocks = -(-take.blocks * receiver.kv.spec.block_bytes // giver.kv.spec.block_bytes) + 1 - self._kept(giver)
-        if blocks > 0 and self._movable(giver):
-            giver.kv.reclaim(blocks)
-        self._lending.give_idle(giver, take.blocks, receiver, self._unused.unused(giver))
+    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> int:
+        return self._lending.give_idle(giver, take.blocks, receiver, self._unused.unused(giver))
+
+    def want(self, giver: TenantState, receiver: TenantState, blocks: int) -> int:
+        """How many live blocks the giver's engine is to free, before `give` can give that many of the receiver's. Uses its offer
+        up."""
+        # One block more: pages at both ends may hold a part of a block that stays. At least one: what is unused is in no whole
+        # pages yet, and would be in none in the next step.
+        lacking = (
+            -(-blocks * receiver.kv.spec.block_bytes // giver.kv.spec.block_bytes) + 1 - self._unused.unused(giver)
+        )
+        wanted = min(max(1, lacking), self._movable(giver))
+        if wanted:
+            giver.kv.use_offer()
+        return wanted
 
     def _kept(self, giver: TenantState) -> int:
         """Unused blocks that it keeps for its next turn."""
         return self._unused.unused(giver) - self._unused.surplus(giver) if paused(giver) else 0
 
     def _movable(self, giver: TenantState) -> int:
-        """Live blocks that its engine can copy to host memory."""
+        """Live blocks that its engine can copy to host memory, by its own word."""
         return 0 if giver.active or self._stuck() else giver.kv.reclaimable_blocks
 
 
@@ -158,8 +169,8 @@ class _Layers:
         self._changes = changes
         self._lending = lending
 
-    def give(self, giver: TenantState, receiver: Taker, take: Take) -> None:
-        self._lending.lend(
+    def give(self, giver: TenantState, receiver: Taker, take: Take) -> int:
+        return self._lending.lend(
             giver,
             take.remapped,
             take.buffers,

@@ -5,7 +5,9 @@ that raises loses nothing."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from remap.policy.views import Decision
 
 __all__ = ["Entries", "Entry", "ended_early", "merge"]
 
@@ -13,13 +15,16 @@ __all__ = ["Entries", "Entry", "ended_early", "merge"]
 @dataclass
 class Entry:
     """added: blocks that became usable. unmet: blocks of the demand that are lacking; short: that were, before. stall: certified
-    seconds per pass, of what streams. An entry is in its report as soon as something has changed for the tenant."""
+    seconds per pass, of what streams. wanted: donor -> live blocks that its engine is to free; rest: what is to be done then.
+    An entry is in its report as soon as something has changed for the tenant."""
 
     added: int = 0
     unmet: int = 0
     stall: float = 0.0
     reason: str = ""
     short: int = 0
+    wanted: dict[str, int] = field(default_factory=dict)
+    rest: Decision | None = None
 
 
 Entries = dict[str, Entry]

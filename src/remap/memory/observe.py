@@ -46,7 +46,7 @@ class Log:
                 "decision", name, record.reason, epoch=epoch, unmet_blocks=entry.unmet, certified_ms=1e3 * entry.stall
             )
             tenant = tenants[name]
-            if entry.short:
+            if entry.short and not entry.wanted:  # what is wanted may be found yet
                 tenant.shortages_met += not entry.unmet
                 tenant.shortages_unmet += entry.unmet > 0
             if _logger.isEnabledFor(logging.WARNING):
@@ -67,7 +67,7 @@ class Log:
                 *(tenant.name, away, tenant.layers, before, tenant.kv.usable_blocks, entry.added, entry.reason),
                 extra=said,
             )
-        if entry.unmet and now >= tenant.logged_short_s + AGAIN_S:
+        if entry.unmet and not entry.wanted and now >= tenant.logged_short_s + AGAIN_S:
             tenant.logged_short_s = now
             _logger.warning("%s: %d blocks short: %s", tenant.name, entry.unmet, entry.reason, extra=said)
 
@@ -174,6 +174,7 @@ def make_report(
         remapped={name: tenants[name].told for name in entries},
         added_blocks={name: entry.added for name, entry in entries.items()},
         moved={name: moves for name, moves in moved.items() if moves},
+        wanted={name: blocks for entry in entries.values() for name, blocks in entry.wanted.items()},
         unmet_blocks={name: entry.unmet for name, entry in entries.items() if entry.unmet},
         predicted_stall_s={name: entry.stall for name, entry in entries.items()},
         reason={name: entry.reason for name, entry in entries.items()},

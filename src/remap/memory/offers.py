@@ -182,9 +182,15 @@ class Offers:
         decode passes of pass_s."""
         return share_of_pass(pass_s, self._activity.expected_s(giver.name, now))
 
-    def give(self, receiver: TenantState, take: Take) -> None:
-        """Make the taken part of an offer free pages."""
-        self._donors[take.kind].give(self._tenants[take.donor], receiver, take)
+    def give(self, receiver: TenantState, take: Take) -> int:
+        """Make the taken part of an offer free pages. Returns how many of the receiver's blocks are lacking: live ones of the
+        giver stay until its engine frees them (`want`)."""
+        pages = self._donors[take.kind].give(self._tenants[take.donor], receiver, take)
+        return max(0, take.blocks - int(pages * receiver.blocks_per_page)) if take.kind == "paused_kv" else 0
+
+    def want(self, receiver: TenantState, donor: str, blocks: int) -> int:
+        """See `PausedKV.want`."""
+        return self.paused_kv.want(self._tenants[donor], receiver, blocks)
 
     def _candidate(self, tenant: TenantState, now: float) -> Candidate:
         return Candidate(

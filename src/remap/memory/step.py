@@ -4,6 +4,7 @@
     demand -> view -> Controller.decide -> carry out: grow, take from others, shrink      for each tenant that has one
               NeedQuotes -> Outside.bring, Offers.to -> Controller.decide_with            where free pages do not suffice
     lender -> Controller.may_return -> Lending.bring_home                                 for each tenant whose layers others have
+    engines free the live blocks that the report wants -> the rest of the takes           in the next step with the same demand
 
 The step makes the entries of its report (entries.py).
 """
@@ -11,7 +12,7 @@ The step makes the entries of its report (entries.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
@@ -25,9 +26,19 @@ from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of, view_of
 from remap.policy.controller import Decision
-from remap.policy.views import Demand, NeedQuotes, TenantView
+from remap.policy.views import NONE, Demand, NeedQuotes, TenantView
 
 __all__ = ["Steps"]
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """What a step has left to the next: rest, by tenant, once engines have freed blocks. demand: of that step. live: number of
+    each such engine's tenant -> its live blocks then."""
+
+    demand: Mapping[str, tuple[int, int | None]]
+    live: Mapping[int, int]
+    rest: Mapping[str, Decision]
 
 
 class Steps:
@@ -47,6 +58,7 @@ class Steps:
         self._lending = lending
         self._offers = offers
         self._outside = outside
+        self._waits: _Waits | None = None  # of the last step
 
     def step(self, demand: Mapping[str, Demand]) -> Entries:
         """The entries of the step's report; {} if nothing was decided. Pre: known tenants, active and outside of
@@ -61,17 +73,19 @@ class Steps:
                 tenant.demand = demand.get(name)
         entries: Entries = {}
         applied = self._changes.applied
+        waits, self._waits = self._waits, None
+        rest = waits.rest if waits is not None and self._answered(waits, demand) else None
         try:
-            if self._outside is not None:
+            if self._outside is not None and rest is None:
                 self._outside.step(demand, entries)
             for name in demand if len(demand) < 2 else sorted(demand, key=self._precedence):
                 tenant, wanted = self._tenants[name], demand[name]
-                decision = self._decide(tenant, wanted)
+                decision = self._decide(tenant, wanted) if rest is None else rest.get(name, NONE)
                 if decision.action == "none" and not decision.unmet_blocks and not tenant.draining:
                     continue
-                self._carry_out(tenant, wanted, decision, entries)
+                self._carry_out(tenant, wanted, decision, entries, asks=rest is None)
             for tenant in self._tenants.values():
-                if tenant.pages.lent:
+                if tenant.pages.lent and rest is None:
                     self._consider_return(tenant, entries)
         except ArenaBroken:
             raise
@@ -86,7 +100,24 @@ class Steps:
                 short = _short(self._tenants[name], wanted)
                 if name not in entries and short:
                     entries[name] = Entry(short=short, unmet=short, reason=f"the step ended before its turn: {error}")
+        if not entries:
+            return entries
+        left = {name: entry.rest for name, entry in entries.items() if entry.rest is not None}
+        if left:
+            givers = [self._tenants[take.donor] for decision in left.values() for take in decision.takes]
+            self._waits = _Waits(_blocks(demand), {each.number: each.kv.live_blocks for each in givers}, left)
         return entries
+
+    def _answered(self, waits: _Waits, demand: Mapping[str, Demand]) -> bool:
+        """Whether this step goes on with what the last one left: engines have freed blocks for it since, and all else is as it
+        was."""
+        givers = [each for each in self._tenants.values() if each.number in waits.live]
+        return (
+            _blocks(demand) == waits.demand
+            and len(givers) == len(waits.live)
+            and not any(each.active or each.busy for each in givers)
+            and any(each.kv.live_blocks < waits.live[each.number] for each in givers)
+        )
 
     def _decide(self, tenant: TenantState, wanted: Demand) -> Decision:
         view = self._view(tenant)
@@ -99,8 +130,9 @@ class Steps:
             return tenant.controller.decide_with(beside, wanted, quotes)
         return decision
 
-    def _carry_out(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries) -> None:
-        """Carry out the decision. Adds the tenant's entry to the report, and those of tenants whose blocks moved.
+    def _carry_out(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries, asks: bool) -> None:
+        """Carry out the decision. Adds the tenant's entry to the report, and those of tenants whose blocks moved. asks: whether
+        engines may be asked for live blocks.
 
         If it raises, `changes.applied` tells whether anything has changed by then; the entry says what.
         """
@@ -112,7 +144,7 @@ class Steps:
             with AllOrNothing(changes, (tenant,), partly=True):  # the report tells of changes before a failure
                 if decision.action == "grow":
                     changes.cancel_draining(tenant)
-                    self._take(tenant, decision)
+                    self._take(tenant, decision, entry, asks)
                     if decision.remapped > tenant.amount:
                         self._remap_more(tenant, decision)
                 elif decision.action == "shrink":
@@ -155,12 +187,20 @@ class Steps:
         free = (wanted.free or 0) if tenant.kv.pool.external else tenant.kv.free_blocks
         return max(0, wanted.blocks - (free - lost))
 
-    def _take(self, tenant: TenantState, decision: Decision) -> None:
-        """Take free pages, after turning what other tenants give into free pages."""
+    def _take(self, tenant: TenantState, decision: Decision, entry: Entry, asks: bool) -> None:
+        """Take free pages, after turning what other tenants give into free pages. Live blocks come later, if at all."""
         blocks = decision.free_pool_blocks_to_take
+        later = []
         for take in decision.takes:
-            self._offers.give(tenant, take)
-            blocks += take.blocks
+            lacking = self._offers.give(tenant, take)
+            wanted = self._offers.want(tenant, take.donor, lacking) if lacking and asks else 0
+            if wanted:
+                entry.wanted[take.donor] = wanted
+                later.append(replace(take, blocks=lacking))
+                entry.reason += f"; the engine of {take.donor} is to free {wanted} blocks for {lacking} of these"
+            blocks += take.blocks - (lacking if wanted else 0)
+        if later:
+            entry.rest = replace(decision, free_pool_blocks_to_take=0, remapped=0, takes=tuple(later))
         if blocks:
             take_free_pages(self._changes, tenant, free_pages_of(self._changes, tenant), blocks)
 
@@ -260,6 +300,11 @@ class Steps:
     def _precedence(self, name: str) -> tuple[int, int]:
         tenant = self._tenants[name]
         return (-tenant.priority, tenant.number)
+
+
+def _blocks(demand: Mapping[str, Demand]) -> dict[str, tuple[int, int | None]]:
+    """Without the times, which pass."""
+    return {name: (wanted.blocks, wanted.free) for name, wanted in demand.items()}
 
 
 def _short(tenant: TenantState, wanted: Demand) -> int:
