@@ -77,7 +77,7 @@ CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap (TENANTS=3: several models; TENANTS=8: in memory for 3)'
+	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap (TENANTS=3; several models, TENANTS=8; in memory for 3)'
 	@echo 'make test             C++ tests, and the Python suite over the built wheel without its slow tests'
 	@echo 'make test-all         all of that, the C++ example, sessions on the emulated CUDA driver, each benchmark once'
 	@echo 'make test-long        the same with every case of sweeps, walks and drawn examples, of which the others try some (REMAP_TEST_LONG=1)'

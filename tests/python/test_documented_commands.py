@@ -191,6 +191,7 @@ TYPERS_OWN = {"--install-completion", "--show-completion"}  # they change the us
 
 ELSEWHERE = {
     *("--mem-fraction-static", "--max-total-tokens", "--enable-hierarchical-cache"),  # SGLang's
+    "--no-deps",  # pip's
     "--node-ip-address",  # Ray's
     *(
         "--additional-config",
@@ -454,7 +455,7 @@ def _pip(command: Command) -> None:
     pyproject = load_tool("extras").tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     extras = pyproject["project"]["optional-dependencies"]
     pinned = re.findall(r"[\w-]+==[\w.]+", documented.MAKEFILE.read_text(encoding="utf-8"))
-    does, *what = command.words[1:]
+    does, *what = (word for word in command.words[1:] if word not in ("-y", "--no-deps"))
     if "--extra-index-url" in what:
         del what[at := what.index("--extra-index-url")]
         assert what.pop(at) == load_tool("torch_index").CPU_INDEX, command

@@ -57,11 +57,11 @@ def test_refusals(small):
         demo_tenants.build_world(replace(small, budget_bytes=weights))
     assert caught.value.budget == weights < caught.value.least
     demo_tenants.build_world(replace(small, budget_bytes=caught.value.least))
-    for tenants in (1, 4):
+    for tenants in (1, 9):
         with pytest.raises(InvalidArgument) as caught:
             demo_tenants.build_world(replace(small, tenants=tenants))
         assert caught.value.tenants == tenants
-    assert CliRunner().invoke(app, ["demo", "--tenants", "4"]).exit_code == 2
+    assert CliRunner().invoke(app, ["demo", "--tenants", "9"]).exit_code == 2
 
 
 def test_runs_of_several_tenants_add_up(small):

@@ -54,7 +54,7 @@ class WholeModels:
 
     def step(self, demand: Mapping[str, Any]) -> Any:
         """Nothing changes within a turn."""
-        return SimpleNamespace(moved={}, changed=False)
+        return SimpleNamespace(moved={}, changed=False, wanted={})
 
     def snapshot(self) -> remap.Snapshot:
         """The session's."""
