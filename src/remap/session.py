@@ -316,7 +316,7 @@ class Session:
                 extra=extra_layers,
                 embedding=embedding,
                 hooks=hooks,
-                going=not active,
+                ends=not active,
             )
             return self._admit(source, name, priority, kv, config, host, active, resident_layers, pages)
 

@@ -160,29 +160,37 @@ def test_models_are_listed_and_found_by_name(folders: dict[str, str]) -> None:
         assert (await client.post("/v1/chat/completions", json=asked)).json()["model"] == "b"
         assert (await client.post("/tokenize", json={"model": "a", "prompt": "hi"})).json()["count"] == 2
         assert (await client.get("/health")).json() == {"status": "ok", "serving": 3}
-        await front.drain()
+        request = Request("last", tuple(PROMPT), SamplingParams(max_tokens=20, stop_token_ids=frozenset()))
+        deliveries = front.generate("a", "last", request)
+        await anext(deliveries)
+        draining = asyncio.create_task(front.drain())
+        await asyncio.sleep(0)
+        assert not draining.done()  # although there were moments without a request before
+        assert len([each async for each in deliveries]) == 19
+        await draining
         assert (await client.get("/health")).status_code == 503
 
     serving(folders, 4 * least(folders), world)
 
 
+@pytest.mark.parametrize("call", ["activate", "expect"])
 def test_a_load_that_fails_ends_that_models_requests_alone(
-    folders: dict[str, str], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, str], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """The model stays cold; the next request begins anew."""
 
     async def world(client: httpx.AsyncClient, front: ManyModels, session: remap.Session) -> None:
         first = await client.post("/v1/completions", json=body("a"))
         assert first.status_code == 200
-        activate, failures = session.activate, [0]
+        method, failures = getattr(session, call), [0]
 
         def failing(name: str, **options: Any) -> Any:
             if name == "b" and failures[0] < 1:
                 failures[0] += 1
                 raise DriverError("no copy today")
-            return activate(name, **options)
+            return method(name, **options)
 
-        monkeypatch.setattr(session, "activate", failing)
+        monkeypatch.setattr(session, call, failing)
         found = await asyncio.gather(*(client.post("/v1/completions", json=body(name)) for name in ("a", "b", "c")))
         assert [answer.status_code for answer in found] == [200, 500, 200] and failures == [1]
         assert "no copy today" in found[1].json()["error"]["message"]

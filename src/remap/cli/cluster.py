@@ -15,7 +15,18 @@ from rich.console import Console
 from remap.sizes import parse_size
 
 from .errors import FAILED, exit_on_error, needed
-from .options import MaxBatchTokens, MaxNumSeqs
+from .options import (
+    AccessLines,
+    AllowHost,
+    DeadlineSeconds,
+    ListenHost,
+    ListenPort,
+    LogLevel,
+    MaxBatchTokens,
+    MaxBody,
+    MaxNumSeqs,
+    MaxRequests,
+)
 from .serving import log_lines, model_folder, open_socket
 
 if TYPE_CHECKING:
@@ -59,8 +70,8 @@ def serve(
         ),
     ] = None,
     policy: Annotated[str, typer.Option(help="When instances merge: remap, kunserve, alone or pipeline.")] = "remap",
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8000,
+    host: ListenHost = "127.0.0.1",
+    port: ListenPort = 8000,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, of each instance.")] = 1,
     address: Annotated[
         str | None, typer.Option(help="Of a Ray cluster, such as auto.", show_default="one on this machine")
@@ -77,26 +88,12 @@ def serve(
     latency_ms: Annotated[
         float | None, typer.Option(min=0.0, help="From instance to instance; never measured.", show_default="0.5")
     ] = None,
-    max_body: Annotated[
-        str, typer.Option(help="Largest body of a request; a larger one is answered with 413.")
-    ] = "4MiB",
-    max_requests: Annotated[
-        int, typer.Option(min=1, help="Requests that are open at once, at most; others are answered with 429.")
-    ] = 512,
-    deadline: Annotated[
-        float, typer.Option(min=0.001, help="Seconds that a request may take with its answer; then it ends with 504.")
-    ] = 3600.0,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name by which callers may reach it (their Host header); may be repeated.",
-            show_default="at a loopback address its own names, else any",
-        ),
-    ] = None,
-    access_log: Annotated[bool, typer.Option("--access-log", help="A line on stderr for each request.")] = False,
-    log_level: Annotated[
-        str, typer.Option(help="What is said on stderr at least: debug, info, warning or error.")
-    ] = "info",
+    max_body: MaxBody = "4MiB",
+    max_requests: MaxRequests = 512,
+    deadline: DeadlineSeconds = 3600.0,
+    allow_host: AllowHost = None,
+    access_log: AccessLines = False,
+    log_level: LogLevel = "info",
 ) -> None:
     """Serve a model with several instances. Interrupt it to end it."""
     console = Console(soft_wrap=True)

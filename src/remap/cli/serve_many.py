@@ -15,7 +15,18 @@ from remap.errors import InvalidArgument
 from remap.sizes import parse_size, show_size
 
 from .errors import exit_on_error, needed
-from .options import MaxBatchTokens, MaxNumSeqs
+from .options import (
+    AccessLines,
+    AllowHost,
+    DeadlineSeconds,
+    ListenHost,
+    ListenPort,
+    LogLevel,
+    MaxBatchTokens,
+    MaxBody,
+    MaxNumSeqs,
+    MaxRequests,
+)
 from .serving import log_lines, model_folder, open_socket
 
 if TYPE_CHECKING:
@@ -46,33 +57,19 @@ def serve_many(
     tbt: Annotated[
         float | None, typer.Option(min=0.0001, help="Seconds from token to token.", show_default="none")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8000,
+    host: ListenHost = "127.0.0.1",
+    port: ListenPort = 8000,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads that compute, on a CPU.", show_default="as torch has it")
     ] = None,
     max_num_seqs: MaxNumSeqs = 32,
     max_batch_tokens: MaxBatchTokens = 512,
-    max_body: Annotated[
-        str, typer.Option(help="Largest body of a request; a larger one is answered with 413.")
-    ] = "4MiB",
-    max_requests: Annotated[
-        int, typer.Option(min=1, help="Requests that are open at once, at most; others are answered with 429.")
-    ] = 512,
-    deadline: Annotated[
-        float, typer.Option(min=0.001, help="Seconds that a request may take with its answer; then it ends with 504.")
-    ] = 3600.0,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name by which callers may reach it (their Host header); may be repeated.",
-            show_default="at a loopback address its own names, else any",
-        ),
-    ] = None,
-    access_log: Annotated[bool, typer.Option("--access-log", help="A line on stderr for each request.")] = False,
-    log_level: Annotated[
-        str, typer.Option(help="What is said on stderr at least: debug, info, warning or error.")
-    ] = "info",
+    max_body: MaxBody = "4MiB",
+    max_requests: MaxRequests = 512,
+    deadline: DeadlineSeconds = 3600.0,
+    allow_host: AllowHost = None,
+    access_log: AccessLines = False,
+    log_level: LogLevel = "info",
 ) -> None:
     """Serve more models than memory has room for at once. Interrupt it to end it."""
     console = Console(soft_wrap=True)

@@ -138,10 +138,13 @@ class ManyModels:
                 yield found
         finally:
             del self._queues[id]
-            if not self._queues:
-                self._idle.set()
+            self._note_idle()
             if not ended:
                 self._questions.put(_Cancelled(model, id))
+
+    def _note_idle(self) -> None:
+        if self.draining and not self._queues:
+            self._idle.set()
 
     def end(self, id: str, error: Error) -> None:
         """End a request with this error, which `generate` raises. Unknown ids are ignored: it may have ended."""
@@ -218,10 +221,8 @@ class ManyModels:
             done = self._shared.step()
         except ArenaBroken:
             raise
-        except OutOfBlocks as error:
-            return self._without(error), []
         except Error as error:
-            return self._cannot_begin(error), []
+            return self._ended_by(error), []
         turns = []
         news: list[tuple[str, Delivery | Error]] = []
         for model, step in done.items():
@@ -246,26 +247,24 @@ class ManyModels:
             self._new[model].pop(sequence.id, None)
         return found
 
-    def _without(self, error: OutOfBlocks) -> list[tuple[str, Delivery | Error]]:
-        """A request that has its engine to itself finds no room: it ends."""
-        id = str(error.fields.get("request"))
-        for model, engine in self._shared.engines.items():
-            with suppress(InvalidArgument):
-                engine.abort(id)
-                self._new[model].pop(id, None)
-                LOG.warning("request %s ends: %s", id, error)
-                return [(id, error)]
-        raise error
-
-    def _cannot_begin(self, error: Error) -> list[tuple[str, Delivery | Error]]:
-        """The model whose turn was to begin stays as it is; its requests end with the error."""
-        model = self._shared.beginning
-        if model is None:
+    def _ended_by(self, error: Error) -> list[tuple[str, Delivery | Error]]:
+        """The requests that end with this error of a step: the one that has its engine to itself and finds no room, or those of
+        the model whose layers could not be brought. Raises it if it is neither's."""
+        if isinstance(error, OutOfBlocks) and "request" in error.fields:
+            id = str(error.fields["request"])
+            for model, engine in self._shared.engines.items():
+                with suppress(InvalidArgument):
+                    engine.abort(id)
+                    self._new[model].pop(id, None)
+                    LOG.warning("request %s ends: %s", id, error)
+                    return [(id, error)]
+        cold = self._shared.beginning
+        if cold is None:
             raise error
-        LOG.warning("model %s cannot be given its turn, and its requests end: %s", model, error)
-        ids = self._shared.engines[model].abort_all()
-        self._new[model].clear()
-        self._begun.pop(model, None)
+        LOG.warning("the layers of model %s cannot be brought, and its requests end: %s", cold, error)
+        ids = self._shared.engines[cold].abort_all()
+        self._new[cold].clear()
+        self._begun.pop(cold, None)
         return [(id, error) for id in ids]
 
 

@@ -5,6 +5,7 @@ grows with the square of the length."""
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
@@ -68,9 +69,12 @@ class Served:
 class Catalog:
     """Several models, of which each body has to name one."""
 
-    def __init__(self, models: Sequence[Served]) -> None:
+    def __init__(self, models: Sequence[Served], copying: threading.Lock | None = None) -> None:
+        """copying: held while a tokenizer is copied, of a catalog whose models have tokenizers of their own (`copied`)."""
         self.models = tuple(models)
         self._found = {each.name: each for each in models}
+        self._copying = copying
+        self._copies: dict[str, Served] = {}
 
     def find(self, name: str | None) -> Served:
         """As `Served.find`."""
@@ -81,11 +85,20 @@ class Catalog:
             raise UnknownModel(
                 f"{asked}; nothing was asked; ask for one of {', '.join(names)}", model=name, served=names
             )
-        return found
+        if self._copying is None:
+            return found
+        if found.name not in self._copies:
+            with self._copying:
+                self._copies[found.name] = found.copied()
+        return self._copies[found.name]
 
     def copied(self) -> Catalog:
-        """As `Served.copied`."""
-        return Catalog([each.copied() for each in self.models])
+        """As `Served.copied`, of each model when it is first asked for: by one thread."""
+        return Catalog(self.models, self._lock)
+
+    @cached_property
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
 
 def always() -> bool:

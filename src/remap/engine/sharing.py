@@ -136,7 +136,7 @@ class SharedEngines:
         self._all_active = False  # spatial only: every tenant has been activated
         self._pending_turn: _Begun | None = None
         self.beginning: str | None = None
-        """The tenant whose activation is under way, or raised what the last step raised."""
+        """The tenant whose layers are being brought, or which raised what the last step raised when they were."""
         self._begin_measuring()
 
     # -- asking ----------------------------------------------------------------------------------------------------
@@ -314,7 +314,9 @@ class SharedEngines:
 
     def _expect(self, name: str) -> None:
         if self.session is not None and inside(self.engines[name].tenant).cold:
+            self.beginning = name
             self.session.expect(name)
+            self.beginning = None
 
     def _look_ahead(self, name: str, left_s: float) -> None:
         """As long before a turn of `name` as its layers need, they come home; and as long again before that, the new part of the
@@ -346,6 +348,7 @@ class SharedEngines:
         try:
             self._activate(name, alone=False)
         except (InvalidState, OutOfMemory):  # a cold model may need the pages of the tenant that has its turn now
+            self.beginning = None
             return
         self.engines[name].bring_back()
 
@@ -360,15 +363,14 @@ class SharedEngines:
             former, self._active, self._prepared = self._active, None, None
             if former is not None:
                 self.engines[former].pause()
-            self.beginning = name
             try:
                 entry = self._activate(name, alone=True)
             except Exception:
                 if former is not None:
                     self._activate(former, alone=True)
                     self._active = former
+                self.beginning = name
                 raise
-        self.beginning = None
         self._end_pending(None)
         self._active, self._turn_began, self._idle_step = name, self._clock(), False
         self._turn_cost_s = self._turn_began - begun + reload_s
@@ -388,12 +390,14 @@ class SharedEngines:
         """`session.activate`, and what it asks for: that number of others' blocks is freed first, of their youngest requests.
         Which blocks these are is all one: those that stay move."""
         moved = preempted = 0
+        self.beginning = name
         tenant, begun = self.engines[name].tenant, self._clock()
         away = inside(tenant).away_pages
         for _ in range(len(self.engines) + 1):
             report = self._reports.ask(lambda: self.session.activate(name, alone=alone, partial=self.partial))
             moved += sum(map(len, report.moved.values()))
             if report.activated:
+                self.beginning = None
                 if away > inside(tenant).away_pages:
                     self._returning = _Return(name, report.restored, away - inside(tenant).away_pages, begun)
                 return {

@@ -71,8 +71,8 @@ class Footprint:
         return sizes[-1]
 
 
-def footprint(model: nn.Module, layers: Any, mutable: Sequence[str] = (), *, going: bool = False) -> Footprint:
-    """The footprint of `model` as `Session.attach` with the same arguments would lay it out. Reads shapes only. going: of a model
+def footprint(model: nn.Module, layers: Any, mutable: Sequence[str] = (), *, ends: bool = False) -> Footprint:
+    """The footprint of `model` as `Session.attach` with the same arguments would lay it out. Reads shapes only. ends: of a model
     that is attached inactive: what of it stands outside of the layers and goes with them counts as one layer more.
 
     Raises InvalidArgument as `Session.attach` does for layers or tensors that it cannot attach.
@@ -85,5 +85,5 @@ def footprint(model: nn.Module, layers: Any, mutable: Sequence[str] = (), *, goi
     found = modules.resolve_layers(model, modules.find_layers(model) if layers is None else layers)
     devices = [each.device for each in (*model.parameters(), *model.buffers())]
     specs = modules.collect(model, found, device=devices[0] if devices else torch.device("cpu"))
-    packed = layout.build(specs, layers=len(found), mutable=(*layout.DEFAULT_MUTABLE, *mutable), ends=going)
+    packed = layout.build(specs, layers=len(found), mutable=(*layout.DEFAULT_MUTABLE, *mutable), ends=ends)
     return Footprint(tuple(part.nbytes for part in packed.layers), packed.rest.nbytes)

@@ -169,8 +169,7 @@ def build(
         groups.setdefault(spec.storage, []).append(spec)
     reasons = {storage: _why_resident(members, mutable) for storage, members in groups.items()}
 
-    whole = {storage for storage, members in groups.items() if _goes_with_layers(members, mutable)}
-
+    goes = {storage for storage, members in groups.items() if ends and _goes_with_layers(members, mutable)}
     parts: list[list[TensorSpec]] = [[] for _ in range(count)]
     last: list[TensorSpec] = []
     rest: list[TensorSpec] = []
@@ -178,7 +177,7 @@ def build(
     for spec in specs:
         reason = reasons[spec.storage]
         if spec.layer is None:
-            (last if ends and spec.storage in whole else rest).append(spec)
+            (last if spec.storage in goes else rest).append(spec)
         elif reason:
             rest.append(spec)
             kept.append((spec.path, reason))

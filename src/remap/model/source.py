@@ -103,12 +103,12 @@ def model_source(
     extra: Sequence[Any] = (),
     embedding: str = "device",
     hooks: bool = True,
-    going: bool = False,
+    ends: bool = False,
 ) -> LayerSource:
     """A torch model, on the CPU or on `device`. `memory(address, nbytes)` makes a uint8 tensor over a region.
 
     host: page-locked memory for the master copies, if the device needs it. kv: must fit the model. extra, embedding,
-    hooks: see `Session.attach`. going: whether parameters outside of the layers have a master copy too, and may go with the
+    hooks: see `Session.attach`. ends: whether parameters outside of the layers have a master copy too, and may go with the
     layers (`pack.build(ends=)`).
     """
     device.require_bytes()
@@ -152,8 +152,8 @@ def model_source(
                 "changed; detach the model from that session first",
                 path=tensor_path,
             )
-    layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable), ends=going)
-    ends = len(found) if len(layout.layers) > len(found) else None
+    layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable), ends=ends)
+    last = len(found) if len(layout.layers) > len(found) else None
     master = masters.make_master(
         model, layout, files=weights, names=names, allocate=host.allocate if host else None, locked=host is not None
     )
@@ -180,9 +180,9 @@ def model_source(
                 gathered.install()
             if hooks:
                 attached = attach_hooks(found, tenant, model)
-                if ends is not None:
-                    owners = {placed.spec.path.rpartition(".")[0] for placed in layout.layers[ends].tensors}
-                    attached.guard([model.get_submodule(path) for path in sorted(owners)], ends)
+                if last is not None:
+                    owners = {placed.spec.path.rpartition(".")[0] for placed in layout.layers[last].tensors}
+                    attached.guard([model.get_submodule(path) for path in sorted(owners)], last)
                 tenant.expect_whole_pass()
             installed["guards"] = Guards(model, layout, master, tenant, () if gathered is None else (gathered.weight,))
             installed["guards"].install()
@@ -256,7 +256,7 @@ def model_source(
         keep_alive=(master, layout),
         modules=tuple(found),
         differing=differing,
-        ends=ends,
+        ends=last,
         renew=None if isinstance(master, masters.SafetensorsMaster) else renew,
     )
 
