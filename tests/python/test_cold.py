@@ -116,6 +116,20 @@ def test_more_models_than_memory_take_turns(mode: str, ends: int) -> None:
             forward(session, engines[name].tenant, engines[name].data)
 
 
+def test_models_with_ends_wait_for_each_others_copies() -> None:
+    """What is planned beside neighbours concerns layers alone; what stands before and behind them never streams."""
+    with session_of(40) as session:
+        engines = models(session, 2, ends=3)
+        for name in engines:
+            assert session.activate(name, alone=False).activated
+        state = inside(engines["m0"].tenant)._state
+        assert state.parts == LAYERS + 1
+        times = times_of(LAYERS, 1.0, 0.1)
+        beside = dataclasses.replace(times, wait_s=0.05)
+        assert state.bounds.bound(beside) <= state.bounds.bound(times)
+        assert len(state.pieces(state.whole(range(2), 1))) == LAYERS
+
+
 def test_layers_that_have_come_are_ready_without_a_pass() -> None:
     """Whoever asks sees it: nobody has to wait for each of them first."""
     with session_of(12) as session:

@@ -487,7 +487,7 @@ class TenantState:
         page_bytes, sizes = self.kv.geometry.page_bytes, self.pages.sizes
         return [
             max(0, n - (size - tail) * page_bytes) if tail else 0
-            for n, size, tail in zip(self.layer_bytes, sizes, target.tails)
+            for n, size, tail in zip(self.layer_bytes[: self.layers], sizes, target.tails)
         ]
 
     def decode_times(self) -> LayerTimes | None:
