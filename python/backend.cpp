@@ -98,7 +98,11 @@ void bind_contract(py::module_& module) {
       .def("populate", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.populate(to_address(at), bytes); }, ReleaseGil())
       .def("allocate_host", [](Backend& b, std::size_t bytes) { return to_int(b.allocate_host(bytes)); }, ReleaseGil())
       .def("free_host", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.free_host(to_address(at), bytes); }, ReleaseGil())
-      .def("register_host", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.register_host(to_address(at), bytes); }, ReleaseGil())
+      .def("register_host",
+           [](Backend& b, std::uintptr_t at, std::size_t bytes, HostUse use) {
+             b.register_host(to_address(at), bytes, known(use, HostUse::staged));
+           },
+           py::arg("address"), py::arg("bytes"), py::arg("use") = HostUse::locked, ReleaseGil())
       .def("unregister_host", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.unregister_host(to_address(at), bytes); }, ReleaseGil())
       .def("create_stream", &Backend::create_stream, ReleaseGil())
       .def("destroy_stream", &Backend::destroy_stream, ReleaseGil())
@@ -173,6 +177,7 @@ void bind_decorators(py::module_& module) {
 }  // namespace
 
 void bind_backend(py::module_& module) {
+  py::enum_<HostUse>(module, "HostUse").value("locked", HostUse::locked).value("staged", HostUse::staged);
   py::enum_<Access>(module, "Access").value("none", Access::none).value("read", Access::read).value("read_write", Access::read_write);
   bind_contract(module);
   bind_decorators(module);

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "src" / "remap" / "_core.pyi"
 HEADER = "# Generated from the bindings (python/*.cpp): make stubs. tools/import_rules.py says which modules may use the core.\n"
-ENUMS = "ErrorKind|ShareableHandle:remap._core"
+ENUMS = "ErrorKind|HostUse|ShareableHandle:remap._core"
 """Enumerations whose members are defaults."""
 BUFFER = ("collections.abc.Buffer", "typing_extensions.Buffer")
 """What pybind11 says of a buffer from Python 3.12 on, and before, which every Python has: with its import."""

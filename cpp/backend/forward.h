@@ -41,7 +41,9 @@ class Forward : public Base {
 
   std::byte* allocate_host(std::size_t bytes) override { return inner_->allocate_host(bytes); }
   void free_host(std::byte* address, std::size_t bytes) override { inner_->free_host(address, bytes); }
-  void register_host(const std::byte* address, std::size_t bytes) override { inner_->register_host(address, bytes); }
+  void register_host(const std::byte* address, std::size_t bytes, HostUse use) override {
+    inner_->register_host(address, bytes, use);
+  }
   void unregister_host(const std::byte* address, std::size_t bytes) override { inner_->unregister_host(address, bytes); }
 
   StreamHandle create_stream() override { return inner_->create_stream(); }

@@ -69,7 +69,7 @@ class HostBackend final : public Backend {
 
   std::byte* allocate_host(std::size_t bytes) override { return memory().allocate_host(bytes); }
   void free_host(std::byte* address, std::size_t bytes) override { memory().free_host(address, bytes); }
-  void register_host(const std::byte* address, std::size_t bytes) override { memory().register_host(address, bytes); }
+  void register_host(const std::byte* address, std::size_t bytes, HostUse) override { memory().register_host(address, bytes); }
   void unregister_host(const std::byte* address, std::size_t bytes) override { memory().unregister_host(address, bytes); }
 
   StreamHandle create_stream() override { return streams().create_stream(); }

@@ -58,8 +58,9 @@ class Intercept : public Forward<Base> {
   void free_host(std::byte* address, std::size_t bytes) override {
     around(Call::free_host, {number(address), bytes}, [&] { this->inner_->free_host(address, bytes); });
   }
-  void register_host(const std::byte* address, std::size_t bytes) override {
-    around(Call::register_host, {number(address), bytes}, [&] { this->inner_->register_host(address, bytes); });
+  void register_host(const std::byte* address, std::size_t bytes, HostUse use) override {
+    around(Call::register_host, {number(address), bytes, static_cast<std::uint64_t>(use)},
+           [&] { this->inner_->register_host(address, bytes, use); });
   }
   void unregister_host(const std::byte* address, std::size_t bytes) override {
     around(Call::unregister_host, {number(address), bytes}, [&] { this->inner_->unregister_host(address, bytes); });

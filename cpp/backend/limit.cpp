@@ -6,6 +6,7 @@
 // cannot both get it. The counts stand under one mutex, which is not held over inner calls.
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 
 #include "backend/forward.h"
@@ -91,12 +92,19 @@ class Limit final : public Forward<Backend> {
     inner_->free_host(address, bytes);
     drop(host_, bytes);
   }
-  void register_host(const std::byte* address, std::size_t bytes) override {
-    acquire(host_, bytes, [&] { inner_->register_host(address, bytes); });
+  void register_host(const std::byte* address, std::size_t bytes, HostUse use) override {
+    std::set<const std::byte*> staged;
+    if (use == HostUse::staged) staged.insert(address);
+    acquire(host_, staged.empty() ? bytes : 0, [&] {
+      inner_->register_host(address, bytes, use);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      staged_.merge(staged);
+    });
   }
   void unregister_host(const std::byte* address, std::size_t bytes) override {
     inner_->unregister_host(address, bytes);
-    drop(host_, bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (staged_.erase(address) == 0) host_.used -= bytes;
   }
   StreamHandle create_stream() override {
     return acquire(streams_, 1, [&] { return inner_->create_stream(); });
@@ -150,6 +158,7 @@ class Limit final : public Forward<Backend> {
   Count host_;
   Count streams_;
   Count events_;
+  std::set<const std::byte*> staged_;           // registered ranges that are not page-locked
   std::map<PageHandle, std::size_t> sizes_;     // of the pages made here: destroy_page does not say how large a page is
   std::map<std::byte*, std::size_t> mapped_;    // start of each mapped page: unmap does not say how many pages it takes
 };

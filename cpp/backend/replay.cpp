@@ -248,8 +248,9 @@ void Replay::run(const TraceRecord& record) {
       break;
     case Call::register_host: {
       require_free(a[0], a[1]);
+      if (a[2] > static_cast<std::uint64_t>(HostUse::staged)) throw Divergence{"unknown use of host memory " + std::to_string(a[2])};
       std::byte* memory = own(a[1]);
-      backend_.register_host(memory, a[1]);
+      backend_.register_host(memory, a[1], static_cast<HostUse>(a[2]));
       ranges_[a[0]] = {a[1], memory, false};
       break;
     }

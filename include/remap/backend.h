@@ -33,6 +33,13 @@ using EventHandle = std::uint64_t;
 
 enum class Access : std::uint8_t { none, read, read_write };
 
+// How copies read a range of the caller's host memory.
+enum class HostUse : std::uint8_t {
+  locked,  // at the full speed of the device's link: the range is page-locked
+  staged,  // through page-locked memory of the backend's, a part at a time: slower, for what is too large to be page-locked, a mapped
+           // file say
+};
+
 // The kinds of calls, for the decorators, which fail, limit or log them.
 enum class Call : std::uint8_t {
   reserve,
@@ -149,8 +156,10 @@ class Backend {
   // Memory that copies can read at full speed (page-locked on CUDA).
   virtual std::byte* allocate_host(std::size_t bytes) = 0;
   virtual void free_host(std::byte* address, std::size_t bytes) = 0;
-  // Makes the caller's own memory (a memory-mapped weights file, say) usable at full speed.
-  virtual void register_host(const std::byte* address, std::size_t bytes) = 0;
+  // Says that copies will read the caller's own memory (a memory-mapped weights file, say), so that none of them holds up the thread
+  // that enqueues it. From a staged range a copy goes to a region and, on cuda, on a stream that this backend made; its bytes may be
+  // read at any time from the call until the copy's end, so earlier work of the stream must not write them.
+  virtual void register_host(const std::byte* address, std::size_t bytes, HostUse use) = 0;
   virtual void unregister_host(const std::byte* address, std::size_t bytes) = 0;
 
   // ---- streams -------------------------------------------------------------------------------------------------

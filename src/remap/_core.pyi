@@ -19,6 +19,7 @@ __all__: list[str] = [
     "ErrorKind",
     "Executor",
     "FaultBackend",
+    "HostUse",
     "Lease",
     "Mode",
     "Owner",
@@ -62,6 +63,39 @@ class BytesView:
         kind: str = "host",
         index: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
+
+class HostUse:
+    """
+    Members:
+
+      locked
+
+      staged
+    """
+
+    __members__: typing.ClassVar[dict[str, HostUse]]
+    locked: typing.ClassVar[HostUse]
+    staged: typing.ClassVar[HostUse]
+    @typing.overload
+    def __eq__(self, other: HostUse) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: HostUse) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
 
 class Access:
     """
@@ -160,7 +194,10 @@ class Backend:
         self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex
     ) -> None: ...
     def register_host(
-        self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex
+        self,
+        address: typing.SupportsInt | typing.SupportsIndex,
+        bytes: typing.SupportsInt | typing.SupportsIndex,
+        use: HostUse = HostUse.locked,
     ) -> None: ...
     def release(
         self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex

@@ -114,9 +114,9 @@ class Session:
     `remap.model.footprint.footprint(model).page_size("cuda")` gives a size that suits a model.
     platform: settings for experts and tests (`remap.advanced.Platform`).
     host_budget, on cuda only: the most bytes of page-locked host memory. Master copies need as many bytes as the
-    weights. By default the environment variable REMAP_HOST_BUDGET, else what the control group and the machine can
-    spare. The field limited_by of LimitExceeded says which limit it was: "host_budget", "REMAP_HOST_BUDGET", "cgroup"
-    or "machine".
+    weights; those of models beyond it load more slowly, from ordinary memory or from the weights files (docs/cuda.md). By
+    default the environment variable REMAP_HOST_BUDGET, else what the control group and the machine can spare. The field
+    limited_by of LimitExceeded says which limit it was: "host_budget", "REMAP_HOST_BUDGET", "cgroup" or "machine".
     host_kv: host memory for KV of paused and preempted requests, of all tenants whose `KVSpec.host_blocks` is None together:
     bytes or "8GiB"; 0: none. The engines share it evenly. An engine that is made later gets its share while no engine has
     used a block. "auto": when an engine asks (`kv.host.open`), at most half of the memory that the machine and its control
@@ -272,8 +272,8 @@ class Session:
         priority: of competing tenants, the one with the larger number is served first and gives last.
         mutable: patterns of tensors that the model writes; they stay resident.
         weights: the safetensors file(s) or folder that the model was loaded from. Where the bytes agree, the
-        memory-mapped file is the master copy, and memory holds no second copy. On cuda master copies must be
-        page-locked, so they are always copies.
+        memory-mapped file is the master copy, and memory holds no second copy. On cuda that is so only of models beyond
+        host_budget: page-locked copies load at the link's speed, and a file is not page-locked.
         config: the tenant's settings, by default the session's.
         active: whether the tenant may serve passes at once (see `activate`).
         extra_layers: modules, or their paths ("lm_head"), that stream like layers but have no KV; wait and done know
@@ -302,7 +302,7 @@ class Session:
         require_options(layers, mutable, weights, names, extra_layers, hooks)
         self._device.require_bytes()
         require_module(model)
-        with self._host.taken(self._is_kept) as host:
+        with self._host.taken(name, self._is_kept) as host:
             source = model_source(
                 model,
                 layers,
@@ -337,11 +337,12 @@ class Session:
         copy.
 
         On cuda a writable buffer that starts at an OS page is page-locked in place; remap makes a page-locked copy of
-        any other. `remap.advanced.layer_address(session, name, i)` gives the address of layer i.
+        any other, or stages all of them if that passes host_budget. `remap.advanced.layer_address(session, name, i)` gives
+        the address of layer i.
         """
         self._check_attach(name, priority, kv, config, active, resident_layers, pages)
         views = require_buffers(layers)
-        with self._host.taken(self._is_kept) as host:
+        with self._host.taken(name, self._is_kept) as host:
             source = raw_source(views, self._masters(host))
             return self._admit(source, name, priority, kv, config, host, active, resident_layers, pages)
 

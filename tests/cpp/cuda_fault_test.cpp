@@ -69,7 +69,7 @@ int go_through(Backend& backend, StreamHandle lent, int code = kUnknown, bool fo
   std::byte* host = attempt([&] { return backend.allocate_host(kPage); });
   std::vector<std::byte> own(kPage, std::byte{7});
   std::vector<std::byte> pageable(kPage);
-  attempt([&] { backend.register_host(own.data(), own.size()); });
+  attempt([&] { backend.register_host(own.data(), own.size(), HostUse::locked); });
   const StreamHandle stream = attempt([&] { return backend.create_stream(); });
   CHECK(attempt([&] { return backend.adopt_stream(lent); }) == lent);
   const EventHandle first = attempt([&] { return backend.create_event(true); });
@@ -109,12 +109,12 @@ int go_through(Backend& backend, StreamHandle lent, int code = kUnknown, bool fo
   return attempt.surfaced;
 }
 
-// Called while a backend is opened, or only when something else fails or is late.
+// Called while a backend is opened, only when something else fails or is late, or by staged copies (cuda_staging_test.cpp).
 const std::set<std::string> kElsewhere{
     "cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName",
     "cuDeviceGetAttribute", "cuDeviceTotalMem", "cuDeviceGetUuid", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle",
     "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxSetCurrent",
-    "cuMemGetInfo", "cuMemGetAllocationGranularity", "cuStreamQuery", "cuEventSynchronize"};
+    "cuMemGetInfo", "cuMemGetAllocationGranularity", "cuStreamQuery", "cuEventSynchronize", "cuLaunchHostFunc"};
 // Their failure takes nothing back: what the call did is done, or the work that was to be waited for had ended.
 const std::set<std::string> kHarmless{"cuCtxPopCurrent", "cuStreamSynchronize"};
 
@@ -187,7 +187,7 @@ CLEAN_TEST(page_locking_fails_at_any_piece) {
     std::byte* at = own.data();
     const auto lock = [&] {
       if (allocates) at = backend->allocate_host(kBytes);
-      if (!allocates) backend->register_host(at, kBytes);
+      if (!allocates) backend->register_host(at, kBytes, HostUse::locked);
     };
     const auto unlock = [&] { allocates ? backend->free_host(at, kBytes) : backend->unregister_host(at, kBytes); };
     for (const char* name : {"cuMemHostRegister", "cuCtxGetCurrent", "cuCtxPushCurrent", "cuThreadExchangeStreamCaptureMode"}) {

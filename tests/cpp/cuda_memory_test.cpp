@@ -84,23 +84,23 @@ CLEAN_TEST(registering_needs_memory_that_is_there) {
   CHECK(place != MAP_FAILED);
   auto* at = static_cast<std::byte*>(place);
   CHECK(munmap(at + 3 * kOsPage, kOsPage) == 0);
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->register_host(at + 2 * kOsPage, 2 * kOsPage));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->register_host(at, 0));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->register_host(nullptr, 8));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->register_host(at + 2 * kOsPage, 2 * kOsPage, HostUse::locked));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->register_host(at, 0, HostUse::locked));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->register_host(nullptr, 8, HostUse::locked));
   CHECK(mprotect(at, kOsPage, PROT_READ) == 0);
-  backend->register_host(at, 3 * kOsPage);  // may not be written in whole: registered as read-only
+  backend->register_host(at, 3 * kOsPage, HostUse::locked);  // may not be written in whole: registered as read-only
   CHECK(backend->usage().host_bytes == 3 * kOsPage);
   backend->unregister_host(at, 3 * kOsPage);
   // Registered by somebody else: the driver says so.
   const auto other = open_cuda();
-  other->register_host(at, kOsPage);
-  CHECK_ERROR(ErrorKind::invalid_state, backend->register_host(at, 2 * kOsPage));
+  other->register_host(at, kOsPage, HostUse::locked);
+  CHECK_ERROR(ErrorKind::invalid_state, backend->register_host(at, 2 * kOsPage, HostUse::locked));
   other->unregister_host(at, kOsPage);
   configure("attribute.113", 0);
   const auto older = open_cuda();  // a device that must be able to write
-  const Error error = error_of([&] { older->register_host(at, kOsPage); });
+  const Error error = error_of([&] { older->register_host(at, kOsPage, HostUse::locked); });
   CHECK(error.kind() == ErrorKind::driver && *field(error, "code") == Error::Value{std::int64_t{801}});
-  older->register_host(at + kOsPage, kOsPage);
+  older->register_host(at + kOsPage, kOsPage, HostUse::locked);
   older->unregister_host(at + kOsPage, kOsPage);
   munmap(at, 3 * kOsPage);
 }
@@ -119,8 +119,8 @@ CLEAN_TEST(the_host_budget_is_exact) {
   CHECK(*field(error, "limited_by") == Error::Value{std::string("host_budget")});
   std::vector<std::byte> own(3 * kOsPage);
   std::byte* aligned = own.data() + (kOsPage - reinterpret_cast<std::uintptr_t>(own.data()) % kOsPage) % kOsPage;
-  CHECK_ERROR(ErrorKind::limit_exceeded, backend->register_host(aligned + kOsPage - 1, 2));  // two bytes, two OS pages
-  backend->register_host(aligned, kOsPage);
+  CHECK_ERROR(ErrorKind::limit_exceeded, backend->register_host(aligned + kOsPage - 1, 2, HostUse::locked));  // two bytes, two OS pages
+  backend->register_host(aligned, kOsPage, HostUse::locked);
   CHECK_ERROR(ErrorKind::limit_exceeded, backend->allocate_host(1));
   CHECK(backend->usage().host_bytes == 3 * kOsPage + 1);
   backend->unregister_host(aligned, kOsPage);

@@ -386,7 +386,7 @@ CLEAN_TEST(copies_are_cut_where_pieces_of_host_memory_end) {
     CHECK(all_are(at, 4, 2 * kPage));
   }
   std::vector<std::byte> own(kBytes);
-  backend->register_host(own.data(), kBytes);
+  backend->register_host(own.data(), kBytes, HostUse::locked);
   std::fill(own.begin(), own.end(), std::byte{3});
   for (std::size_t at = 0; at + kPage <= kBytes; at += kPage / 2 - 7) {
     backend->copy(stream, shown.at, own.data() + at, kPage);

@@ -89,7 +89,7 @@ void lock_and_free(Backend& backend) {
   std::vector<std::byte> own(3 * kPage);
   for (int round = 0; round < kRounds; ++round) {
     std::byte* host = backend.allocate_host(kPage);
-    backend.register_host(own.data(), own.size());
+    backend.register_host(own.data(), own.size(), HostUse::locked);
     std::memset(host, round, kPage);
     backend.unregister_host(own.data(), own.size());
     backend.free_host(host, kPage);

@@ -43,7 +43,7 @@ struct Tour {
         {Call::exchange, [&] { b.exchange(at, at + kPage, kPage); }},
         {Call::populate, [&] { b.populate(at, kPage); }},
         {Call::allocate_host, [&] { master = b.allocate_host(kPage); }},
-        {Call::register_host, [&] { b.register_host(mine.data(), kPage); }},
+        {Call::register_host, [&] { b.register_host(mine.data(), kPage, HostUse::locked); }},
         {Call::create_stream, [&] { stream = b.create_stream(); }},
         {Call::create_event, [&] { event = b.create_event(true); }},
         {Call::fill, [&] { b.fill(stream, master, 5, kPage); }},

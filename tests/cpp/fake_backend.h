@@ -401,7 +401,7 @@ class FakeBackend : public Backend {
   void populate(std::byte*, std::size_t) override { unused(); }
   std::byte* allocate_host(std::size_t) override { return unused(), nullptr; }
   void free_host(std::byte*, std::size_t) override { unused(); }
-  void register_host(const std::byte*, std::size_t) override { unused(); }
+  void register_host(const std::byte*, std::size_t, HostUse) override { unused(); }
   void unregister_host(const std::byte*, std::size_t) override { unused(); }
 
   std::mt19937_64 random_;

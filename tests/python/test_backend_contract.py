@@ -28,6 +28,7 @@ from contract import (
     written,
 )
 
+from remap import _core
 from remap.errors import InvalidArgument, InvalidState, LimitExceeded, OutOfMemory
 
 # -- regions ---------------------------------------------------------------------------------------------------------
@@ -256,10 +257,11 @@ def test_host_memory_is_writable_counted_and_given_back_whole(backend: Any) -> N
     refuses(backend, InvalidArgument, "allocate_host", (0,))
 
 
-def test_registered_memory_is_the_callers(backend: Any) -> None:
+@pytest.mark.parametrize("use", [_core.HostUse.locked, _core.HostUse.staged], ids=["locked", "staged"])
+def test_registered_memory_is_the_callers(backend: Any, use: Any) -> None:
     own = ctypes.create_string_buffer(b"\x07" * 5000, 5000)
     at = ctypes.addressof(own)
-    backend.register_host(at, 5000)
+    backend.register_host(at, 5000, use)
     assert backend.usage()["host_bytes"] == 5000
     refuses(backend, InvalidState, "register_host", (at, 5000), (at + 100, 10), (at - 10, 20))
     refuses(backend, InvalidArgument, "free_host", (at, 5000))

@@ -100,6 +100,8 @@ struct AccessDescriptor {  // CUmemAccessDesc
   int flags = 0;
 };
 
+using HostFunction = void (*)(void* data);  // CUhostFn
+
 constexpr int kSourceInStreamOrder = 1;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 constexpr unsigned kBesideCompute = 1;   // CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 struct CopyAttributes {                  // CUmemcpyAttributes
@@ -158,6 +160,7 @@ struct CopyAttributes {                  // CUmemcpyAttributes
   X(cuMemcpyDtoHAsync, 3020, (void* to, DevicePointer from, std::size_t bytes, StreamPointer stream))                          \
   X(cuMemcpyDtoDAsync, 3020, (DevicePointer to, DevicePointer from, std::size_t bytes, StreamPointer stream))                  \
   X(cuMemcpyAsync, 4000, (DevicePointer to, DevicePointer from, std::size_t bytes, StreamPointer stream))                      \
+  X(cuLaunchHostFunc, 10000, (StreamPointer stream, HostFunction function, void* data))                                        \
   X(cuMemsetD8Async, 3020, (DevicePointer to, unsigned char value, std::size_t bytes, StreamPointer stream))                   \
   X(cuEventCreate, 2000, (EventPointer * event, unsigned flags))                                                               \
   X(cuEventDestroy, 4000, (EventPointer event))                                                                                \

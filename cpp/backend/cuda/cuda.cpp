@@ -68,10 +68,10 @@ class CudaBackend final : public Backend {
         emulated_(driver.emulated),
         device_(checked_device(driver, options)),
         context_(std::make_unique<Context>(driver, device_of(driver, options.device))),
-        streams_(std::make_unique<Streams>(*context_, device_.compute_major < kBlackwell)),
         locked_(std::make_unique<LockedMemory>(
             *context_, LockedMemory::Options{cuda::user_budget(options.host_budget_bytes), options.host_piece_bytes, device_.read_only_host_register,
-                                             device_.coherent})) {
+                                             device_.coherent})),
+        streams_(std::make_unique<Streams>(*context_, *locked_, device_.compute_major < kBlackwell)) {
     const AllocationProperties properties =
         allocation_properties(context_->device(), options.shareable, options.gpu_direct_rdma);
     memory_ = std::make_unique<Memory>(*context_, properties, cuda::granularity(driver, properties, kGranularityMinimum),
@@ -126,7 +126,9 @@ class CudaBackend final : public Backend {
 
   std::byte* allocate_host(std::size_t bytes) override { return locked().allocate(bytes); }
   void free_host(std::byte* address, std::size_t bytes) override { locked().free(address, bytes); }
-  void register_host(const std::byte* address, std::size_t bytes) override { locked().register_range(address, bytes); }
+  void register_host(const std::byte* address, std::size_t bytes, HostUse use) override {
+    locked().register_range(address, bytes, use);
+  }
   void unregister_host(const std::byte* address, std::size_t bytes) override { locked().unregister_range(address, bytes); }
 
   StreamHandle create_stream() override { return streams().create_stream(); }
@@ -186,6 +188,7 @@ class CudaBackend final : public Backend {
     const bool from_locked = !from_ours && locked_->holds(copy.from, copy.bytes);
     Direction direction = to_ours && from_ours ? Direction::inside_device : Direction::unknown;
     if (to_ours && from_locked) direction = Direction::to_device;
+    if (to_ours && !from_ours && !from_locked && locked_->stages(copy.from, copy.bytes)) direction = Direction::staged;
     if (to_locked && from_ours) direction = Direction::to_host;
     for (std::size_t at = 0; at < copy.bytes;) {
       std::size_t some = copy.bytes - at;
@@ -212,8 +215,8 @@ class CudaBackend final : public Backend {
   const bool emulated_;
   const CudaDevice device_;
   std::unique_ptr<Context> context_;
-  std::unique_ptr<Streams> streams_;
   std::unique_ptr<LockedMemory> locked_;
+  std::unique_ptr<Streams> streams_;
   std::unique_ptr<Memory> memory_;
 };
 

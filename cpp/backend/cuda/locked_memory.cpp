@@ -164,12 +164,12 @@ void LockedMemory::add(Ranges& range) {
   const std::lock_guard<std::shared_mutex> books(books_);
   const Range& added = range.begin()->second;
   bytes_ += added.bytes;
-  locked_ += added.locked;
+  locked_ += added.budgeted ? added.locked : 0;
   file_bytes_ += added.file_bytes;
   ranges_.merge(range);
 }
 
-std::byte* LockedMemory::allocate(std::size_t bytes) {
+std::byte* LockedMemory::allocate(std::size_t bytes, bool budgeted) {
   const std::lock_guard<std::mutex> lock(changing_);
   const std::size_t rounded = (bytes + os_page_ - 1) / os_page_ * os_page_;
   if (bytes == 0 || rounded < bytes) {
@@ -178,7 +178,7 @@ std::byte* LockedMemory::allocate(std::size_t bytes) {
                     ". Nothing changed.",
                 {{"bytes", number(bytes)}});
   }
-  require_budget(rounded, rounded, "allocate_host");
+  if (budgeted) require_budget(rounded, rounded, "allocate_host");
   Buffer buffer(rounded, "allocate_host");
   // A child made by fork has no use for it, and the kernel would copy locked pages for the child at once. Said before anything is
   // touched: a fork meanwhile, on another thread, finds nothing here to copy, and none of the threads that touch.
@@ -186,7 +186,7 @@ std::byte* LockedMemory::allocate(std::size_t bytes) {
   buffer.fill_in("allocate_host");
   std::byte* at = buffer.get();
   Ranges range;
-  Range& made = range.emplace(address_of(at), Range{bytes, rounded, 0, true, 0}).first->second;
+  Range& made = range.emplace(address_of(at), Range{bytes, rounded, 0, true, false, budgeted, 0}).first->second;
   try {
     lock_pages(at, rounded, kHostRegisterPortable, "allocate_host", made.registered);
   } catch (const Error&) {
@@ -198,7 +198,7 @@ std::byte* LockedMemory::allocate(std::size_t bytes) {
   return at;
 }
 
-void LockedMemory::register_range(const std::byte* address, std::size_t bytes) {
+void LockedMemory::register_range(const std::byte* address, std::size_t bytes, HostUse use) {
   const std::lock_guard<std::mutex> lock(changing_);
   const Address at = address_of(address);
   if (at == 0 || bytes == 0 || at + bytes < at) {
@@ -220,6 +220,12 @@ void LockedMemory::register_range(const std::byte* address, std::size_t bytes) {
                 "register_host: expected " + std::to_string(bytes) + " bytes of mapped, readable memory. Nothing changed.",
                 {{"address", static_cast<std::int64_t>(at)}, {"bytes", number(bytes)}});
   }
+  Ranges range;
+  if (use == HostUse::staged) {
+    range.emplace(at, Range{bytes, 0, 0, false, true, true, 0});
+    add(range);
+    return;
+  }
   unsigned flags = kHostRegisterPortable;
   if (!facts.writable && options_.read_only_register) flags |= kHostRegisterReadOnly;
   if (!facts.writable && !options_.read_only_register && !options_.coherent) {
@@ -236,8 +242,7 @@ void LockedMemory::register_range(const std::byte* address, std::size_t bytes) {
   const std::size_t locked = locked_span(at, bytes);
   const std::size_t resident = facts.file_bytes == 0 ? resident_bytes(at, bytes) : 0;
   require_budget(locked, locked - std::min(locked, resident), "register_host");
-  Ranges range;
-  Range& made = range.emplace(at, Range{bytes, locked, facts.file_bytes, false, 0}).first->second;
+  Range& made = range.emplace(at, Range{bytes, locked, facts.file_bytes, false, false, true, 0}).first->second;
   lock_pages(const_cast<std::byte*>(address), bytes, flags, "register_host", made.registered);
   add(range);
 }
@@ -286,7 +291,7 @@ void LockedMemory::drop(const std::byte* address, std::size_t bytes, bool owned,
   }
   const std::lock_guard<std::shared_mutex> books(books_);
   bytes_ -= range->second.bytes;
-  locked_ -= range->second.locked;
+  locked_ -= range->second.budgeted ? range->second.locked : 0;
   file_bytes_ -= range->second.file_bytes;
   ranges_.erase(range);
 }
@@ -303,6 +308,14 @@ bool LockedMemory::holds(const std::byte* at, std::size_t bytes) const {
   if (after == ranges_.begin()) return false;
   const auto range = std::prev(after);
   return address_of(at) + bytes <= range->first + std::min(range->second.bytes, range->second.registered);
+}
+
+bool LockedMemory::stages(const std::byte* at, std::size_t bytes) const {
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  const auto after = ranges_.upper_bound(address_of(at));
+  if (after == ranges_.begin()) return false;
+  const auto range = std::prev(after);
+  return range->second.staged && address_of(at) + bytes <= range->first + range->second.bytes;
 }
 
 std::size_t LockedMemory::piece_at(const std::byte* at) const {

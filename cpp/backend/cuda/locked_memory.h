@@ -46,13 +46,16 @@ class LockedMemory {
 
   void add_usage(Usage& usage) const;
 
-  std::byte* allocate(std::size_t bytes);
+  // budgeted: within the budget. Without, for small amounts of the backend's own.
+  std::byte* allocate(std::size_t bytes, bool budgeted = true);
   void free(std::byte* address, std::size_t bytes);
-  void register_range(const std::byte* address, std::size_t bytes);
+  void register_range(const std::byte* address, std::size_t bytes, HostUse use);
   void unregister_range(const std::byte* address, std::size_t bytes);
 
   // Whether the range lies in one of these.
   bool holds(const std::byte* at, std::size_t bytes) const;
+  // Whether the range lies in one that is registered to be staged (HostUse).
+  bool stages(const std::byte* at, std::size_t bytes) const;
   // How many bytes from here on the driver knows as one piece. Pre: it is held.
   std::size_t piece_at(const std::byte* at) const;
 
@@ -62,6 +65,8 @@ class LockedMemory {
     std::size_t locked = 0;      // in whole OS pages
     std::size_t file_bytes = 0;  // of `locked`, behind which a file stands: the system counts it as available, wrongly
     bool owned = false;          // allocated here; else registered
+    bool staged = false;         // registered, and never page-locked
+    bool budgeted = true;        // `locked` counts in the budget
     std::size_t registered = 0;  // bytes from its begin on that the driver knows, in whole pieces; all, but where it failed
   };
   using Ranges = std::map<mapping::Address, Range>;

@@ -46,6 +46,7 @@ Streams::~Streams() {
       (void)driver_.cuStreamSynchronize(native(stream.first));
       (void)driver_.cuStreamDestroy(native(stream.first));
     }
+    lanes_.clear();
     for (const auto& event : events_) (void)driver_.cuEventDestroy(event.second->native);
   } catch (const Error&) {
     // No context to work in: the process is ending, and its end gives everything back.
@@ -91,10 +92,25 @@ void Streams::destroy_stream(StreamHandle stream) {
       fail(driver_, "destroy_stream", "cuStreamSynchronize", code);
     }
   }
+  std::unique_ptr<StagingLane> lane;
+  {
+    const std::lock_guard<std::shared_mutex> lock(books_);
+    if (const auto found = lanes_.find(stream); found != lanes_.end()) lane.swap(found->second);
+  }
+  if (lane) {
+    try {
+      lane->close();
+    } catch (...) {
+      const std::lock_guard<std::shared_mutex> lock(books_);
+      lanes_[stream].swap(lane);
+      throw;
+    }
+  }
   // Under the lock: the driver may give the value to the next stream at once, which create_stream then enters after this.
   const std::lock_guard<std::shared_mutex> lock(books_);
   check(driver_, "destroy_stream", "cuStreamDestroy", driver_.cuStreamDestroy(native(stream)));
   streams_.erase(stream);
+  lanes_.erase(stream);
   --own_streams_;
 }
 
@@ -173,6 +189,7 @@ Result Streams::enqueue(StreamPointer stream, const CopyPart& part, const char**
     case Direction::inside_device:
       *entry = "cuMemcpyDtoDAsync";
       return driver_.cuMemcpyDtoDAsync(device_pointer(part.to), device_pointer(part.from), part.bytes, stream);
+    case Direction::staged:  // `copy` takes these itself
     case Direction::unknown: break;
   }
   *entry = "cuMemcpyAsync";
@@ -199,6 +216,25 @@ Result Streams::enqueue(StreamPointer stream, const CopyPart* parts, std::size_t
   return driver_.cuMemcpyBatchAsync(to.data(), from.data(), bytes.data(), count, &attributes, &first, 1, &failed, stream);
 }
 
+StagingLane& Streams::lane_of(StreamHandle stream, Origin origin, const char* call) {
+  if (origin != Origin::own) {
+    throw Error(ErrorKind::invalid_argument,
+                std::string(call) + ": staged host memory is copied on streams of this backend's alone, and stream " +
+                    std::to_string(stream) + " was adopted. Nothing changed.",
+                {{"operation", std::string(call)}, {"handle", static_cast<std::int64_t>(stream)}});
+  }
+  {
+    const std::shared_lock<std::shared_mutex> lock(books_);
+    if (const auto found = lanes_.find(stream); found != lanes_.end() && found->second) return *found->second;
+  }
+  // Made without the lock, since that takes a millisecond. Copies on one stream are one after another, so no other makes it meanwhile.
+  auto made = std::make_unique<StagingLane>(context_, locked_, call);
+  const std::lock_guard<std::shared_mutex> lock(books_);
+  std::unique_ptr<StagingLane>& place = lanes_[stream];
+  place.swap(made);
+  return *place;
+}
+
 // Some of a call's work may be under way, and its caller, who is told of an error, may use the memory for something else.
 void Streams::fail_midway(StreamPointer stream, const char* call, const char* entry, Result code) const {
   const bool ended = driver_.cuStreamSynchronize(stream) == result::kSuccess;
@@ -213,14 +249,23 @@ void Streams::copy(StreamHandle stream, const std::vector<CopyPart>& parts, cons
   refuse_capture(stream, origin, call);
   const auto where = native(stream);
   const std::size_t most = batches_ && stream != kStreamLegacy ? kBatch : 1;
-  for (std::size_t done = 0; done < parts.size();) {
-    const std::size_t some = std::min(parts.size() - done, most);
+  const auto staged = [](const CopyPart& part) { return part.direction == Direction::staged; };
+  StagingLane* const lane = std::any_of(parts.begin(), parts.end(), staged) ? &lane_of(stream, origin, call) : nullptr;
+  for (auto next = parts.begin(); next != parts.end();) {
     const char* entry = nullptr;
-    const Result code = some == 1 ? enqueue(where, parts[done], &entry) : enqueue(where, &parts[done], some, &entry);
+    if (staged(*next)) {
+      const Result code = lane->copy(where, next->to, next->from, next->bytes, &entry);
+      if (code != result::kSuccess) fail_midway(where, call, entry, code);
+      ++next;
+      continue;
+    }
+    const auto some = static_cast<std::size_t>(std::find_if(next, parts.end(), staged) - next);
+    const std::size_t taken = std::min(some, most);
+    const Result code = taken == 1 ? enqueue(where, *next, &entry) : enqueue(where, &*next, taken, &entry);
     // Whether a batch that is refused was refused whole is not documented.
-    if (code != result::kSuccess && done == 0 && some == 1) fail(driver_, call, entry, code);
+    if (code != result::kSuccess && next == parts.begin() && taken == 1) fail(driver_, call, entry, code);
     if (code != result::kSuccess) fail_midway(where, call, entry, code);
-    done += some;
+    next += static_cast<std::ptrdiff_t>(taken);
   }
 }
 

@@ -30,12 +30,14 @@
 #include <vector>
 
 #include "backend/cuda/context.h"
+#include "backend/cuda/staging.h"
 #include "remap/backend.h"
 
 namespace remap::cuda {
 
-// Which way a copy goes; `unknown` where an address is neither ours nor page-locked here: the driver finds out.
-enum class Direction : std::uint8_t { to_device, to_host, inside_device, unknown };
+// Which way a copy goes; `staged`: to the device, from host memory that is not page-locked (staging.h); `unknown` where an address is
+// neither ours nor registered here: the driver finds out.
+enum class Direction : std::uint8_t { to_device, to_host, inside_device, staged, unknown };
 
 // A copy, or what of one the driver takes at once: host memory is page-locked in pieces, and a copy must lie in one of them.
 struct CopyPart {
@@ -48,8 +50,11 @@ struct CopyPart {
 class Streams {
  public:
   // batches: copies go to the driver as batches, if it takes them.
-  Streams(const Context& context, bool batches)
-      : context_(context), driver_(context.driver()), batches_(batches && context.driver().cuMemcpyBatchAsync != nullptr) {}
+  Streams(const Context& context, LockedMemory& locked, bool batches)
+      : context_(context),
+        driver_(context.driver()),
+        locked_(locked),
+        batches_(batches && context.driver().cuMemcpyBatchAsync != nullptr) {}
   ~Streams();  // waits for the work of our streams
   Streams(const Streams&) = delete;
   Streams& operator=(const Streams&) = delete;
@@ -104,14 +109,17 @@ class Streams {
   Result enqueue(StreamPointer stream, const CopyPart* parts, std::size_t count, const char** entry) const;
   [[noreturn]] void fail_midway(StreamPointer stream, const char* call, const char* entry, Result code) const;
   void refuse_capture(StreamHandle stream, Origin origin, const char* call) const;
+  StagingLane& lane_of(StreamHandle stream, Origin origin, const char* call);  // takes the lock
   bool complete(EventHandle event, const char* call) const;  // pre: inside a Context::Use
 
   const Context& context_;
   const Driver& driver_;
+  LockedMemory& locked_;
   const bool batches_;
   mutable std::shared_mutex books_;  // guards all below
   std::unordered_map<StreamHandle, std::size_t> streams_;  // kOwn, or how many have adopted it
   std::unordered_map<EventHandle, std::shared_ptr<Event>> events_;
+  std::unordered_map<StreamHandle, std::unique_ptr<StagingLane>> lanes_;  // of own streams that have copied from staged memory
   std::size_t own_streams_ = 0;
   EventHandle last_event_ = 0;
 };

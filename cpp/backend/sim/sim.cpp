@@ -111,7 +111,7 @@ class SimDevice final : public SimBackend, public std::enable_shared_from_this<S
 
   std::byte* allocate_host(std::size_t bytes) override { return memory().allocate_host(bytes); }
   void free_host(std::byte* address, std::size_t bytes) override { memory().free_host(address, bytes); }
-  void register_host(const std::byte* address, std::size_t bytes) override { memory().register_host(address, bytes); }
+  void register_host(const std::byte* address, std::size_t bytes, HostUse) override { memory().register_host(address, bytes); }
   void unregister_host(const std::byte* address, std::size_t bytes) override { memory().unregister_host(address, bytes); }
 
   // ---- streams and events ----

@@ -402,10 +402,11 @@ class Attaching:
 
     def _calibrate(self, tenant: TenantState, others: Sequence[TenantState]) -> None:
         """Load the largest layer once more, to measure the copy's time; its bytes stay the same. Of a tenant without pages what
-        others have measured counts, until it measures itself."""
+        others, whose master copies lie in such memory as well, have measured counts, until it measures itself."""
         source = tenant.source
         if tenant.pages.cold:
-            rates = [rate for rate in (other.timing.seconds_per_byte() for other in others) if rate]
+            alike = [other for other in others if other.host.staged == tenant.host.staged]
+            rates = [rate for rate in (other.timing.seconds_per_byte() for other in alike) if rate]
             if rates:
                 tenant.timing.calibrate_link(1.0 / max(rates))
             return

@@ -247,6 +247,11 @@ def host_room(budget: int = 0) -> tuple[int, str]:
     return room
 
 
+def stage(backend: _core.Backend, address: int, nbytes: int) -> None:
+    """Let copies read this ordinary memory of the caller's (`HostUse::staged`). Raises the backend's error."""
+    backend.register_host(address, nbytes, _core.HostUse.staged)
+
+
 def machine_room() -> int:
     """Bytes of ordinary host memory that may be taken now, whatever budget page-locked memory has."""
     return int(_core.machine_room()[0])

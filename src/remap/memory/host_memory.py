@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page-locked host memory for one tenant's master copies, and for KV blocks that are copied out: a device copies to and
-from it at the full speed of its link."""
+"""Host memory for one tenant's master copies, and for KV blocks that are copied out.
+
+Page-locked, a device copies to and from it at the full speed of its link. Master copies that find no room there lie in ordinary
+memory, or are the mapped weights files, and the backend stages their copies: `locks` and `hold_all` choose, for a tenant's master
+copies as a whole, since its passes are planned with one speed of the link.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +19,7 @@ from typing import TYPE_CHECKING
 from remap.errors import Error, LimitExceeded, OutOfMemory
 from remap.kv.host import HostBlocks
 from remap.kv.spec import MOST_BLOCKS, KVGeometry
-from remap.memory.device import host_room
+from remap.memory.device import host_room, machine_room, stage
 from remap.memory.machine_memory import require_memory
 from remap.memory.streams import gone
 from remap.sizes import MOST_BYTES, show_size
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["HostMemories", "HostMemory", "require_kv"]
 
 _logger = logging.getLogger("remap.host_kv")
+_masters_logger = logging.getLogger("remap.masters")
 
 
 class HostMemory:
@@ -40,15 +45,20 @@ class HostMemory:
         device: Device,
         beside: Callable[[], int] = lambda: 0,
         make_room: Callable[[], bool] = lambda: False,
+        room: Callable[[], tuple[int, str]] = lambda: (MOST_BYTES, "machine"),
+        name: str = "",
     ) -> None:
         """beside: bytes of the machine's memory that the session has by now. make_room(): gives back what no tenant uses; whether
-        there was any."""
+        there was any. room(): bytes that may be page-locked now, and what bounds them. name: the tenant's, for log lines."""
         self._backend = backend
         self._device = device
         self._beside = beside
         self._make_room = make_room
+        self._room = room
+        self._name = name
         self._allocated: list[tuple[int, int]] = []
         self._registered: list[tuple[int, int]] = []
+        self._staged: list[tuple[int, int]] = []
         self.asks_kv = False  # whether `HostMemories.store_kv` may be asked for this tenant yet
 
     @property
@@ -58,8 +68,13 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes held, page-locked where the device can do that."""
         return sum(nbytes for _, nbytes in (*self._allocated, *self._registered))
+
+    @property
+    def staged(self) -> bool:
+        """Whether master copies lie in memory that is not page-locked, though a device reads them."""
+        return bool(self._staged)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` of page-locked memory as a 1-D uint8 CPU tensor, valid until `release`.
@@ -107,6 +122,69 @@ class HostMemory:
         ctypes.memmove(copy, address, nbytes)
         return copy
 
+    def hold_all(self, buffers: Sequence[tuple[int, int, bool]]) -> list[int]:
+        """`hold` of each (address, bytes, whether it is writable), if all of them can be page-locked. Otherwise these buffers
+        themselves, staged: then the caller never changes them. Nothing else may be held yet."""
+        try:
+            return [self.hold(address, nbytes, writable=writable) for address, nbytes, writable in buffers]
+        except (OutOfMemory, LimitExceeded) as error:
+            self.release()
+            self._say_staged(sum(nbytes for _, nbytes, _ in buffers), str(error.fields.get("limited_by", error)))
+        self.stage([(address, nbytes) for address, nbytes, _ in buffers])
+        return [address for address, _, _ in buffers]
+
+    def locks(self, parts: Collection[int]) -> bool:
+        """Whether all master copies, of so many bytes, can be page-locked. KV that was given host memory by itself and does not
+        use it makes room. A line of log if they cannot."""
+        needed = sum(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for nbytes in parts)
+        while needed > self._room()[0]:
+            if not self._make_room():
+                self._say_staged(needed, self._room()[1])
+                return False
+        return True
+
+    def _say_staged(self, nbytes: int, why: str) -> None:
+        _masters_logger.warning(
+            "%s of master copies of %r are not page-locked, since %s leaves less: layers that are away load at the speed of "
+            "ordinary memory, or of the disk, not of the link",
+            show_size(nbytes),
+            self._name,
+            why,
+        )
+
+    def ordinary(self, nbytes: int) -> torch.Tensor:
+        """`nbytes` of ordinary memory as a 1-D uint8 tensor, which goes with it. Raises OutOfMemory (fields requested, limit,
+        limited_by) if the machine, or the control group, has less to spare; nothing has changed then."""
+        from remap.model.master import anonymous
+
+        room = machine_room()
+        if nbytes > room:
+            raise OutOfMemory(
+                f"master copies take {show_size(nbytes)} of host memory, and {show_size(room)} can be spared; nothing changed; "
+                "free memory, or give the safetensors files that hold these layers (weights=)",
+                requested=nbytes,
+                limit=room,
+                limited_by="machine",
+            )
+        return anonymous(nbytes)
+
+    def stage(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Let copies read these (address, bytes) of ordinary memory, which may overlap; the caller keeps them. Raises the
+        backend's error; call `release` then."""
+        joined: list[tuple[int, int]] = []
+        for address, nbytes in sorted(each for each in ranges if each[1]):
+            if joined and address < joined[-1][0] + joined[-1][1]:
+                first, size = joined.pop()
+                address, nbytes = first, max(size, address + nbytes - first)
+            joined.append((address, nbytes))
+        for each in joined:
+            self._staged.append(each)  # first: `release` copes if it did not happen
+            try:
+                stage(self._backend, *each)
+            except Error:
+                self._staged.remove(each)
+                raise
+
     def _register(self, address: int, nbytes: int) -> int:
         self._registered.append((address, nbytes))  # first: `release` copes if it did not happen
         try:
@@ -121,6 +199,7 @@ class HostMemory:
         first: Error | None = None
         for held, give_back in (
             (self._registered, self._backend.unregister_host),
+            (self._staged, self._backend.unregister_host),
             (self._allocated, self._backend.free_host),
         ):
             for each in tuple(held):
@@ -319,10 +398,10 @@ class HostMemories:
         return room, why
 
     @contextmanager
-    def taken(self, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory]:
-        """Memory for a tenant to be. If the block raises, gives it back, unless a tenant has `kept` it by then: an
+    def taken(self, name: str, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory]:
+        """Memory for a tenant to be, `name`. If the block raises, gives it back, unless a tenant has `kept` it by then: an
         interrupt can come when the tenant is attached already."""
-        host = HostMemory(self._backend, self._device, self.nbytes, self._make_room)
+        host = HostMemory(self._backend, self._device, self.nbytes, self._make_room, self._spare, name)
         self._held.append(host)
         try:
             yield host

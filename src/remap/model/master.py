@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import struct
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,6 +36,7 @@ __all__ = [
     "MasterCopy",
     "SafetensorsMaster",
     "WeightsFile",
+    "anonymous",
     "make_master",
     "match_files",
 ]
@@ -72,6 +74,8 @@ class WeightsFile:
     is not seen.
     """
 
+    address = 0  # of its first byte in the mapping, when somebody has looked there
+
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         self.path = path
@@ -79,6 +83,10 @@ class WeightsFile:
         weakref.finalize(self, os.close, self._descriptor)
         self.size, self._modified_ns = self._look()
         self.mapping = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ) if self.size else b""
+
+    def read_ahead(self, address: int, nbytes: int) -> None:
+        """Have the system read these bytes into its cache. Returns when all of it has been asked for: a disk's queue is short."""
+        os.posix_fadvise(self._descriptor, address - self.address, nbytes, os.POSIX_FADV_WILLNEED)
 
     @property
     def changed(self) -> bool:
@@ -195,7 +203,7 @@ class HostMaster(_Master):
         allocate: Callable[[int], torch.Tensor] | None = None,
         reason: str = "",
     ) -> None:
-        layers = [(_copy_of(layer, model, allocate or _anonymous), "memory") for layer in layout.layers]
+        layers = [(_copy_of(layer, model, allocate or anonymous), "memory") for layer in layout.layers]
         super().__init__(layout, layers, reason)
 
 
@@ -210,12 +218,28 @@ class SafetensorsMaster(_Master):
         self, match: FileMatch, model: nn.Module, *, allocate: Callable[[int], torch.Tensor] | None = None
     ) -> None:
         layers = [
-            (_copy_of(layer, model, allocate or _anonymous), "memory") if data is None else (data, "file")
+            (_copy_of(layer, model, allocate or anonymous), "memory") if data is None else (data, "file")
             for layer, data in zip(match.layout.layers, match.data, strict=True)
         ]
         super().__init__(match.layout, layers, match.reason)
         self.reasons = dict(match.reasons)
         self._files = dict(match.files)
+
+    def read_ahead(self, layers: Sequence[int]) -> None:
+        """Have the system read what these layers need of files, one layer after another, on a thread of its own: a copy that
+        comes to a layer's first byte finds the rest on its way, where it would wait for the disk at every few pages."""
+        wanted = []
+        for layer in layers:
+            file = self._files.get(layer)
+            if file is not None:
+                wanted.append((file, self.range(layer)))
+
+        def read() -> None:
+            for file, each in wanted:
+                file.read_ahead(each.address, each.nbytes)
+
+        if wanted:
+            threading.Thread(target=read, name="remap-read-ahead", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -298,9 +322,9 @@ def make_master(
     """The master copy of a model that is not yet installed: layers that match `files` stay there, others go to host
     memory.
 
-    Arguments and errors as in `match_files` and `HostMaster`. locked: a device reads the copies, so all of them must be
-    in page-locked memory (`allocate` gives it), which a mapped file is not. In that case, and if no layer matches, the
-    result is a `HostMaster` with the given layout and a `reason`. Use `.layout` of the result from then on.
+    Arguments and errors as in `match_files` and `HostMaster`. locked: all of them must be in page-locked memory (`allocate`
+    gives it), which a mapped file is not. In that case, and if no layer matches, the result is a `HostMaster` with the given
+    layout and a `reason`. Use `.layout` of the result from then on.
     """
     if files is None:
         return HostMaster(layout, model, allocate=allocate)
@@ -317,7 +341,7 @@ def make_master(
 # --- host memory -------------------------------------------------------------------------------------------------
 
 
-def _anonymous(nbytes: int) -> torch.Tensor:
+def anonymous(nbytes: int) -> torch.Tensor:
     """Zeroed private memory that starts at an OS page and is freed with the tensor."""
     # Private, because Python's default is a shared mapping, which a forked child could write to.
     mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -450,6 +474,7 @@ def _open(path: Path) -> dict[str, _Entry]:
         # torch warns that it cannot mark a tensor read-only. Nothing here writes to these tensors; a write would fault.
         warnings.simplefilter("ignore", UserWarning)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
+        file.address = content.data_ptr()
     try:
         header = json.loads(mapping[8:base])
         for name, entry in header.items():

@@ -5,7 +5,7 @@ imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 __all__ = ["Handle", "LockedMemory", "TargetDevice"]
@@ -22,10 +22,13 @@ class TargetDevice(Protocol):
 
 
 class LockedMemory(Protocol):
-    """Page-locked host memory for master copies (memory/host_memory.py)."""
+    """Host memory for master copies that a device reads, page-locked or staged (memory/host_memory.py)."""
 
     def allocate(self, nbytes: int) -> Any: ...
-    def hold(self, address: int, nbytes: int, *, writable: bool) -> int: ...
+    def locks(self, parts: Collection[int]) -> bool: ...
+    def ordinary(self, nbytes: int) -> Any: ...
+    def stage(self, ranges: Iterable[tuple[int, int]]) -> None: ...
+    def hold_all(self, buffers: Sequence[tuple[int, int, bool]]) -> list[int]: ...
 
 
 class Handle(Protocol):

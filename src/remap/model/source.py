@@ -55,6 +55,8 @@ class LayerSource:
     # The last part, which is no layer: tensors outside of the layers that go with them when their tenant gives all up. None:
     # such tensors are all in the rest, and stay.
     ends: int | None = None
+    # (layers): these will be loaded soon, in this order; returns at once
+    read_ahead: Callable[[Sequence[int]], None] = lambda layers: None
     # Make every master copy anew from the layers' bytes, and forget the writes; None: another object owns these bytes
     renew: Callable[[], None] | None = None
 
@@ -66,14 +68,13 @@ class LayerSource:
 def raw_source(views: Sequence[memoryview], host: LockedMemory | None) -> LayerSource:
     """Layers as plain bytes (for an engine without torch). The viewed buffers are the master copies and stay alive.
 
-    host: page-locked memory, if the device needs it. It holds copies of buffers that cannot be locked in place.
+    host: memory that the device reads, if it needs such: it page-locks the buffers, or copies of those that cannot be locked in
+    place; or it stages the buffers, if there is no room.
     """
     # from_buffer_copy would copy and from_buffer refuses read-only memory; the address is all that is needed.
     addresses = [_core.buffer_address(view) for view in views]
     if host is not None:
-        addresses = [
-            host.hold(address, view.nbytes, writable=not view.readonly) for address, view in zip(addresses, views)
-        ]
+        addresses = host.hold_all([(at, view.nbytes, not view.readonly) for at, view in zip(addresses, views)])
     return LayerSource(
         layer_bytes=tuple(view.nbytes for view in views),
         kv_layers=len(views),
@@ -107,7 +108,7 @@ def model_source(
 ) -> LayerSource:
     """A torch model, on the CPU or on `device`. `memory(address, nbytes)` makes a uint8 tensor over a region.
 
-    host: page-locked memory for the master copies, if the device needs it. kv: must fit the model. extra, embedding,
+    host: memory for the master copies that the device reads, if it needs such. kv: must fit the model. extra, embedding,
     hooks: see `Session.attach`. ends: whether parameters outside of the layers have a master copy too, and may go with the
     layers (`pack.build(ends=)`).
     """
@@ -154,10 +155,13 @@ def model_source(
             )
     layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable), ends=ends)
     last = len(found) if len(layout.layers) > len(found) else None
-    master = masters.make_master(
-        model, layout, files=weights, names=names, allocate=host.allocate if host else None, locked=host is not None
-    )
+    locked = host is not None and host.locks([part.nbytes for part in layout.layers])
+    allocate = None if host is None else host.allocate if locked else host.ordinary
+    master = masters.make_master(model, layout, files=weights, names=names, allocate=allocate, locked=locked)
     layout = master.layout
+    if host is not None and not locked:
+        parts = [master.range(index) for index in range(len(layout.layers))]
+        host.stage([(part.address, part.nbytes) for part in parts])
     installed: dict[str, Any] = {}
 
     def tensors(targets: Sequence[int], rest: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -257,6 +261,7 @@ def model_source(
         modules=tuple(found),
         differing=differing,
         ends=last,
+        read_ahead=master.read_ahead if isinstance(master, masters.SafetensorsMaster) else lambda layers: None,
         renew=None if isinstance(master, masters.SafetensorsMaster) else renew,
     )
 

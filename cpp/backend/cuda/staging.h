@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies to the device from host memory that is not page-locked (HostUse::staged), without holding up the thread that enqueues
+// them: given such memory itself, the driver copies before it returns, at the speed of whatever stands behind it, a disk perhaps.
+//
+// A lane belongs to one stream. It has a stream of its own, on which host functions copy the source into page-locked slots, a
+// part after another, and each slot's copy to the device is enqueued on the lane's owner behind that:
+//
+//   lane:   wait emptied[s]   host function: source -> slot s   record filled[s]
+//   owner:                                                      wait filled[s]   slot s -> device   record emptied[s]
+//
+// So all is in the owner's order, events behind the copy cover it, and reading a part goes on while the one before is on its way to
+// the device. Everything waits only for work enqueued earlier, hence no circle of waits. Lanes share nothing: a tenant whose ring is
+// full keeps only its own lane's slots. The driver runs host functions of all streams on few threads, so one lane's slow disk can
+// delay another lane's parts, by about the time of a part; never copies from page-locked memory.
+//
+// The slots are beyond the budget of page-locked memory: a copy that is due cannot be refused for 16 MiB.
+//
+// Concurrency: copies on one stream come one after another (backend.h), and so do a lane's calls. The driver's thread reads a Job and
+// sets its `done`, behind which the job may go.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <deque>
+
+#include "backend/cuda/context.h"
+#include "backend/cuda/locked_memory.h"
+
+namespace remap::cuda {
+
+class StagingLane {
+ public:
+  // call: for errors. Throws those of LockedMemory::allocate, and the driver's; nothing is held then.
+  StagingLane(const Context& context, LockedMemory& locked, const char* call);
+  ~StagingLane();
+  StagingLane(const StagingLane&) = delete;
+  StagingLane& operator=(const StagingLane&) = delete;
+
+  // Enqueues the copy on `owner`. Not success: a part may be under way on `owner`; nothing reads the source any more. entry: the
+  // driver's call that failed.
+  Result copy(StreamPointer owner, std::byte* to, const std::byte* from, std::size_t bytes, const char** entry);
+
+  // Gives all back. Pre: the owner's work has ended. Throws the driver's error, and can be called again then.
+  void close();
+
+ private:
+  // Four, so that reading goes on although a copy, a wait and the host function's start lie between; of a size at which the calls
+  // that a part takes are about 2 % of its time.
+  static constexpr std::size_t kSlots = 4;
+  static constexpr std::size_t kSlotBytes = std::size_t{4} << 20;
+
+  struct Slot {
+    EventPointer filled = nullptr;
+    EventPointer emptied = nullptr;
+  };
+  struct Job {
+    Job(std::byte* target, const std::byte* source, std::size_t size) : to(target), from(source), bytes(size) {}
+    std::byte* const to;
+    const std::byte* const from;
+    const std::size_t bytes;
+    std::atomic<bool> done{false};
+  };
+
+  std::byte* slot() const noexcept { return memory_ + next_ % kSlots * kSlotBytes; }
+  Result enqueue(StreamPointer owner, std::byte* to, const std::byte* from, std::size_t bytes, const char** entry);
+
+  const Context& context_;
+  const Driver& driver_;
+  LockedMemory& locked_;
+  StreamPointer stream_ = nullptr;
+  std::byte* memory_ = nullptr;
+  std::array<Slot, kSlots> slots_;
+  std::size_t next_ = 0;
+  std::deque<Job> jobs_;  // not all done yet, the oldest first
+};
+
+}  // namespace remap::cuda
