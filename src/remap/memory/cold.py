@@ -145,7 +145,6 @@ class Cold:
 
     def _load(self, tenant: TenantState, layers: Sequence[int], choice: _Choice) -> None:
         changes = self._changes
-        tenant.source.read_ahead(layers)
         if choice.kv:
             changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, choice.kv, give=True))
         tenant.books = replace(tenant.books, kept=choice.kept)

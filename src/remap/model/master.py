@@ -14,7 +14,6 @@ import json
 import mmap
 import os
 import struct
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -74,8 +73,6 @@ class WeightsFile:
     is not seen.
     """
 
-    address = 0  # of its first byte in the mapping, when somebody has looked there
-
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         self.path = path
@@ -83,10 +80,6 @@ class WeightsFile:
         weakref.finalize(self, os.close, self._descriptor)
         self.size, self._modified_ns = self._look()
         self.mapping = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ) if self.size else b""
-
-    def read_ahead(self, address: int, nbytes: int) -> None:
-        """Have the system read these bytes into its cache. Returns when all of it has been asked for: a disk's queue is short."""
-        os.posix_fadvise(self._descriptor, address - self.address, nbytes, os.POSIX_FADV_WILLNEED)
 
     @property
     def changed(self) -> bool:
@@ -224,22 +217,6 @@ class SafetensorsMaster(_Master):
         super().__init__(match.layout, layers, match.reason)
         self.reasons = dict(match.reasons)
         self._files = dict(match.files)
-
-    def read_ahead(self, layers: Sequence[int]) -> None:
-        """Have the system read what these layers need of files, one layer after another, on a thread of its own: a copy that
-        comes to a layer's first byte finds the rest on its way, where it would wait for the disk at every few pages."""
-        wanted = []
-        for layer in layers:
-            file = self._files.get(layer)
-            if file is not None:
-                wanted.append((file, self.range(layer)))
-
-        def read() -> None:
-            for file, each in wanted:
-                file.read_ahead(each.address, each.nbytes)
-
-        if wanted:
-            threading.Thread(target=read, name="remap-read-ahead", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -474,7 +451,6 @@ def _open(path: Path) -> dict[str, _Entry]:
         # torch warns that it cannot mark a tensor read-only. Nothing here writes to these tensors; a write would fault.
         warnings.simplefilter("ignore", UserWarning)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
-        file.address = content.data_ptr()
     try:
         header = json.loads(mapping[8:base])
         for name, entry in header.items():

@@ -55,8 +55,6 @@ class LayerSource:
     # The last part, which is no layer: tensors outside of the layers that go with them when their tenant gives all up. None:
     # such tensors are all in the rest, and stay.
     ends: int | None = None
-    # (layers): these will be loaded soon, in this order; returns at once
-    read_ahead: Callable[[Sequence[int]], None] = lambda layers: None
     # Make every master copy anew from the layers' bytes, and forget the writes; None: another object owns these bytes
     renew: Callable[[], None] | None = None
 
@@ -261,7 +259,6 @@ def model_source(
         modules=tuple(found),
         differing=differing,
         ends=last,
-        read_ahead=master.read_ahead if isinstance(master, masters.SafetensorsMaster) else lambda layers: None,
         renew=None if isinstance(master, masters.SafetensorsMaster) else renew,
     )
 
