@@ -78,6 +78,7 @@ ORDER = {
         "prefetch",
         "small_copies",
         "chunk_gaps",
+        "staged_copies",
         "block_copies",
         "overhead",
         "pool",
