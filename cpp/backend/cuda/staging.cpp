@@ -4,6 +4,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
 
 namespace remap::cuda {
 
@@ -44,7 +48,7 @@ void StagingLane::close() {
     if (const Result code = driver_.cuStreamSynchronize(stream_); code != result::kSuccess) {
       if (driver_.cuStreamQuery(stream_) == result::kNotReady) fail(driver_, "destroy_stream", "cuStreamSynchronize", code);
     }
-    jobs_.clear();
+    settle();
     check(driver_, "destroy_stream", "cuStreamDestroy", driver_.cuStreamDestroy(stream_));
     stream_ = nullptr;
   }
@@ -61,14 +65,39 @@ void StagingLane::close() {
   }
 }
 
+void StagingLane::Job::run(void* data) {
+  auto* job = static_cast<Job*>(data);
+  State expected = State::waiting;
+  if (!job->state.compare_exchange_strong(expected, State::running, std::memory_order_acq_rel)) return;
+  std::memcpy(job->to, job->from, job->bytes);
+  job->state.store(State::done, std::memory_order_release);
+}
+
+void StagingLane::settle() {
+  // Jobs that the driver may call yet, kept to the end of the process.
+  static std::mutex mutex;
+  static auto& taken = *new std::vector<std::unique_ptr<Job>>;
+  for (std::unique_ptr<Job>& job : jobs_) {
+    Job::State expected = Job::State::waiting;
+    if (job->state.compare_exchange_strong(expected, Job::State::taken, std::memory_order_acq_rel)) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      taken.push_back(std::move(job));
+      continue;
+    }
+    while (job->state.load(std::memory_order_acquire) != Job::State::done) std::this_thread::yield();
+  }
+  jobs_.clear();
+}
+
 Result StagingLane::copy(StreamPointer owner, std::byte* to, const std::byte* from, std::size_t bytes, const char** entry) {
-  while (!jobs_.empty() && jobs_.front().done.load(std::memory_order_acquire)) jobs_.pop_front();
+  while (!jobs_.empty() && jobs_.front()->state.load(std::memory_order_acquire) == Job::State::done) jobs_.pop_front();
   for (std::size_t done = 0; done < bytes;) {
     const std::size_t most = std::min(kSlotBytes, locked_.piece_at(slot()));  // no copy may lie in two pieces
     const std::size_t some = std::min(bytes - done, most);
     const Result code = enqueue(owner, to + done, from + done, some, entry);
     if (code != result::kSuccess) {
       (void)driver_.cuStreamSynchronize(stream_);
+      settle();
       return code;
     }
     done += some;
@@ -80,12 +109,11 @@ Result StagingLane::enqueue(StreamPointer owner, std::byte* to, const std::byte*
   Slot& events = slots_[next_ % kSlots];
   std::byte* const at = slot();
   const auto device = static_cast<DevicePointer>(reinterpret_cast<std::uintptr_t>(to));
-  jobs_.emplace_back(at, from, bytes);
-  const auto run = [](void* data) {
-    auto* job = static_cast<Job*>(data);
-    std::memcpy(job->to, job->from, job->bytes);
-    job->done.store(true, std::memory_order_release);
-  };
+  auto made = std::make_unique<Job>();
+  made->to = at;
+  made->from = from;
+  made->bytes = bytes;
+  jobs_.push_back(std::move(made));
   Result code = result::kSuccess;
   const auto call = [&](const char* name, Result result) {
     *entry = name;
@@ -94,7 +122,7 @@ Result StagingLane::enqueue(StreamPointer owner, std::byte* to, const std::byte*
   };
   // `emptied` that was never recorded is complete, and so is the slot's last copy once the owner has been there.
   const bool filling = call("cuStreamWaitEvent", driver_.cuStreamWaitEvent(stream_, events.emptied, 0)) &&
-                       call("cuLaunchHostFunc", driver_.cuLaunchHostFunc(stream_, run, &jobs_.back()));
+                       call("cuLaunchHostFunc", driver_.cuLaunchHostFunc(stream_, &Job::run, jobs_.back().get()));
   if (!filling) {
     jobs_.pop_back();  // no function of the driver's knows it
     return code;

@@ -15,14 +15,18 @@
 //
 // The slots are beyond the budget of page-locked memory: a copy that is due cannot be refused for 16 MiB.
 //
-// Concurrency: copies on one stream come one after another (backend.h), and so do a lane's calls. The driver's thread reads a Job and
-// sets its `done`, behind which the job may go.
+// Concurrency: copies on one stream come one after another (backend.h), and so do a lane's calls. A Job is the driver's thread's from
+// `running` to `done`, and may go when it is done. Once a context is lost its streams count as synchronized whatever that thread does.
+// So a lane that gives up takes each job that has not begun (one exchange decides who was first) and waits for the one that has, for the
+// time of a part: nobody reads the source behind that. A job that was taken is never freed, as the driver may still call it.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
+#include <memory>
 
 #include "backend/cuda/context.h"
 #include "backend/cuda/locked_memory.h"
@@ -55,12 +59,16 @@ class StagingLane {
     EventPointer emptied = nullptr;
   };
   struct Job {
-    Job(std::byte* target, const std::byte* source, std::size_t size) : to(target), from(source), bytes(size) {}
-    std::byte* const to;
-    const std::byte* const from;
-    const std::size_t bytes;
-    std::atomic<bool> done{false};
+    enum class State : std::uint8_t { waiting, running, done, taken };
+    std::byte* to;
+    const std::byte* from;
+    std::size_t bytes;
+    std::atomic<State> state{State::waiting};
+    static void run(void* job);  // the host function
   };
+
+  // Post: no host function of this lane's reads its source, now or later.
+  void settle();
 
   std::byte* slot() const noexcept { return memory_ + next_ % kSlots * kSlotBytes; }
   Result enqueue(StreamPointer owner, std::byte* to, const std::byte* from, std::size_t bytes, const char** entry);
@@ -72,7 +80,7 @@ class StagingLane {
   std::byte* memory_ = nullptr;
   std::array<Slot, kSlots> slots_;
   std::size_t next_ = 0;
-  std::deque<Job> jobs_;  // not all done yet, the oldest first
+  std::deque<std::unique_ptr<Job>> jobs_;  // not all done yet, the oldest first
 };
 
 }  // namespace remap::cuda
