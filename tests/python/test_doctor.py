@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from remap import _core
-from remap.cli import doctor, doctor_cuda, doctor_link
+from remap.cli import doctor, doctor_cuda, doctor_link, doctor_vllm
 from remap.cli.check import Check
 from remap.cli.doctor_cuda import DriverAnswers
 from remap.cli.doctor_link import MeasuredLink
@@ -267,3 +267,13 @@ def test_a_device_that_cannot_be_measured_says_why(emulated, monkeypatch, entry,
     (link,) = (check for check in doctor_cuda.checks(state) if check.what == "cuda:0 link")
     assert link.level == level
     assert entry in link.found
+
+
+@pytest.mark.parametrize("there", [(), ("torchcodec",), ("torchvision", "torchaudio", "torchcodec")])
+def test_what_pypi_builds_for_cuda_is_named_beside_a_cpu_vllm(
+    monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(doctor_vllm.importlib.util, "find_spec", lambda name: object() if name in there else None)
+    said = list(doctor_vllm._built_for_cuda())
+    assert [(each.level, each.what) for each in said] == ([("note", ", ".join(there))] if there else [])
+    assert all(each.fix.endswith("pip uninstall " + " ".join(there)) for each in said)

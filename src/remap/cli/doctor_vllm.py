@@ -91,6 +91,13 @@ def _platform() -> Iterator[Check]:
         yield Check(
             "note", "platform", f"{current_platform.device_type}: written against the interfaces, not proven", fix
         )
-    if importlib.util.find_spec("torchvision") is not None and current_platform.is_cpu():
-        fix = "if models fail to load (operator torchvision::nms does not exist): pip uninstall torchvision torchaudio"
-        yield Check("note", "torchvision", "installed beside a CPU vLLM", fix)
+    if current_platform.is_cpu():
+        yield from _built_for_cuda()
+
+
+def _built_for_cuda() -> Iterator[Check]:
+    """Packages whose builds on PyPI are CUDA's: transformers imports those that there are, and stops at them."""
+    found = [name for name in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(name) is not None]
+    if found:
+        fix = f"if models fail to load (operator torchvision::nms does not exist, say): pip uninstall {' '.join(found)}"
+        yield Check("note", ", ".join(found), "installed beside a CPU vLLM", fix)
