@@ -8,7 +8,9 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -65,13 +67,16 @@ def run_missing(
 ) -> None:
     """Run what data["points"] lacks, in order, and write `path` after each run: a run that is stopped loses one point.
 
-    runs: by name, what `run` is called with: a function of a module, which another process can find.
+    jobs: processes; 1: this one alone. runs: by name, what `run` is called with: a function of a module, which another process
+    can find.
     """
     points = data["points"]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = {name: pool.submit(run, *one) for name, one in runs.items() if name not in points}
-        for name, future in futures.items():
-            points[name] = future.result()
+    missing = {name: one for name, one in runs.items() if name not in points}
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else None
+    with pool or nullcontext():
+        results = {name: pool.submit(run, *one).result if pool else partial(run, *one) for name, one in missing.items()}
+        for name, result in results.items():
+            points[name] = result()
             write(path, data)
             print(name, file=sys.stderr, flush=True)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from bench.lab import ROOT, headline, seeds
+from effort import BRIEF, some
 
 STORED = json.loads(headline.RESULTS.read_text(encoding="utf-8"))
 
@@ -99,11 +100,8 @@ def test_what_the_words_say_is_what_is_stored() -> None:
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is stored is not run again, and a line is the median of its seeds with their range."""
-    settings, panels, path = (
-        replace(headline.SETTINGS, requests=8, seeds=3),
-        headline.PANELS[:1],
-        tmp_path / "found.json",
-    )
+    settings, path = replace(headline.SETTINGS, requests=8, seeds=3), tmp_path / "found.json"
+    panels = [some(replace(panel, lengths=BRIEF), panel) for panel in headline.PANELS[:1]]
     first = headline.read(path, settings)
     headline.run_missing(first, settings, path, 1, panels, (1.0,))
     names = [headline.name_of(panels[0], 1.0, "remap", seed) for seed in range(3)]

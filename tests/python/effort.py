@@ -17,8 +17,11 @@ LONG = os.environ.get("REMAP_TEST_LONG", "") not in ("", "0")
 
 T = TypeVar("T")
 
+BRIEF = ("fixed:60:12",)
+"""Lengths of a simulated load in the short form, for tests that look at what runs leave behind, not at what they simulate."""
 
-def some(few: int, many: int) -> int:
+
+def some(few: T, many: T) -> T:
     return many if LONG else few
 
 
