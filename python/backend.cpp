@@ -13,8 +13,6 @@
 namespace remap::python {
 namespace {
 
-constexpr std::chrono::milliseconds kSignalInterval{50};
-
 const char* kind_name(DeviceInfo::Kind kind) {
   switch (kind) {
     case DeviceInfo::Kind::host: return "host";

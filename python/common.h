@@ -7,6 +7,8 @@
 #include <pybind11/typing.h>
 #include <unistd.h>
 
+#include <chrono>
+
 namespace py = pybind11;
 
 namespace remap::python {
@@ -17,6 +19,9 @@ void bind_backend(py::module_& module);     // the contract and its decorators, 
 void bind_sim(py::module_& module);         // the backend in virtual time; after bind_backend
 void bind_arena(py::module_& module);       // Arena, Plan, Executor
 void bind_prefetcher(py::module_& module);  // Prefetcher
+
+// How long a blocked wait leaves a pending Ctrl-C unanswered, at most.
+constexpr std::chrono::milliseconds kSignalInterval{50};
 
 inline std::byte* to_address(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 inline std::uintptr_t to_int(const std::byte* address) { return reinterpret_cast<std::uintptr_t>(address); }

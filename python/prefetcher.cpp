@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <chrono>
-
 #include "common.h"
 #include "prefetcher_observer.h"
 #include "remap/executor.h"
@@ -8,9 +6,6 @@
 
 namespace remap::python {
 namespace {
-
-// How long a blocked wait leaves a pending Ctrl-C unanswered, at most.
-constexpr std::chrono::milliseconds kSignalInterval{50};
 
 void wait_blocking(Prefetcher& prefetcher, LayerId layer, StreamHandle stream) {
   if (prefetcher.ready(layer)) return;  // the resident layer's whole cost: one load, no GIL traffic
