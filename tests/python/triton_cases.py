@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 import sys
+from itertools import product
 
 import pytest
 import torch
-from effort import some
+from effort import some, spread
 from fakes import FakeSession
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -240,8 +241,7 @@ def test_fused_layers_are_the_plain_ones(kind):
         assert scale == fused_scale == LlamaLike(model).scale
 
 
-@pytest.mark.parametrize("attention", ["triton", "flashinfer"])
-@pytest.mark.parametrize("kind", ["qwen3", "opt"])
+@pytest.mark.parametrize(("kind", "attention"), spread([*product(("qwen3", "opt"), ("triton", "flashinfer"))], 2))
 def test_the_runner_on_the_kernels(kind, attention, monkeypatch):
     """Whole requests: mixed passes, padded decodes, moved blocks; whole and piecewise."""
     if attention == "flashinfer":
