@@ -59,9 +59,9 @@ CORE_SUITES := tests/python/core_suites.txt
 ONE_THREAD := OMP_NUM_THREADS=1
 PARALLEL := -n $(JOBS) --dist worksteal
 HOST_PYTEST := env -u REMAP_DEVICE -u REMAP_LIBCUDA $(ONE_THREAD) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest $(PARALLEL)
-# An empty list would mean every file to pytest. What is slow ran on the host, and runs here in `make test-long`.
+# An empty list would mean every file to pytest. What is slow or marked `host` ran on the host, and runs here in `make test-long`.
 RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" && \
-  $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(if $(REMAP_TEST_LONG),,-m 'not slow') $(PYTEST_ARGS) $$files && \
+  $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(if $(REMAP_TEST_LONG),,-m 'not slow and not host') $(PYTEST_ARGS) $$files && \
   $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(PYTEST_ARGS) tests/gpu
 
 # Of the environment's bin folder, with what else to install; the third names another torch.
@@ -72,7 +72,7 @@ INSTALL_TORCH = args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help lint docs demo test test-core test-all test-long test-emulated test-engines test-engines-newest test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help lint docs demo test test-core test-all suites test-long test-emulated test-engines test-engines-newest test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -131,11 +131,14 @@ test-core: $(CORE)/stamps/wheel
 	files=$$(sed 's/\#.*//' $(CORE_SUITES)) && test -n "$$files" && env -u REMAP_DEVICE -u REMAP_LIBCUDA $(ONE_THREAD) \
 	  $(CORE)/bin/python -m pytest $(PARALLEL) -m 'not slow' -k 'not cuda' $(PYTEST_ARGS) $$files
 
-# Both on all cores. The emulated driver is a library in the process, so that every worker has its own.
 test-all: $(STAMPS)/wheel cpp-tests cpp-example
-	$(HOST_PYTEST) $(PYTEST_ARGS) tests/python tests/lab
+	$(MAKE) --no-print-directory suites
+
+# Behind what test-all builds: the host's and each benchmark once, the emulated device's. On all cores; the emulated driver is a
+# library in the process, so that every worker has its own.
+suites:
+	$(HOST_PYTEST) --benchmark-disable $(PYTEST_ARGS) tests/python tests/lab bench
 	$(RUN_EMULATED)
-	$(MAKE) --no-print-directory bench-check
 
 # tests/python/effort.py. To fuzz beyond that: REMAP_FUZZ=minutes.
 test-long: export REMAP_TEST_LONG := 1
@@ -229,7 +232,7 @@ ALONE := env -u MAKEFLAGS
 # The core that they test is the wheel's own: its objects, compiled once, in its build folder.
 cpp-tests: build/dist/stamp
 	$(ALONE) $(BIN)/cmake --build build/cpp
-	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error -j 2
 
 cpp-address: $(STAMPS)/tools
 	$(BIN)/cmake -S . -B build/cpp-address $(CMAKE_TESTS) -DCMAKE_CXX_FLAGS_DEBUG='-O1 -g' \

@@ -286,6 +286,7 @@ def test_backward_through_streamed_layers_is_refused():
         world.model.zero_grad()
 
 
+@pytest.mark.host
 @pytest.mark.filterwarnings("ignore")  # that dynamo cannot trace the core
 @pytest.mark.parametrize("compile", ["model", "layers", "in place"])
 def test_a_compiled_model_waits_or_raises(compile):
@@ -511,6 +512,7 @@ def run(source, *arguments):
     )  # fmt: skip
 
 
+@pytest.mark.host
 def test_wrapping_for_distributed_training_is_refused_or_found():
     """DistributedDataParallel sends rank 0's parameters to all the others: it would have sent the ring."""
     done = run(
