@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from effort import LONG, spread
+from effort import LONG, some
 
 import remap
 
@@ -132,7 +132,7 @@ def test_tokens_are_those_of_the_unconstrained_engine(kind, runner, layout):
     ("runner", "seed", "mode"),
     [
         *(("cpu", seed, mode) for seed in range(3) for mode in ("aliased", "strict")),
-        *(slow("gpu", seed, mode) for seed, mode in spread([(0, "aliased"), *GPU_TOO, (1, "strict")], 2)),
+        *(slow("gpu", seed, mode) for seed, mode in some([(1, "strict")], [(0, "aliased"), *GPU_TOO, (1, "strict")])),
     ],
 )
 def test_changes_by_hand_between_steps(runner, seed, mode, frozen):
@@ -194,7 +194,7 @@ class Recording:
         *(("llama", "cpu", layout) for layout in LAYOUTS),
         *(
             slow(kind, "gpu", layout)
-            for kind, layout in spread([*itertools.product(("llama", "opt"), LAYOUTS)], 2)  # unlike ones
+            for kind, layout in some([("opt", "layer_major")], [*itertools.product(("llama", "opt"), LAYOUTS)])
         ),
     ],
 )
@@ -246,6 +246,7 @@ def test_random_interleavings_of_arrivals_steps_and_aborts(seed):
         assert id in aborted or output.tokens == expected[id]
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_layer_keeps_working_over_changes(backend):
     """torch.compile holds on to tensors by address and identity; neither changes, so nothing is compiled again."""
