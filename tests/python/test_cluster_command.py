@@ -216,12 +216,15 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 """127.0.0.1, of IPv4 and mapped into IPv6."""
 
 
+SMALL = "--model MODEL --port 0 --memory 3MiB"
+
+
 @contextmanager
-def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command with two instances of a tiny model in `folder`, and where it answers."""
+def served(folder: Path, line: str = SMALL) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command with two instances of a tiny model in `folder`, which is MODEL in the line, and where it answers."""
     save_model(folder)
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "cluster", "serve", "--model", str(folder), "--port", "0", *arguments],
+        [sys.executable, "-c", COMMAND, "cluster", "serve", *line.replace("MODEL", str(folder)).split()],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(folder.parent)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -250,7 +253,10 @@ def until_merged(url: str) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_answers_as_the_model_alone_would_and_ends_at_an_interrupt(tmp_path: Path) -> None:
-    with served(tmp_path / "model", "--memory", "3MiB", "--host-kv", "1MiB", "--policy", "pipeline") as (process, url):
+    """With every option that there is."""
+    from test_documented_commands import TRIED
+
+    with served(tmp_path / "model", TRIED["remap cluster serve"].runs[0]) as (process, url):
         # What Ray starts for this is nobody else's.
         assert listened_at(process.pid) == LOOPBACK and not (tmp_path / ".ray").exists()
         # The two of them are to be one pipeline before anything is asked.
@@ -302,7 +308,7 @@ def test_a_cluster_answers_as_the_model_alone_would_and_ends_at_an_interrupt(tmp
 
 @pytest.mark.slow
 def test_without_its_raylet_the_server_ends_and_leaves_no_process(tmp_path: Path) -> None:
-    with served(tmp_path / "model", "--memory", "3MiB") as (process, _url):
+    with served(tmp_path / "model") as (process, _url):
         actors = actors_of(process.pid)
         assert len(actors) == 2
         (raylet,) = below(process.pid, "raylet")
@@ -315,7 +321,7 @@ def test_without_its_raylet_the_server_ends_and_leaves_no_process(tmp_path: Path
 
 @pytest.mark.slow
 def test_without_rays_head_the_server_ends_and_leaves_no_process(tmp_path: Path) -> None:
-    with served(tmp_path / "model", "--memory", "3MiB") as (process, _url):
+    with served(tmp_path / "model") as (process, _url):
         actors = actors_of(process.pid)
         (head,) = below(process.pid, "gcs_server")
         os.kill(head, signal.SIGKILL)
