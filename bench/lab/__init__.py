@@ -9,7 +9,7 @@
     gap.py        what each policy gets of what memory is worth, over several seeds
     pie/          Pie's figures beside KV that streams, over several seeds
     hybridserve/  HybridServe's figures beside the library's division of KV and activations
-    kunserve/     KunServe's figures beside its baselines, in the twin of its clusters
+    kunserve/     KunServe's figures beside its baselines, in the twin of its clusters, and a map of what dropping is worth
     real/         the project's engine under each policy on this machine, against memory for everything
     offline/      offline batches of models larger than their memory: KV, activations or both
     broker/       two prototypes of how pages go from one process to another (docs/broker.md)

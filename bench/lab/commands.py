@@ -266,6 +266,27 @@ def kunserve(
         typer.echo(run_kunserve(path, QUICK if quick else SETTINGS, jobs=jobs, report_only=report_only))
 
 
+@app.command("kunserve-map")
+def kunserve_map(
+    quick: Annotated[bool, typer.Option("--quick", help="Short runs, two loads, one seed.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write page and picture from the file.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
+    results: Annotated[
+        Path | None, typer.Option(help="The file.", show_default="bench/results/kunserve-map.json")
+    ] = None,
+) -> None:
+    """What dropping layers is worth, by demand for KV and by work: a table and a picture. What is in the file stays."""
+    from .kunserve.burst_map import FULL, PICTURE, QUICK, RESULTS, run_burst_map
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/kunserve-map.json") if quick else RESULTS)
+    drawing = PICTURE if path == RESULTS else path.with_suffix(".svg")
+    with exit_on_error():
+        writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(run_burst_map(path, drawing, QUICK if quick else FULL, jobs=jobs, report_only=report_only))
+
+
 @app.command()
 def real(
     quick: Annotated[bool, typer.Option("--quick", help="Small random models, one round: that it runs.")] = False,

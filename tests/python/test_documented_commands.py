@@ -160,6 +160,7 @@ TRIED = {
     "bench.lab pie": Tried(_resumed("pie")),
     "bench.lab hybridserve": Tried(_resumed("hybridserve")),
     "bench.lab kunserve": Tried(_resumed("kunserve")),
+    "bench.lab kunserve-map": Tried(_resumed("kunserve-map")),
     "bench.lab ablations": Tried(
         ("--only recompute --quick --seconds 1 --runs 1 --out out",), small="--quick --seconds 1 --runs 1 --out out"
     ),

@@ -11,7 +11,9 @@ from typing import Any
 
 from bench.lab import ROOT, headline
 from bench.lab.hybridserve import figures as hybridserve
+from bench.lab.kunserve import burst_map
 from bench.lab.kunserve import figures as kunserve
+from bench.lab.paper.experiment_list import EXPERIMENTS
 from bench.lab.paper.experiments import BASELINE, IDEAL, Panel
 from bench.lab.paper.reckoning import Finding, Spread, compare, curve
 from bench.lab.paper.report import Row
@@ -25,7 +27,14 @@ from remap.sim.ideal import against_ideal
 from remap.sim.policies import OURS, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
 __all__ = [
-    *("Oneiros", "Stored", "bubbles", "freed_by_dropping", "gap_closed", "headline_gaps", "hybridserve_of"),
+    *(
+        "Oneiros",
+        "Stored",
+        "bursts_of",
+        "gap_closed",
+        "headline_gaps",
+        "hybridserve_of",
+    ),
     *("kunserve_of", "mixtures", "number", "offline_best", "over_kv", "pie_at_3c", "pie_of", "preemptions_fewer"),
     "times",
 ]
@@ -51,6 +60,7 @@ class Stored:
     oneiros: Store
     headline: Mapping[str, Point]
     kunserve: Mapping[str, Any]
+    burst_map: Mapping[str, Point]
     hybridserve: Mapping[str, Point]
     pie: Mapping[str, Any]
     offline: Mapping[str, Point]
@@ -77,6 +87,7 @@ class Stored:
             Store.read(results / "paper.json"),
             of("headline")["points"],
             of("kunserve"),
+            of("kunserve-map")["points"],
             of("hybridserve")["points"],
             of("pie"),
             of("offline")["points"],
@@ -110,11 +121,21 @@ class Oneiros:
             return None
         return compare(self._points, row.headline, row.reckoning, panels, IDEAL).mean
 
-    def tpot(self, id: str) -> Finding:
-        """As `ours`, in P99 of the requests' mean gaps, for a headline in P99 of the gaps."""
+    def tpot(self, id: str, policy: str = WEIGHTS_ONLY) -> Finding:
+        """In P99 of the requests' mean gaps, for a headline in P99 of the gaps; of the loads for which the policy was run."""
         row = self._rows[id]
         other = replace(row.reckoning, metric="tpot_p99_reduction")
-        return compare(self._points, row.headline, other, row.experiment.panels_of(other), WEIGHTS_ONLY)
+        panels = [one for one in row.experiment.panels_of(other) if self._points.keys(one.name, policy)]
+        return compare(self._points, row.headline, other, panels, policy)
+
+    def loads_of(self, policy: str) -> list[tuple[Panel, float]]:
+        """(load, share of c) of Figures 8 to 10, 12 and 13 for which the policy was run."""
+        return [
+            (panel, float(key[1:]))
+            for panel in EXPERIMENTS["oneiros-all"].panels
+            for key in self._points.keys(panel.name, BASELINE, policy)
+            if key.startswith("x")
+        ]
 
     def cut(self, panel: Panel, factor: float, metric: str = "tpot_p99_reduction", policy: str = WEIGHTS_ONLY) -> float:
         """Percent less than under recompute at factor x c: the median of the seeds."""
@@ -159,6 +180,11 @@ def _kunserve(stored: Stored, seed: int) -> kunserve.At:
     return at
 
 
+def bursts_of(stored: Stored) -> list[burst_map.Place]:
+    """The loads of the map, each with how many times lower P99 TTFT is."""
+    return burst_map.places_of({**stored.kunserve["points"], **stored.burst_map})
+
+
 def preemptions_fewer(stored: Stored) -> float:
     """% fewer preemptions with the paper's policy than with vLLM's recomputation: the least of the loads of Figures 12 and 13,
     of medians."""
@@ -171,27 +197,6 @@ def preemptions_fewer(stored: Stored) -> float:
         )
 
     return min(100.0 * (1.0 - median(setup, "kunserve") / median(setup, "vllm")) for setup in figure.setups)
-
-
-def bubbles(stored: Stored, system: str) -> float:
-    """% of the time of groups, LongBench with 14B."""
-    (claim,) = (one for one in kunserve.CLAIMS if one.about.startswith("bubbles without"))
-    seeds = range(stored.kunserve["settings"]["seeds"])
-    return statistics.median(value for seed in seeds for value in claim.of(_kunserve(stored, seed), system))
-
-
-def freed_by_dropping(stored: Stored) -> tuple[float, float]:
-    """How much more KV dropping gave the 14B instances, in % of what there was: the most with pairs alone, and with groups of
-    up to all eight."""
-    points = [
-        stored.kunserve["points"][name]
-        for name, (setup, system, _, _) in kunserve.runs(
-            kunserve.Settings(stored.kunserve["settings"]["seeds"])
-        ).items()
-        if "14B" in setup and system in ("kunserve", "remap")
-    ]
-    pairs = max(one["freed_share"] for one in points if one["largest"] == 2)
-    return 100.0 * pairs, 100.0 * max(one["freed_share"] for one in points)
 
 
 def _median(values: Iterable[float]) -> float:

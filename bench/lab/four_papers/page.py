@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from bench.lab import ROOT
 from bench.lab.hybridserve import figures as hybridserve
+from bench.lab.kunserve import burst_map
 from bench.lab.kunserve import figures as kunserve
 from bench.lab.paper.experiment_list import C1, C2, UNEQUAL
-from bench.lab.paper.experiments import BASELINE, FACTORS, IDEAL, Headline, headlines
+from bench.lab.paper.experiments import ALGORITHM_1, BASELINE, FACTORS, IDEAL, Headline, headlines
 from bench.lab.pie import figures as pie
 
 from remap.sim.policies import UNUSED_KV_AND_SWAP
@@ -19,8 +21,7 @@ from . import words
 from .numbers import (
     Oneiros,
     Stored,
-    bubbles,
-    freed_by_dropping,
+    bursts_of,
     gap_closed,
     headline_gaps,
     hybridserve_of,
@@ -89,7 +90,7 @@ def oneiros(stored: Stored) -> str:
         (
             "8, C1",
             _three("oneiros-04"),
-            "With more memory more requests run, and gaps are longer. Arrivals limit tokens/s below c",
+            "More requests run: see below",
         ),
         ("8, C2", _three("oneiros-07"), "The same; tokens/s come out at 2 c"),
         (
@@ -133,14 +134,17 @@ def oneiros(stored: Stored) -> str:
     for title, ids, why in lines:
         ours = [found.ours(id) for id in ids]
         ideals = [found.ideal(id) for id in ids] if len(ids) == 3 else []
+        paper = [f"{headlines()[id].most:g}" for id in ids]
+        if len(ids) == 3:  # the requests' mean gaps beside the gaps
+            paper.insert(1, NONE)
+            ours.insert(1, found.tpot(ids[0]))
+            ideals.insert(1, found.tpot(ids[0], IDEAL).mean)
         means = [one.mean.median if one.mean else None for one in ours]
         best = [one.value.median if one.value else None for one in ours]
         if means == [None]:  # Figure 16 at the peak has a mean alone
             means, best = best, means
-        paper = "; ".join(f"{headlines()[id].most:g}" for id in ids)
-        rows.append(
-            (title, paper, _cell(means), _cell(best), _cell(one.median if one else None for one in ideals), why)
-        )
+        ideal = _cell(one.median if one else None for one in ideals)
+        rows.append((title, "; ".join(paper), _cell(means), _cell(best), ideal, why))
     titles = ("Fig.", "Oneiros", "ours, mean", "ours, best", "`ideal`", "why they differ")
     gaps = headline_gaps(stored)
     worse = [100 * (one[IDEAL] / one[BASELINE] - 1) for one in gaps.values()]
@@ -148,13 +152,15 @@ def oneiros(stored: Stored) -> str:
     ttft_means = [one.mean.median for one in ttft if one.mean]
     ttft_best = [one.value.median for one in ttft if one.value]
     c2, mixed = found.ours("oneiros-09").value, found.ours("oneiros-15").value
-    c2_gaps, c1_gaps = (
-        [100 * (1 - one[UNUSED_KV_AND_SWAP] / one[BASELINE]) for (load, _), one in gaps.items() if load == panel.name]
-        for panel in (C2[1], C1[1])
-    )
-    tpot = [found.tpot(id).mean for id in _FIGURES_8_TO_13[3:]]
+    c2_gaps = [
+        100 * (1 - one[UNUSED_KV_AND_SWAP] / one[BASELINE]) for (load, _), one in gaps.items() if load == C2[1].name
+    ]
     assert c2 is not None and mixed is not None
-    run_ideal = [found.cut(panel, factor, tbt, IDEAL) for panel in (C1[1], C2[1]) for factor in (0.3, 0.7, 1.0, 1.5)]
+    run_ideal = [
+        [found.cut(panel, factor, metric, IDEAL) for panel, factor in found.loads_of(IDEAL)]
+        for metric in (tbt, "tpot_p99_reduction")
+    ]
+    printed = found.loads_of(ALGORITHM_1)
     return words.ONEIROS.format(
         results=RESULTS,
         oneiros_requests=f"{stored.oneiros.settings.requests:,}",
@@ -168,16 +174,20 @@ def oneiros(stored: Stored) -> str:
         loads=_word(len(worse)),
         worse_least=number(min(worse)),
         worse_most=number(max(worse)),
-        ideal_better=_word(sum(one > 0 for one in run_ideal)),
-        ideal_loads=_word(len(run_ideal)),
-        ideal_best=number(max(run_ideal)),
+        ideal_better=_word(sum(one >= 1 for one in run_ideal[0])),
+        ideal_tpot=_word(sum(one >= 1 for one in run_ideal[1])),
+        ideal_loads=_word(len(run_ideal[0])),
+        printed_ttft=_ends([found.cut(*each, "ttft_p99_reduction", ALGORITHM_1) for each in printed]),
+        printed_tpot=_ends([found.cut(*each, "tpot_p99_reduction", ALGORITHM_1) for each in printed]),
+        printed_waits=_ends(
+            [100 * found.median(panel.name, factor, ALGORITHM_1, "stall_fraction") for panel, factor in printed]
+        ),
+        ours_ttft=_ends([found.cut(*each, "ttft_p99_reduction") for each in printed]),
         pool_c2=_ends(c2_gaps),
-        pool_c1=number(max(c1_gaps)),
         c1_tpot=" and ".join(number(found.cut(C1[1], factor)) for factor in (0.7, 1.0)),
         c1_others=_ends([found.cut(C1[1], factor) for factor in FACTORS if factor not in (0.7, 1.0)]),
         c2_tpot=_ends([found.cut(C2[1], factor) for factor in FACTORS if factor >= 0.2]),
         fig9_tpot=_ends([found.cut(UNEQUAL[1], factor) for factor in FACTORS if factor >= 0.3]),
-        no_tpot=_ends([one.median for one in tpot if one]),
     )
 
 
@@ -190,20 +200,10 @@ def _word(count: int) -> str:
 _KUNSERVE: tuple[tuple[str, str, str, str], ...] = (
     ("12, 13: P99 TTFT, times lower, 14B", "01", "", "Bursts saturate computing here: see below"),
     ("12, 13: the same, 72B", "05", "", "The same"),
-    ("13: late requests, points fewer", "02", "", "Loads differ more here"),
     ("13: P50 TPOT, % more, LongBench 14B", "04", "", "Near"),
-    ("12: tokens/s that fixed pairs lose, %", "03", "", "Fewer; not explained"),
-    ("14, drop alone: P99 TTFT, times lower", "11", "", "As in 12"),
-    (
-        "14: bubbles without lookahead, %",
-        "23",
-        "bubbles without",
-        "A prompt's next part may change lanes; if not, bubbles are {sticky} % (`remap-sticky`)",
-    ),
-    ("14: bubbles with it, %", "23", "bubbles with lookahead", "Halving adds little to that"),
+    ("14: bubbles with lookahead, %", "23", "bubbles with lookahead", "Hardly fewer than without it"),
     ("14, lookahead: tokens/s, % more", "24", "", "All systems keep up with arrivals"),
     ("16, restoring: P50 TTFT, % less", "26", "", "It lowers P50 TPOT instead"),
-    ("16, restoring: P99 TTFT, times lower", "28", "", "As in 12"),
     ("17: time until memory is full, vLLM = 1", "30", "", "`kunserve` never fills it, `remap` in three seeds"),
     ("17: KV that dropping frees, %", "31", "", "Near"),
 )
@@ -221,15 +221,28 @@ def kunserve_(stored: Stored) -> str:
         (claim,) = (one for one in kunserve.CLAIMS if one.id == id and one.about.startswith(about))
         show = times if "times" in claim.about or "P99 TTFT" in title or "vLLM = 1" in title else number
         theirs, *ours = (_range(kunserve_of(stored, id, system, about), show) for system in claim.systems)
-        why = why.format(sticky=number(bubbles(stored, "remap-sticky")))
         rows.append((title, claim.paper, theirs, ours[0] if ours else NONE, why))
-    pairs, freed = freed_by_dropping(stored)
+    bursts = bursts_of(stored)
+    titles = ("answers of BurstGPT, 14B", "seeds", "demand / KV", "busy, %", "`kunserve`", "`remap`", "`ideal`")
+    places = [
+        (
+            *(
+                one.load.name.removeprefix("BurstGPT, 14B, answers "),
+                str(len(one.base_s)),
+                f"{one.peak:.2f}",
+                number(100 * one.work),
+            ),
+            *(times(statistics.median(values)) for values in one.times.values()),
+        )
+        for one in bursts
+        if one.load.longer != 1.0
+    ]
     return words.KUNSERVE.format(
         results=RESULTS,
         table=_table(("Fig.: what", "KunServe", "`kunserve`, simulated", "`remap`", "why they differ"), rows),
+        map=_table(titles, places),
+        map_text=burst_map.said(bursts),
         preemptions=number(preemptions_fewer(stored)),
-        freed_pair=number(pairs),
-        freed_all=number(freed),
     )
 
 

@@ -21,54 +21,51 @@ of a request.
 ONEIROS = """## Oneiros
 
 *Li et al., KV Cache Optimization through Parameter Remapping for Multi-tenant LLM Serving.* A GH200; C1 is three models
-in turns, C2 two; {oneiros_requests} requests a run. Three numbers in a cell: P99 TBT lower; P99 TTFT lower; tokens/s
-more, in %. Ours is `remap:weights`, in Figs 11, 16 and 17 the library set as Oneiros describes it. Mean: over the rates
-at which `recompute` preempts and still keeps up. Best: the most favourable rate. `ideal` (mean) was run for Fig. 8 with
-ShareGPT's lengths and for Fig. 14.
+in turns, C2 two; {oneiros_requests} requests a run. Four numbers in a cell, in %: P99 TBT lower; P99 TPOT lower; P99 TTFT
+lower; tokens/s more. Ours is `remap:weights`, in Figs 11, 16 and 17 the library set as Oneiros describes it. Mean: over
+the rates at which `recompute` preempts and still keeps up. Best: the most favourable rate. `ideal` (mean) was run at c,
+for Fig. 14 and Fig. 8 with ShareGPT's lengths at 0.3 to 1.5 c.
 
 {table}
 
-**Holds: first tokens.** Streaming weights brings them sooner: P99 TTFT is {ttft_least} to {ttft_most} % lower in the
-mean over rates, in each of Figs 8, 9, 10, 12 and 13, and up to {ttft_best} % at the best rate. **Holds under long
-queues: tokens/s.** C2 serves {c2_tokens} % more at 2 c, long beside short requests {mixed_tokens} % more at c; at lower
-rates arrivals limit every policy. **Depends on the metric: time between tokens.** One gap (P99 TBT) is not shorter in
-the mean of any figure, and more memory is no remedy: in {worse} of the {loads} loads of
-[headline.md]({results}/headline.md) (2,000 requests) `ideal` has a *longer* P99 gap than `recompute`, by {worse_least}
-to {worse_most} %; with 500 requests it has a shorter one in {ideal_better} of {ideal_loads}, by {ideal_best} % at most.
-More requests run at once and wait for each other, in C1 for turns of 1 s. Another manager does shorten it:
-`kv-pool+swap`, where weights stay, by {pool_c2} % in C2 ({pool_c1} % in C1, at most). A request's mean gap (P99 TPOT)
-has the paper's sign with ShareGPT's lengths: {c1_tpot} % shorter in C1 at 0.7 and 1 c ({c1_others} % at other rates),
-{c2_tpot} % in C2 from 0.2 c on, {fig9_tpot} % in Fig. 9 at rates of 1:4 from 0.3 c on. It has not with Alpaca's, nor in
-Figs 10, 12 and 13 (means of {no_tpot} %). The paper says TBT; it gives no rates for these
-figures, nor the length of a turn. **Does
-not hold here: Fig. 14.** With one model and short requests Pie leaves little to win, even for `ideal`.
+**Holds: first tokens.** P99 TTFT is {ttft_least} to {ttft_most} % lower in the mean over rates, in each of Figs 8, 9,
+10, 12 and 13, and up to {ttft_best} % at the best rate. **Holds under long queues: tokens/s.** C2 serves {c2_tokens} %
+more at 2 c, long beside short requests {mixed_tokens} % more at c; at lower rates arrivals limit every policy.
+**Depends on the metric: time between tokens.** One gap (P99 TBT) is not shorter in the mean of any figure, and more
+memory is no sure remedy: in {worse} of the {loads} loads of [headline.md]({results}/headline.md)
+`ideal` has a *longer* P99 gap than `recompute`, by {worse_least} to {worse_most} %. With 500 requests it has a P99 gap
+that is 1 % shorter, or more, in {ideal_better} of {ideal_loads} loads and rates, and such a P99 TPOT in {ideal_tpot}.
+More requests run at once and wait for each other, in C1 for turns of 1 s; `kv-pool+swap`, where weights stay, has gaps
+{pool_c2} % shorter in C2. A request's mean gap (P99 TPOT) has the paper's sign with ShareGPT's lengths: {c1_tpot} %
+shorter in C1 at 0.7 and 1 c ({c1_others} % at other rates), {c2_tpot} % in C2 from 0.2 c on, {fig9_tpot} % in Fig. 9 at
+1:4 from 0.3 c on; hardly with Alpaca's, or in Figs 10, 12 and 13. The paper says TBT. **Algorithm 1 as printed**
+(`algorithm-1`) does less: with ShareGPT's lengths, at 0.7 and 1 c, P99 TTFT is {printed_ttft} % lower than under
+`recompute` (`remap:weights`: {ours_ttft}), P99 TPOT {printed_tpot}, as passes wait {printed_waits} % of their time: its
+cap counts alpha layers, and m are copied (our reading). **Does not hold here: Fig. 14.**
 
-All figures with their reasons, pictures, and [both gaps at every
-rate]({results}/paper.md#one-gap-between-tokens-and-the-mean-gap-of-a-request): [paper.md]({results}/paper.md). Fig. 4
-prints no number to compare; [its
-arithmetic]({results}/paper.md#oneiros-fig-4-computation-of-a-pass-against-the-loading-of-layers) is there.
+All figures with their reasons: [paper.md]({results}/paper.md); [both gaps at every
+rate]({results}/paper.md#one-gap-between-tokens-and-the-mean-gap-of-a-request), [Fig.
+4]({results}/paper.md#oneiros-fig-4-computation-of-a-pass-against-the-loading-of-layers).
 """
 
 KUNSERVE = """## KunServe
 
 *Cheng et al., Parameter-centric Memory Management for Efficient Memory Overloading Handling in LLM Serving.* Eight A800
 with Qwen2.5-14B, 16 H800 with 72B; Poisson arrivals that double for 60 s. A range is over loads and baselines.
-`kunserve` is the paper's policy or its step, `remap` ours. `ideal` is not stored for these clusters yet: this table has
-no bound.
+`kunserve` is the paper's policy or its step, `remap` ours.
 
 {table}
 
-**Holds, in direction.** When a burst asks for more KV than there is, dropping layers that another instance has too
-shortens the line: with the paper's policy P99 TTFT is lower than with every baseline in all four loads, and preemptions
-fall by {preemptions} % or more. The price in TPOT is of the paper's size, and as much memory comes free. **The size
-does not hold at these loads.** Their bursts keep the devices nearly busy with prompts, so that much of the line waits
-for computation, which no memory shortens. **Whether it holds is a question of load.** That 14B instances get
-{freed_pair} % (pairs) to {freed_all} % (all eight) more KV is no bound for other loads. With answers two to four times
-longer, unchanged code was computed to come to the paper's order at some rates, and to nothing at a rate beyond what
-dropping frees; these runs are not stored yet, so no figure of them is quoted. **Does not hold here:** lookahead hardly
-changes bubbles or tokens/s, and restoring does not bring the median first token sooner.
+P99 TTFT, times lower than vLLM's, by how much KV a burst asks for and how busy it keeps the devices:
 
-Every range, system and step: [kunserve.md]({results}/kunserve.md).
+{map}
+
+**Holds, in direction.** With the paper's policy P99 TTFT is lower than with every baseline in all four loads, and
+preemptions fall by {preemptions} % or more. **The size is a question of load.**
+{map_text}
+**Does not hold here:** lookahead hardly changes bubbles or tokens/s, restoring not the median first token.
+
+Every range and step: [kunserve.md]({results}/kunserve.md); the map: [kunserve-map.md]({results}/kunserve-map.md).
 """
 
 HYBRIDSERVE = """## HybridServe
@@ -79,15 +76,13 @@ time; no system that was run is faster with any batch, so it stands for the boun
 
 {table}
 
-**Holds in simulation:** a cache of both is ahead. In {ahead} of the {batches} batches of Fig. 12 a mixture serves more
-than the better of KV alone and activations alone, by up to {most} times; traffic, fits and the comparison with
-activations alone are near the paper's. **Not the size:** 2.19 times KV alone in the mean is beyond the bound, which
-gains {best} times at most. Our KV alone keeps the
-link busy; FlexGen may not. **Not
-where computing is scarce:** on a GH200 the best mixture is at most {gh200} % ahead of KV alone. **Not by measurement:**
-in our engine, on a CPU with small models, no mixture has won. Of {cases} cases the engine chose KV alone in {all_kv}
-and activations alone, over a slow link, in {all_activations}; where Algorithm 1 chose a mixture, it was no faster than
-the better pure cache. Whether real kernels would change that is not known.
+**Holds in simulation:** in {ahead} of the {batches} batches of Fig. 12 a mixture serves more than the better of KV alone
+and activations alone, by up to {most} times. **Not the size:** 2.19 times KV alone in the mean is beyond the bound, which
+gains {best} times at most. Our KV alone keeps the link busy; FlexGen may not. **Not where computing is scarce:** on a
+GH200 the best mixture is at most {gh200} % ahead of KV alone. **Not by measurement:** in our engine, on a CPU with small
+models, no mixture has won. Of {cases} cases the engine chose KV alone in {all_kv} and activations alone, over a slow link,
+in {all_activations}; where Algorithm 1 chose a mixture, it was no faster than the better pure cache. Whether real kernels
+would change that is not known.
 
 Every batch: [hybridserve.md]({results}/hybridserve.md). The measurements: [offline.md]({results}/offline.md).
 """
@@ -102,8 +97,8 @@ hold passes up only when all of them together take longer than the pass, and exp
 {table}
 
 **Holds: throughput and latency under overload.** At 3 c, over the link of a GH200, host memory as an extension of KV
-serves {pie_least} to {pie_most} times the tokens with 3 to 9 GB, within {pie_within} % of each "up to" of Figs 6 and 7,
-and hardly more with 12 GB. The adaptive expansion is as good as the best fixed one. **Depends on the rate:** at c both
+serves {pie_least} to {pie_most} times the tokens with 3 to 9 GB, within {pie_within} % of each "up to" of Figs 6 and 7.
+**Depends on the rate:** at c both
 serve what comes, and tokens/s differ by less than 5 %. **Depends on the link:** with several models in turns Pie closes
 {nvlink} % of the gap from `recompute` to `ideal` in P99 TTFT on a GH200, and {pcie} % over PCIe to an RTX 4090 (25.5
 GB/s; [gap.md]({results}/gap.md)). **Not reproduced:** an expansion of 2.2 that holds passes up; our closed form cannot

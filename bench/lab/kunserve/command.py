@@ -105,9 +105,9 @@ it never does).
 Not reproduced: **the 12.7 to 72.2 times** of P99 TTFT. Here a burst that fills the memory keeps the devices nearly busy with
 prompts: at twice the rate, prompts alone take 71 to 83 % of what they can compute (14B, by the roofline), and those wait for
 computation whatever memory there is. The paper says neither its rates nor how busy its devices are. Dropping gives a pair
-of 14B instances 28 % more KV, and eight of them 48 %. That is no bound for other loads: with answers two to four times
-longer the same code was computed to come to the paper's order at some rates, and to nothing at a rate beyond what dropping
-frees (not stored yet, so without figures here; nor is `ideal`, recompute with six times the KV). **Lookahead does not raise
+of 14B instances 28 % more KV, and eight of them 48 %. That is no bound for other loads: with longer answers the same code
+comes to the paper's order, and `ideal`, recompute with six times the KV, does not at these loads
+([kunserve-map.md](kunserve-map.md)). **Lookahead does not raise
 tokens/s by 20 %**: requests come at a given rate, and the systems keep up in the end; it saves 1.6 to 3.3 % of TPOT beyond
 P90.
 **Restoring does not lower P50 TTFT**: it lowers P50 TPOT, and P99 TTFT by a fifth to a quarter (the paper: 6.4 times).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.lab.kunserve.twin.loads import BURST_S, BURSTS, bursts, swells
@@ -15,6 +15,7 @@ from bench.lab.seeds import Point
 
 from remap.sim.roofline import prefill_pairs
 from remap.sim.sequences import Work
+from remap.sim.workload import Item
 
 __all__ = [
     "BASELINES",
@@ -29,6 +30,7 @@ __all__ = [
     "cost_errors",
     "late",
     "name_of",
+    "rounded",
     "run",
     "runs",
 ]
@@ -50,7 +52,7 @@ class Settings:
 class Setup:
     """A cluster and its load: requests of these lengths at `rate` a second for so many seconds, twice as many from each of `at`
     on for burst_s; without `at` they come in swells. scale: of the P50 that a first token may take at most (the paper: 5 for
-    chats, 10 for summaries)."""
+    chats, 10 for summaries). longer: times as long answers."""
 
     name: str
     hardware: Hardware
@@ -60,6 +62,18 @@ class Setup:
     at: tuple[float, ...] = BURSTS[:1]
     burst_s: float = BURST_S
     scale: float = 5.0
+    longer: float = 1.0
+
+    def when(self, quick: bool = False) -> tuple[float, tuple[float, ...], float]:
+        """(seconds, at, burst_s); quick: a short burst in a short run."""
+        return (20.0, (5.0,), 10.0) if quick else (self.seconds, self.at, self.burst_s)
+
+    def requests(self, seed: int, quick: bool = False) -> tuple[Item, ...]:
+        """In order of time."""
+        seconds, at, burst_s = self.when(quick)
+        if not self.at:
+            return swells(self.lengths, self.rate, seconds, seed)
+        return bursts(self.lengths, self.rate, seconds, seed, at, burst_s, self.longer)
 
 
 SETUPS = {
@@ -161,16 +175,15 @@ LATE_S = tuple(float(f"{0.1 * 1.2**step:.4g}") for step in range(40))
 def run(setup: str, system: str, seed: int, quick: bool) -> Point:
     """One run: figures by name."""
     one = SETUPS[setup]
-    seconds, at, burst_s = (20.0, (5.0,), 10.0) if quick else (one.seconds, one.at, one.burst_s)
-    items = (
-        bursts(one.lengths, one.rate, seconds, seed, at, burst_s)
-        if one.at
-        else swells(one.lengths, one.rate, seconds, seed)
-    )
-    result = World(one.hardware, SYSTEMS[system], items).run()
+    result = World(one.hardware, SYSTEMS[system], one.requests(seed, quick)).run()
     found = {**result.figures(), **_fullness(result)}
     ttft = [answer.ttft_s for answer in result.answers]
     found |= {f"late_{limit:g}": sum(each > limit for each in ttft) / len(ttft) for limit in LATE_S}
+    return rounded(found)
+
+
+def rounded(found: Mapping[str, float]) -> Point:
+    """To five digits: more would only fill files."""
     return {key: value if math.isnan(value) else float(f"{value:.5g}") for key, value in found.items()}
 
 

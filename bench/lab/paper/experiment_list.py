@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from remap.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
-from .experiments import BASELINE, IDEAL, PAPERS_OWN, Comparison, Experiment, Panel, Reckoning
+from .experiments import ALGORITHM_1, BASELINE, IDEAL, PAPERS_OWN, Comparison, Experiment, Panel, Reckoning
 
 __all__ = ["EXPERIMENTS"]
 
@@ -70,6 +70,8 @@ TEN_ONE = Panel(
     requests=MANY,
 )
 
+_SOME = (0.3, 0.7, 1.0, 1.5)
+_NEAR = (0.7, 1.0)
 _LIST = (
     Experiment(
         id="fig4",
@@ -204,10 +206,26 @@ _LIST = (
         assumed="Latency: TBT. Azure code arrivals.",
     ),
     Experiment(
+        id="algorithm-1",
+        figure="Oneiros, Algorithm 1",
+        title="As it is printed: one layer a step, at most as many as a pass hides, one buffer or two",
+        panels=(C1[1], C2[1]),
+        policies=(BASELINE, PAPERS_OWN, WEIGHTS_ONLY, ALGORITHM_1),
+        comparisons=tuple(
+            Comparison(ALGORITHM_1, base, (_TBT, _TPOT, _TTFT, _RATE)) for base in (BASELINE, PAPERS_OWN)
+        ),
+        stated="The pseudo-code of section 5.5; the cap T_T N <= T_Compute of 5.3; m = alpha + 1 or alpha + 2 of 5.4.",
+        assumed="What the pseudo-code contradicts the text in, or is silent about: see "
+        "[algorithm_1.py](../lab/paper/algorithm_1.py).",
+        factors=_NEAR,
+    ),
+    Experiment(
         id="oneiros-all",
         figure="Oneiros, abstract",
         title="The ranges over all experiments",
-        panels=(),
+        panels=(*C1, *C2, *UNEQUAL, *LONG_SHORT, *C1_MPS, *C1_MIG),
+        policies=(BASELINE, PAPERS_OWN, WEIGHTS_ONLY, IDEAL),
+        factors=(1.0,),
         reckonings=(
             Reckoning("oneiros-01", _TBT, how="range"),
             Reckoning("oneiros-02", _TTFT, how="range"),
@@ -217,7 +235,6 @@ _LIST = (
     ),
 )
 
-_SOME = (0.3, 0.7, 1.0, 1.5)
 _BEYOND = (
     Experiment(
         id="beyond-lending",

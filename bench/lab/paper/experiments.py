@@ -24,6 +24,7 @@ from remap.sim.policies import WEIGHTS_ONLY
 from remap.sim.serving import Setup, TenantSetup, tenants
 
 __all__ = [
+    "ALGORITHM_1",
     "BASELINE",
     "ELSEWHERE",
     "FACTORS",
@@ -45,6 +46,8 @@ __all__ = [
 BASELINE = "recompute"
 PAPERS_OWN = f"{WEIGHTS_ONLY}+oneiros"
 """Weights alone, evenly spaced layers, the most recently used donor first, two buffers: what Oneiros describes."""
+ALGORITHM_1 = "algorithm-1"
+"""Oneiros' Algorithm 1 as it is printed, over the library's mechanism: see algorithm_1.py."""
 IDEAL = "ideal"
 """`BASELINE` with six times the memory."""
 

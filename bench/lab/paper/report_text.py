@@ -84,8 +84,9 @@ makes short passes between the decoding ones, and gaps between tokens longer in 
 GAPS = """## One gap between tokens, and the mean gap of a request
 
 Time between tokens can be told in two ways. P99 TBT is the gap that 1 % of all gaps exceed; P99 TPOT is the mean gap of a
-request that 1 % of the requests exceed. "-8 / +40": P99 TBT is 8 % longer than under `recompute`, P99 TPOT 40 % shorter.
-Medians of the seeds; c is the rate at which `recompute` is saturated. `ideal` was run at the rates that have a value.
+request that 1 % of the requests exceed. "-8 / +40": P99 TBT is 8 % longer than under the policy that it is compared with, P99
+TPOT 40 % shorter. Medians of the seeds; c is the rate at which `recompute` is saturated. –: no run at this rate. First the
+loads of Figures 8 to 10, 12 and 13, then the figures that compare with something else.
 """
 
 _CONSTANTS = (

@@ -19,10 +19,12 @@ from typing import Any
 from remap.errors import InvalidArgument
 from remap.policy.hardware import machine
 from remap.sim.loads import load
+from remap.sim.policies import Policy
 from remap.sim.results import PolicyResult, weighted_percentile
 from remap.sim.serving import Setup, simulate
 from remap.sim.workload import Item
 
+from .algorithm_1 import POLICY
 from .arithmetic import arithmetic
 from .experiment_list import EXPERIMENTS
 from .experiments import BASELINE, FACTORS, LOWEST, Experiment, Panel, setup_of
@@ -78,7 +80,11 @@ def serve(run: Run, settings: Settings) -> tuple[Setup, tuple[Item, ...], Policy
     """What was simulated (a quiet part is not in it), and the result. Raises as `simulate` does."""
     setup = setup_of(run.panel, machine(settings.machine))
     items = _items(run.panel, setup, run.rate, _requests(run.panel, settings), run.seed)
-    return setup, items, simulate(setup, items, run.policy)
+    return setup, items, simulate(setup, items, _policy(run.policy))
+
+
+def _policy(name: str) -> str | Policy:
+    return POLICY if name == POLICY.name else name
 
 
 def run_one(run: Run, settings: Settings) -> tuple[dict[str, float], list[float]]:
@@ -94,7 +100,7 @@ def run_one(run: Run, settings: Settings) -> tuple[dict[str, float], list[float]
     whole = simulate(
         setup,
         [*items, *(Item(i.tenant, begin + i.time_s, i.prompt_tokens, i.output_tokens) for i in later)],
-        run.policy,
+        _policy(run.policy),
     )
     gaps = later_gaps(whole, result)
     point = figures(whole, run.rate, last - first)

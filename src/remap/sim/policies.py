@@ -25,7 +25,7 @@ A name may carry several settings, joined by "+", which are set from left to rig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -76,6 +76,7 @@ class Policy:
     `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5". memory: how many times the
     setup's memory it has (`Setup.times`). whole: `Setup.whole`: the most that lending between tenants in turns could reach, if
     the link were infinitely fast. stream: complete blocks of running requests stream from host memory, layer by layer.
+    manager: of (session, told of blocks that have moved), what engines ask instead of the session: somebody else's controller.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Policy:
     stream: bool = False
     memory: int = 1
     whole: bool = False
+    manager: Callable[[Any, Callable[[Mapping[str, Mapping[int, int]]], None]], Any] | None = None
 
     @property
     def swaps(self) -> bool:

@@ -117,6 +117,8 @@ def _session_world(setup: Setup, policy: Policy) -> World:
         if policy.kind == "sleep":
             layers = {tenant.name: tenant.model.layers for tenant in setup.tenants}
             managed = WholeModels(session, layers, partial(_follow, engines))
+        elif policy.manager is not None:
+            managed = policy.manager(session, partial(_follow, engines))
         for tenant, (spec, _) in zip(setup.tenants, specs):
             attached = session.attach_bytes(
                 masters([tenant.model.layer_bytes] * tenant.model.layers),

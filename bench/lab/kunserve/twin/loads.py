@@ -9,6 +9,7 @@ when its time is compressed (`sim.loads.BURSTGPT`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from remap.sim.lengths import Quantiles
 from remap.sim.loads import BURSTGPT
@@ -19,6 +20,8 @@ __all__ = ["BURSTS", "BURST_S", "LENGTHS", "bursts", "swells"]
 BURSTS = (45.0, 440.0)
 """When requests begin to come twice as fast."""
 BURST_S = 60.0
+LONGEST = 1 << 15
+"""Tokens of an answer, at most, where answers are made longer: Qwen2.5's context."""
 
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99, 0.999, 1.0)
 # BurstGPT: quantiles of a reconstruction of its first week, scaled to the paper's means. ShareGPT: of its conversations cut to 4K
@@ -38,11 +41,21 @@ LENGTHS: Mapping[str, Lengths] = {
 
 
 def bursts(
-    lengths: str, rate: float, seconds: float, seed: int, at: Sequence[float] = BURSTS, burst_s: float = BURST_S
+    lengths: str,
+    rate: float,
+    seconds: float,
+    seed: int,
+    at: Sequence[float] = BURSTS,
+    burst_s: float = BURST_S,
+    longer: float = 1.0,
 ) -> tuple[Item, ...]:
-    """Requests of these lengths (of LENGTHS; KeyError) at `rate` a second, and twice that within bursts."""
-    extra = [Load("all", Arrivals(rate), LENGTHS[lengths], begin, begin + burst_s) for begin in at if begin < seconds]
-    return generate([Load("all", Arrivals(rate), LENGTHS[lengths]), *extra], seconds, seed)
+    """Requests of these lengths (of LENGTHS; KeyError) at `rate` a second, and twice that within bursts. longer: times as long
+    answers."""
+    chosen = LENGTHS[lengths]
+    if longer != 1.0:
+        chosen = replace(chosen, output=chosen.output.scaled(longer, LONGEST))
+    extra = [Load("all", Arrivals(rate), chosen, begin, begin + burst_s) for begin in at if begin < seconds]
+    return generate([Load("all", Arrivals(rate), chosen), *extra], seconds, seed)
 
 
 def swells(lengths: str, rate: float, seconds: float, seed: int) -> tuple[Item, ...]:

@@ -208,7 +208,7 @@ class World:
         """A group begins; its instances belong to no other from now on."""
         hardware, system = self.hardware, self.system
         parts = [stage for stage in stages if stage.first < stage.end]
-        blocks = self._capacity(parts) // BLOCK_TOKENS
+        blocks = system.memory * self._capacity(parts) // BLOCK_TOKENS
         pool = CountedPool(blocks, BLOCK_TOKENS)
         if system.swap:
             size = BLOCK_TOKENS * hardware.whole.kv_bytes_per_token

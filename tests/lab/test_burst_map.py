@@ -1,0 +1,134 @@
+"""`bench.lab kunserve-map`: what is run, where a load lies on the map, and the files of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from bench.lab.kunserve import burst_map
+from bench.lab.kunserve.burst_map import (
+    FULL,
+    PICTURE,
+    QUICK,
+    RESULTS,
+    BurstMap,
+    Place,
+    done,
+    page,
+    picture,
+    place,
+    said,
+    table,
+)
+from bench.lab.kunserve.figures import SETUPS, Settings, Setup, name_of
+from bench.lab.kunserve.twin.loads import LENGTHS, bursts
+from bench.lab.kunserve.twin.results import Sample
+from bench.lab.kunserve.twin.setup import CLUSTER_A
+
+from remap.errors import InvalidArgument
+from remap.sim.workload import Item
+
+LOAD = QUICK.loads[0]
+
+
+def test_what_is_run() -> None:
+    """Every load under all systems, or under the bound alone where `bench.lab kunserve` has stored the others."""
+    names = list(FULL.runs())
+    assert len(names) == FULL.settings.seeds * (len(FULL.stored) + 4 * (len(FULL.loads) - len(FULL.stored)))
+    assert all((": ideal #" in name) or name.partition(": ")[0] not in FULL.stored for name in names)
+    assert set(FULL.stored) <= set(SETUPS) and FULL.settings.seeds == 5
+    assert [name[-1] for name in names] == sorted(name[-1] for name in names)  # seed by seed
+
+
+def test_answers_are_longer_and_prompts_are_not() -> None:
+    same, long = (bursts("burstgpt", 50.0, 200.0, 0, longer=longer) for longer in (1.0, 4.0))
+    assert [one.prompt_tokens for one in same] == [one.prompt_tokens for one in long]
+    means = [sum(one.output_tokens for one in items) / len(items) for items in (same, long)]
+    assert means[1] / means[0] == pytest.approx(4.0, rel=0.01)
+    assert same == bursts("burstgpt", 50.0, 200.0, 0) and LENGTHS["burstgpt"].output.draw
+
+
+def sample(time_s: float, prompts: int, generated: int) -> Sample:
+    return Sample(time_s, 1, 0, 0, 0, 0, generated, prompts, 8, 1)
+
+
+def test_work_is_what_was_done_within_the_burst() -> None:
+    """Of prompts and of tokens that came in it, on eight instances; whatever came before and after."""
+    items = [Item("all", 5.0 + n, 2_000, 100) for n in range(10)]
+    samples = [sample(0.0, 0, 0), sample(5.0, 9_000, 70), sample(15.0, 29_000, 70), sample(20.0, 50_000, 900)]
+    prompts = 10 * CLUSTER_A.prompt_s(2_000) / (10.0 * 8)
+    assert done(CLUSTER_A, items, samples, 5.0, 15.0) == pytest.approx(prompts)
+    samples[2] = sample(15.0, 9_000, 10_070)
+    row_s = done(CLUSTER_A, items, samples, 5.0, 15.0) * 80.0 / 10_000
+    flop_s = 2 * 14e9 / CLUSTER_A.machine.flops  # of its multiplications with the weights alone
+    assert flop_s < row_s < 6 * flop_s
+
+
+def made(seeds: int = 2) -> dict[str, dict[str, float]]:
+    p99 = {"vllm": 60.0, "kunserve": 6.0, "remap": 3.0, "ideal": 2.0}
+    return {
+        name_of(LOAD.name, system, seed): {"ttft_p99_s": value * (1 + seed), "peak_share": 1.2, "work_share": 0.5}
+        for seed in range(seeds)
+        for system, value in p99.items()
+    }
+
+
+def test_a_place_is_of_the_seeds_that_are_whole() -> None:
+    points = made()
+    found = place(points, LOAD, Settings(seeds=3))
+    assert found is not None and (found.peak, found.work) == (1.2, 0.5)
+    assert found.base_s == [60.0, 120.0] and found.times == {
+        "kunserve": [10.0] * 2,
+        "remap": [20.0] * 2,
+        "ideal": [30.0] * 2,
+    }
+    assert f"| {LOAD.name} | 2 | 1.20 | 50 | 90 (60 to 120) | 10 | 20 | 30 |" in table([found])
+    del points[name_of(LOAD.name, "ideal", 0)]
+    found = place(points, LOAD, Settings(seeds=3))
+    assert found is not None and found.base_s == [120.0]
+    assert place({}, LOAD, Settings()) is None
+
+
+def test_the_picture_has_a_dot_for_each_load() -> None:
+    found = place(made(), LOAD, Settings(seeds=2))
+    assert found is not None
+    axes = picture([found]).axes[:3]
+    assert [axis.get_title(loc="left") for axis in axes] == ["kunserve", "remap", "ideal"]
+    (dots,) = (one for one in axes[1].collections if len(one.get_offsets()))
+    assert dots.get_offsets().tolist() == [[1.2, 50.0]] and list(dots.get_array()) == [20.0]
+
+
+def test_the_files_of_a_run(tmp_path: Path) -> None:
+    small = BurstMap(Settings(seeds=1, quick=True), QUICK.loads[:1])
+    results, drawing = tmp_path / "kunserve-map.json", tmp_path / "kunserve-map.svg"
+    text = burst_map.run_burst_map(results, drawing, small)
+    stored = json.loads(results.read_text())
+    assert set(stored["points"]) == set(small.runs())
+    assert all(one["answered"] == one["requests"] for one in stored["points"].values())
+    assert f"| {LOAD.name} | 1 |" in text and "](kunserve-map.svg)" in text and drawing.exists()
+    assert burst_map.run_burst_map(results, drawing, small) == text  # nothing is run twice
+    results.write_text("[]")
+    with pytest.raises(InvalidArgument):
+        burst_map.run_burst_map(results, drawing, small)
+
+
+def test_what_follows_is_told_of_loads_that_reach_the_paper_and_of_those_that_do_not() -> None:
+    def at(load: Setup, times: float, work: float) -> Place:
+        return Place(load, 1.2, work, [10.0], {"kunserve": [times], "remap": [2 * times], "ideal": [3 * times]})
+
+    of_paper, *longer = FULL.loads[0], *FULL.loads[-2:]
+    text = said([at(of_paper, 1.5, 0.9), at(longer[0], 20.0, 0.8), at(longer[1], 4.0, 0.97)])
+    assert "90 % busy; six times the KV brings 4.5 times" in text and "in 1 of 2 loads" in text
+    assert "20 times" in " ".join(text.split()) and "In the other (97 % busy) it is 4 and 8" in " ".join(text.split())
+    assert "In the other" not in said([at(of_paper, 1.5, 0.9), at(longer[0], 20.0, 0.8)])
+    assert said([at(longer[0], 20.0, 0.8)]) == ""
+
+
+def test_the_page_is_what_is_stored() -> None:
+    """So many seeds of each load as have been run: one at least."""
+    data, points = burst_map.read(RESULTS, FULL)
+    assert set(data["points"]) <= set(FULL.runs()) and PICTURE.exists()
+    text, places = page(points, FULL, "pictures/kunserve-map.svg")
+    assert [one.load for one in places] == list(FULL.loads)
+    assert text == RESULTS.with_suffix(".md").read_text(encoding="utf-8")
