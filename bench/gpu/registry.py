@@ -78,7 +78,6 @@ ORDER = {
         "prefetch",
         "small_copies",
         "chunk_gaps",
-        "staged_copies",
         "block_copies",
         "overhead",
         "pool",
@@ -99,6 +98,7 @@ ORDER = {
         "serving",
         # Small ones, for which the call above has no time: no default waits for them but these.
         "page_locking",
+        "staged_copies",
         "waits",
         "page_creation",
         "graph_copies",
