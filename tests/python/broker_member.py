@@ -1,17 +1,20 @@
-"""A member of a broker in a process of its own, told what to do a line at a time: `python broker_member.py SOCKET NAME LAYERS`.
+"""A member of a broker in a process of its own, told what to do a line at a time:
+`python broker_member.py SOCKET NAME LAYERS VALUE`.
 
-With more than `LAYERS` layers its weights give pages, too. On a GPU it reads and writes by copies
-(tests/gpu/test_gpu_broker.py)."""
+With more than `LAYERS` layers its weights give pages, too. All bytes of its blocks are VALUE, 1 to 255. On a GPU it reads and
+writes by copies (tests/gpu/test_gpu_broker.py)."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,20 +42,34 @@ def attached(session: remap.Session, name: str) -> remap.Tenant:
     return session.attach_bytes(masters, name=name, kv=make_spec(LAYERS, min_blocks=8, max_blocks=4000), config=knobs)
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Waits for what other threads and processes do."""
+def until(holds: Callable[[], bool], what: str | Callable[[], str]) -> None:
+    """Waits for what other threads and processes do. what: that it was; if it is called, how things are."""
     end = time.monotonic() + 60
     while not holds():
-        assert time.monotonic() < end, what
+        assert time.monotonic() < end, what if isinstance(what, str) else what()
         time.sleep(0.005)
+
+
+def files_of(pid: int) -> list[str]:
+    """What the descriptors of a process are of."""
+    found = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(str(file.readlink()))
+    return sorted(found)
+
+
+def arena_maps(pid: int) -> list[str]:
+    """The maps of a host's arena in a process."""
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "remap-pages" in line]
 
 
 class Process:
     """The other side of `main`."""
 
-    def __init__(self, path: str, name: str, layers: int = LAYERS) -> None:
+    def __init__(self, path: str, name: str, layers: int = LAYERS, value: int = 0) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, path, name, str(layers)],
+            [sys.executable, __file__, path, name, str(layers), str(value or VALUES[name])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -60,10 +77,14 @@ class Process:
         assert self.read() == "ready"
 
     def __call__(self, *line: object) -> str:
+        self.begin(*line)
+        return self.read()
+
+    def begin(self, *line: object) -> None:
+        """Without waiting for the answer, which `read` gives."""
         assert self.process.stdin is not None
         self.process.stdin.write(" ".join(map(str, line)) + "\n")
         self.process.stdin.flush()
-        return self.read()
 
     def read(self) -> str:
         assert self.process.stdout is not None
@@ -87,8 +108,9 @@ class Process:
 class Member:
     """A session with one tenant. Every block that it has taken has the process's own value in all bytes."""
 
-    def __init__(self, path: str, name: str, layers: int) -> None:
-        self.name, self.value = name, VALUES[name]
+    def __init__(self, path: str, name: str, layers: int, value: int) -> None:
+        self.name, self.value = name, value
+        self.files = len(files_of(os.getpid()))
         self.masters = [
             np.random.default_rng(self.value * 100 + layer).integers(0, 256, LAYER_PAGES * PAGE - 77, dtype=np.uint8)
             for layer in range(layers)
@@ -96,7 +118,14 @@ class Member:
         self.session = remap.Session(device=f"unix:{path}")
         spec = make_spec(layers, min_blocks=8, max_blocks=4000, dim=DIM)
         knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0 if layers == LAYERS else None)
-        self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
+        for tries in range(20):  # what others give later than the broker waits for it is free at the next one
+            try:
+                self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
+                break
+            except remap.OutOfMemory as error:
+                sys.stderr.write(f"{name}, try {tries}: {error}\n")
+        else:
+            raise AssertionError("no try had room")
         self.blocks: list[int] = []
         self.memory = _Bytes(self.session)
 
@@ -223,6 +252,13 @@ class Member:
         self.session.close()
         return "closed"
 
+    def left(self) -> str:
+        """Descriptors more than before there was a session, and maps of its arena. Nothing refers to it any more: its backend
+        has the arena's file for as long."""
+        del self.session, self.tenant, self.memory
+        gc.collect()
+        return f"{len(files_of(os.getpid())) - self.files} {len(arena_maps(os.getpid()))}"
+
 
 class _Bytes:
     """A session's memory, read and written at once."""
@@ -256,8 +292,8 @@ class _Bytes:
         self._backend.destroy_event(event)
 
 
-def main(path: str, name: str, layers: str) -> None:
-    member = Member(path, name, int(layers))
+def main(path: str, name: str, layers: str, value: str) -> None:
+    member = Member(path, name, int(layers), int(value))
     say("ready")
     for line in sys.stdin:
         verb, *numbers = line.split()

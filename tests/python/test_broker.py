@@ -24,7 +24,8 @@ pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 import broker_garbage
 import numpy as np
 from arena_worlds import make_spec, read_block, write_block
-from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened, until
+from broker_crowd import Crowd
+from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, files_of, opened, until
 
 import remap
 from remap.broker.locks import lock_member
@@ -54,6 +55,7 @@ DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as we
 PAGES = 96
 BLOCKS_A_PAGE = 4
 ROUNDS = int(os.environ.get("REMAP_BROKER_ROUNDS", "25"))
+SEED = int(os.environ.get("REMAP_BROKER_SEED", "0"))
 PACKETS = int(os.environ.get("REMAP_BROKER_PACKETS", "2000"))
 OWN = LAYERS * LAYER_PAGES + 2  # pages of a member with its weights and 8 blocks
 Start = Callable[..., Process]
@@ -69,8 +71,8 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 def start(broker: Broker) -> Iterator[Start]:
     made: list[Process] = []
 
-    def one(name: str, layers: int = LAYERS) -> Process:
-        made.append(Process(str(broker.path), name, layers))
+    def one(name: str, layers: int = LAYERS, value: int = 0) -> Process:
+        made.append(Process(str(broker.path), name, layers, value))
         return made[-1]
 
     yield one
@@ -153,48 +155,36 @@ def test_a_broker_that_is_gone_leaves_its_members_what_they_have(broker: Broker,
     ids=["kv", "kv-strict", "weights", "weights-strict"],
 )
 def test_processes_come_take_free_and_are_killed_at_random(
-    broker: Broker, start: Start, monkeypatch: pytest.MonkeyPatch, seed: int, mode: str, weights: bool
+    broker: Broker,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    mode: str,
+    weights: bool,
 ) -> None:
-    """Each block has no byte of another process when it is taken; none is overwritten while it is held; no page is lost."""
+    """In the midst of what they do. Each block has no byte of another process when it is taken; none is overwritten while it is
+    held; no page, descriptor or map is lost."""
     monkeypatch.setenv("REMAP_MODE", mode)
-    rng = random.Random(seed)
-    names = ("one", "two") if weights else ("one", "two", "three")
-    layers = MANY if weights else LAYERS
-    alive, asleep = {name: start(name, layers) for name in names}, set[str]()
+    rng = random.Random(seed + SEED)
+    crowd = Crowd(rng, start, {"one": MANY, "two": MANY} if weights else dict.fromkeys(("one", "two", "three"), LAYERS))
+    members, files = len(crowd.alive), len(files_of(os.getpid()))
     for _ in range(ROUNDS):
-        name = rng.choice(sorted(alive))
-        each, what = alive[name], rng.random()
-        if weights and what < 0.3:
-            if name in asleep:
-                asleep.discard(name)
-                assert each("wake").startswith("True ")
-            elif rng.random() < 0.5:
-                asleep.add(name)
-                assert each("sleep") == "asleep"
-            else:
-                each("idle")
-        elif what < 0.5:
-            assert name in asleep or each("take", rng.randrange(1, 120), 0).isdigit()
-        elif what < 0.75:
-            assert each("thin" if rng.random() < 0.3 else "free") in ("freed", "thinned")
-        elif what < 0.9:
-            assert each("check") in ("right", "asleep")
-        else:
-            each.kill()
-            asleep.discard(name)
-            until(lambda: len(broker.ledger.held) == len(names) - 1, "the broker hears of its end")
-            if weights:  # room for another one
-                (other,) = {*names} - {name}
-                assert alive[other]("free") == "freed"
-                if other in asleep:
-                    asleep.discard(other)
-                    assert alive[other]("wake").startswith("True ")
-            alive[name] = start(name, layers)
-    for name in asleep:
-        assert alive[name]("wake").startswith("True ")
-    for each in alive.values():
+        name = rng.choice(sorted(crowd.alive))
+        if rng.random() < 0.8:
+            crowd.act(name)
+            continue
+        crowd.begin_some()
+        crowd.kill(name)
+        until(lambda: len(broker.ledger.held) == members - 1, "the broker hears of its end")
+        crowd.make_room()
+        crowd.join(name)
+        until(lambda: len(files_of(os.getpid())) == files, lambda: f"{files} descriptors: {files_of(os.getpid())}")
+    sys.stdout.write(f"{crowd.killed} kills\n")  # shown with -rP
+    crowd.wake()
+    for each in crowd.alive.values():
         assert each("check") == "right"
         assert each("close") == "closed"
+        assert each("left") == "0 0" or DEVICE != "cpu"
     until(lambda: broker.ledger.free == PAGES, "all has come back")
 
 

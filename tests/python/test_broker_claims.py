@@ -3,17 +3,19 @@ none is lost."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
 pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 
+from effort import some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_broker_ledger import all_runs
 
-from remap.broker.ledger import Ledger, Sent
+from remap.broker.ledger import UNKNOWN, Ledger, Sent
 from remap.broker.messages import Grant, Recall, Returned, pages_of
 from remap.errors import InvalidState
 
@@ -21,14 +23,16 @@ PAGES, MEMBERS = 8, (1, 2, 3)
 
 
 class World:
-    """Brokers, one behind the other, and what members have by what they have heard. apart: who lives and has no connection. old:
-    of these, who has not joined this broker yet."""
+    """Brokers, one behind the other, and what members have by what they have heard. borrowed: of the pages, those that came as
+    another's. apart: who lives and has no connection. old: of these, who has not joined this broker yet. keeps: who wants pages
+    for good."""
 
-    def __init__(self) -> None:
-        self.ledger = Ledger(PAGES)
+    def __init__(self, count: int = PAGES) -> None:
+        self.count, self.ledger = count, Ledger(count)
         self.pages: dict[int, set[int]] = {}
         self.lends: dict[int, set[int]] = {}
-        self.apart, self.old = set[int](), set[int]()
+        self.borrowed: dict[int, set[int]] = {}
+        self.apart, self.old, self.keeps = set[int](), set[int](), set[int]()
         self.serials = dict.fromkeys(MEMBERS, 0)
         self.recalls: list[tuple[int, int]] = []
 
@@ -40,6 +44,12 @@ class World:
                 assert not pages & set().union(*self.pages.values()), "a page has two owners"
                 if isinstance(message, Returned):
                     assert pages <= self.lends[member]
+                elif message.lent:
+                    assert member not in self.keeps, "it keeps what another may call"
+                    self.borrowed[member] |= pages
+                else:
+                    others = set().union(*(lends for each, lends in self.lends.items() if each != member))
+                    assert not pages & others, "a member is not told that another may call them"
                 self.pages[member] |= pages
                 self.lends[member] -= pages
             elif isinstance(message, Recall):
@@ -48,7 +58,7 @@ class World:
 
     def check(self) -> None:
         ledger = self.ledger
-        assert ledger.free + ledger.unknown + sum(ledger.held.values()) == PAGES
+        assert ledger.free + ledger.unknown + sum(ledger.held.values()) == self.count
         for member, pages in self.pages.items():
             if member not in self.apart:
                 assert ledger.held[member] == len(pages)
@@ -71,28 +81,30 @@ class World:
                 with pytest.raises(InvalidState, match="nothing changed"):
                     self.ledger.joined(member, all_runs(self.pages[member] | others))
                 self.check()
-            claims, lends = all_runs(self.pages[member]), all_runs(self.lends[member])
         else:
-            self.pages[member], self.lends[member] = set(), set()
-            claims = lends = []
-        sent = self.ledger.joined(member, claims, lends)
+            self.pages[member], self.lends[member], self.borrowed[member] = set(), set(), set()
+        borrowed = self.borrowed[member]
+        runs = all_runs(self.pages[member] - borrowed), all_runs(self.lends[member]), all_runs(borrowed)
+        sent = self.ledger.joined(member, *runs)
         self.apart.discard(member)
         self.old.discard(member)
         self.hear(sent)
 
-    def want(self, member: int, pages: int) -> None:
+    def want(self, member: int, pages: int, keeps: bool = False) -> None:
         if self.here(member):
             self.serials[member] += 1
-            self.hear(self.ledger.wanted(member, self.serials[member], pages))
+            (self.keeps.add if keeps else self.keeps.discard)(member)
+            self.hear(self.ledger.wanted(member, self.serials[member], pages, keeps=keeps))
 
     def give(self, member: int, pages: set[int], lent: bool) -> None:
         """Apart it says so to nobody; its next Join does."""
         going = pages & self.pages.get(member, set())
         if lent:
-            going -= set().union(*self.lends.values())
+            going -= set().union(*self.lends.values(), self.borrowed.get(member, set()))
         if not going:
             return
         self.pages[member] -= going
+        self.borrowed[member] -= going
         self.lends[member] |= going if lent else set()
         if self.here(member):
             self.hear(self.ledger.gave(member, all_runs(going), lent=lent))
@@ -124,6 +136,7 @@ class World:
         old = member in self.old
         self.pages.pop(member, None)
         self.lends.pop(member, None)
+        self.borrowed.pop(member, None)
         self.apart.discard(member)
         self.old.discard(member)
         if not old:
@@ -131,7 +144,7 @@ class World:
 
     def kill_broker(self) -> None:
         self.apart, self.old = set(self.pages), set(self.pages)
-        self.ledger, self.recalls = Ledger(PAGES, unknown=True), []
+        self.ledger, self.recalls = Ledger(self.count, unknown=True), []
 
     def settle(self) -> None:
         if not self.old:
@@ -142,7 +155,7 @@ WHO = st.sampled_from(MEMBERS)
 SOME = st.sets(st.integers(0, PAGES - 1), min_size=1, max_size=5)
 EVENTS = st.one_of(
     st.tuples(st.just("join"), WHO),
-    st.tuples(st.just("want"), WHO, st.integers(0, PAGES)),
+    st.tuples(st.just("want"), WHO, st.integers(0, PAGES), st.booleans()),
     st.tuples(st.just("give"), WHO, SOME, st.booleans()),
     st.tuples(st.just("call"), WHO, st.booleans()),
     st.tuples(st.just("disown"), WHO),
@@ -163,17 +176,54 @@ def test_a_page_never_has_two_owners_and_none_is_lost(events: list[tuple[Any, ..
         world.want(member, 2)
     for kind, *arguments in events:
         getattr(world, kind)(*arguments)
+    come_together(world)
+
+
+def come_together(world: World) -> None:
+    """All join, want nothing more and end."""
     for member in sorted(world.apart):
         world.join(member)
     world.settle()
-    assert world.ledger.unknown == 0
+    assert world.ledger.unknown == 0 and not world.ledger.unsettled
     for _ in range(100):
         world.answer()
     assert not world.ledger.waiting
     assert world.ledger.held == {member: len(pages) for member, pages in world.pages.items()}
     for member in list(world.pages):
         world.end(member)
-    assert world.ledger.free == PAGES and world.ledger.lent == {}
+    assert world.ledger.free == world.count and world.ledger.lent == {}
+
+
+def explore(world: World, depth: int, seen: set[object]) -> None:
+    """All orders of all events, to a depth; behind each of them all can come together."""
+    plain = {name: value for name, value in vars(world.ledger).items() if name not in ("_clock", "_last")}
+    key = repr((depth, {**vars(world), "ledger": plain}))
+    if key in seen:
+        return
+    seen.add(key)
+    come_together(copy.deepcopy(world))
+    events: list[tuple[Any, ...]] = [("answer",), ("settle",), ("kill_broker",)]
+    for member in MEMBERS:
+        events += [("want", member, 1, keeps) for keeps in (False, True)]
+        events += [("give", member, set(range(world.count)), lent) for lent in (False, True)]
+        events += [("call", member, False), *((kind, member) for kind in ("join", "disown", "breaks", "end"))]
+    for kind, *arguments in events if depth else ():
+        other = copy.deepcopy(world)
+        getattr(other, kind)(*arguments)
+        explore(other, depth - 1, seen)
+
+
+def test_all_orders_of_what_a_lender_a_borrower_and_a_third_do_when_a_broker_has_died() -> None:
+    world, seen = World(2), set[object]()
+    for member in (1, 2):
+        world.join(member)
+    world.want(1, 2)
+    world.give(1, {0}, lent=True)
+    world.want(2, 1)
+    assert (world.pages, world.borrowed[2]) == ({1: {1}, 2: {0}}, {0})
+    world.kill_broker()
+    explore(world, some(3, 4), seen)
+    assert len(seen) > 300
 
 
 def test_a_want_waits_for_pages_that_nobody_has_claimed_yet() -> None:
@@ -186,6 +236,36 @@ def test_a_want_waits_for_pages_that_nobody_has_claimed_yet() -> None:
     assert (1, Returned(1, ((3, 1),))) in sent  # it was called
     assert (1, Grant(1, ((2, 1),), more=True)) in sent
     assert ledger.held == {1: 3, 2: 1} and (ledger.free, ledger.unknown) == (0, 0)
+
+
+def test_what_is_given_back_before_its_lender_has_joined_is_free_and_still_lent() -> None:
+    """It was free for all, and the lender's claim was refused for ever, as one of a page that is free."""
+    ledger = Ledger(6, unknown=True)
+    ledger.joined(2, ((3, 1),), borrows=((0, 2),))
+    ledger.joined(3)
+    ledger.gave(2, ((0, 1),))
+    ledger.ended(2)
+    assert ledger.lent == {0: UNKNOWN, 1: UNKNOWN}
+    assert ledger.wanted(3, 1, 2, keeps=True) == [(3, Grant(1, ((3, 1),), more=True))]
+    assert ledger.wanted(3, 2, 1) == [(3, Grant(2, ((0, 1),), lent=True))]
+    ledger.joined(1, ((2, 1),), ((0, 2),))
+    assert ledger.lent == {0: 1, 1: 1}
+    assert ledger.called(1, 1, ((1, 1),)) == [(1, Returned(1, ((1, 1),)))]
+    ledger.settled()
+    assert ledger.held == {1: 2, 3: 2} and ledger.lent == {0: 1} and ledger.free == 2
+
+
+def test_a_lender_that_does_not_come_back_lends_nothing() -> None:
+    ledger = Ledger(3, unknown=True)
+    ledger.joined(2, ((2, 1),), borrows=((0, 2),))
+    ledger.gave(2, ((0, 1),))
+    ledger.joined(3)
+    assert (ledger.unknown, ledger.unsettled) == (0, True)
+    assert ledger.wanted(3, 1, 1, keeps=True)[0] == (3, Grant(1, (), more=True))
+    ledger.done(2, 1)
+    assert ledger.waiting == 1
+    assert ledger.settled() == [(3, Grant(1, ((0, 1),)))]
+    assert ledger.lent == {} and not ledger.unsettled
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ its pages.
 Of a broker that begins where another was, pages are *unknown* at first: some process may have them. A member of the other one
 claims what it has, and what it has lent, when it joins. When all of those have joined, or ended, what is unknown still is free
 (`settled`). One that has left, and whose process lives, may join again in the same way.
+
+A member also says which of its pages it has borrowed. Until the lender has joined, or all is settled, such a page has a lender
+whom the ledger does not know: if it is given back it is free and lent, so its lender finds it where it left it.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ from dataclasses import dataclass, field
 from remap.broker.messages import Grant, Recall, Returned, Run, ToMember, pages_of, runs_of
 from remap.errors import InvalidState
 
-__all__ = ["Ledger", "Sent"]
+__all__ = ["UNKNOWN", "Ledger", "Sent"]
 
 Sent = list[tuple[int, ToMember]]
-_FREE, _UNKNOWN = -1, -2
+_FREE, UNKNOWN = -1, -2
+"""No member: owners of pages. `UNKNOWN` is a lender, too."""
 
 
 @dataclass
@@ -64,8 +68,9 @@ class Ledger:
     """
 
     def __init__(self, pages: int, *, unknown: bool = False) -> None:
-        self._owner = array("q", [_UNKNOWN if unknown else _FREE]) * pages
+        self._owner = array("q", [UNKNOWN if unknown else _FREE]) * pages
         self._free, self._unknown = (0, pages) if unknown else (pages, 0)
+        self._unsettled = unknown
         self._held: dict[int, int] = {}  # member -> pages
         self._last: dict[int, int] = {}  # member -> when it wanted something last, in wants of all
         self._serials: dict[int, int] = {}
@@ -99,6 +104,11 @@ class Ledger:
         return self._unknown
 
     @property
+    def unsettled(self) -> bool:
+        """Whether a member of another broker may still claim pages, or say that it has lent some: `settled` ends that."""
+        return self._unsettled
+
+    @property
     def held(self) -> dict[int, int]:
         """Member -> how many pages it has."""
         return dict(self._held)
@@ -120,18 +130,20 @@ class Ledger:
 
     @property
     def lent(self) -> dict[int, int]:
-        """Page -> its lender, for each page that is lent."""
+        """Page -> its lender, for each page that is lent; `UNKNOWN` if it has not joined yet."""
         return dict(self._lender)
 
-    def joined(self, member: int, claims: Sequence[Run] = (), lends: Sequence[Run] = ()) -> Sent:
-        """A new member, or one that had left. claims: exactly the pages that it has, of those that were its own here or are
-        unknown. lends: exactly those that it has lent, and may call."""
+    def joined(
+        self, member: int, claims: Sequence[Run] = (), lends: Sequence[Run] = (), borrows: Sequence[Run] = ()
+    ) -> Sent:
+        """A new member, or one that had left. claims, borrows: exactly the pages that it has, of those that were its own here or
+        are unknown; of the second some member is, or was, the lender. lends: exactly those that it has lent, and may call."""
         back = member in self._held
         if back and member not in self._gone:
             raise InvalidState(f"member {member} joins a second time; nothing changed")
-        has, lent = self._pages(member, claims), self._pages(member, lends)
-        theirs = [page for page in has if self._owner[page] != _UNKNOWN and not (back and self._owner[page] == member)]
-        theirs += [page for page in lent if self._lender.get(page, member) != member]
+        has, lent, borrowed = self._pages(member, [*claims, *borrows]), self._pages(member, lends), pages_of(borrows)
+        theirs = [page for page in has if self._owner[page] != UNKNOWN and not (back and self._owner[page] == member)]
+        theirs += [page for page in lent if self._lender.get(page, member) not in (member, UNKNOWN)]
         theirs += [page for page in lent if self._owner[page] == _FREE and page not in self._lender]
         if theirs or not set(has).isdisjoint(lent):
             raise InvalidState(
@@ -141,8 +153,11 @@ class Ledger:
         if not back:
             self._held[member] = self._last[member] = self._serials[member] = self._call_serials[member] = 0
         self._gone.discard(member)
+        for page in borrowed:
+            if self._owner[page] == UNKNOWN:
+                self._lender.setdefault(page, UNKNOWN)
         for page in has:
-            if self._owner[page] == _UNKNOWN:
+            if self._owner[page] == UNKNOWN:
                 self._owner[page] = member
                 self._unknown -= 1
                 self._held[member] += 1
@@ -154,9 +169,10 @@ class Ledger:
         return self._release(member, [page for page in self._of(member) if page not in keeps]) + self._go_on()
 
     def settled(self) -> Sent:
-        """No member can claim a page any more: unknown pages are free."""
-        sent = self._let_go(self._of(_UNKNOWN))
-        self._unknown = 0
+        """No member can claim a page any more, nor say that it has lent one: unknown pages are free, and unknown lenders gone."""
+        self._lends_no_more(UNKNOWN)
+        sent = self._let_go(self._of(UNKNOWN))
+        self._unknown, self._unsettled = 0, False
         return sent + self._go_on()
 
     def wanted(self, member: int, serial: int, pages: int, *, keeps: bool = False) -> Sent:
@@ -379,6 +395,10 @@ class Ledger:
     def _available(self, want: _Want) -> int:
         return self._free - len(self._away) if want.keeps else self._free
 
+    def _may_settle(self, want: _Want) -> bool:
+        """Whether `settled` may free pages for it."""
+        return self._unknown > 0 or (want.keeps and self._unsettled and UNKNOWN in self._lender.values())
+
     def _take(self, member: int, count: int) -> list[int]:
         """The lowest free pages, neighbours where possible; lent ones last."""
         taken: list[int] = []
@@ -402,7 +422,7 @@ class Ledger:
         for want in list(self._wants):
             count = min(want.pages, self._available(want))
             asks = want.pages > count and self._next(want) is not None
-            over = want.pages == count or not (asks or self._recall is not None or self._unknown)
+            over = want.pages == count or not (asks or self._recall is not None or self._may_settle(want))
             if count or over or want is answer:
                 taken = self._take(want.member, count)
                 parts = [

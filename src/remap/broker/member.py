@@ -317,6 +317,8 @@ class Membership:
             try:
                 packet = connection.recv(MOST_BYTES)
                 message = decode_to_member(packet) if packet else None
+            except ConnectionResetError:  # closed before what was sent was read: what the broker sent comes behind this
+                continue
             except (OSError, Error) as error:
                 return f"the broker at {self.path} cannot be read: {error}"
             if message is None:
@@ -360,8 +362,12 @@ class Membership:
     def _try_again(self) -> None:
         """Raises as `join`. Pages that the session gives meanwhile are told behind the claims."""
         with self._sending:
-            held, lends = set(self.held), set(self._lends)
-        claims = [Claim(runs, lent) for lent, pages in ((False, held), (True, lends)) for runs in runs_of(pages)]
+            held, lends, borrowed = set(self.held), set(self._lends), self.held & self.borrowed
+        claims = [
+            *(Claim(runs) for runs in runs_of(held - borrowed)),
+            *(Claim(runs, borrowed=True) for runs in runs_of(borrowed)),
+            *(Claim(runs, lent=True) for runs in runs_of(lends)),
+        ]
         known = self._welcome
         hello = Join(
             VERSION,

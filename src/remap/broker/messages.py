@@ -70,7 +70,7 @@ __all__ = [
     "runs_of",
 ]
 
-VERSION = 5
+VERSION = 6
 MOST_BYTES = 1 << 16
 """Of a message."""
 MOST_RUNS = 4096
@@ -108,10 +108,12 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 
 
 class Claim(msgspec.Struct, tag=True, frozen=True):
-    """These pages are the member's that joins again; lent: it has lent them, and may call them."""
+    """These pages are the member's that joins again. borrowed: another member has lent them, and may call them. lent: it has not
+    got these; it has lent them itself."""
 
     runs: tuple[Run, ...]
     lent: bool = False
+    borrowed: bool = False
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):

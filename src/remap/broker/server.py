@@ -242,6 +242,10 @@ class Broker:
                 )
             except BlockingIOError:
                 return
+            except (
+                ConnectionResetError
+            ):  # it has closed without reading all: what it sent before comes behind this, then the end
+                continue
             except OSError:
                 packet = b""
             try:
@@ -332,10 +336,12 @@ class Broker:
             self._drop_connection(before)
             self._carry(self.ledger.left(before.number))
         number = self._next if before is None else before.number
-        claims, lends = (
-            [run for each in member.claims if each.lent is lent for run in each.runs] for lent in (False, True)
+        lends = [run for each in member.claims if each.lent for run in each.runs]
+        claims, borrows = (
+            [run for each in member.claims if not each.lent and each.borrowed is borrowed for run in each.runs]
+            for borrowed in (False, True)
         )
-        sent = self.ledger.joined(number, claims, lends)
+        sent = self.ledger.joined(number, claims, lends, borrows)
         if before is None:
             self._next += 1
         else:
@@ -346,9 +352,12 @@ class Broker:
         member.claims.clear()
         pages = self._pages
         files = [] if pages.file is None else [pages.file]
-        self._send_with(member, Welcome(self.page_bytes, self.ledger.pages, pages.uuid, self.arena), files)
+        try:
+            self._send_with(member, Welcome(self.page_bytes, self.ledger.pages, pages.uuid, self.arena), files)
+        finally:  # if it has gone already, others still have what it did not claim
+            self._carry(sent)
         _logger.info("member %d (%s, process %d) has joined", member.number, member.name, member.pid)
-        return sent
+        return []
 
     # -- the pages of a broker that was here before ------------------------------------------------------------------
 
@@ -403,7 +412,7 @@ class Broker:
     @property
     def _looks(self) -> bool:
         """Whether members of the broker before this one are awaited, or what they had is not settled."""
-        return self._pages is None or self.ledger.unknown > 0
+        return self._pages is None or self.ledger.unsettled
 
     def _look_who_is_left(self, now: float) -> None:
         """Of the members of the broker before this one. Pages that none has claimed are free when all have joined or ended."""
@@ -422,7 +431,7 @@ class Broker:
                     _logger.warning("the broker at %s has no pages yet: %s", self.path, error)
                 self._problem = str(error)
                 return
-        if self.ledger.unknown:
+        if self.ledger.unsettled:
             self._carry(self.ledger.settled())
 
     def _fetch(self, member: _Member, message: Fetch) -> Sent:
