@@ -87,11 +87,12 @@ class Crowd:
         self.finish()
 
     def make_room(self) -> None:
-        """They take nothing any more, and each has its layers at home as far as that is possible."""
+        """All are awake, and take nothing any more."""
+        self.wake()
         for name in sorted(self.alive):
             self.act(name, "free")
-        self.wake()
 
     def wake(self) -> None:
+        self.finish()
         for name in sorted(self.asleep):
             self.act(name, "wake")

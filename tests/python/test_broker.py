@@ -322,6 +322,27 @@ def test_a_new_model_gets_no_pages_that_somebody_may_call(broker: Broker, start:
     assert home(broker, one)
 
 
+def test_a_new_model_is_given_pages_that_it_may_keep_though_the_giver_has_borrowed_others(broker: Broker) -> None:
+    """It was given the last free ones, and all were another's layers: the attachment failed beside 66 pages to spare."""
+    with opened(broker) as one, opened(broker) as two, opened(broker) as three:
+        first = join(str(broker.path))
+        first.serve(Deaf())
+        low = first.want(PAGES - 30, patient=True)
+        donor(one)  # so that its layers are the last pages
+        first.give(low)
+        attached(two, "two")
+        until(
+            lambda: two.step({"two": remap.Demand(2000)}) is not None and len(broker.ledger.lent) >= LENT // 2, "lent"
+        )
+        until(lambda: two.step({"two": remap.Demand(2000)}) is not None and broker.ledger.free == 0, "taken")
+        for _ in range(200):  # its controller forgets the burst
+            two.step({"two": remap.Demand(0)})
+        lent = broker.ledger.lent
+        attached(three, "three")
+        assert broker.ledger.held[3] == OWN and broker.ledger.lent == lent
+        first.close()
+
+
 def donor(session: remap.Session) -> remap.Tenant:
     """A tenant that serves nothing and has weights to lend."""
     masters = [np.full(LAYER_PAGES * PAGE, layer, dtype=np.uint8) for layer in range(MANY)]

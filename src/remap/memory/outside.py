@@ -73,8 +73,23 @@ class MembershipCalls(Protocol):
 class _Only:
     """A receiver of these pages and no others."""
 
-    number: int  # below 0, and another one each time: `Lending` keeps answers by it
+    number: int  # below `_Lasting.number`, and another one each time: `Lending` keeps answers by it
     index_of: Container[int]
+
+
+@dataclass(frozen=True)
+class _Lasting:
+    """A receiver of pages that it may keep for good: those that no other session has lent. As a container, these."""
+
+    borrowed: Container[int]
+    number: int = -2
+
+    @property
+    def index_of(self) -> Container[int]:
+        return self
+
+    def __contains__(self, page: object) -> bool:
+        return page not in self.borrowed
 
 
 class Outside:
@@ -101,7 +116,8 @@ class Outside:
         self._clock = clock
         self._trace = trace
         self._again_s = 0.0
-        self._only = self.number
+        self._lasting = _Lasting(membership.borrowed)
+        self._only = self._lasting.number
         self._lent: set[int] = set()  # pages that were given as lent, and may still be
         self._called: dict[int, float] = {}  # page that others have called, and that was not given yet -> when
         self._looked = -1  # the epoch of the last look
@@ -184,15 +200,17 @@ class Outside:
     # -- others want some ------------------------------------------------------------------------------------------
 
     def give_up(self, pages: int, *, layers: bool = False) -> None:
-        """Others want `pages` pages. layers: of tenants that serve no pass, too."""
+        """Others want `pages` pages. layers: of tenants that serve no pass, too. Pages that this session has borrowed come
+        second: a member that wants some for good, as it does where layers are not asked for, has no use for these."""
         spare = self._spare(layers)
-        for giver in self._tenants.values():
-            short = pages - len(spare)
-            if short <= 0:
-                break
-            if giver.config.lends and not giver.busy:
-                self._lending.free_idle(giver, self, short, self._surplus(giver))
-                spare = self._spare(layers)
+        for receiver in (self,) if layers else (self._lasting, self):
+            for giver in self._tenants.values():
+                short = pages - sum(page in receiver.index_of for page in spare)
+                if short <= 0:
+                    break
+                if giver.config.lends and not giver.busy:
+                    self._lending.free_idle(giver, receiver, short, self._surplus(giver))
+                    spare = self._spare(layers)
         if layers and len(spare) < pages:
             for giver, take in self._offers.layers(self, pages - len(spare), self._sleeps):
                 before = giver.pages
@@ -235,15 +253,15 @@ class Outside:
         return not giver.active or (giver.unseen is None and not giver.slicing and self._idle(giver))
 
     def _spare(self, layers: bool) -> list[int]:
-        """Free pages, the last ones first: the first ones are where KV grows next. Those that a tenant here has lent only with
-        `layers`, and if it serves no pass."""
+        """Free pages, the last ones first: the first ones are where KV grows next. Behind these borrowed ones, then those that a
+        tenant here has lent: only with `layers`, and if it serves no pass."""
         lent: set[int] = set()
         for tenant in self._tenants.values():
             if not (layers and not tenant.busy and self._sleeps(tenant)):
                 lent |= tenant.pages.lent
         free = [page for page in reversed(self._changes.arena.free_pages()) if page not in lent]
         own = frozenset[int]().union(*(tenant.pages.lent for tenant in self._tenants.values()))
-        return sorted(free, key=own.__contains__)
+        return sorted(free, key=lambda page: (page in own, page in self.borrowed))
 
     # -- a tenant's layers come home -------------------------------------------------------------------------------
 
