@@ -118,14 +118,7 @@ class Member:
         self.session = remap.Session(device=f"unix:{path}")
         spec = make_spec(layers, min_blocks=8, max_blocks=4000, dim=DIM)
         knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0 if layers == LAYERS else None)
-        for tries in range(20):  # what others give later than the broker waits for it is free at the next one
-            try:
-                self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
-                break
-            except remap.OutOfMemory as error:
-                sys.stderr.write(f"{name}, try {tries}: {error}\n")
-        else:
-            raise AssertionError("no try had room")
+        self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
         self.blocks: list[int] = []
         self.memory = _Bytes(self.session)
 
