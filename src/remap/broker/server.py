@@ -242,10 +242,8 @@ class Broker:
                 )
             except BlockingIOError:
                 return
-            except (
-                ConnectionResetError
-            ):  # it has closed without reading all: what it sent before comes behind this, then the end
-                continue
+            except ConnectionResetError:
+                continue  # it has closed without reading all: what it sent before comes behind this, then the end
             except OSError:
                 packet = b""
             try:
