@@ -546,6 +546,17 @@ def _kills(command: Command) -> None:
     assert json.loads(Path(path).read_text(encoding="utf-8")) == {"kills": 3}
 
 
+def _bench(command: Command) -> None:
+    """Its own parser reads its words, and shows its help."""
+    words = command.words[2:] if command.words[1] == "-m" else command.words[1:]
+    module = importlib.import_module(
+        f"{words[0]}.__main__" if command.words[1] == "-m" else words[0].removesuffix(".py").replace("/", ".")
+    )
+    with patch.object(sys, "argv", [*words, "--help"]), pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 0
+
+
 NOT_HERE: Mapping[str, tuple[str, Callable[[Command], None]]] = {
     "make ": ("suites, builds and measurements of minutes to hours; the commands in recipes are tried above", _make),
     "bench/gpu/run.sh": ("it needs a GPU; tests/gpu makes its calls on the emulated driver", _gpu),
@@ -553,6 +564,8 @@ NOT_HERE: Mapping[str, tuple[str, Callable[[Command], None]]] = {
         "a kill takes seconds; test_cluster_command.py kills one that serves",
         _kills,
     ),
+    "python -m bench.processes": ("its servers serve for minutes", _bench),
+    "python bench/cold_models.py": ("it serves for a minute at least", _bench),
     ".venv/bin/python -m pytest ": ("the suite itself", _pytest),
     "python examples/": (
         "test_examples.py runs the examples, test_example.py of the engines the one of vLLM",

@@ -24,6 +24,7 @@ from remap.broker.messages import (
     MOST_BYTES,
     MOST_EVENTS,
     MOST_PARTS,
+    VERSION,
     Events,
     Look,
     ShownEvent,
@@ -195,7 +196,7 @@ def test_the_largest_events_are_a_message(tmp_path: Path) -> None:
         with raw(broker) as silent, raw(broker) as looker:
             silent.send(JOIN)
             silent.recv(MOST_BYTES)
-            looker.send(encode(Look(5, events=True)))
+            looker.send(encode(Look(VERSION, events=True)))
             assert decode_to_member(silent.recv(MOST_BYTES)) == Tell(events=True)
             for _ in range(MOST_PARTS + 1):
                 silent.send(encode(parts[0]))
