@@ -629,7 +629,7 @@ class Session:
             tenant.source.detach(sorted(tenant.absent), device)
         except OutOfMemory as error:
             where, needed = self._device.torch_device, cast(int, error.fields["requested"])
-            if device is not None or where == "cpu" or needed > devices.machine_room():
+            if device is not None or where == "cpu" or needed > devices.machine_room()[0]:
                 raise
             tenant.source.detach(sorted(tenant.absent), "cpu")
             warnings.warn(

@@ -114,7 +114,7 @@ class Inside:
         self.priority = state.priority
         self.kv = state.kv
         self.layers = state.layers
-        self.layer_bytes = state.layer_bytes
+        self.layer_bytes = state.layer_bytes[: state.layers]  # not of the ends, which never stream
         self.wait: Callable[..., None] = state.prefetcher.wait
         self.done: Callable[..., None] = state.prefetcher.done
         self.hooks: AttachedHooks | None = None
@@ -314,7 +314,7 @@ class Inside:
         """Seconds in which the link loads the layers that are away."""
         state = self._state
         away = self.away_pages * state.kv.geometry.page_bytes
-        return away * state.timing.copy_seconds() / max(state.layer_bytes) if away else 0.0
+        return away * state.timing.copy_seconds() * self.layers / sum(self.layer_bytes) if away else 0.0
 
     def lends(self, layer: int) -> bool:
         """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""

@@ -130,6 +130,17 @@ def test_models_with_ends_wait_for_each_others_copies() -> None:
         assert len(state.pieces(state.whole(range(2), 1))) == LAYERS
 
 
+def test_what_a_model_with_ends_has_to_load_takes_as_long_as_its_bytes() -> None:
+    """Its ends are larger than a layer, and count by their bytes as well; as layers, an engine sees the layers alone."""
+    with session_of(40) as session:
+        (engine,) = models(session, 1, ends=7).values()
+        tenant, state = inside(engine.tenant), inside(engine.tenant)._state
+        assert tenant.layer_bytes == tuple(len(each) for each in engine.data[:LAYERS])
+        layer_s = state.timing.copy_seconds()
+        assert layer_s > 0
+        assert tenant.reload_s == pytest.approx((LAYERS * SIZE + 7) * PAGE / len(engine.data[0]) * layer_s)
+
+
 def test_layers_that_have_come_are_ready_without_a_pass() -> None:
     """Whoever asks sees it: nobody has to wait for each of them first."""
     with session_of(12) as session:

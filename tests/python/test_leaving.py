@@ -80,7 +80,7 @@ def test_a_session_on_a_full_gpu_closes_with_its_models_on_the_cpu(monkeypatch, 
         rig.hooks.remove()
         full = FullOnce(monkeypatch)
         monkeypatch.setattr(rig.session, "_device", SimpleNamespace(torch_device="cuda:7"))
-        monkeypatch.setattr(session_module.devices, "machine_room", lambda: room)
+        monkeypatch.setattr(session_module.devices, "machine_room", lambda: (room, "machine"))
         monkeypatch.setenv("REMAP_HOST_BUDGET", str(1 << 50))  # of page-locked memory: it says nothing here
         if room < 10_000:
             with pytest.raises(remap.OutOfMemory, match="device='cpu'"):

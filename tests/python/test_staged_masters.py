@@ -100,7 +100,7 @@ def test_models_without_pages_take_turns_from_ordinary_memory(opened: Any) -> No
         session.deactivate(name)
 
 
-def test_a_failed_attach_leaves_nothing_staged(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_attach_leaves_nothing_staged(opened: Any) -> None:
     session = opened(8)  # pages for none of them
     with pytest.raises(OutOfMemory):
         session.attach_bytes(make_layers(SIZES, 1), name="m", kv=make_spec(len(SIZES), max_blocks=600))
@@ -196,9 +196,9 @@ def test_copies_in_ordinary_memory_need_room_too(opened: Any, saved: Any, monkey
     """Said before the kernel ends a process for it. The file needs none."""
     model, path = saved
     session = opened(70)
-    monkeypatch.setattr(host_memory, "machine_room", lambda: 1000)
+    monkeypatch.setattr(host_memory, "machine_room", lambda: (1000, "cgroup"))
     with pytest.raises(OutOfMemory, match="weights=") as caught:
         attach(session, model)
-    assert caught.value.limit == 1000 < caught.value.requested
+    assert caught.value.limit == 1000 < caught.value.requested and caught.value.limited_by == "cgroup"
     assert session._backend.usage()["host_bytes"] == 0
     attach(session, model, weights=path)

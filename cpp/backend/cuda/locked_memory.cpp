@@ -78,7 +78,7 @@ LockedMemory::~LockedMemory() {
     for (auto& range : ranges_) {
       auto* at = reinterpret_cast<std::byte*>(range.first);
       const bool unlocked = unlock_pages(at, range.second.registered) == result::kSuccess;
-      if (unlocked && range.second.owned) ::munmap(at, range.second.locked);
+      if (unlocked && range.second.owned()) ::munmap(at, range.second.locked);
     }
   } catch (const Error&) {
     // No context to work in: the process is ending, and its end gives everything back.
@@ -164,12 +164,12 @@ void LockedMemory::add(Ranges& range) {
   const std::lock_guard<std::shared_mutex> books(books_);
   const Range& added = range.begin()->second;
   bytes_ += added.bytes;
-  locked_ += added.budgeted ? added.locked : 0;
+  locked_ += added.in_budget();
   file_bytes_ += added.file_bytes;
   ranges_.merge(range);
 }
 
-std::byte* LockedMemory::allocate(std::size_t bytes, bool budgeted) {
+std::byte* LockedMemory::allocate(std::size_t bytes, Kind kind) {
   const std::lock_guard<std::mutex> lock(changing_);
   const std::size_t rounded = (bytes + os_page_ - 1) / os_page_ * os_page_;
   if (bytes == 0 || rounded < bytes) {
@@ -178,7 +178,7 @@ std::byte* LockedMemory::allocate(std::size_t bytes, bool budgeted) {
                     ". Nothing changed.",
                 {{"bytes", number(bytes)}});
   }
-  if (budgeted) require_budget(rounded, rounded, "allocate_host");
+  if (kind == Kind::allocated) require_budget(rounded, rounded, "allocate_host");
   Buffer buffer(rounded, "allocate_host");
   // A child made by fork has no use for it, and the kernel would copy locked pages for the child at once. Said before anything is
   // touched: a fork meanwhile, on another thread, finds nothing here to copy, and none of the threads that touch.
@@ -186,7 +186,7 @@ std::byte* LockedMemory::allocate(std::size_t bytes, bool budgeted) {
   buffer.fill_in("allocate_host");
   std::byte* at = buffer.get();
   Ranges range;
-  Range& made = range.emplace(address_of(at), Range{bytes, rounded, 0, true, false, budgeted, 0}).first->second;
+  Range& made = range.emplace(address_of(at), Range{bytes, rounded, 0, kind, 0}).first->second;
   try {
     lock_pages(at, rounded, kHostRegisterPortable, "allocate_host", made.registered);
   } catch (const Error&) {
@@ -222,7 +222,7 @@ void LockedMemory::register_range(const std::byte* address, std::size_t bytes, H
   }
   Ranges range;
   if (use == HostUse::staged) {
-    range.emplace(at, Range{bytes, 0, 0, false, true, true, 0});
+    range.emplace(at, Range{bytes, 0, 0, Kind::staged, 0});
     add(range);
     return;
   }
@@ -242,14 +242,14 @@ void LockedMemory::register_range(const std::byte* address, std::size_t bytes, H
   const std::size_t locked = locked_span(at, bytes);
   const std::size_t resident = facts.file_bytes == 0 ? resident_bytes(at, bytes) : 0;
   require_budget(locked, locked - std::min(locked, resident), "register_host");
-  Range& made = range.emplace(at, Range{bytes, locked, facts.file_bytes, false, false, true, 0}).first->second;
+  Range& made = range.emplace(at, Range{bytes, locked, facts.file_bytes, Kind::registered, 0}).first->second;
   lock_pages(const_cast<std::byte*>(address), bytes, flags, "register_host", made.registered);
   add(range);
 }
 
 LockedMemory::Ranges::iterator LockedMemory::find(const std::byte* address, std::size_t bytes, bool owned, const char* call) {
   const auto range = ranges_.find(address_of(address));
-  if (range == ranges_.end() || range->second.bytes != bytes || range->second.owned != owned) {
+  if (range == ranges_.end() || range->second.bytes != bytes || range->second.owned() != owned) {
     throw Error(ErrorKind::invalid_argument,
                 std::string(call) + ": expected the address and size of memory that was " +
                     (owned ? "allocated" : "registered") + " here, got " + std::to_string(bytes) + " bytes. Nothing changed.",
@@ -291,7 +291,7 @@ void LockedMemory::drop(const std::byte* address, std::size_t bytes, bool owned,
   }
   const std::lock_guard<std::shared_mutex> books(books_);
   bytes_ -= range->second.bytes;
-  locked_ -= range->second.budgeted ? range->second.locked : 0;
+  locked_ -= range->second.in_budget();
   file_bytes_ -= range->second.file_bytes;
   ranges_.erase(range);
 }
@@ -315,7 +315,7 @@ bool LockedMemory::stages(const std::byte* at, std::size_t bytes) const {
   const auto after = ranges_.upper_bound(address_of(at));
   if (after == ranges_.begin()) return false;
   const auto range = std::prev(after);
-  return range->second.staged && address_of(at) + bytes <= range->first + range->second.bytes;
+  return range->second.kind == Kind::staged && address_of(at) + bytes <= range->first + range->second.bytes;
 }
 
 std::size_t LockedMemory::piece_at(const std::byte* at) const {

@@ -20,6 +20,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
@@ -46,8 +47,9 @@ class LockedMemory {
 
   void add_usage(Usage& usage) const;
 
-  // budgeted: within the budget. Without, for small amounts of the backend's own.
-  std::byte* allocate(std::size_t bytes, bool budgeted = true);
+  std::byte* allocate(std::size_t bytes) { return allocate(bytes, Kind::allocated); }
+  // Beyond the budget: for small amounts of the backend's own.
+  std::byte* allocate_slots(std::size_t bytes) { return allocate(bytes, Kind::slots); }
   void free(std::byte* address, std::size_t bytes);
   void register_range(const std::byte* address, std::size_t bytes, HostUse use);
   void unregister_range(const std::byte* address, std::size_t bytes);
@@ -60,17 +62,25 @@ class LockedMemory {
   std::size_t piece_at(const std::byte* at) const;
 
  private:
+  enum class Kind : std::uint8_t {
+    allocated,   // here, within the budget
+    slots,       // here, beyond it
+    registered,  // the caller's
+    staged,      // the caller's, and never page-locked
+  };
   struct Range {
     std::size_t bytes = 0;       // as asked for
     std::size_t locked = 0;      // in whole OS pages
     std::size_t file_bytes = 0;  // of `locked`, behind which a file stands: the system counts it as available, wrongly
-    bool owned = false;          // allocated here; else registered
-    bool staged = false;         // registered, and never page-locked
-    bool budgeted = true;        // `locked` counts in the budget
+    Kind kind = Kind::registered;
     std::size_t registered = 0;  // bytes from its begin on that the driver knows, in whole pieces; all, but where it failed
+
+    bool owned() const noexcept { return kind == Kind::allocated || kind == Kind::slots; }
+    std::size_t in_budget() const noexcept { return kind == Kind::slots ? 0 : locked; }
   };
   using Ranges = std::map<mapping::Address, Range>;
 
+  std::byte* allocate(std::size_t bytes, Kind kind);
   std::size_t locked_span(mapping::Address at, std::size_t bytes) const noexcept;
   void require_budget(std::size_t locked, std::size_t to_find, const char* call) const;
   std::size_t piece_end(mapping::Address begin, std::size_t offset, std::size_t bytes) const noexcept;

@@ -14,7 +14,7 @@ namespace remap::cuda {
 StagingLane::StagingLane(const Context& context, LockedMemory& locked, const char* call)
     : context_(context), driver_(context.driver()), locked_(locked) {
   try {
-    memory_ = locked_.allocate(kSlots * kSlotBytes, false);
+    memory_ = locked_.allocate_slots(kSlots * kSlotBytes);
     const Context::Use use(context_, call);
     check(driver_, call, "cuStreamCreateWithPriority",
           driver_.cuStreamCreateWithPriority(&stream_, kStreamNonBlocking, kDefaultPriority));

@@ -49,8 +49,8 @@ class StagingLane {
   void close();
 
  private:
-  // Four, so that reading goes on although a copy, a wait and the host function's start lie between; of a size at which the calls
-  // that a part takes are about 2 % of its time.
+  // Four, so that reading goes on although a copy, a wait and the host function's start lie between; large beside what the six calls
+  // of a part take. Neither was measured on a GPU: bench/gpu/measures/staged_copies.py will.
   static constexpr std::size_t kSlots = 4;
   static constexpr std::size_t kSlotBytes = std::size_t{4} << 20;
 

@@ -259,8 +259,8 @@ void Streams::copy(StreamHandle stream, const std::vector<CopyPart>& parts, cons
       ++next;
       continue;
     }
-    const auto some = static_cast<std::size_t>(std::find_if(next, parts.end(), staged) - next);
-    const std::size_t taken = std::min(some, most);
+    const auto end = next + static_cast<std::ptrdiff_t>(std::min<std::size_t>(most, parts.end() - next));
+    const auto taken = static_cast<std::size_t>(std::find_if(next, end, staged) - next);
     const Result code = taken == 1 ? enqueue(where, *next, &entry) : enqueue(where, &*next, taken, &entry);
     // Whether a batch that is refused was refused whole is not documented.
     if (code != result::kSuccess && next == parts.begin() && taken == 1) fail(driver_, call, entry, code);

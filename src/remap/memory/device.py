@@ -252,9 +252,10 @@ def stage(backend: _core.Backend, address: int, nbytes: int) -> None:
     backend.register_host(address, nbytes, _core.HostUse.staged)
 
 
-def machine_room() -> int:
-    """Bytes of ordinary host memory that may be taken now, whatever budget page-locked memory has."""
-    return int(_core.machine_room()[0])
+def machine_room() -> tuple[int, str]:
+    """Bytes of ordinary host memory that may be taken now, whatever budget page-locked memory has, and what bounds them."""
+    room: tuple[int, str] = _core.machine_room()
+    return room
 
 
 def resolve(

@@ -14,6 +14,7 @@ import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from remap.errors import Error, LimitExceeded, OutOfMemory
@@ -157,14 +158,14 @@ class HostMemory:
         limited_by) if the machine, or the control group, has less to spare; nothing has changed then."""
         from remap.model.master import anonymous
 
-        room = machine_room()
+        room, why = machine_room()
         if nbytes > room:
             raise OutOfMemory(
-                f"master copies take {show_size(nbytes)} of host memory, and {show_size(room)} can be spared; nothing changed; "
-                "free memory, or give the safetensors files that hold these layers (weights=)",
+                f"a layer's master copy takes {show_size(nbytes)} of host memory, and the {why} can spare {show_size(room)}; "
+                "nothing changed; free memory, or give the safetensors files that hold these layers (weights=)",
                 requested=nbytes,
                 limit=room,
-                limited_by="machine",
+                limited_by=why,
             )
         return anonymous(nbytes)
 
@@ -178,21 +179,20 @@ class HostMemory:
                 address, nbytes = first, max(size, address + nbytes - first)
             joined.append((address, nbytes))
         for each in joined:
-            self._staged.append(each)  # first: `release` copes if it did not happen
-            try:
-                stage(self._backend, *each)
-            except Error:
-                self._staged.remove(each)
-                raise
+            self._noted(self._staged, partial(stage, self._backend), *each)
 
     def _register(self, address: int, nbytes: int) -> int:
-        self._registered.append((address, nbytes))  # first: `release` copes if it did not happen
-        try:
-            self._backend.register_host(address, nbytes)
-        except Error:
-            self._registered.remove((address, nbytes))
-            raise
+        self._noted(self._registered, self._backend.register_host, address, nbytes)
         return address
+
+    @staticmethod
+    def _noted(held: list[tuple[int, int]], take: Callable[[int, int], None], address: int, nbytes: int) -> None:
+        held.append((address, nbytes))  # first: `release` copes if it did not happen
+        try:
+            take(address, nbytes)
+        except Error:
+            held.remove((address, nbytes))
+            raise
 
     def release(self) -> None:
         """Give everything back. Pre: no copy from it is in flight. Raises the first error, and keeps what failed."""
