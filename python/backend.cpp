@@ -102,6 +102,11 @@ void bind_contract(py::module_& module) {
            },
            py::arg("address"), py::arg("bytes"), py::arg("use") = HostUse::locked, ReleaseGil())
       .def("unregister_host", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.unregister_host(to_address(at), bytes); }, ReleaseGil())
+      .def("use_host",
+           [](Backend& b, std::uintptr_t at, std::size_t bytes, HostUse use) {
+             b.use_host(to_address(at), bytes, known(use, HostUse::staged));
+           },
+           py::arg("address"), py::arg("bytes"), py::arg("use"), ReleaseGil())
       .def("create_stream", &Backend::create_stream, ReleaseGil())
       .def("destroy_stream", &Backend::destroy_stream, ReleaseGil())
       .def("adopt_stream", &Backend::adopt_stream, py::arg("native"), ReleaseGil())

@@ -9,7 +9,7 @@ namespace remap {
 const char* call_name(Call call) noexcept {
   static constexpr std::array<const char*, kCallKinds> names = {
       "reserve",       "release",         "retire",        "create_page",   "destroy_page",   "map",   "unmap",        "set_access",
-      "exchange",      "populate",        "allocate_host", "free_host",      "register_host",         "unregister_host",
+      "exchange",      "populate",        "allocate_host", "free_host",      "register_host",         "unregister_host",  "use_host",
       "create_stream", "destroy_stream",  "adopt_stream",  "forget_stream",  "copy",          "copy_batch",     "fill",
       "create_event",  "destroy_event",
       "record",        "stream_wait",     "query",         "synchronize",    "elapsed",

@@ -45,6 +45,7 @@ class Forward : public Base {
     inner_->register_host(address, bytes, use);
   }
   void unregister_host(const std::byte* address, std::size_t bytes) override { inner_->unregister_host(address, bytes); }
+  void use_host(const std::byte* address, std::size_t bytes, HostUse use) override { inner_->use_host(address, bytes, use); }
 
   StreamHandle create_stream() override { return inner_->create_stream(); }
   void destroy_stream(StreamHandle stream) override { inner_->destroy_stream(stream); }

@@ -71,6 +71,7 @@ class HostBackend final : public Backend {
   void free_host(std::byte* address, std::size_t bytes) override { memory().free_host(address, bytes); }
   void register_host(const std::byte* address, std::size_t bytes, HostUse) override { memory().register_host(address, bytes); }
   void unregister_host(const std::byte* address, std::size_t bytes) override { memory().unregister_host(address, bytes); }
+  void use_host(const std::byte* address, std::size_t bytes, HostUse) override { memory().use_host(address, bytes); }
 
   StreamHandle create_stream() override { return streams().create_stream(); }
   void destroy_stream(StreamHandle stream) override { streams().destroy_stream(stream); }

@@ -336,6 +336,18 @@ void HostMemory::drop_host(const std::byte* address, std::size_t bytes, bool own
   host_ranges_.erase(range);
 }
 
+void HostMemory::use_host(const std::byte* address, std::size_t bytes) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto range = host_ranges_.find(address_of(address));
+  if (range != host_ranges_.end() && range->second.bytes == bytes) return;
+  throw Error(ErrorKind::invalid_argument,
+              "use_host: expected the address and size of memory that was allocated or registered here, got " + std::to_string(bytes) +
+                  " bytes. Nothing changed.",
+              {{"call", std::string("use_host")},
+               {"address", static_cast<std::int64_t>(address_of(address))},
+               {"bytes", number(bytes)}});
+}
+
 void HostMemory::free_host(std::byte* address, std::size_t bytes) { drop_host(address, bytes, true, "free_host"); }
 
 void HostMemory::unregister_host(const std::byte* address, std::size_t bytes) {

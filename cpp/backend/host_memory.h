@@ -77,6 +77,8 @@ class HostMemory {
   void free_host(std::byte* address, std::size_t bytes);
   void register_host(const std::byte* address, std::size_t bytes);
   void unregister_host(const std::byte* address, std::size_t bytes);
+  // Nothing to do but to find it: all copies read all memory alike.
+  void use_host(const std::byte* address, std::size_t bytes) const;
 
  private:
   struct HostRange {

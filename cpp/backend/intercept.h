@@ -65,6 +65,10 @@ class Intercept : public Forward<Base> {
   void unregister_host(const std::byte* address, std::size_t bytes) override {
     around(Call::unregister_host, {number(address), bytes}, [&] { this->inner_->unregister_host(address, bytes); });
   }
+  void use_host(const std::byte* address, std::size_t bytes, HostUse use) override {
+    around(Call::use_host, {number(address), bytes, static_cast<std::uint64_t>(use)},
+           [&] { this->inner_->use_host(address, bytes, use); });
+  }
 
   StreamHandle create_stream() override {
     return around(Call::create_stream, {}, [&] { return this->inner_->create_stream(); });

@@ -90,7 +90,8 @@ class Limit final : public Forward<Backend> {
   }
   void free_host(std::byte* address, std::size_t bytes) override {
     inner_->free_host(address, bytes);
-    drop(host_, bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (staged_.erase(address) == 0) host_.used -= bytes;
   }
   void register_host(const std::byte* address, std::size_t bytes, HostUse use) override {
     std::set<const std::byte*> staged;
@@ -105,6 +106,27 @@ class Limit final : public Forward<Backend> {
     inner_->unregister_host(address, bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
     if (staged_.erase(address) == 0) host_.used -= bytes;
+  }
+  void use_host(const std::byte* address, std::size_t bytes, HostUse use) override {
+    bool was_staged = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      was_staged = staged_.count(address) != 0;
+    }
+    if (use == HostUse::staged) {
+      std::set<const std::byte*> staged{address};
+      inner_->use_host(address, bytes, use);
+      if (was_staged) return;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      staged_.merge(staged);
+      host_.used -= bytes;
+      return;
+    }
+    acquire(host_, was_staged ? bytes : 0, [&] {
+      inner_->use_host(address, bytes, use);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      staged_.erase(address);
+    });
   }
   StreamHandle create_stream() override {
     return acquire(streams_, 1, [&] { return inner_->create_stream(); });

@@ -260,6 +260,12 @@ void Replay::run(const TraceRecord& record) {
       backend_.unregister_host(address(a[0], a[1]), a[1]);
       ranges_.erase(a[0]);
       break;
+    case Call::use_host:
+      (void)whole(a[0], a[1], false);
+      if (a[2] > static_cast<std::uint64_t>(HostUse::staged)) throw Divergence{"unknown use of host memory " + std::to_string(a[2])};
+      finish();
+      backend_.use_host(address(a[0], a[1]), a[1], static_cast<HostUse>(a[2]));
+      break;
     case Call::create_stream:
       if (!record.failed) require_new(streams_, record.result, "stream");
       streams_[record.result] = backend_.create_stream();

@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::array<std::size_t, kCallKinds> kArguments = {
     2, 2, 2, 1, 1, 3, 2, 3, 3, 2,  // reserve release retire create_page destroy_page map unmap set_access exchange populate
-    1, 2, 2, 2,                 // allocate_host free_host register_host unregister_host
+    1, 2, 3, 2, 3,              // allocate_host free_host register_host unregister_host use_host
     0, 1, 1, 1, 4, 2, 4,        // create_stream destroy_stream adopt_stream forget_stream copy copy_batch fill
     1, 1, 2, 2, 1, 2, 2,        // create_event destroy_event record stream_wait query synchronize elapsed
 };

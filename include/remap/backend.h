@@ -33,7 +33,7 @@ using EventHandle = std::uint64_t;
 
 enum class Access : std::uint8_t { none, read, read_write };
 
-// How copies read a range of the caller's host memory.
+// How copies read a range of host memory.
 enum class HostUse : std::uint8_t {
   locked,  // at the full speed of the device's link: the range is page-locked
   staged,  // through page-locked memory of the backend's, a part at a time: slower, for what is too large to be page-locked, a mapped
@@ -56,6 +56,7 @@ enum class Call : std::uint8_t {
   free_host,
   register_host,
   unregister_host,
+  use_host,
   create_stream,
   destroy_stream,
   adopt_stream,
@@ -161,6 +162,11 @@ class Backend {
   // read at any time from the call until the copy's end, so earlier work of the stream must not write them.
   virtual void register_host(const std::byte* address, std::size_t bytes, HostUse use) = 0;
   virtual void unregister_host(const std::byte* address, std::size_t bytes) = 0;
+  // Changes how copies read a range that was allocated or registered, in place. To `staged`: at once, of every copy that is enqueued
+  // from now on; pre: none that was enqueued before is under way. The memory stays page-locked, and counts in no budget, until
+  // another call wants its part of that. To `locked`: takes long (on cuda, a quarter of a second for each GiB), and other threads may
+  // enqueue copies from the range meanwhile, which are staged.
+  virtual void use_host(const std::byte* address, std::size_t bytes, HostUse use) = 0;
 
   // ---- streams -------------------------------------------------------------------------------------------------
   virtual StreamHandle create_stream() = 0;

@@ -227,6 +227,12 @@ class Backend:
         self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex
     ) -> None: ...
     def usage(self) -> dict[str, int]: ...
+    def use_host(
+        self,
+        address: typing.SupportsInt | typing.SupportsIndex,
+        bytes: typing.SupportsInt | typing.SupportsIndex,
+        use: HostUse,
+    ) -> None: ...
     @property
     def can_exchange(self) -> bool: ...
     @property
@@ -275,6 +281,8 @@ class Call:
       register_host
 
       unregister_host
+
+      use_host
 
       create_stream
 
@@ -334,6 +342,7 @@ class Call:
     synchronize: typing.ClassVar[Call]
     unmap: typing.ClassVar[Call]
     unregister_host: typing.ClassVar[Call]
+    use_host: typing.ClassVar[Call]
     @typing.overload
     def __eq__(self, other: Call) -> bool: ...
     @typing.overload

@@ -67,6 +67,7 @@ from remap.memory.stall_watch import StallWatch
 from remap.memory.state import TenantState
 from remap.memory.step import Steps
 from remap.memory.streams import Streams
+from remap.memory.tiers import Tiers
 from remap.memory.trace import Trace
 from remap.memory.undoing import AllOrNothing
 from remap.model.source import LayerSource, model_source, raw_source
@@ -211,6 +212,7 @@ class Session:
         self._cold = Cold(self._tenants, self._changes, self._lending, self._offers)
         if self._outside is not None:
             self._cold.borrowed = self._outside.borrowed
+        self._tiers = Tiers(self._tenants, self._host, self._device.cuda)
         self._steps = Steps(self._tenants, self._changes, self._lending, self._offers, self._outside)
         self._stalls = StallWatch()
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock, trace)
@@ -476,6 +478,7 @@ class Session:
             self._link.certify()
             entry = Entry(stall=report.predicted_stall_s, reason=report.reason)
             self._log.add(self._arena.epoch, self._tenants, {name: entry})
+        self._tiers.consider()
         made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
         return made
 
@@ -524,6 +527,7 @@ class Session:
             if pages != "own":
                 self._cold.give_all(tenant, self._cold.first_kept(tenant) if pages == "auto" else 0)
         self._link.certify()
+        self._tiers.consider()
         if self._asked is not None:
             self._asked.attend(self._core)
 
@@ -687,6 +691,7 @@ class Session:
                 self._changes.moved.pop(name, None)
                 self._offers.forget(name)
                 self._changes.release(tenant)
+                self._tiers.leave(tenant)
                 self._host.give_back(tenant.host)
             self._departed.pop()
 

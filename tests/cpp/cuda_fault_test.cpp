@@ -70,6 +70,10 @@ int go_through(Backend& backend, StreamHandle lent, int code = kUnknown, bool fo
   std::vector<std::byte> own(kPage, std::byte{7});
   std::vector<std::byte> pageable(kPage);
   attempt([&] { backend.register_host(own.data(), own.size(), HostUse::locked); });
+  for (const HostUse use : {HostUse::staged, HostUse::locked}) {
+    attempt([&] { backend.use_host(own.data(), own.size(), use); });
+    attempt([&] { backend.use_host(host, kPage, use); });
+  }
   const StreamHandle stream = attempt([&] { return backend.create_stream(); });
   CHECK(attempt([&] { return backend.adopt_stream(lent); }) == lent);
   const EventHandle first = attempt([&] { return backend.create_event(true); });

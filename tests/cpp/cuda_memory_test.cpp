@@ -129,6 +129,34 @@ CLEAN_TEST(the_host_budget_is_exact) {
   backend->free_host(first, 2 * kOsPage + 1);
 }
 
+CLEAN_TEST(what_is_staged_gives_the_budget_back) {
+  emulate();
+  CudaOptions options;
+  options.host_budget_bytes = 3 * kOsPage;
+  const auto backend = open_cuda(options);
+  std::byte* first = backend->allocate_host(3 * kOsPage);
+  std::vector<std::byte> own(2 * kOsPage);
+  backend->register_host(own.data(), own.size(), HostUse::staged);
+  CHECK_ERROR(ErrorKind::limit_exceeded, backend->use_host(own.data(), own.size(), HostUse::locked));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->use_host(own.data(), 5, HostUse::locked));
+  std::memset(first, 5, 3 * kOsPage);
+  for (int twice = 0; twice < 2; ++twice) backend->use_host(first, 3 * kOsPage, HostUse::staged);
+  CHECK(all_are(first, 5, 3 * kOsPage) && backend->usage().host_bytes == 3 * kOsPage + own.size());
+  const auto unlocked = calls("cuMemHostUnregister");
+  backend->use_host(first, 3 * kOsPage, HostUse::locked);
+  backend->use_host(first, 3 * kOsPage, HostUse::staged);
+  CHECK(calls("cuMemHostUnregister") == unlocked);  // nobody wanted its place
+  backend->use_host(own.data(), own.size(), HostUse::locked);  // which lies in three OS pages, most likely
+  CHECK(calls("cuMemHostUnregister") == unlocked + 1);
+  CHECK_ERROR(ErrorKind::limit_exceeded, backend->use_host(first, 3 * kOsPage, HostUse::locked));
+  backend->unregister_host(own.data(), own.size());
+  backend->use_host(first, 3 * kOsPage, HostUse::locked);
+  CHECK_ERROR(ErrorKind::limit_exceeded, backend->allocate_host(1));
+  backend->use_host(first, 3 * kOsPage, HostUse::staged);
+  backend->free_host(backend->allocate_host(3 * kOsPage), 3 * kOsPage);
+  backend->free_host(first, 3 * kOsPage);  // staged, and its memory goes as any
+}
+
 CLEAN_TEST(without_a_budget_the_machine_is_one) {
   emulate();
   const auto backend = open_cuda();

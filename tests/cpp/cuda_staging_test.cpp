@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies from host memory that is not page-locked (HostUse::staged), on the emulated driver.
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "cuda_world.h"
@@ -111,6 +112,35 @@ CLEAN_TEST(staged_memory_takes_nothing_of_the_budget) {
   world.backend->free_host(all, kPage);
   world.backend->free_host(world.backend->allocate_host(kPage), kPage);  // the slots count in no budget
   world.close();
+}
+
+// While copies from it are under way, and while another thread enqueues more.
+CLEAN_TEST(staged_memory_is_page_locked_in_place_and_staged_again) {
+  emulate();
+  configure("h2d_bytes_per_s", 400'000'000);
+  for (const bool pieces : {false, true}) {
+    World world(pieces ? small_pieces() : CudaOptions{});
+    for (int round = 0; round < 2; ++round) {
+      world.clear();
+      world.copy();
+      std::thread locking([&] { world.backend->use_host(world.from, kBytes, HostUse::locked); });  // in round 1 it is so still
+      world.copy();
+      locking.join();
+      const auto staged = calls("cuLaunchHostFunc");
+      world.copy();
+      CHECK(calls("cuLaunchHostFunc") == staged);
+      world.finish();
+      CHECK(world.arrived());
+      world.clear();
+      world.backend->use_host(world.from, kBytes, HostUse::staged);
+      world.copy();
+      CHECK(calls("cuLaunchHostFunc") > staged);
+      world.finish();
+      CHECK(world.arrived() && CONTROL(remapEmulatedPageable)() == 0);
+    }
+    world.backend->use_host(world.from, kBytes, HostUse::locked);  // and so it may go
+    world.close();
+  }
 }
 
 CLEAN_TEST(a_batch_may_hold_staged_copies_and_others) {

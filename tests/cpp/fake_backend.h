@@ -403,6 +403,7 @@ class FakeBackend : public Backend {
   void free_host(std::byte*, std::size_t) override { unused(); }
   void register_host(const std::byte*, std::size_t, HostUse) override { unused(); }
   void unregister_host(const std::byte*, std::size_t) override { unused(); }
+  void use_host(const std::byte*, std::size_t, HostUse) override { unused(); }
 
   std::mt19937_64 random_;
   std::uint64_t time_ = 0;

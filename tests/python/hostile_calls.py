@@ -155,6 +155,7 @@ class World:
             lambda: plain.populate(place(), number()),
             lambda: plain.free_host(place(), number()),
             lambda: plain.unregister_host(place(), number()),
+            lambda: plain.use_host(place(), number(), _core.HostUse(self.rng.randrange(256))),
             lambda: plain.destroy_stream(handle()),
             lambda: plain.adopt_stream(number()),
             lambda: plain.forget_stream(handle()),

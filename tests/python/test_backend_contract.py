@@ -257,6 +257,22 @@ def test_host_memory_is_writable_counted_and_given_back_whole(backend: Any) -> N
     refuses(backend, InvalidArgument, "allocate_host", (0,))
 
 
+def test_host_memory_changes_its_use_in_place(backend: Any) -> None:
+    own = ctypes.create_string_buffer(b"\x07" * 5000, 5000)
+    backend.register_host(ctypes.addressof(own), 5000)
+    with host_memory(backend, 100_000) as at:
+        poke_host(at, 5, 100_000)
+        for use in (_core.HostUse.staged, _core.HostUse.staged, _core.HostUse.locked, _core.HostUse.locked):
+            backend.use_host(at, 100_000, use)
+            backend.use_host(ctypes.addressof(own), 5000, use)
+            assert backend.usage()["host_bytes"] == 105_000
+        refuses(backend, InvalidArgument, "use_host", (at, 99_999, use), (at + 1, 99_999, use), (0, 5, use))
+        assert peek_host(at, 100_000) == {5}
+        backend.use_host(at, 100_000, _core.HostUse.staged)
+    backend.unregister_host(ctypes.addressof(own), 5000)
+    assert set(own.raw) == {7}
+
+
 @pytest.mark.parametrize("use", [_core.HostUse.locked, _core.HostUse.staged], ids=["locked", "staged"])
 def test_registered_memory_is_the_callers(backend: Any, use: Any) -> None:
     own = ctypes.create_string_buffer(b"\x07" * 5000, 5000)

@@ -62,7 +62,10 @@ def test_a_model_beyond_the_budget_streams_from_ordinary_memory(
         small = session.attach_bytes(make_layers([1, 1], 2), name="small", kv=make_spec(2, max_blocks=600))
     (line,) = [record.getMessage() for record in caplog.records]
     assert "'large'" in line and "host_budget" in line
-    assert staged(tenant) == sum(map(len, layers)) and staged(small) == 0
+    nbytes = sum(map(len, layers))
+    assert (
+        nbytes <= staged(tenant) < nbytes + len(SIZES) * mmap.PAGESIZE and staged(small) == 0
+    )  # what lies between counts
     for alpha, buffers in ((2, 1), (1, 2), (0, 1), (2, 1)):
         remap.advanced.remap(session, "large", alpha, buffers=buffers)
         for _ in range(2):

@@ -130,6 +130,7 @@ class CudaBackend final : public Backend {
     locked().register_range(address, bytes, use);
   }
   void unregister_host(const std::byte* address, std::size_t bytes) override { locked().unregister_range(address, bytes); }
+  void use_host(const std::byte* address, std::size_t bytes, HostUse use) override { locked().use_range(address, bytes, use); }
 
   StreamHandle create_stream() override { return streams().create_stream(); }
   void destroy_stream(StreamHandle stream) override { streams().destroy_stream(stream); }
@@ -185,10 +186,11 @@ class CudaBackend final : public Backend {
     const bool to_ours = memory_->holds(copy.to, copy.bytes, Access::read_write, call);
     const bool from_ours = memory_->holds(copy.from, copy.bytes, Access::read, call);
     const bool to_locked = !to_ours && locked_->holds(copy.to, copy.bytes);
-    const bool from_locked = !from_ours && locked_->holds(copy.from, copy.bytes);
+    const auto from_host = from_ours ? std::nullopt : locked_->use_of(copy.from, copy.bytes);
+    const bool from_locked = from_host == HostUse::locked;
     Direction direction = to_ours && from_ours ? Direction::inside_device : Direction::unknown;
     if (to_ours && from_locked) direction = Direction::to_device;
-    if (to_ours && !from_ours && !from_locked && locked_->stages(copy.from, copy.bytes)) direction = Direction::staged;
+    if (to_ours && from_host == HostUse::staged) direction = Direction::staged;
     if (to_locked && from_ours) direction = Direction::to_host;
     for (std::size_t at = 0; at < copy.bytes;) {
       std::size_t some = copy.bytes - at;

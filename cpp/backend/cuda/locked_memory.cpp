@@ -78,7 +78,7 @@ LockedMemory::~LockedMemory() {
     for (auto& range : ranges_) {
       auto* at = reinterpret_cast<std::byte*>(range.first);
       const bool unlocked = unlock_pages(at, range.second.registered) == result::kSuccess;
-      if (unlocked && range.second.owned()) ::munmap(at, range.second.locked);
+      if (unlocked && range.second.owned()) ::munmap(at, range.second.span);
     }
   } catch (const Error&) {
     // No context to work in: the process is ending, and its end gives everything back.
@@ -165,7 +165,7 @@ void LockedMemory::add(Ranges& range) {
   const Range& added = range.begin()->second;
   bytes_ += added.bytes;
   locked_ += added.in_budget();
-  file_bytes_ += added.file_bytes;
+  file_bytes_ += added.files_in_budget();
   ranges_.merge(range);
 }
 
@@ -178,7 +178,10 @@ std::byte* LockedMemory::allocate(std::size_t bytes, Kind kind) {
                     ". Nothing changed.",
                 {{"bytes", number(bytes)}});
   }
-  if (kind == Kind::allocated) require_budget(rounded, rounded, "allocate_host");
+  if (kind == Kind::allocated) {
+    require_budget(rounded, rounded, "allocate_host");
+    make_room(rounded, "allocate_host");
+  }
   Buffer buffer(rounded, "allocate_host");
   // A child made by fork has no use for it, and the kernel would copy locked pages for the child at once. Said before anything is
   // touched: a fork meanwhile, on another thread, finds nothing here to copy, and none of the threads that touch.
@@ -221,38 +224,75 @@ void LockedMemory::register_range(const std::byte* address, std::size_t bytes, H
                 {{"address", static_cast<std::int64_t>(at)}, {"bytes", number(bytes)}});
   }
   Ranges range;
-  if (use == HostUse::staged) {
-    range.emplace(at, Range{bytes, 0, 0, Kind::staged, 0});
-    add(range);
-    return;
+  Range& made = range.emplace(at, Range{bytes, locked_span(at, bytes), facts.file_bytes, Kind::registered, 0, use}).first->second;
+  if (use == HostUse::locked) {
+    lock_readable(const_cast<std::byte*>(address), bytes, facts, "register_host", made.registered);
   }
+  add(range);
+}
+
+void LockedMemory::lock_readable(std::byte* at, std::size_t bytes, const RangeFacts& facts, const char* call,
+                                 std::size_t& registered) {
   unsigned flags = kHostRegisterPortable;
   if (!facts.writable && options_.read_only_register) flags |= kHostRegisterReadOnly;
   if (!facts.writable && !options_.read_only_register && !options_.coherent) {
     throw Error(ErrorKind::driver,
-                "register_host: this device cannot page-lock memory that may not be written. Nothing changed. Copy it into "
+                std::string(call) + ": this device cannot page-lock memory that may not be written. Nothing changed. Copy it into "
                 "memory from allocate_host.",
-                {{"address", static_cast<std::int64_t>(at)},
+                {{"address", static_cast<std::int64_t>(address_of(at))},
                  {"bytes", number(bytes)},
                  {"code", std::int64_t{result::kNotSupported}},
                  {"name", std::string("CUDA_ERROR_NOT_SUPPORTED")}});
   }
   // Anonymous memory that is there already takes nothing more. Behind file pages stands what the system counts as available,
   // in memory or not.
-  const std::size_t locked = locked_span(at, bytes);
-  const std::size_t resident = facts.file_bytes == 0 ? resident_bytes(at, bytes) : 0;
-  require_budget(locked, locked - std::min(locked, resident), "register_host");
-  Range& made = range.emplace(at, Range{bytes, locked, facts.file_bytes, Kind::registered, 0}).first->second;
-  lock_pages(const_cast<std::byte*>(address), bytes, flags, "register_host", made.registered);
-  add(range);
+  const std::size_t span = locked_span(address_of(at), bytes);
+  const std::size_t resident = facts.file_bytes == 0 ? resident_bytes(address_of(at), bytes) : 0;
+  require_budget(span, span - std::min(span, resident), call);
+  make_room(span, call);
+  lock_pages(at, bytes, flags, call, registered);
 }
 
-LockedMemory::Ranges::iterator LockedMemory::find(const std::byte* address, std::size_t bytes, bool owned, const char* call) {
+// Concurrency: a thread that copies looks a range's use up once (`use_of`), under books_, and does not hold the lock when it then
+// enqueues. To `locked`: until the last line it finds `staged`, and a staged copy only reads the memory, which page-locking neither
+// moves nor changes. To `staged`: it finds that from now on, and what it enqueued before is over (`Backend::use_host`), so that
+// `make_room` may end the page locks at any time behind that.
+void LockedMemory::use_range(const std::byte* address, std::size_t bytes, HostUse use) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  const auto found = find(address, bytes, std::nullopt, "use_host");
+  Range& range = found->second;
+  auto* const at = const_cast<std::byte*>(address);
+  if (use == HostUse::staged || range.use == use || range.registered == bytes) return set(range, use, range.registered);
+  if (range.registered != 0) unlock(found, "use_host");  // a part, where that has failed before
+  std::size_t registered = 0;
+  const RangeFacts facts = range_facts(read_text("/proc/self/maps"), address_of(address), bytes);
+  try {
+    lock_readable(at, bytes, facts, "use_host", registered);
+  } catch (const Error&) {
+    set(range, HostUse::staged, registered);
+    throw;
+  }
+  set(range, use, registered);
+}
+
+void LockedMemory::set(Range& range, HostUse use, std::size_t registered) {
+  const std::lock_guard<std::shared_mutex> books(books_);
+  locked_ -= range.in_budget();
+  file_bytes_ -= range.files_in_budget();
+  range.use = use;
+  range.registered = registered;
+  locked_ += range.in_budget();
+  file_bytes_ += range.files_in_budget();
+}
+
+LockedMemory::Ranges::iterator LockedMemory::find(const std::byte* address, std::size_t bytes, std::optional<bool> owned,
+                                                  const char* call) {
   const auto range = ranges_.find(address_of(address));
-  if (range == ranges_.end() || range->second.bytes != bytes || range->second.owned() != owned) {
+  if (range == ranges_.end() || range->second.bytes != bytes || range->second.owned() != owned.value_or(range->second.owned())) {
     throw Error(ErrorKind::invalid_argument,
                 std::string(call) + ": expected the address and size of memory that was " +
-                    (owned ? "allocated" : "registered") + " here, got " + std::to_string(bytes) + " bytes. Nothing changed.",
+                    (!owned ? "allocated or registered" : *owned ? "allocated" : "registered") + " here, got " +
+                    std::to_string(bytes) + " bytes. Nothing changed.",
                 {{"operation", std::string(call)},
                  {"address", static_cast<std::int64_t>(address_of(address))},
                  {"bytes", number(bytes)}});
@@ -260,26 +300,36 @@ LockedMemory::Ranges::iterator LockedMemory::find(const std::byte* address, std:
   return range;
 }
 
+void LockedMemory::make_room(std::size_t locked, const char* call) {
+  if (!options_.budget.set()) return;  // memory that is there and page-locked takes no more of the machine than memory that is there
+  std::size_t all = locked;
+  for (const auto& each : ranges_) all += each.second.kind == Kind::slots ? 0 : each.second.registered;
+  for (auto range = ranges_.begin(); range != ranges_.end() && all > options_.budget.bytes; ++range) {
+    if (range->second.use != HostUse::staged || range->second.registered == 0) continue;
+    all -= range->second.registered;
+    unlock(range, call);
+  }
+}
+
+void LockedMemory::unlock(Ranges::iterator range, const char* call) {
+  const Context::Use use(context_, call);
+  // Out of the books piece by piece: no copy of the caller's uses this memory any more, and the next try goes on here.
+  const std::size_t locked = range->second.registered;
+  std::size_t registered = locked;
+  const Result code = unlock_pages(reinterpret_cast<std::byte*>(range->first), registered);
+  set(range->second, range->second.use, registered);
+  if (code != result::kSuccess) {
+    fail(driver_, call, "cuMemHostUnregister", code, {{"page_locked", number(registered)}},
+         registered == locked ? "Nothing changed." : "A part is no longer page-locked; call it again for the rest.");
+  }
+}
+
 void LockedMemory::drop(const std::byte* address, std::size_t bytes, bool owned, const char* call) {
   const std::lock_guard<std::mutex> lock(changing_);
   const auto range = find(address, bytes, owned, call);
   auto* at = reinterpret_cast<std::byte*>(range->first);
-  if (range->second.registered != 0) {
-    const Context::Use use(context_, call);
-    // Out of the books piece by piece: no copy of the caller's uses this memory any more, and the next try goes on here.
-    const std::size_t locked = range->second.registered;
-    std::size_t registered = locked;
-    const Result code = unlock_pages(at, registered);
-    {
-      const std::lock_guard<std::shared_mutex> books(books_);
-      range->second.registered = registered;
-    }
-    if (code != result::kSuccess) {
-      fail(driver_, call, "cuMemHostUnregister", code, {{"page_locked", number(registered)}},
-           registered == locked ? "Nothing changed." : "A part is no longer page-locked; call it again for the rest.");
-    }
-  }
-  if (owned && ::munmap(at, range->second.locked) != 0) {
+  if (range->second.registered != 0) unlock(range, call);
+  if (owned && ::munmap(at, range->second.span) != 0) {
     const int code = errno;  // neighbours that the kernel keeps as one mapping may need another when they are cut
     throw Error(ErrorKind::limit_exceeded,
                 std::string(call) + ": munmap of " + std::to_string(bytes) + " bytes failed (" + std::strerror(code) +
@@ -292,7 +342,7 @@ void LockedMemory::drop(const std::byte* address, std::size_t bytes, bool owned,
   const std::lock_guard<std::shared_mutex> books(books_);
   bytes_ -= range->second.bytes;
   locked_ -= range->second.in_budget();
-  file_bytes_ -= range->second.file_bytes;
+  file_bytes_ -= range->second.files_in_budget();
   ranges_.erase(range);
 }
 
@@ -302,27 +352,21 @@ void LockedMemory::unregister_range(const std::byte* address, std::size_t bytes)
   drop(address, bytes, false, "unregister_host");
 }
 
-bool LockedMemory::holds(const std::byte* at, std::size_t bytes) const {
+std::optional<HostUse> LockedMemory::use_of(const std::byte* at, std::size_t bytes) const {
   const std::shared_lock<std::shared_mutex> lock(books_);
   const auto after = ranges_.upper_bound(address_of(at));
-  if (after == ranges_.begin()) return false;
-  const auto range = std::prev(after);
-  return address_of(at) + bytes <= range->first + std::min(range->second.bytes, range->second.registered);
-}
-
-bool LockedMemory::stages(const std::byte* at, std::size_t bytes) const {
-  const std::shared_lock<std::shared_mutex> lock(books_);
-  const auto after = ranges_.upper_bound(address_of(at));
-  if (after == ranges_.begin()) return false;
-  const auto range = std::prev(after);
-  return range->second.kind == Kind::staged && address_of(at) + bytes <= range->first + range->second.bytes;
+  if (after == ranges_.begin()) return std::nullopt;
+  const auto& [begin, range] = *std::prev(after);
+  const std::size_t most = range.use == HostUse::locked ? std::min(range.bytes, range.registered) : range.bytes;
+  if (address_of(at) + bytes > begin + most) return std::nullopt;
+  return range.use;
 }
 
 std::size_t LockedMemory::piece_at(const std::byte* at) const {
   const std::shared_lock<std::shared_mutex> lock(books_);
   const auto range = std::prev(ranges_.upper_bound(address_of(at)));
   const std::size_t offset = address_of(at) - range->first;
-  return piece_end(range->first, offset, range->second.locked) - offset;
+  return piece_end(range->first, offset, range->second.span) - offset;
 }
 
 }  // namespace remap::cuda

@@ -19,10 +19,12 @@
 // two cannot both take what is left; they are set-up work, and slow. `books_` guards the table for copies, which only look.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 
 #include "backend/cuda/context.h"
@@ -53,11 +55,13 @@ class LockedMemory {
   void free(std::byte* address, std::size_t bytes);
   void register_range(const std::byte* address, std::size_t bytes, HostUse use);
   void unregister_range(const std::byte* address, std::size_t bytes);
+  // In place (`Backend::use_host`). Whoever asks for the use of a range meanwhile is told `staged`.
+  void use_range(const std::byte* address, std::size_t bytes, HostUse use);
 
-  // Whether the range lies in one of these.
-  bool holds(const std::byte* at, std::size_t bytes) const;
-  // Whether the range lies in one that is registered to be staged (HostUse).
-  bool stages(const std::byte* at, std::size_t bytes) const;
+  // How copies use the range of these that this one lies in; none if it lies in none.
+  std::optional<HostUse> use_of(const std::byte* at, std::size_t bytes) const;
+  // Whether it lies in one that is page-locked.
+  bool holds(const std::byte* at, std::size_t bytes) const { return use_of(at, bytes) == HostUse::locked; }
   // How many bytes from here on the driver knows as one piece. Pre: it is held.
   std::size_t piece_at(const std::byte* at) const;
 
@@ -66,30 +70,41 @@ class LockedMemory {
     allocated,   // here, within the budget
     slots,       // here, beyond it
     registered,  // the caller's
-    staged,      // the caller's, and never page-locked
   };
   struct Range {
     std::size_t bytes = 0;       // as asked for
-    std::size_t locked = 0;      // in whole OS pages
-    std::size_t file_bytes = 0;  // of `locked`, behind which a file stands: the system counts it as available, wrongly
+    std::size_t span = 0;        // in whole OS pages
+    std::size_t file_bytes = 0;  // of `span`, behind which a file stands: while it is page-locked the system counts it as available
     Kind kind = Kind::registered;
     std::size_t registered = 0;  // bytes from its begin on that the driver knows, in whole pieces; all, but where it failed
+    HostUse use = HostUse::locked;
 
     bool owned() const noexcept { return kind == Kind::allocated || kind == Kind::slots; }
-    std::size_t in_budget() const noexcept { return kind == Kind::slots ? 0 : locked; }
+    // Bytes of the budget that it takes, and of those the ones with a file behind them. What is staged takes none, though it may be
+    // page-locked still: `make_room` ends that.
+    std::size_t in_budget() const noexcept { return kind == Kind::slots || use == HostUse::staged ? 0 : span; }
+    std::size_t files_in_budget() const noexcept { return std::min(file_bytes, in_budget()); }
   };
   using Ranges = std::map<mapping::Address, Range>;
 
   std::byte* allocate(std::size_t bytes, Kind kind);
   std::size_t locked_span(mapping::Address at, std::size_t bytes) const noexcept;
   void require_budget(std::size_t locked, std::size_t to_find, const char* call) const;
+  // Ends the page locks of staged memory that are in the way of so many bytes more within the budget. Throws as `unlock` does.
+  void make_room(std::size_t locked, const char* call);
   std::size_t piece_end(mapping::Address begin, std::size_t offset, std::size_t bytes) const noexcept;
   // registered: 0 before, `bytes` behind; on an error what could not be given back either.
   void lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call, std::size_t& registered) const;
+  // Page-locks the caller's memory; throws if it may not be, or has no room in the budget. `registered` as above.
+  void lock_readable(std::byte* at, std::size_t bytes, const RangeFacts& facts, const char* call, std::size_t& registered);
   // Gives back the pieces of [at, at + registered), the last first; `registered` counts the rest, also on an error.
   Result unlock_pages(std::byte* at, std::size_t& registered) const;
   void add(Ranges& range);
-  Ranges::iterator find(const std::byte* address, std::size_t bytes, bool owned, const char* call);
+  // In the books.
+  void set(Range& range, HostUse use, std::size_t registered);
+  // Gives back what of the range is page-locked, out of the books piece by piece. Throws the driver's error; it can be called again.
+  void unlock(Ranges::iterator range, const char* call);
+  Ranges::iterator find(const std::byte* address, std::size_t bytes, std::optional<bool> owned, const char* call);
   void drop(const std::byte* address, std::size_t bytes, bool owned, const char* call);
 
   const Context& context_;

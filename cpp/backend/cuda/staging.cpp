@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -11,8 +10,8 @@
 
 namespace remap::cuda {
 
-StagingLane::StagingLane(const Context& context, LockedMemory& locked, const char* call)
-    : context_(context), driver_(context.driver()), locked_(locked) {
+StagingLane::StagingLane(const Context& context, LockedMemory& locked, host::CopyPool& filling, const char* call)
+    : context_(context), driver_(context.driver()), locked_(locked), filling_(filling) {
   try {
     memory_ = locked_.allocate_slots(kSlots * kSlotBytes);
     const Context::Use use(context_, call);
@@ -69,7 +68,7 @@ void StagingLane::Job::run(void* data) {
   auto* job = static_cast<Job*>(data);
   State expected = State::waiting;
   if (!job->state.compare_exchange_strong(expected, State::running, std::memory_order_acq_rel)) return;
-  std::memcpy(job->to, job->from, job->bytes);
+  job->filling->copy(job->to, job->from, job->bytes);
   job->state.store(State::done, std::memory_order_release);
 }
 
@@ -113,6 +112,7 @@ Result StagingLane::enqueue(StreamPointer owner, std::byte* to, const std::byte*
   made->to = at;
   made->from = from;
   made->bytes = bytes;
+  made->filling = &filling_;
   jobs_.push_back(std::move(made));
   Result code = result::kSuccess;
   const auto call = [&](const char* name, Result result) {

@@ -24,6 +24,9 @@ constexpr std::chrono::hours kForever{24 * 365};
 // Copies that go to the driver in one call, at most: it was seen to crash on batches of 50,000 (vllm-project/vllm#49276, driver 580).
 constexpr std::size_t kBatch = 512;
 
+// Threads that fill a staging slot, the driver's included; staging.h says what they bring.
+constexpr std::size_t kFillingThreads = 4;
+
 StreamPointer native(StreamHandle stream) noexcept { return reinterpret_cast<StreamPointer>(stream); }
 DevicePointer device_pointer(const void* at) noexcept {
   return static_cast<DevicePointer>(reinterpret_cast<std::uintptr_t>(at));
@@ -228,7 +231,15 @@ StagingLane& Streams::lane_of(StreamHandle stream, Origin origin, const char* ca
     if (const auto found = lanes_.find(stream); found != lanes_.end() && found->second) return *found->second;
   }
   // Made without the lock, since that takes a millisecond. Copies on one stream are one after another, so no other makes it meanwhile.
-  auto made = std::make_unique<StagingLane>(context_, locked_, call);
+  std::call_once(filled_, [this] {
+    const std::size_t processors = std::max(1U, std::thread::hardware_concurrency());
+    try {
+      filling_ = std::make_unique<host::CopyPool>(std::min(kFillingThreads, processors));
+    } catch (const Error&) {  // no more threads for this process: the driver's fills slots alone
+      filling_ = std::make_unique<host::CopyPool>(1);
+    }
+  });
+  auto made = std::make_unique<StagingLane>(context_, locked_, *filling_, call);
   const std::lock_guard<std::shared_mutex> lock(books_);
   std::unique_ptr<StagingLane>& place = lanes_[stream];
   place.swap(made);

@@ -119,6 +119,8 @@ class Streams {
   mutable std::shared_mutex books_;  // guards all below
   std::unordered_map<StreamHandle, std::size_t> streams_;  // kOwn, or how many have adopted it
   std::unordered_map<EventHandle, std::shared_ptr<Event>> events_;
+  std::once_flag filled_;
+  std::unique_ptr<host::CopyPool> filling_;  // made with the first lane; outlives them all
   std::unordered_map<StreamHandle, std::unique_ptr<StagingLane>> lanes_;  // of own streams that have copied from staged memory
   std::size_t own_streams_ = 0;
   EventHandle last_event_ = 0;

@@ -251,6 +251,19 @@ void Memory::drop_host(const std::byte* address, std::size_t bytes, bool owned, 
   host_ranges_.erase(range);
 }
 
+void Memory::use_host(const std::byte* address, std::size_t bytes) const {
+  if (bytes_) return bytes_->use_host(address, bytes);
+  const Lock lock(mutex_);
+  const auto range = host_ranges_.find(address_of(address));
+  if (range != host_ranges_.end() && range->second.bytes == bytes) return;
+  throw Error(ErrorKind::invalid_argument,
+              "use_host: expected the address and size of memory that was allocated or registered here, got " + std::to_string(bytes) +
+                  " bytes. Nothing changed.",
+              {{"call", std::string("use_host")},
+               {"address", static_cast<std::int64_t>(address_of(address))},
+               {"bytes", number(bytes)}});
+}
+
 void Memory::free_host(std::byte* address, std::size_t bytes) {
   if (bytes_) return bytes_->free_host(address, bytes);
   drop_host(address, bytes, true, "free_host");

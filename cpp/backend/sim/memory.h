@@ -49,6 +49,8 @@ class Memory {
   void free_host(std::byte* address, std::size_t bytes);
   void register_host(const std::byte* address, std::size_t bytes);
   void unregister_host(const std::byte* address, std::size_t bytes);
+  // Nothing to do but to find it: all copies read all memory alike.
+  void use_host(const std::byte* address, std::size_t bytes) const;
 
   // Whether a copy's range is in our regions; throws invalid_state if it is but is not mapped with that access.
   bool holds(const std::byte* at, std::size_t bytes, Access least, const char* call);

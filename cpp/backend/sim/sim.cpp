@@ -113,6 +113,7 @@ class SimDevice final : public SimBackend, public std::enable_shared_from_this<S
   void free_host(std::byte* address, std::size_t bytes) override { memory().free_host(address, bytes); }
   void register_host(const std::byte* address, std::size_t bytes, HostUse) override { memory().register_host(address, bytes); }
   void unregister_host(const std::byte* address, std::size_t bytes) override { memory().unregister_host(address, bytes); }
+  void use_host(const std::byte* address, std::size_t bytes, HostUse) override { memory().use_host(address, bytes); }
 
   // ---- streams and events ----
   StreamHandle create_stream() override { return clock().create_stream(); }

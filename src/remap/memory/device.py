@@ -252,6 +252,12 @@ def stage(backend: _core.Backend, address: int, nbytes: int) -> None:
     backend.register_host(address, nbytes, _core.HostUse.staged)
 
 
+def use_host(backend: _core.Backend, address: int, nbytes: int, *, staged: bool) -> None:
+    """Let copies from this memory, which the backend has allocated or registered, be staged, or direct (`HostUse`). Raises the
+    backend's error."""
+    backend.use_host(address, nbytes, _core.HostUse.staged if staged else _core.HostUse.locked)
+
+
 def machine_room() -> tuple[int, str]:
     """Bytes of ordinary host memory that may be taken now, whatever budget page-locked memory has, and what bounds them."""
     room: tuple[int, str] = _core.machine_room()

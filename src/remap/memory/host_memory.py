@@ -3,7 +3,7 @@
 
 Page-locked, a device copies to and from it at the full speed of its link. Master copies that find no room there lie in ordinary
 memory, or are the mapped weights files, and the backend stages their copies: `locks` and `hold_all` choose, for a tenant's master
-copies as a whole, since its passes are planned with one speed of the link.
+copies as a whole, since its passes are planned with one speed of the link. Use changes the choice later (tiers.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 from remap.errors import Error, LimitExceeded, OutOfMemory
 from remap.kv.host import HostBlocks
 from remap.kv.spec import MOST_BLOCKS, KVGeometry
-from remap.memory.device import host_room, machine_room, stage
+from remap.memory.device import host_room, machine_room, stage, use_host
 from remap.memory.machine_memory import require_memory
 from remap.memory.streams import gone
 from remap.sizes import MOST_BYTES, show_size
@@ -59,7 +60,9 @@ class HostMemory:
         self._name = name
         self._allocated: list[tuple[int, int]] = []
         self._registered: list[tuple[int, int]] = []
-        self._staged: list[tuple[int, int]] = []
+        self._staged: frozenset[tuple[int, int]] = (
+            frozenset()
+        )  # of both: those that are not page-locked, or need not be
         self.asks_kv = False  # whether `HostMemories.store_kv` may be asked for this tenant yet
 
     @property
@@ -69,13 +72,14 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, page-locked where the device can do that."""
-        return sum(nbytes for _, nbytes in (*self._allocated, *self._registered))
+        """Bytes held that are to be page-locked where the device can do that."""
+        staged = self._staged
+        return sum(each[1] for each in (*self._allocated, *self._registered) if each not in staged)
 
     @property
     def staged(self) -> bool:
         """Whether master copies lie in memory that is not page-locked, though a device reads them."""
-        return bool(self._staged)
+        return not self._staged.isdisjoint((*self._allocated, *self._registered))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` of page-locked memory as a 1-D uint8 CPU tensor, valid until `release`.
@@ -170,16 +174,37 @@ class HostMemory:
         return anonymous(nbytes)
 
     def stage(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Let copies read these (address, bytes) of ordinary memory, which may overlap; the caller keeps them. Raises the
-        backend's error; call `release` then."""
+        """Let copies read these (address, bytes) of ordinary memory, which may overlap; the caller keeps them. Those that share
+        an OS page become one, as no page can be locked for two. Raises the backend's error; call `release` then."""
         joined: list[tuple[int, int]] = []
         for address, nbytes in sorted(each for each in ranges if each[1]):
-            if joined and address < joined[-1][0] + joined[-1][1]:
+            if joined and address // mmap.PAGESIZE <= (joined[-1][0] + joined[-1][1] - 1) // mmap.PAGESIZE:
                 first, size = joined.pop()
                 address, nbytes = first, max(size, address + nbytes - first)
             joined.append((address, nbytes))
         for each in joined:
-            self._noted(self._staged, partial(stage, self._backend), *each)
+            self._staged |= {each}  # of what was refused it says nothing: only what is held counts
+            self._noted(self._registered, partial(stage, self._backend), *each)
+
+    def holding(self, addresses: Iterable[int]) -> list[tuple[int, int]]:
+        """The (address, bytes) held that these addresses lie in, ascending."""
+        held = sorted((*self._allocated, *self._registered))
+        found = {bisect_right(held, (address, MOST_BYTES)) - 1 for address in addresses}
+        return [held[index] for index in sorted(found) if index >= 0]
+
+    def unlock(self, held: Iterable[tuple[int, int]]) -> None:
+        """Let copies from these be staged from now on: whoever wants their part of the budget gets it. Pre: none is under way.
+        Raises the backend's error: some may be staged then."""
+        for each in held:
+            self._staged |= {each}  # first: what is page-locked for nothing costs a part of the budget, no byte
+            use_host(self._backend, *each, staged=True)
+
+    def lock(self, held: Iterable[tuple[int, int]]) -> None:
+        """Page-lock these, in place; copies from them may be under way. Takes long. Raises the backend's error: some may be
+        page-locked then."""
+        for each in held:
+            use_host(self._backend, *each, staged=False)
+            self._staged -= {each}
 
     def _register(self, address: int, nbytes: int) -> int:
         self._noted(self._registered, self._backend.register_host, address, nbytes)
@@ -199,7 +224,6 @@ class HostMemory:
         first: Error | None = None
         for held, give_back in (
             (self._registered, self._backend.unregister_host),
-            (self._staged, self._backend.unregister_host),
             (self._allocated, self._backend.free_host),
         ):
             for each in tuple(held):
@@ -209,6 +233,7 @@ class HostMemory:
                     first = first or error
                 else:
                     held.remove(each)
+                    self._staged -= {each}
         if first is not None:
             raise first
 
@@ -322,7 +347,7 @@ class HostMemories:
         taken = sum(piece.nbytes for piece in self._pieces)
         if self._kv_bytes is not None:
             return self._kv_bytes - taken, "host_kv"
-        spare, why = self._spare()
+        spare, why = self.spare()
         return (spare + taken) // 2 - taken, why
 
     def _make_room(self) -> bool:
@@ -384,7 +409,7 @@ class HostMemories:
         with sharer.lock:
             sharer.store.place(piece.address, blocks)
 
-    def _spare(self) -> tuple[int, str]:
+    def spare(self) -> tuple[int, str]:
         """Bytes of host memory that may be taken now, and what bounds them."""
         if self._device.simulator is not None:
             return MOST_BYTES, "machine"
@@ -401,7 +426,7 @@ class HostMemories:
     def taken(self, name: str, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory]:
         """Memory for a tenant to be, `name`. If the block raises, gives it back, unless a tenant has `kept` it by then: an
         interrupt can come when the tenant is attached already."""
-        host = HostMemory(self._backend, self._device, self.nbytes, self._make_room, self._spare, name)
+        host = HostMemory(self._backend, self._device, self.nbytes, self._make_room, self.spare, name)
         self._held.append(host)
         try:
             yield host

@@ -1,0 +1,246 @@
+"""Which master copies are page-locked, where not all can be: by use, in place, beside whatever goes on.
+
+On the emulated CUDA driver, which counts the copies of memory that is not page-locked: there must be none.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from arena_worlds import PAGE, forward, make_layers, make_spec
+
+import remap
+from remap import _core
+from remap.inside import inside
+from remap.memory.tiers import PRICE
+
+SIZES = [2, 3, 2, 2]
+MODEL = sum(SIZES) * PAGE  # bytes of its master copies, at most
+BUDGET = MODEL + PAGE  # one model's
+
+
+class World:
+    """Models of which one has room in page-locked memory and on the device."""
+
+    def __init__(self, names: str, **options: Any) -> None:
+        pages, budget = options.pop("pages", 14), options.pop("host_budget", BUDGET)
+        where = {"platform": options.pop("platform")} if "platform" in options else {"device": "cuda:0"}
+        self.session = remap.Session(pages * PAGE, page_bytes=PAGE, host_budget=budget, host_kv=0, **where, **options)
+        self.models = {}
+        for tag, name in enumerate(names, 1):
+            layers = make_layers(SIZES, tag)
+            kv = make_spec(len(SIZES), max_blocks=600)
+            tenant = self.session.attach_bytes(layers, name=name, kv=kv, active=False, pages="none")
+            self.models[name] = tenant, layers
+
+    def turn(self, name: str) -> None:
+        """All of the model loads, computes, and goes."""
+        assert self.session.activate(name, alone=True).activated
+        forward(self.session, *self.models[name])
+        self.session.deactivate(name, pages="none")
+
+    def settled(self) -> None:
+        """No page-locking is under way, and what came of it is known."""
+        locking = self.session._tiers._locking
+        if locking is not None:
+            locking.join()
+            self.session._tiers.consider()
+
+    @property
+    def locked(self) -> str:
+        """The models whose master copies are page-locked."""
+        return "".join(name for name, (tenant, _) in self.models.items() if not inside(tenant)._state.host.staged)
+
+    def in_use(self) -> int:
+        """Bytes that the session's books say are page-locked."""
+        return sum(inside(tenant)._state.host.nbytes for tenant, _ in self.models.values())
+
+
+@pytest.fixture
+def opened(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes worlds. At the end nothing is left, and no copy was of memory that is not page-locked."""
+    emulated.configure(granularity=PAGE, memory=256 << 20, jitter_us=20)
+    monkeypatch.setenv("REMAP_LIBCUDA", emulated.path)
+    worlds: list[World] = []
+
+    def build(names: str, **options: Any) -> World:
+        worlds.append(World(names, **options))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.session.close()
+        assert set(world.session._backend.usage().values()) == {0}
+        del world.session
+    worlds.clear()
+    assert emulated.pageable() == 0 and emulated.violations() == []
+
+
+def test_the_model_that_loads_most_has_the_page_locked_memory(opened: Any, caplog: pytest.LogCaptureFixture) -> None:
+    world = opened("ab")
+    assert world.locked == "a" and world.in_use() <= BUDGET
+    addresses = {name: inside(tenant)._state.source.master_addresses for name, (tenant, _) in world.models.items()}
+    turns = 0
+    with caplog.at_level(logging.INFO, "remap.masters"):
+        while world.locked != "b":
+            world.turn("b")
+            world.settled()
+            turns += 1
+            assert turns < 20
+    assert turns >= 2 * PRICE  # it paid for both
+    (line,) = [record.getMessage() for record in caplog.records if "are being page-locked" in record.getMessage()]
+    assert "'b'" in line and "staged from now on: 'a'" in line
+    for name in "abab":
+        world.turn(name)
+    assert world.locked == "b" and world.in_use() <= BUDGET
+    assert addresses == {name: inside(each)._state.source.master_addresses for name, (each, _) in world.models.items()}
+    while world.locked != "a":  # and back, by the same rule
+        world.turn("a")
+        world.settled()
+
+
+def test_models_that_load_alike_stay_where_they_are(opened: Any) -> None:
+    world = opened("ab")
+    for _ in range(3 * int(2 * PRICE)):
+        for name in "ab":
+            world.turn(name)
+        world.settled()
+        assert world.locked == "a"
+
+
+def test_one_that_is_active_keeps_what_it_has(opened: Any) -> None:
+    """Copies from it may be under way. Two tenants have room on the device here."""
+    world = opened("ab")
+    tenant, layers = world.models["a"]
+    small = world.session.attach_bytes(
+        make_layers([1, 1], 9), name="c", kv=make_spec(2, max_blocks=600), active=False, pages="none"
+    )
+    world.models["c"] = small, make_layers([1, 1], 9)
+    assert world.session.activate("a").activated
+    for _ in range(40):
+        assert world.session.activate("c").activated
+        world.session.deactivate("c", pages="none")
+    assert "a" in world.locked
+    forward(world.session, tenant, layers)
+
+
+def test_what_is_page_locked_gives_way_to_a_model_that_is_attached(opened: Any) -> None:
+    world = opened("ab")
+    while world.locked != "b":
+        world.turn("b")
+        world.settled()
+    world.session.detach("b")
+    del world.models["b"]
+    layers = make_layers(SIZES, 7)
+    kv = make_spec(len(SIZES), max_blocks=600)
+    world.models["c"] = world.session.attach_bytes(layers, name="c", kv=kv, active=False, pages="none"), layers
+    assert world.locked == "c"
+    for name in "ac":
+        world.turn(name)
+
+
+@pytest.mark.parametrize("ends", ["detach", "close"])
+def test_a_model_goes_while_its_master_copies_are_being_page_locked(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    from remap.memory import host_memory
+
+    world = opened("ab")
+    begun, go_on = threading.Event(), threading.Event()
+    real = host_memory.use_host
+
+    def slow(backend: Any, address: int, nbytes: int, *, staged: bool) -> None:
+        if not staged:
+            begun.set()
+            assert go_on.wait(60)
+        real(backend, address, nbytes, staged=staged)
+
+    monkeypatch.setattr(host_memory, "use_host", slow)
+    while not begun.is_set():
+        world.turn("b")
+    world.turn("b")  # from memory that is being page-locked
+    threading.Timer(0.05, go_on.set).start()
+    if ends == "detach":
+        world.session.detach("b")
+        del world.models["b"]
+        world.turn("a")
+        assert world.locked == ""
+    else:
+        world.session.close()
+
+
+def test_a_driver_that_refuses_leaves_all_right(opened: Any, caplog: pytest.LogCaptureFixture) -> None:
+    backend = _core.make_fault_backend(_core.make_cuda_backend(host_budget_bytes=BUDGET))
+    world = opened("ab", platform=remap.advanced.Platform(backend=backend))
+    backend.arm(_core.Call.use_host, 1)
+    with caplog.at_level(logging.WARNING, "remap.masters"):
+        for _ in range(12):
+            world.turn("b")
+            world.settled()
+    assert [record for record in caplog.records if "'a' cannot be staged" in record.getMessage()]
+    backend.disarm()
+    backend.arm(_core.Call.use_host, len(SIZES) + 2)  # the second of the other's
+    for _ in range(12):
+        world.turn("b")
+        world.settled()
+    assert world.in_use() <= BUDGET
+    for name in "abab":
+        world.turn(name)
+    backend.disarm()
+
+
+def test_turns_in_any_order_find_the_right_bytes(opened: Any) -> None:
+    """While page-locking goes on, and three models share room for one."""
+    changes = 0
+    for seed in range(3):
+        rng = random.Random(seed)
+        world = opened("abc")
+        before = world.locked
+        for step in range(80):
+            if step % 20 == 0:
+                favourite = rng.choice("abc")
+            world.turn(favourite if rng.random() < 0.85 else rng.choice("abc"))
+            if rng.random() < 0.3:
+                world.settled()
+            changes, before = changes + (world.locked != before), world.locked
+            assert world.in_use() <= BUDGET
+        remap.advanced.check(world.session)
+        world.session.close()
+    assert changes >= 3
+
+
+def test_a_weights_file_is_page_locked_where_it_is(opened: Any, tmp_path: Any) -> None:
+    """As one range, since layers that lie one after another share OS pages."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    import torch
+    from models import ids_for, kv_spec, logits_of, make, save_weights
+
+    model = make("llama")
+    path, ids = save_weights(model, tmp_path), ids_for(2, 8)
+    expected = logits_of(model, ids)
+    world = opened("a", pages=70, host_budget=2 << 20)
+    kv = kv_spec(model, max_blocks=4000)
+    while world.session._host.spare()[0] > 1 << 20:  # others have the budget, and load nothing
+        name = f"a{len(world.models)}"
+        layers = make_layers(SIZES, len(world.models))
+        kv_of = make_spec(len(SIZES), max_blocks=600)
+        world.models[name] = (
+            world.session.attach_bytes(layers, name=name, kv=kv_of, active=False, pages="none"),
+            layers,
+        )
+    tenant = world.session.attach(model, name="m", kv=kv, weights=path, active=False, pages="none")
+    world.models["m"] = tenant, None
+    assert "m" not in world.locked and inside(tenant)._state.source.keep_alive[0].range(0).source == "file"
+    for _ in range(40):
+        assert world.session.activate("m", alone=True).activated
+        assert torch.equal(logits_of(model, ids), expected)
+        world.session.deactivate("m", pages="none")
+        world.settled()
+    assert "m" in world.locked and world.in_use() <= 2 << 20
