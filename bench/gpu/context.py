@@ -87,12 +87,13 @@ class Context:
         return self._aside
 
     @contextmanager
-    def buffers(self, *, device: int = 0, host: int = 0) -> Iterator[tuple[int, int]]:
+    def buffers(self, *, device: int = 0, host: int = 0, backend: Any = None) -> Iterator[tuple[int, int]]:
         """(device address, page-locked host address) of so many bytes each; 0 where none was wanted.
 
-        device: a multiple of the granularity. Host memory is touched, so that nothing is paid for on first use.
+        device: a multiple of the granularity. Host memory is touched, so that nothing is paid for on first use. backend: whose
+        memory it is, where it matters (only what is the backend's own is staged); None: `aside`'s.
         """
-        backend = self.aside
+        backend = self.aside if backend is None else backend
         with ExitStack() as made:
             at = at_host = 0
             if device:

@@ -92,6 +92,7 @@ ORDER = {
     # Whole engines, each for a minute or more. One model alone over PCIe comes last: there its layers do not stream.
     "serve": (
         "shared_serving",
+        "cold_models",
         "continuous_batching",
         "offloading",
         "long_turns",

@@ -39,7 +39,7 @@ BOTH_WAYS = {
     "continuous batching at fixed rates",
 }
 SHARING = {name for name in MEASURES if name.startswith("sharing")}
-SLOW = {*SHARING, "continuous batching at fixed rates"}
+SLOW = {*SHARING, "continuous batching at fixed rates", "cold models", "master copies that find no room"}
 
 
 def ways() -> Iterator[Any]:
@@ -109,6 +109,11 @@ EXPECTED: dict[str, list[tuple[str, Callable[[Figure], bool]]]] = {
     "copies of KV blocks": [
         (f"64 copies {way} of 512 bytes, batches / a call each", lambda each: each.n == 3) for way in ("in", "out")
     ],
+    "cold models": [
+        ("first tokens that differ", lambda each: each.n > 0 and each.value == 0),
+        ("whole models, LRU, bytes copied", lambda each: each.value > 0),
+    ],
+    "master copies that find no room": [("until it was page-locked", lambda each: 0 < each.value < 40)],
     "page-locking beside launches": [("130 MiB in pieces of 64 MiB", lambda each: each.n == 3)],
     "waits for events": [("the library / spinning", lambda each: each.n == 5)],
     "processes that share a GPU": [("pages that were granted", lambda each: each.value == 64 * 3)],
@@ -159,6 +164,17 @@ def test_it_runs_and_counts_right(small: Any, monkeypatch: pytest.MonkeyPatch, n
     for part, holds in (*EXPECTED.get(name, ()), *(EXPECTED.get(f"{name}, on the double", ()) if double else ())):
         mine = [figure for title, figure in found.items() if part in title]
         assert mine and all(map(holds, mine)), (part, mine)
+
+
+def test_only_the_drivers_own_way_copies_ordinary_memory(small: Any) -> None:
+    """The staged way is the library's, which copies to memory of its own alone: on a GPU it was timed where it was the driver's."""
+    from emulated import Emulated, find
+
+    driver = Emulated(find())
+    before = driver.pageable()
+    found = run(MEASURES["staged copies"].body, small)
+    rounds = next(each.n for title, each in found.items() if title.endswith("the driver's")) + 1
+    assert driver.pageable() - before == rounds
 
 
 # -- reading layers ----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def staged_copies(ctx: Context) -> Iterator[Figure]:
     backend = ctx.backend()
     with (
         marks(backend) as made,
-        ctx.buffers(device=nbytes, host=nbytes) as (device, host),
+        ctx.buffers(device=nbytes, host=nbytes, backend=backend) as (device, host),
         mmap.mmap(-1, 2 * nbytes) as ordinary,
     ):
         first = ctypes.c_char.from_buffer(ordinary)
