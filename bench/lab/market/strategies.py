@@ -60,7 +60,7 @@ class _Swapping:
         self.have = [0] * len(tenants)
         self.used = [-math.inf] * len(tenants)
         self.active: int | None = None
-        self.room = int(device.nbytes * (1 - KV_SHARE)) - sum(each.resident for each in tenants)
+        self.room = int(device.nbytes * (1 - KV_SHARE))
 
     @property
     def link_s(self) -> float:
@@ -146,7 +146,7 @@ class Stay(Rounds):
 
     def fits(self, device: Device, tenants: list[Tenant]) -> bool:
         """All weights have room, and KV of each (`kv` requests), or a share of the memory for all."""
-        whole = sum(each.weights + each.resident for each in tenants)
+        whole = sum(each.weights for each in tenants)
         each_kv = sum(self.kv * MEAN_TOKENS * each.model.kv_bytes_per_token for each in tenants)
         return self.ample or whole + (each_kv or KV_SHARE * device.nbytes) <= device.nbytes
 

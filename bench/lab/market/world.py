@@ -49,20 +49,20 @@ class Tenant:
     number: int
     model: Model
     times: Roofline
-    layer_bytes: int  # with its part of an untied head
+    layer_bytes: int  # with its part of the head
     layer_s: float  # to load one layer
-    resident: int  # bytes that never leave: embeddings that are the head as well
     waiting: deque[Ask] = field(default_factory=deque)
     running: list[Ask] = field(default_factory=list)
     since_s: float = 0.0
 
     @classmethod
     def of(cls, number: int, model: Model, times: Roofline) -> Tenant:
-        """An untied embedding lies in host memory (`attach(embedding="host")`), and the head comes and goes with the layers
-        (`extra_layers=["lm_head"]`)."""
+        """The head comes and goes with the layers, here a part with each. An embedding that is the head as well does so with it;
+        another one lies in host memory (`attach(embedding="host")`)."""
         table = model.vocab * model.hidden * model.dtype_bytes
         tied = model.resident_bytes < 1.5 * table
-        nbytes = model.layer_bytes + (0 if tied else (model.resident_bytes - table) // model.layers)
+        ends = model.resident_bytes - (0 if tied else table)
+        nbytes = model.layer_bytes + ends // model.layers
         machine = times.machine
         return cls(
             number,
@@ -70,7 +70,6 @@ class Tenant:
             times,
             nbytes,
             nbytes / machine.h2d_bytes_per_s + machine.copy_setup_s,
-            model.resident_bytes if tied else 0,
         )
 
     @property
