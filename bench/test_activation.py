@@ -207,7 +207,7 @@ def test_zeroing_of_pages_that_change_tenant(benchmark):
         def take() -> None:
             pages = free_pages_of(session._changes, inside(holder)._state)
             assert len(pages) * PAGE == nbytes
-            take_free_pages(session._changes, inside(holder)._state, pages, 10**6)
+            take_free_pages(session._changes, inside(holder)._state, 10**6)
 
         def others() -> None:
             begun = time.perf_counter()

@@ -19,7 +19,6 @@ from shared_tenants import SharedTenants
 import remap
 from remap.inside import inside
 from remap.memory.restream import take_free_pages
-from remap.memory.view import free_pages_of
 
 LAYERS = 40
 SIZES = {"7 pages": (7, 64 << 10), "300 pages": (300, 4 << 10)}
@@ -164,9 +163,7 @@ def test_growth_by_unused_kv_of_others(benchmark, size):
             spare = one.kv.usable_blocks - one.kv.spec.min_blocks
             if spare > 0:
                 session._lending.give_idle(inside(one)._state, spare, inside(two)._state, spare)
-            take_free_pages(
-                session._changes, inside(two)._state, free_pages_of(session._changes, inside(two)._state), 10**6
-            )
+            take_free_pages(session._changes, inside(two)._state, 10**6)
             world.quiet()
             world.fill("one")
 
@@ -186,9 +183,7 @@ def _give_back_idle(world: SharedTenants) -> None:
         free = session.snapshot().pages.free
         if free and tenant.active:
             blocks = int(free * inside(tenant)._state.blocks_per_page) + 1
-            take_free_pages(
-                session._changes, inside(tenant)._state, free_pages_of(session._changes, inside(tenant)._state), blocks
-            )
+            take_free_pages(session._changes, inside(tenant)._state, blocks)
             world.fill(name)
 
 

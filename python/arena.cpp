@@ -33,6 +33,8 @@ void bind_arena(py::module_& module) {
   py::enum_<Mode>(module, "Mode").value("aliased", Mode::aliased).value("strict", Mode::strict);
 
   py::class_<Lease, std::shared_ptr<Lease>>(module, "Lease", "Keeps the addresses of one region while it lives: see Arena.hold.");
+  py::class_<PageOrder>(module, "PageOrder", "Pages in an order, for Arena.count_free and first_free.")
+      .def(py::init([](const PageList& pages) { return PageOrder{pages.pages}; }), py::arg("pages"));
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init([](std::shared_ptr<Backend> backend, std::size_t capacity_bytes, std::size_t page_bytes, Mode mode, bool outside) {
              return std::make_shared<Arena>(std::move(backend), ArenaOptions{capacity_bytes, page_bytes, mode, outside});
@@ -120,6 +122,12 @@ void bind_arena(py::module_& module) {
              return out;
            })
       .def("free_pages", looking(&Arena::free_pages))
+      .def("count_free", [](const Arena& arena, const PageOrder& order) { return looking(&Arena::count_free)(arena, order.pages); })
+      .def("first_free",
+           [](const Arena& arena, const PageOrder& order, std::size_t most) {
+             return looking(&Arena::first_free)(arena, order.pages, most);
+           },
+           py::arg("order"), py::arg("most"))
       .def("knows", &Arena::knows, py::arg("tenant"), ReleaseGil())
       .def("counts",
            [](const Arena& arena, const py::object& tenant) {

@@ -89,6 +89,25 @@ std::vector<PageId> Arena::free_pages() const {
   return free;
 }
 
+std::size_t Arena::count_free(const std::vector<PageId>& order) const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  require_pages(order);
+  const auto free = [&](PageId id) { return pages_[id].owner == Owner::free; };
+  return static_cast<std::size_t>(std::count_if(order.begin(), order.end(), free));
+}
+
+std::vector<PageId> Arena::first_free(const std::vector<PageId>& order, std::size_t most) const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  require_pages(order);
+  std::vector<PageId> found;
+  for (auto id = order.begin(); id != order.end() && found.size() < most; ++id) {
+    if (pages_[*id].owner == Owner::free) found.push_back(*id);
+  }
+  return found;
+}
+
 std::vector<PageId> Arena::shown(RegionId id) const {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);

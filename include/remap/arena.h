@@ -234,6 +234,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::vector<TenantId> tenants() const;   // of each page; kNobody: it is free (or was quarantined while free)
   std::vector<TenantId> tenants_of(const std::vector<PageId>& pages) const;  // InvalidArgument for a page that does not exist
   std::vector<PageId> free_pages() const;  // ascending
+  // Of these pages: how many are free, and the first `most` of those. Not for each step's list of all, which takes milliseconds to
+  // make of tens of thousands. InvalidArgument for a page that does not exist.
+  std::size_t count_free(const std::vector<PageId>& order) const;
+  std::vector<PageId> first_free(const std::vector<PageId>& order, std::size_t most) const;
   bool knows(TenantId tenant) const;       // whether a region or a page is the tenant's
   std::vector<PageId> shown(RegionId region) const;
   std::size_t regions() const;  // how many there are

@@ -23,6 +23,7 @@ __all__: list[str] = [
     "Lease",
     "Mode",
     "Owner",
+    "PageOrder",
     "Plan",
     "PrefetchStats",
     "Prefetcher",
@@ -600,6 +601,12 @@ class Lease:
     Keeps the addresses of one region while it lives: see Arena.hold.
     """
 
+class PageOrder:
+    """
+    Pages in an order, for Arena.count_free and first_free.
+    """
+    def __init__(self, pages: typing.Sequence[int]) -> None: ...
+
 class Arena:
     def __init__(
         self,
@@ -628,6 +635,7 @@ class Arena:
     def address(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
+    def count_free(self, arg0: PageOrder) -> int: ...
     def counts(self, tenant: typing.Any = None) -> dict[str, int]: ...
     def declare_registered(
         self, address: typing.SupportsInt | typing.SupportsIndex, nbytes: typing.SupportsInt | typing.SupportsIndex
@@ -644,6 +652,7 @@ class Arena:
         first_slot: typing.SupportsInt | typing.SupportsIndex,
         pages: typing.Sequence[int],
     ) -> None: ...
+    def first_free(self, order: PageOrder, most: typing.SupportsInt | typing.SupportsIndex) -> list[int]: ...
     def fix(
         self,
         region: typing.SupportsInt | typing.SupportsIndex,

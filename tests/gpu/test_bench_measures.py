@@ -167,7 +167,7 @@ def test_it_runs_and_counts_right(small: Any, monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_only_the_drivers_own_way_copies_ordinary_memory(small: Any) -> None:
-    """The staged way is the library's, which copies to memory of its own alone: what was timed on a GPU first was the driver's."""
+    """The staged way is the library's, and copies to memory of its own alone: what was timed on a GPU first was the driver's."""
     from emulated import Emulated, find
 
     driver = Emulated(find())

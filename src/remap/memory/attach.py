@@ -344,6 +344,7 @@ class Attaching:
                 () if cold else order,
             ),
             giving=giving,
+            giving_order=_core.PageOrder(giving),
             index_of={page: index for index, page in enumerate(giving)},
             layer_bytes=tuple(source.layer_bytes),
             addresses=tuple(addresses),

@@ -139,7 +139,8 @@ def lend_by_hand(
 def _take(changes: Changes, tenant: TenantState, receiver: TenantState) -> Entry:
     """Give the tenant's free lent pages to the receiver's KV. Returns the receiver's entry of the report."""
     before = receiver.kv.usable_blocks
-    free = [page for page in free_pages_of(changes, receiver) if page in tenant.pages.lent]
-    take_free_pages(changes, receiver, free, int(len(free) * receiver.blocks_per_page))
-    reason = f"{len(free)} pages of {tenant.name} by hand"
+    lent = tenant.pages.lent
+    free = sum(page in lent for page in free_pages_of(changes, receiver))
+    take_free_pages(changes, receiver, int(free * receiver.blocks_per_page), among=lent)
+    reason = f"{free} pages of {tenant.name} by hand"
     return Entry(added=receiver.kv.usable_blocks - before, reason=reason)

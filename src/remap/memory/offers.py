@@ -18,7 +18,7 @@ from remap.memory.apply import Changes
 from remap.memory.donors import ActiveLayers, Donor, InactiveLayers, PausedKV, Taker, UnusedKV, paused
 from remap.memory.lend import Lending
 from remap.memory.state import TenantState
-from remap.memory.view import free_pages_of, view_of
+from remap.memory.view import count_free, view_of
 from remap.policy.donors.ranking import Candidate, NextUse, may_donate, rank
 from remap.policy.donors.supply import Quote, share_of_pass
 from remap.policy.switching import Switching
@@ -155,7 +155,7 @@ class Offers:
         """See `advanced.offers`."""
         own, kv, pages = receiver.pages.kv_from_homes, receiver.kv, len(receiver.kv.pool.owned_slots())
         borrowed = self._lending.borrowed(receiver)
-        free = len(free_pages_of(self._changes, receiver))
+        free = count_free(self._changes, receiver)
         for_good = max(0, pages - receiver.reserved - len(own) - sum(map(len, borrowed.values())))
         quotes = [
             Quote("", "idle_kv", int((for_good + free) * receiver.blocks_per_page), 0.0, 0.0),

@@ -19,6 +19,7 @@ from remap.memory.plan import Plan, Streaming, TenantPages, plan_free_pages, pla
 from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
+from remap.memory.view import free_pages_of
 
 __all__ = [
     "Way",
@@ -38,12 +39,18 @@ __all__ = [
 _RECORDED = {"onward": "nested", "inward": ""}
 
 
-def take_free_pages(changes: Changes, tenant: TenantState, free: Sequence[int], blocks: int) -> None:
-    """Take enough of the `free` pages (in giving order) for `blocks` more usable blocks, or all of them."""
-    count = min(len(free), -(-blocks * tenant.kv.spec.block_bytes // changes.arena.page_bytes) + 1)
-    if count:
-        plan = plan_free_pages(tenant.pages, free[:count], give=True)
-        changes.apply_and_settle(tenant, plan)
+def take_free_pages(
+    changes: Changes, tenant: TenantState, blocks: int, *, among: Collection[int] | None = None
+) -> None:
+    """Take enough free pages, in giving order, for `blocks` more usable blocks, or all that there are. among: of these pages
+    alone."""
+    count = -(-blocks * tenant.kv.spec.block_bytes // changes.arena.page_bytes) + 1
+    if among is None:
+        free = free_pages_of(changes, tenant, count)
+    else:
+        free = [page for page in free_pages_of(changes, tenant) if page in among][:count]
+    if free:
+        changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, free, give=True))
 
 
 # -- changing what streams ----------------------------------------------------------------------------------------------

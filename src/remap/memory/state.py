@@ -71,6 +71,7 @@ class TenantState:
     # Swapped whole, with the session's lock held: of two writers one's fields would be lost. Read by the properties below.
     books: Books
     giving: tuple[int, ...]  # page ids in giving order: place i of the KV region's giving order holds giving[i]
+    giving_order: _core.PageOrder  # the same, for the arena
     index_of: dict[int, int]  # its inverse
     layer_bytes: tuple[int, ...]
     addresses: tuple[int, ...]  # of the layers' regions
@@ -144,7 +145,7 @@ class TenantState:
     # -- kept answers, each with its key
     # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
     known_growth: tuple[TenantPages, tuple[int, ...], int, PreparedPlan | None] | None = None
-    known_free: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages): view.free_pages_of
+    known_free: tuple[int, int] | None = None  # (epoch, pages): view.count_free
     known_homes: tuple[object, frozenset[int], bool] | None = None  # (homes, ...): `_of_homes`
     known_depths: tuple[tuple[int, ...], int, int] | None = None  # (order, ...): view.view_of
     known_times: tuple[LayerTimes, LayerTimes] | None = None  # (alone, beside others): shared_link.SharedLink

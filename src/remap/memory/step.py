@@ -24,7 +24,7 @@ from remap.memory.outside import Outside
 from remap.memory.restream import can_restream, continue_draining, grow, restream, take_free_pages
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
-from remap.memory.view import free_pages_of, view_of
+from remap.memory.view import view_of
 from remap.policy.controller import Decision
 from remap.policy.views import NONE, Demand, NeedQuotes, TenantView
 
@@ -202,7 +202,7 @@ class Steps:
         if later:
             entry.rest = replace(decision, free_pool_blocks_to_take=0, remapped=0, takes=tuple(later))
         if blocks:
-            take_free_pages(self._changes, tenant, free_pages_of(self._changes, tenant), blocks)
+            take_free_pages(self._changes, tenant, blocks)
 
     def _remap_more(self, tenant: TenantState, decision: Decision) -> None:
         """Remap more of the tenant's own layers."""

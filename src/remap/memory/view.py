@@ -7,22 +7,24 @@ from remap.memory.apply import Changes
 from remap.memory.state import TenantState
 from remap.policy.slices import slices_alpha, tail_for
 from remap.policy.views import Demand, TenantView
+from remap.sizes import MOST_BYTES
 
-__all__ = ["free_pages_of", "view_of"]
+__all__ = ["count_free", "free_pages_of", "view_of"]
 
 _NO_DEMAND = Demand(0)
 
 
-def free_pages_of(changes: Changes, tenant: TenantState) -> tuple[int, ...]:
-    """The arena's free pages that have a place in the tenant's KV region, in giving order. Looked up once per epoch."""
+def free_pages_of(changes: Changes, tenant: TenantState, most: int = MOST_BYTES) -> list[int]:
+    """The first `most` of the arena's free pages that have a place in the tenant's KV region, in giving order."""
+    return changes.arena.first_free(tenant.giving_order, most)
+
+
+def count_free(changes: Changes, tenant: TenantState) -> int:
+    """How many of the arena's free pages have a place in the tenant's KV region. Looked up once per epoch."""
     epoch = changes.epoch
     known = tenant.known_free
     if known is None or known[0] != epoch or epoch < 0:
-        # Start from the free pages: a tenant has places for tens of thousands of pages, and few pages are free.
-        giving, place_of = tenant.giving, tenant.index_of.get
-        places = [place for place in map(place_of, changes.arena.free_pages()) if place is not None]
-        places.sort()
-        known = tenant.known_free = (epoch, tuple([giving[place] for place in places]))
+        known = tenant.known_free = (epoch, changes.arena.count_free(tenant.giving_order))
     return known[1]
 
 
@@ -66,7 +68,7 @@ def view_of(
         usable_blocks=pool.usable_blocks,
         free_blocks=free,
         live_blocks=live,
-        free_pool_blocks=int(len(free_pages_of(changes, tenant)) * tenant.blocks_per_page),
+        free_pool_blocks=int(count_free(changes, tenant) * tenant.blocks_per_page),
         blocks_per_layer=blocks_per_unit,
         max_remapped=most,
         times=tenant.decode_times(),
