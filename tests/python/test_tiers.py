@@ -244,3 +244,122 @@ def test_a_weights_file_is_page_locked_where_it_is(opened: Any, tmp_path: Any) -
         world.session.deactivate("m", pages="none")
         world.settled()
     assert "m" in world.locked and world.in_use() <= 2 << 20
+
+
+def test_one_that_is_too_large_keeps_no_other_from_its_turn(opened: Any) -> None:
+    world = opened("ab", pages=40)
+    layers = make_layers([2 * each for each in SIZES], 3)
+    kv = make_spec(len(SIZES), max_blocks=600)
+    world.models["c"] = world.session.attach_bytes(layers, name="c", kv=kv, active=False, pages="none"), layers
+    for _ in range(10):
+        for name in "ccb":  # of which the first can never have what it would take
+            world.turn(name)
+            world.settled()
+    assert world.locked == "b"
+
+
+def test_what_was_refused_midway_holds_the_budget_from_no_other(opened: Any) -> None:
+    backend = _core.make_fault_backend(_core.make_cuda_backend(host_budget_bytes=BUDGET))
+    for favourite in "ab":
+        world = opened("ab", platform=remap.advanced.Platform(backend=backend))
+        backend.arm(_core.Call.use_host, len(SIZES) + 2)  # the second of those that are to be page-locked
+        while inside(world.models["b"][0])._state.host.nbytes == 0:
+            world.turn("b")
+            world.settled()
+        backend.disarm()
+        assert world.locked == ""  # a part of it is
+        for _ in range(12):
+            world.turn(favourite)
+            world.settled()
+        assert world.locked == favourite and world.in_use() <= BUDGET
+        for name in "abab":
+            world.turn(name)
+        world.session.close()
+
+
+def test_no_thread_for_it_is_a_line_of_log(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from remap.memory import tiers
+
+    def refuse(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    world = opened("ab")
+    with monkeypatch.context() as patched:
+        patched.setattr(tiers._Locking, "start", refuse)
+        for _ in range(24):
+            world.turn("b")
+    assert "can't start new thread" in caplog.text
+    for name in "abab":
+        world.turn(name)
+    for _ in range(24):
+        world.turn("b")
+        world.settled()
+    assert world.locked == "b"
+
+
+def test_copies_behind_a_pass_end_before_their_master_copies_are_staged(opened: Any, emulated: Any) -> None:
+    """The ring is filled again for the next pass, which an inactive tenant does not make."""
+    sizes = [2] * 6
+    world = opened("", pages=40, host_budget=(sum(sizes) + 1) * PAGE)
+    models = [(make_layers(sizes, tag), make_spec(len(sizes), max_blocks=600)) for tag in (1, 2)]
+    for name, (layers, kv), options in zip("ab", models, ({"resident_layers": 3}, {"pages": "none"})):
+        tenant = world.session.attach_bytes(layers, name=name, kv=kv, active=False, **options)
+        world.models[name] = tenant, layers
+    assert world.locked == "a"
+    assert world.session.activate("a").activated
+    for _ in range(12):
+        forward(world.session, *world.models["a"])
+    for _ in range(60):
+        assert world.session.activate("b").activated
+        world.session.deactivate("b", pages="none")
+    assert world.locked == "a"
+    emulated.change(jitter_us=100_000)
+    forward(world.session, *world.models["a"])
+    world.session.deactivate("a")
+    world.settled()
+    emulated.change(jitter_us=20)
+    assert world.locked == "b"
+
+
+def test_a_model_is_attached_while_another_is_being_page_locked(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget has room for either."""
+    from remap.memory import host_memory
+
+    world = opened("ab")
+    begun, go_on = threading.Event(), threading.Event()
+    real = host_memory.use_host
+
+    def slow(backend: Any, address: int, nbytes: int, *, staged: bool) -> None:
+        real(backend, address, nbytes, staged=staged)
+        if not staged and not begun.is_set():
+            begun.set()
+            assert go_on.wait(60)
+
+    monkeypatch.setattr(host_memory, "use_host", slow)
+    while not begun.is_set():
+        world.turn("b")
+    needed = sum(
+        inside(tenant)._state.source.layer_bytes[i] for tenant, _ in (world.models["b"],) for i in range(len(SIZES))
+    )
+    assert world.session._host.spare()[0] <= BUDGET - needed  # all of it is taken, though a part is page-locked yet
+    layers, kv = make_layers(SIZES, 7), make_spec(len(SIZES), max_blocks=600)
+    world.models["c"] = world.session.attach_bytes(layers, name="c", kv=kv, active=False, pages="none"), layers
+    go_on.set()
+    world.settled()
+    assert world.locked == "b"
+    for name in "abc":
+        world.turn(name)
+
+
+def test_it_is_over_though_nothing_is_staged_any_more(opened: Any) -> None:
+    world = opened("ab")
+    world.session.detach("a")
+    del world.models["a"]
+    while world.locked != "b":
+        world.turn("b")
+        if world.session._tiers._locking is not None:
+            world.session._tiers._locking.join()
+    world.turn("b")
+    assert world.session._tiers._locking is None

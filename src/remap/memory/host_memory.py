@@ -32,10 +32,16 @@ if TYPE_CHECKING:
     from remap import _core
     from remap.memory.device import Device
 
-__all__ = ["HostMemories", "HostMemory", "require_kv"]
+__all__ = ["HostMemories", "HostMemory", "locked_bytes", "require_kv"]
 
 _logger = logging.getLogger("remap.host_kv")
 _masters_logger = logging.getLogger("remap.masters")
+
+
+def locked_bytes(address: int, nbytes: int) -> int:
+    """Bytes of a budget that this memory takes: whole OS pages."""
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    return -(-(address + nbytes - first) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class HostMemory:
@@ -63,6 +69,7 @@ class HostMemory:
         self._staged: frozenset[tuple[int, int]] = (
             frozenset()
         )  # of both: those that are not page-locked, or need not be
+        self._claimed: frozenset[tuple[int, int]] = frozenset()  # of those: that are about to be page-locked
         self.asks_kv = False  # whether `HostMemories.store_kv` may be asked for this tenant yet
 
     @property
@@ -72,14 +79,14 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held that are to be page-locked where the device can do that."""
-        staged = self._staged
-        return sum(each[1] for each in (*self._allocated, *self._registered) if each not in staged)
+        """Bytes held that are to be page-locked where the device can do that, in whole OS pages."""
+        staged = self._staged - self._claimed
+        return sum(locked_bytes(*each) for each in (*self._allocated, *self._registered) if each not in staged)
 
     @property
     def staged(self) -> bool:
         """Whether master copies lie in memory that is not page-locked, though a device reads them."""
-        return not self._staged.isdisjoint((*self._allocated, *self._registered))
+        return bool(self._staged) and not self._staged.isdisjoint((*self._allocated, *self._registered))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` of page-locked memory as a 1-D uint8 CPU tensor, valid until `release`.
@@ -186,18 +193,23 @@ class HostMemory:
             self._staged |= {each}  # of what was refused it says nothing: only what is held counts
             self._noted(self._registered, partial(stage, self._backend), *each)
 
-    def holding(self, addresses: Iterable[int]) -> list[tuple[int, int]]:
-        """The (address, bytes) held that these addresses lie in, ascending."""
+    def holding(self, addresses: Iterable[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The (address, bytes) held that these addresses lie in, ascending: those that are staged, and the others."""
         held = sorted((*self._allocated, *self._registered))
         found = {bisect_right(held, (address, MOST_BYTES)) - 1 for address in addresses}
-        return [held[index] for index in sorted(found) if index >= 0]
+        ranges = [held[index] for index in sorted(found) if index >= 0]
+        return [each for each in ranges if each in self._staged], [each for each in ranges if each not in self._staged]
+
+    def claim(self, held: Iterable[tuple[int, int]]) -> None:
+        """These are about to be page-locked, and no others: their part of the budget is taken from now on."""
+        self._claimed = frozenset(held)
 
     def unlock(self, held: Iterable[tuple[int, int]]) -> None:
         """Let copies from these be staged from now on: whoever wants their part of the budget gets it. Pre: none is under way.
-        Raises the backend's error: some may be staged then."""
+        Raises the backend's error: some may be staged then. Can be called again."""
         for each in held:
-            self._staged |= {each}  # first: what is page-locked for nothing costs a part of the budget, no byte
             use_host(self._backend, *each, staged=True)
+            self._staged |= {each}
 
     def lock(self, held: Iterable[tuple[int, int]]) -> None:
         """Page-lock these, in place; copies from them may be under way. Takes long. Raises the backend's error: some may be

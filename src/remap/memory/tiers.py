@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from remap.errors import Error
-from remap.memory.host_memory import HostMemories, HostMemory
+from remap.memory.host_memory import HostMemories, locked_bytes
 from remap.memory.state import TenantState
 from remap.sizes import show_size
 
@@ -36,23 +36,29 @@ PRICE = 2.0
 
 @dataclass(frozen=True)
 class _Held:
-    """A tenant's master copies: (address, bytes) of each range, and bytes that the tenant has loaded since the last change."""
+    """A tenant's master copies, (address, bytes) of each range, and bytes that the tenant has loaded since the last change. Some
+    are staged and others not where the backend has refused one midway."""
 
     tenant: TenantState
-    ranges: Sequence[tuple[int, int]]
+    staged: Sequence[tuple[int, int]]
+    locked: Sequence[tuple[int, int]]
     loaded: int
 
     @property
-    def nbytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.ranges)
+    def staged_bytes(self) -> int:
+        return sum(locked_bytes(*each) for each in self.staged)
+
+    @property
+    def locked_bytes(self) -> int:
+        return sum(locked_bytes(*each) for each in self.locked)
 
 
 class _Locking(threading.Thread):
     """Page-locks one tenant's master copies. error: what ended it early; some of them are staged still then, and right."""
 
-    def __init__(self, host: HostMemory, ranges: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, tenant: TenantState, ranges: Sequence[tuple[int, int]]) -> None:
         super().__init__(name="remap-tiers", daemon=True)
-        self.host, self.ranges = host, ranges
+        self.host, self.ranges, self.winner = tenant.host, ranges, tenant.name
         self.error: Error | None = None
         self.stopped = False
 
@@ -66,6 +72,13 @@ class _Locking(threading.Thread):
                 self.error = error
                 return
 
+    def end(self) -> None:
+        """It touches nothing any more. Waits for the range that it has begun. Can be called again."""
+        self.stopped = True
+        if self.ident is not None:  # otherwise it has never run, and finds `stopped` if it does yet
+            self.join()
+        self.host.claim(())
+
 
 class Tiers:
     """One session's. Called with its lock held."""
@@ -77,7 +90,6 @@ class Tiers:
         self._applies = applies
         self._before: dict[int, int] = {}  # by tenant's number: bytes that it had loaded at the last change
         self._locking: _Locking | None = None
-        self._winner = ""
 
     @property
     def busy(self) -> bool:
@@ -87,49 +99,59 @@ class Tiers:
     def consider(self) -> None:
         """Page-lock what has paid for it, if anything. Raises nothing: what the backend refuses is a line of log, and tried again
         when as much has been loaded once more."""
-        tenants = [each for each in self._tenants.values() if each.live_prefetcher is not None]
-        if not self._applies or not any(each.host.staged for each in tenants):
-            return
+        try:
+            self._consider()
+        except Error as error:
+            _logger.warning("which master copies are page-locked stays as it is: %s", str(error))
+
+    def _consider(self) -> None:
         if self.busy:
             return
         if self._locking is not None:
             self._end(self._locking)
-        held = [self._held(each) for each in tenants]
-        winner = max((each for each in held if each.tenant.host.staged), key=lambda each: each.loaded, default=None)
-        if winner is None:
+        tenants = [each for each in self._tenants.values() if each.live_prefetcher is not None]
+        if not self._applies or not any(each.host.staged for each in tenants):
             return
+        held = [self._held(each) for each in tenants]
+        for winner in sorted((each for each in held if each.staged), key=lambda each: each.loaded, reverse=True):
+            losers = self._in_the_way(winner, held)
+            moved = winner.staged_bytes + sum(each.locked_bytes for each in losers or ())
+            if losers is None or winner.loaded - sum(each.loaded for each in losers) < PRICE * moved:
+                continue
+            # A new count of loads begins, whatever comes of it.
+            self._before = {each.tenant.number: each.loaded + self._before.get(each.tenant.number, 0) for each in held}
+            self._start(winner, losers)
+            return
+
+    def _in_the_way(self, winner: _Held, held: Sequence[_Held]) -> list[_Held] | None:
+        """Idle ones that make room, those that load least first; None if all of them together do not."""
         losers: list[_Held] = []
-        lacking = winner.nbytes - self._hosts.spare()[0]
-        for each in sorted(
-            (each for each in held if _idle(each.tenant)), key=lambda each: each.loaded / max(1, each.nbytes)
-        ):
+        lacking = winner.staged_bytes - self._hosts.spare()[0]
+        others = [each for each in held if each is not winner and each.locked and _idle(each.tenant)]
+        for each in sorted(others, key=lambda each: each.loaded / each.locked_bytes):
             if lacking <= 0:
                 break
             losers.append(each)
-            lacking -= each.nbytes
-        moved = winner.nbytes + sum(each.nbytes for each in losers)
-        if lacking > 0 or winner.loaded - sum(each.loaded for each in losers) < PRICE * moved:
-            return
-        # A new count of loads begins, whatever comes of it.
-        self._before = {each.tenant.number: each.loaded + self._before.get(each.tenant.number, 0) for each in held}
-        self._start(winner, losers)
+            lacking -= each.locked_bytes
+        return losers if lacking <= 0 else None
 
     def leave(self, tenant: TenantState) -> None:
         """The tenant's host memory is about to be given back. Waits for the page-locking of a range of it, if there is one."""
         self._before.pop(tenant.number, None)
         if self._locking is not None and self._locking.host is tenant.host:
-            self._locking.stopped = True
-            self._locking.join()
+            self._locking.end()
             self._locking = None
 
     def _held(self, tenant: TenantState) -> _Held:
         loaded = tenant.prefetcher.stats().copied_bytes - self._before.get(tenant.number, 0)
-        return _Held(tenant, tenant.host.holding(tenant.source.master_addresses), loaded)
+        staged, locked = tenant.host.holding(tenant.source.master_addresses)
+        return _Held(tenant, staged, locked, loaded)
 
     def _start(self, winner: _Held, losers: Sequence[_Held]) -> None:
         try:
             for each in losers:
-                each.tenant.host.unlock(each.ranges)
+                each.tenant.prefetcher.drain()  # of the ring, which a pass fills again behind itself
+                each.tenant.host.unlock(each.locked)
         except Error as error:
             _logger.warning("master copies of %r cannot be staged: %s", each.tenant.name, str(error))
             return
@@ -137,23 +159,28 @@ class Tiers:
         _logger.info(
             "master copies of %r, %s, are being page-locked, since it has loaded %s lately; staged from now on: %s",
             winner.tenant.name,
-            show_size(winner.nbytes),
+            show_size(winner.staged_bytes),
             show_size(winner.loaded),
             names or "no other",
         )
-        self._winner = winner.tenant.name
         for each in losers:
             self._learn(each.tenant)
-        self._locking = _Locking(winner.tenant.host, winner.ranges)
-        self._locking.start()
+        winner.tenant.host.claim(winner.staged)
+        self._locking = _Locking(winner.tenant, winner.staged)
+        try:
+            self._locking.start()
+        except RuntimeError as error:  # no more threads for this process
+            _logger.warning("master copies of %r stay staged: %s", winner.tenant.name, str(error))
+            self._locking.end()
+            self._locking = None
 
     def _end(self, locking: _Locking) -> None:
-        locking.join()
+        locking.end()
         self._locking = None
         if locking.error is not None:
-            _logger.warning("master copies of %r stay staged: %s", self._winner, str(locking.error))
-        elif self._winner in self._tenants:
-            self._learn(self._tenants[self._winner])
+            _logger.warning("master copies of %r stay staged: %s", locking.winner, str(locking.error))
+        elif locking.winner in self._tenants:
+            self._learn(self._tenants[locking.winner])
 
     def _learn(self, tenant: TenantState) -> None:
         """Its link is as quick as that of others whose master copies lie in such memory, until its own copies tell."""
@@ -166,5 +193,5 @@ class Tiers:
 
 
 def _idle(tenant: TenantState) -> bool:
-    """Whether its page-locked master copies may be staged now: no pass is being served, and no copy is under way."""
-    return not (tenant.host.staged or tenant.active or tenant.busy or tenant.prefetcher.loading())
+    """Whether its page-locked master copies may be staged now: no pass is being served, and no layer is coming home."""
+    return not (tenant.active or tenant.busy or tenant.prefetcher.loading())
