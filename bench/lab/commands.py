@@ -217,7 +217,7 @@ def pie(
     jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
     results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/pie.json")] = None,
 ) -> None:
-    """Pie's Figures 6 to 9 beside KV that streams, five seeds. What is in the file already is not run again."""
+    """Pie's Figures 6 to 10, event by event, beside KV that streams, five seeds. What is in the file already is not run again."""
     from .pie.command import QUICK, RESULTS, SETTINGS, run_pie
 
     # Other settings begin the file anew, so quick runs have one of their own.

@@ -480,10 +480,10 @@ def test_what_docs_results_says_is_what_is_stored() -> None:
     found = {row.headline.id: row for row in rows(Store.read(RESULTS))}
     assert verdict(found["oneiros-01"]) == "not reproduced"
     text = " ".join((ROOT / "docs/results.md").read_text(encoding="utf-8").split())
-    for id, said in (("oneiros-25", "tokens/s are {} fewer"), ("oneiros-24", "P99 time to first token is {} longer")):
+    for id, said in (("oneiros-25", "tokens/s are {} more"), ("oneiros-24", "P99 time to first token is {} shorter")):
         (mean,) = (one.mean for one in found[id].findings if one.test == "remap:weights")
         assert mean is not None
-        assert said.format(f"{-mean.median:.1f} % ({-mean.high:.1f} to {-mean.low:.1f})") in text
+        assert said.format(f"{mean.median:.1f} % ({mean.low:.1f} to {mean.high:.1f})") in text
 
 
 def test_what_docs_results_says_of_one_model_alone_is_what_is_stored() -> None:

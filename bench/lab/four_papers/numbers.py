@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from bench.lab.paper.report import Row
 from bench.lab.paper.report import rows as oneiros_rows
 from bench.lab.paper.runs import Store
 from bench.lab.pie import figures as pie
+from bench.lab.pie.command import flexgen_beside
 from bench.lab.seeds import Point
 
 from remap.errors import InvalidArgument
@@ -31,6 +32,8 @@ __all__ = [
         "Oneiros",
         "Stored",
         "bursts_of",
+        "closed_form_less",
+        "flexgen_of",
         "gap_closed",
         "headline_gaps",
         "hybridserve_of",
@@ -258,11 +261,35 @@ def offline_best(stored: Stored) -> dict[str, tuple[float, dict[str, float]]]:
 # ---------------------------------------------------------------------------------------------- Pie
 
 
-def pie_of(stored: Stored, id: str, policies: Sequence[str] = ()) -> float:
-    """A number of the paper as the stored runs have it, the median of the seeds. policies: Pie's own if there are none."""
+def pie_of(stored: Stored, id: str, policies: Sequence[str] = (), of: Callable[[str], str] = str) -> float:
+    """A number of the paper as the stored runs have it, the median of the seeds. policies: Pie's own if there are none, as `of`
+    reads them. Raises KeyError for what was not run."""
     (claim,) = (one for one in pie.CLAIMS if one.headline == id)
     seeds = range(stored.pie["settings"]["seeds"])
-    return statistics.median(claim.of(_pie(stored, seed), tuple(policies) or claim.pie) for seed in seeds)
+    chosen = tuple(policies) or tuple(map(of, claim.pie))
+    return statistics.median(claim.of(_pie(stored, seed), chosen) for seed in seeds)
+
+
+def closed_form_less(stored: Stored, of: Callable[[str], str], figure: int) -> tuple[float, float]:
+    """How many % fewer tokens/s fixed expansions of Pie serve, as `of` reads them, than in closed form, at the places of one of
+    `pie.FIGURES`: the least and the most, medians of the seeds."""
+    ats = [_pie(stored, seed) for seed in range(stored.pie["settings"]["seeds"])]
+    found = [
+        _median(
+            100.0
+            * (1.0 - at(*place, of(policy))["tokens_per_s"] / at(*place, pie.closed_form_of(policy))["tokens_per_s"])
+            for at in ats
+        )
+        for place in pie.FIGURES[figure].places
+        for policy in pie.EXPANSIONS
+    ]
+    return min(found), max(found)
+
+
+def flexgen_of(stored: Stored, id: str, *, padding: bool = False) -> float:
+    """Pie's tokens/s by FlexGen's as described, the median of the seeds. padding: FlexGen's tokens of padding count."""
+    runs = flexgen_beside(stored.pie, id, as_described=True)
+    return statistics.median(mine / (block.all_per_s if padding else block.answers_per_s) for mine, block in runs)
 
 
 def _pie(stored: Stored, seed: int) -> pie.At:

@@ -22,6 +22,8 @@ from .numbers import (
     Oneiros,
     Stored,
     bursts_of,
+    closed_form_less,
+    flexgen_of,
     gap_closed,
     headline_gaps,
     hybridserve_of,
@@ -109,7 +111,7 @@ def oneiros(stored: Stored) -> str:
         (
             "14, against Pie",
             _three("oneiros-23"),
-            "At most 256 requests run, so even `ideal` wins little; our Pie pays nothing for synchronising",
+            "At most 256 requests run, so even `ideal` wins little",
         ),
         (
             "15, one buffer for two; tokens/s less, up to",
@@ -301,15 +303,15 @@ def hybridserve_(stored: Stored) -> str:
 # ---------------------------------------------------------------------------------------------- Pie
 
 _PIE: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("6: tokens/s, ShareGPT, OPT-30B; OPT-13B", ("pie-01", "pie-03"), "Expanding is free here"),
+    ("6: tokens/s, ShareGPT, OPT-30B; OPT-13B", ("pie-01", "pie-03"), "At any time: near"),
     ("6: Alpaca, OPT-30B; Llama-13B", ("pie-02", "pie-04"), "The same"),
-    ("7: 3 to 12 GB, Alpaca; ShareGPT", ("pie-08", "pie-09"), "Near"),
+    ("7: 3 to 12 GB, Alpaca; ShareGPT", ("pie-08", "pie-09"), "The adaptive rule is slow"),
     ("7: 12 GB", ("pie-10",), "Near"),
-    ("8: OPT-30B, Alpaca; ShareGPT", ("pie-11", "pie-12"), "Ours expands further at 3 c"),
+    ("8: OPT-30B, Alpaca; ShareGPT", ("pie-11", "pie-12"), "Near"),
     ("9a: tokens/s, % less than the best fixed", ("pie-15",), "Near"),
-    ("9c: latency at 2.2, at 2.0 = 1", ("pie-17",), "Nothing is held up here"),
+    ("9c: latency at 2.2, at 2.0 = 1", ("pie-17",), "At layer starts: reached"),
     ("Abstract: latency of a token, times lower", ("pie-18",), "Near"),
-    ("10: against FlexGen, Alpaca; ShareGPT", ("pie-19", "pie-20"), "FlexGen is not simulated"),
+    ("10: against FlexGen, Alpaca; ShareGPT", ("pie-19", "pie-20"), "{whole} if padding counts"),
 )
 _PIES_OWN = ("pie-15", "pie-17")
 """Of these neither `+swap` nor `ideal` has the like."""
@@ -322,35 +324,46 @@ def _said(headline: Headline) -> str:
     return before + " to ".join(dict.fromkeys(f"{one:g}" for one in (headline.least, headline.most)))
 
 
+def _pie_cell(stored: Stored, ids: Sequence[str], policies: Sequence[str] = (), of: Callable[[str], str] = str) -> str:
+    cells = []
+    for id in ids:
+        try:
+            cells.append(times(pie_of(stored, id, policies, of)))
+        except KeyError:
+            cells.append(NONE)  # not run
+    return "; ".join(cells) if {*cells} != {NONE} else NONE
+
+
 def pie_(stored: Stored) -> str:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for title, ids, why in _PIE:
         # 9c: the paper says that this expansion blocks, and no number.
         paper = "above 1" if ids == ("pie-17",) else "; ".join(_said(headlines()[id]) for id in ids)
-        three = [
-            "; ".join(times(pie_of(stored, id, policies)) for id in ids)
-            if not (policies and ids[0] in _PIES_OWN) and ids[0] not in pie.NOT_SIMULATED
-            else NONE
-            for policies in ((), (pie.SWAP,), (IDEAL,))
-        ]
-        rows.append((title, paper, *three, why))
-    of_ups = [
-        abs(pie_of(stored, one.headline) / headlines()[one.headline].most - 1)
-        for one in pie.CLAIMS
-        if one.how == "gain" and "up to" in headlines()[one.headline].unit
-    ]
+        if ids[0] in pie.FLEXGEN:
+            whole = "; ".join(times(flexgen_of(stored, id, padding=True)) for id in ids)
+            ours = "; ".join(times(flexgen_of(stored, id)) for id in ids)
+            rows.append((title, paper, ours, NONE, NONE, NONE, why.format(whole=whole)))
+            continue
+        readings = (_pie_cell(stored, ids, of=of) for of in (str, pie.anytime_of))
+        others = (NONE if ids[0] in _PIES_OWN else _pie_cell(stored, ids, (one,)) for one in (pie.SWAP, IDEAL))
+        rows.append((title, paper, *readings, *others, why))
     least, most = pie_at_3c(stored, (3, 5, 7, 9))
     return words.PIE.format(
         results=RESULTS,
         pie_least=times(least),
         pie_most=times(most),
-        pie_within=number(100 * max(of_ups)),
+        starts=_range(closed_form_less(stored, str, -1)),
+        anytime=_range(closed_form_less(stored, pie.anytime_of, -1)),
         table=_table(
-            ("Fig. or section: what, vLLM = 1", "Pie", "Pie, simulated", "`+swap`", "`ideal`", "why they differ"), rows
+            (
+                *("Fig. or section: what, vLLM = 1", "Pie", "at layer starts", "at any time", "`+swap`", "`ideal`"),
+                "why they differ",
+            ),
+            rows,
         ),
         pie_requests=f"{stored.pie['settings']['requests']:,}",
-        pcie=_range(gap_closed(stored, "RTX-4090", pie.PIE)),
-        nvlink=_range(gap_closed(stored, "GH200-96GB", pie.PIE)),
+        pcie=_range(gap_closed(stored, "RTX-4090", pie.CLOSED_FORM)),
+        nvlink=_range(gap_closed(stored, "GH200-96GB", pie.CLOSED_FORM)),
     )
 
 

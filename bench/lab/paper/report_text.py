@@ -67,8 +67,8 @@ Time is simulated; the memory manager is not. The session, controller, planner, 
 of the library, driven by a serving loop in virtual time. Passes take the time that a roofline fitted to published
 measurements gives them, copies and mapping what the machine's table says (`remap plan --machine {machine}` prints both
 with their sources). Arrivals and lengths are drawn from generators fitted to the Azure code trace, ShareGPT and Alpaca;
-the traces themselves are not part of this project. Pie is a model of its own pipeline, with both directions of the link
-paid for.
+the traces themselves are not part of this project. Pie is a model of its own: event by event in Fig 14, and its pipeline in
+closed form where one model is alone.
 
 No constant was chosen for a figure of this page: they come from the tables of machines and models. Sources begin with P
 (a seed paper), S (a stored public page), D (a data sheet), V (fitted to published measurements) or A (an assumption).

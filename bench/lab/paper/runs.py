@@ -16,6 +16,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from bench.lab.pie.events import policy_of
+
 from remap.errors import InvalidArgument
 from remap.policy.hardware import machine
 from remap.sim.loads import load
@@ -30,7 +32,7 @@ from .experiment_list import EXPERIMENTS
 from .experiments import BASELINE, FACTORS, LOWEST, Experiment, Panel, setup_of
 from .reckoning import POINT, Points, figures, later_gaps, quantiles
 
-__all__ = ["Run", "Settings", "Store", "keys_of", "run_all", "run_one", "saturation", "serve"]
+__all__ = ["Run", "Settings", "Store", "items_of", "keys_of", "run_all", "run_one", "saturation", "serve"]
 
 ALL_AT_ONCE = 1e9
 _QUICK = (0.3, 1.0, 2.0)
@@ -76,15 +78,20 @@ def _requests(panel: Panel, settings: Settings) -> int:
     return max(20, round(settings.requests * panel.requests))
 
 
+def items_of(panel: Panel, setup: Setup, rate: float, settings: Settings, seed: int) -> tuple[Item, ...]:
+    """The requests of a run of these settings."""
+    return _items(panel, setup, rate, _requests(panel, settings), seed)
+
+
 def serve(run: Run, settings: Settings) -> tuple[Setup, tuple[Item, ...], PolicyResult]:
     """What was simulated (a quiet part is not in it), and the result. Raises as `simulate` does."""
     setup = setup_of(run.panel, machine(settings.machine))
-    items = _items(run.panel, setup, run.rate, _requests(run.panel, settings), run.seed)
+    items = items_of(run.panel, setup, run.rate, settings, run.seed)
     return setup, items, simulate(setup, items, _policy(run.policy))
 
 
 def _policy(name: str) -> str | Policy:
-    return POLICY if name == POLICY.name else name
+    return POLICY if name == POLICY.name else policy_of(name) or name
 
 
 def run_one(run: Run, settings: Settings) -> tuple[dict[str, float], list[float]]:

@@ -16,19 +16,48 @@ from bench.lab.seeds import Point
 from remap.policy.hardware import model
 from remap.sim.serving import Setup
 
+from .events import ANYTIME, PREFIX
+
 __all__ = [
-    *("ALL", "CLAIMS", "FIGURES", "KV_ONLY", "NOT_SIMULATED", "PIE"),
-    *("Claim", "Figure", "Place", "gain", "latency_s"),
+    *(
+        "ADAPTIVE",
+        "ALL",
+        "CLAIMS",
+        "CLOSED_FORM",
+        "EXPANSIONS",
+        "FIGURES",
+        "FLEXGEN",
+        "KV_ONLY",
+        "NOT_SIMULATED",
+        "PIE",
+    ),
+    *("Claim", "Figure", "Place", "anytime_of", "closed_form_of", "gain", "latency_s"),
 ]
 
-EXPANSIONS = tuple(f"pie:{value}" for value in (1.2, 1.4, 1.6, 1.8, 2.0, 2.2))
+EXPANSIONS = tuple(f"{PREFIX}:{value}" for value in (1.2, 1.4, 1.6, 1.8, 2.0, 2.2))
 """Fixed expansions of Pie; 1.0 is `recompute`."""
 KV_ONLY = KV_STREAM
 """Of the library only what Pie has too: complete blocks of KV stream from host memory, weights stay."""
-PIE = "pie"
+PIE, CLOSED_FORM = PREFIX, "pie"
+"""Event by event, deciding at layer starts alone, and `remap.sim`'s closed form."""
 SWAP = "remap:weights+swap"
-ALL = (BASELINE, *EXPANSIONS, PIE, KV_ONLY, SWAP, IDEAL)
-ADAPTIVE = (BASELINE, PIE, KV_ONLY, SWAP, IDEAL)
+RATES = (BASELINE, PIE, CLOSED_FORM, KV_ONLY, SWAP, IDEAL)
+ADAPTIVE = (BASELINE, PIE, ANYTIME, *RATES[2:])
+
+
+def closed_form_of(policy: str) -> str:
+    """The same policy of Pie in closed form."""
+    return policy.replace(PIE, CLOSED_FORM, 1)
+
+
+def anytime_of(policy: str) -> str:
+    """The same policy of Pie, deciding when copies end, too."""
+    return policy.replace(PIE, ANYTIME, 1)
+
+
+CLOSED, AT_ANY_TIME = (tuple(map(of, EXPANSIONS)) for of in (closed_form_of, anytime_of))
+FIXED = (BASELINE, *EXPANSIONS, *CLOSED, *ADAPTIVE[1:])
+ALL = (*FIXED, *AT_ANY_TIME)
 
 Place = tuple[Panel, float]
 At = Callable[[Panel, float, str], Point]
@@ -70,19 +99,21 @@ _9: tuple[Place, ...] = ((PIE_13, FULL),)
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the paper: the places where it is simulated, and the policies there."""
+    """One figure of the paper: the places where it is simulated, and the policies there. shown: has a table of its own."""
 
     number: int
     title: str
     places: tuple[Place, ...]
-    policies: tuple[str, ...] = ALL
+    policies: tuple[str, ...] = FIXED
+    shown: bool = True
 
 
 FIGURES = (
     Figure(6, "throughput against the expansion", _6),
     Figure(7, "throughput from 3 to 12 GB of KV", _7, ADAPTIVE),
-    Figure(8, "throughput over the request rate", _8),
+    Figure(8, "throughput over the request rate", _8, RATES),
     Figure(9, "the adaptive expansion, and latency", _9),
+    Figure(6, "other readings of Pie, where copies bind", _6[2:], ALL, shown=False),
 )
 
 
@@ -114,7 +145,9 @@ def _begins(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> flo
 
 def _less(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> float:
     """tokens/s less than those of the best fixed expansion, %."""
-    return 100.0 * (1.0 - gain(at, places, policies) / gain(at, places, EXPANSIONS))
+    of = {CLOSED_FORM: closed_form_of, ANYTIME: anytime_of}.get(policies[0], str)
+    fixed = tuple(map(of, EXPANSIONS))
+    return 100.0 * (1.0 - gain(at, places, policies) / gain(at, places, fixed))
 
 
 def _expansion(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> float:
@@ -140,7 +173,7 @@ def _host_gb(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> fl
 def _blocked(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> float:
     """Latency of a token at an expansion of 2.2, by that at 2.0."""
     ((panel, factor),), (policy,) = places, policies
-    return latency_s(at(panel, factor, policy)) / latency_s(at(panel, factor, "pie:2.0"))
+    return latency_s(at(panel, factor, policy)) / latency_s(at(panel, factor, policy.replace("2.2", "2.0")))
 
 
 def _sooner(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> float:
@@ -197,13 +230,13 @@ CLAIMS = (
     Claim("pie-14", "begins", _8[3:]),
     Claim("pie-15", "less", _9),
     Claim("pie-16", "expansion", _9, ours=False),
-    Claim("pie-17", "blocked", _9, ("pie:2.2",), ours=False),
+    Claim("pie-17", "blocked", _9, EXPANSIONS[-1:], ours=False),
     Claim("pie-18", "sooner", _9),
     Claim("pie-22", "host_gb", (*_6, *_7, *_8), ours=False),
 )
 NOT_SIMULATED = {
     "pie-07": "a saving of memory at equal throughput, of no one configuration; Figure 7 compares the sizes",
-    "pie-19": "FlexGen is another system",
-    "pie-20": "FlexGen is another system",
 }
 """By id in paper/headlines.json: why."""
+FLEXGEN: Mapping[str, Place] = {"pie-19": _6[0], "pie-20": _6[1]}
+"""By id: where Pie stands beside FlexGen (flexgen.py)."""

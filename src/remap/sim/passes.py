@@ -174,9 +174,9 @@ class PiePass(Pass):
         pass = max(computation, (m + 2) t_in, (m + 2) t_out)
 
     (Eq. 5 of Oneiros has the same form.) Where copies are hidden that is exact. Where they are not, Pie's protocol, run event by
-    event, takes a little longer, about n / (n - 1) of it with up to half of the layers away and more beyond: the simulation is
-    on Pie's side. Only with directions as unequal as a GH200's and few layers away is it up to 6 % quicker, as not every copy is
-    in the slower direction's way.
+    event, takes a little longer if copies begin at any time, about n / (n - 1) of it with up to half of the layers away and more
+    beyond, and far longer if they begin when a layer starts alone: the simulation is on Pie's side. Only with directions as
+    unequal as a GH200's and few layers away is it up to 6 % quicker, as not every copy is in the slower direction's way.
 
     t = setup + bytes of one layer's KV in use / bandwidth, and both directions run at once, so each has the share `duplex` of its
     bandwidth. While copies run they take their share of the device memory's bandwidth from the computation, as the sim backend

@@ -77,6 +77,7 @@ class Policy:
     setup's memory it has (`Setup.times`). whole: `Setup.whole`: the most that lending between tenants in turns could reach, if
     the link were infinitely fast. stream: complete blocks of running requests stream from host memory, layer by layer.
     manager: of (session, told of blocks that have moved), what engines ask instead of the session: somebody else's controller.
+    pie: of Pie, what makes passes, of (clock, machine, model, cost, pool), and the engine's class; None: the closed form.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Policy:
     memory: int = 1
     whole: bool = False
     manager: Callable[[Any, Callable[[Mapping[str, Mapping[int, int]]], None]], Any] | None = None
+    pie: tuple[Callable[..., Any], Any] | None = None
 
     @property
     def swaps(self) -> bool:

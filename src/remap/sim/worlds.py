@@ -18,7 +18,7 @@ from typing import Any
 from remap.engine.scheduler import Schedule, Scheduler
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVSpec, with_streamed
-from remap.policy.hardware import Model
+from remap.policy.hardware import Machine, Model
 from remap.sim.clock import VirtualClock
 from remap.sim.engine import SimEngine
 from remap.sim.passes import Cost, Pass, PiePass, SessionPass
@@ -289,6 +289,17 @@ class PieEngine(SimEngine):
         return scheduler.blocks_for(scheduler.waiting[0].length) > pool.usable_blocks
 
 
+def _closed_form(clock: Any, machine: Machine, model: Model, cost: Cost, pool: PiePool) -> PiePass:
+    return PiePass(
+        clock,
+        machine,
+        model,
+        cost,
+        used_tokens=lambda: pool.live_blocks * pool.block_tokens,
+        swapped_layers=lambda: pool.swapped,
+    )
+
+
 def _pie_world(setup: Setup, policy: Policy) -> World:
     clock = VirtualClock()
     engines: dict[str, SimEngine] = {}
@@ -298,15 +309,9 @@ def _pie_world(setup: Setup, policy: Policy) -> World:
         if policy.static:
             pool.fix(policy.static)
         scheduler = _scheduling(setup, tenant)
-        passes = PiePass(
-            clock,
-            setup.machine,
-            model,
-            _cost(setup, tenant),
-            used_tokens=lambda pool=pool: pool.live_blocks * pool.block_tokens,  # type: ignore[misc]
-            swapped_layers=lambda pool=pool: pool.swapped,  # type: ignore[misc]
-        )
+        make, kind = policy.pie or (_closed_form, PieEngine)
+        passes = make(clock, setup.machine, model, _cost(setup, tenant), pool)
         stand_in = _PieTenant(tenant.name, pool)
         most = pool.usable_blocks if pool.fixed else pool.blocks_at(pool.most_swapped)
-        engines[tenant.name] = _engine(setup, tenant, stand_in, scheduler, passes, clock, None, most, PieEngine)
+        engines[tenant.name] = _engine(setup, tenant, stand_in, scheduler, passes, clock, None, most, kind)
     return World(clock, engines, _runner(setup, None, engines, clock))
