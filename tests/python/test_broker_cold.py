@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,8 @@ from arena_worlds import make_spec
 from broker_member import PAGE, opened, until
 
 import remap
+from remap.broker.ledger import Ledger
+from remap.broker.messages import Recall
 from remap.broker.server import Broker
 from remap.errors import OutOfMemory
 from remap.inside import inside
@@ -226,6 +229,60 @@ def test_an_engine_that_is_cold_keeps_its_first_block_alone(broker: Broker, open
     assert ids(woken.lost) == known - {0, 1}  # they are open again, and have no KV
     one.model.check()
     assert not one.rank.turn_cold()  # it serves
+
+
+def test_an_engine_turns_cold_by_itself_unless_it_wakes_before(broker: Broker, opened_here: ExitStack) -> None:
+    model = Model(broker, "one", 10)
+    opened_here.callback(model.session.close)
+    rank = Rank(model.session, model.tenant, 0, cold_s=3600.0)
+    rank.listen(None)
+    for _ in range(3):
+        rank.sleep()
+        assert rank.wake() is not None
+    assert not [
+        each for each in threading.enumerate() if isinstance(each, threading.Timer) and not each.finished.is_set()
+    ]
+    rank = Rank(model.session, model.tenant, 0, cold_s=0.001)
+    rank.sleep()
+    until(lambda: model.cold == LAYERS, "nobody has asked")
+    assert rank.wake() is not None
+    model.check()
+    rank.sleep()
+    rank.close()
+    assert not rank.turn_cold()
+
+
+def test_a_member_that_keeps_pages_asks_for_layers_last() -> None:
+    ledger = Ledger(4)
+    for member in (1, 2, 3):
+        ledger.joined(member)
+    ledger.wanted(1, 1, 2)
+    ledger.wanted(2, 1, 2)
+    asked: list[tuple[int, bool, bool]] = []
+    sent = ledger.wanted(3, 1, 3, keeps=True)
+    while recalls := [(member, each) for member, each in sent if isinstance(each, Recall)]:
+        ((member, recall),) = recalls
+        assert recall.pages == 3 and not recall.runs
+        asked.append((member, recall.layers, recall.keeps))
+        sent = ledger.done(member, recall.recall)
+    assert asked == [(1, False, False), (2, False, False), (1, True, True), (2, True, True)]
+    assert ledger.waiting == 0
+
+
+def test_lent_layers_are_asked_for_who_does_not_keep_them() -> None:
+    """Of two that wait, each is asked for in its own way."""
+    ledger = Ledger(2)
+    for member in (1, 2, 3):
+        ledger.joined(member)
+    ledger.wanted(1, 1, 2)
+    sent = [*ledger.wanted(2, 1, 1), *ledger.wanted(3, 1, 2, keeps=True)]
+    asked: list[tuple[int, bool, bool, int]] = []
+    while recalls := [(member, each) for member, each in sent if isinstance(each, Recall)]:
+        for member, recall in recalls:
+            asked.append((member, recall.layers, recall.keeps, recall.pages))
+            sent = ledger.done(member, recall.recall)
+    assert (1, True, False, 1) in asked and (1, True, True, 2) in asked
+    assert ledger.waiting == 0
 
 
 def test_engines_take_turns_down_to_the_last_page(tmp_path: Path, opened_here: ExitStack) -> None:

@@ -70,25 +70,10 @@ class Cold:
 
     # -- coming ----------------------------------------------------------------------------------------------------
 
-    def bring(self, tenant: TenantState) -> tuple[tuple[int, ...], str]:
-        """Give the tenant's cold layers homes, and load them. Returns these layers, ascending, and "".
-
-        Raises OutOfBlocks (field preempt) if pages can be had only from live blocks of inactive tenants, OutOfMemory (fields
-        requested, free, short, offered) if not even so, and the backend's error; nothing has changed then. If what was done
-        cannot be taken back, the call ends early instead, and the second value says why: some layers may be cold still.
-        """
-        layers = _cold(tenant)
-        broker = self._ask_others(tenant, layers)
-        self._require_enough(tenant, layers, broker)
-
-        def bring() -> None:
-            self._load(tenant, layers, self._collect(tenant, layers))
-
-        return self._come(tenant, layers, bring)
-
-    def _ask_others(self, tenant: TenantState, layers: Sequence[int]) -> str:
-        """Other processes first: what is free there, and idle, nobody here misses. Returns why no broker answers."""
-        broker, free = "", -1
+    def ask_others(self, tenant: TenantState) -> str:
+        """Ask other processes for the pages that `bring` lacks: what is free there, and idle, nobody here misses. Returns why no
+        broker answers; "": one does, or there is none."""
+        layers, broker, free = _cold(tenant), "", -1
         while self.supply is not None and not broker and (short := self._choose(tenant, layers).short) > 0:
             # More than once only if what came did not suit the blocks' places.
             if len(self._changes.arena.free_pages()) <= free:
@@ -96,6 +81,21 @@ class Cold:
             free = len(self._changes.arena.free_pages())
             broker = self.supply(short)
         return broker
+
+    def bring(self, tenant: TenantState, broker: str = "") -> tuple[tuple[int, ...], str]:
+        """Give the tenant's cold layers homes, and load them. Returns these layers, ascending, and "". broker: of `ask_others`.
+
+        Raises OutOfBlocks (field preempt) if pages can be had only from live blocks of inactive tenants, OutOfMemory (fields
+        requested, free, short, offered) if not even so, and the backend's error; nothing has changed then. If what was done
+        cannot be taken back, the call ends early instead, and the second value says why: some layers may be cold still.
+        """
+        layers = _cold(tenant)
+        self._require_enough(tenant, layers, broker)
+
+        def bring() -> None:
+            self._load(tenant, layers, self._collect(tenant, layers))
+
+        return self._come(tenant, layers, bring)
 
     def want(self, tenant: TenantState) -> dict[str, int]:
         """Paused tenant -> live blocks that its engine is to free before `bring`, for pages that neither unused KV nor idle

@@ -25,7 +25,7 @@ WEIGHTS, FIRST = 26, 4  # MiB: of the weights, and of KV for one request of the 
 CAPACITY = WEIGHTS + FIRST + 4
 OWN = ((256 << 10) + MIB) // PAGE + 1
 """Pages of a cold model that was attached cold: block 0, the rotary tables, and one that its tensors show."""
-MODELS = ("tiny", "tiny-new")
+MODELS = ("tiny", "tied")
 FLAGS = [
     "--skip-tokenizer-init",
     "--enforce-eager",

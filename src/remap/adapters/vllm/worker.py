@@ -325,7 +325,7 @@ class RemapWorker:
         try:
             tenant = attach(active=False, pages="own")
         except OutOfMemory as error:
-            if error.fields["broker"] or self._remap_newer or not current_platform.is_cpu():
+            if error.fields.get("broker") != "" or self._remap_newer or not current_platform.is_cpu():
                 raise
             tenant = attach(active=False, pages="none")
             session.exclusively(partial(_open_first, tenant.name))
