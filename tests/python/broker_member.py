@@ -22,6 +22,7 @@ import numpy as np
 from arena_worlds import make_spec
 
 import remap
+from remap.errors import OutOfMemory
 from remap.inside import inside
 
 if TYPE_CHECKING:
@@ -190,9 +191,17 @@ class Member:
         self.session.deactivate(self.name)
         return "asleep"
 
+    def cold(self) -> str:
+        """As `sleep`, and its layers have no pages."""
+        self.session.deactivate(self.name, pages="none")
+        return "asleep"
+
     def wake(self) -> str:
-        """Whether it is active, layers that came home, and that still stream."""
-        report = self.session.activate(self.name)
+        """Whether it is active, layers that came home, and that still stream. "cold": there are no pages for them."""
+        try:
+            report = self.session.activate(self.name)
+        except OutOfMemory:
+            return "cold"
         return f"{report.activated} {len(report.restored)} {len(report.streamed)}"
 
     def idle(self) -> str:

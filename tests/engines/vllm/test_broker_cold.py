@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from conftest import Vllm, end, environment
 from test_serving import Server
-from test_tokens import tokens
+from test_tokens import answers, tokens
+from test_tokens import stock as plain
 
 MIB, PAGE = 1 << 20, 64 << 10
 WEIGHTS, FIRST = 26, 4  # MiB: of the weights, and of KV for one request of the greatest length
@@ -38,13 +39,14 @@ FLAGS = [
 ]
 FLAGS += ["--max-num-seqs", "8", "--kv-cache-memory-bytes", str(9 * MIB)]
 SHARED = tokens(200, seed=90)  # two prompts begin with it: the second finds it in the prefix cache
+NEW = 60
 PROMPTS = [tokens(40, seed=91), SHARED + tokens(20, seed=92), SHARED + tokens(30, seed=93)]
 
 
 class Asked(Server):
-    def answer(self, prompt: list[int], new: int = 60) -> list[int]:
+    def answer(self, prompt: list[int]) -> list[int]:
         """Token ids."""
-        body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         answer = self.post("/v1/completions", body | {"detokenize": False})
         return list(answer["choices"][0]["token_ids"])
 
@@ -126,15 +128,10 @@ def arena(vllm: Vllm, tmp_path: Path) -> Iterator[Arena]:
 
 @pytest.fixture(scope="module")
 def stock(vllm: Vllm) -> dict[str, list[list[int]]]:
-    """Model -> its answers to PROMPTS."""
-    found = {}
-    for model in MODELS:
-        server = Asked(str(vllm.folder / model), vllm.folder, *FLAGS)
-        try:
-            server.wait()
-            found[model] = server.answers()
-        finally:
-            end(server.process)
+    """Model -> its answers to PROMPTS, one after the other."""
+    rounds = [[{"prompt": prompt, "new": NEW}] for prompt in PROMPTS]
+    runs = [{**plain(model, rounds, enable_prefix_caching=True), "model": model} for model in MODELS]
+    found = {model: [said for (said,) in answers(run)] for model, run in vllm.serve(runs).items()}
     assert found[MODELS[0]] != found[MODELS[1]]
     return found
 
