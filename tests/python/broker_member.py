@@ -121,7 +121,7 @@ class Member:
         knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0 if layers == LAYERS else None)
         self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
         self.blocks: list[int] = []
-        self.memory = _Bytes(self.session)
+        self.memory = SessionBytes(self.session)
 
     def take(self, blocks: int, least: int = -1) -> str:
         """Step until it has so many blocks; none has bytes of another process, and each is written. least: so many come for
@@ -262,7 +262,7 @@ class Member:
         return f"{len(files_of(os.getpid())) - self.files} {len(arena_maps(os.getpid()))}"
 
 
-class _Bytes:
+class SessionBytes:
     """A session's memory, read and written at once."""
 
     def __init__(self, session: remap.Session) -> None:

@@ -3,7 +3,6 @@ pages for its own, and takes others when it is to serve again."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 
 import numpy as np
 from arena_worlds import make_spec
-from broker_member import PAGE, opened, until
+from broker_member import PAGE, SessionBytes, opened, until
 
 import remap
 from remap.broker.ledger import Ledger
@@ -45,6 +44,7 @@ class Model:
         knobs = remap.advanced.Knobs(reserve_blocks=0, min_idle=0.0 if idle else 1e9, **more)
         spec = make_spec(LAYERS, min_blocks=BLOCKS, max_blocks=4 * PAGES)
         self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
+        self.memory = SessionBytes(self.session)
 
     @property
     def cold(self) -> int:
@@ -63,8 +63,7 @@ class Model:
             for layer, master in enumerate(self.masters):
                 self.tenant.wait(layer)
                 address = remap.advanced.layer_address(self.session, self.name, layer)
-                if DEVICE == "cpu":
-                    assert ctypes.string_at(address, len(master)) == master.tobytes()
+                assert self.memory.read(address, len(master)) == master.tobytes()
                 self.tenant.done(layer)
 
 
