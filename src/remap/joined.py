@@ -96,9 +96,9 @@ class AskedSession:
         self.granted(pages)
         self._run("home", _come_home, _come_home)
 
-    def recalled(self, pages: int, layers: bool) -> None:
+    def recalled(self, pages: int, layers: bool, keeps: bool) -> None:
         # An engine that takes a step serves: it lends no layers in it.
-        self._run("pages", partial(_give_up, pages, layers), partial(_give_up, pages, False))
+        self._run("pages", partial(_give_up, pages, layers, keeps), partial(_give_up, pages, False, False))
 
     def named(self, pages: Sequence[int], gently: bool) -> None:
         call = partial(_give_named, pages, gently)
@@ -177,8 +177,15 @@ def _come_home(core: Core) -> None:
         core.outside.come_home()
 
 
-def _give_up(pages: int, layers: bool, core: Core) -> None:
-    if core.outside is not None:
+def _give_up(pages: int, layers: bool, keeps: bool, core: Core) -> None:
+    if core.outside is not None and keeps:
+        before = {name: len(tenant.cold_layers) for name, tenant in core.tenants.items()}
+        core.outside.give_for_good(pages, core.cold)
+        for name, tenant in core.tenants.items():
+            gone = len(tenant.cold_layers) - before[name]
+            if gone:
+                _logger.info("%s has given %d layers up: another process needs pages for its own layers", name, gone)
+    elif core.outside is not None:
         core.outside.give_up(pages, layers=layers)
 
 

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState
+from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
 from remap.memory.observe import AGAIN_S
 from remap.moved import renamed_class
@@ -55,13 +56,15 @@ class RankReport:
     """Rank 0's state after a change.
 
     open: the ids of the blocks that the engine may hand out, as ascending (first, stop) runs; all other blocks have to
-    leave. target: (alpha, buffers). unmet: blocks of demand that no donor could meet. reason: why rank 0 decided so.
+    leave. target: (alpha, buffers). unmet: blocks of demand that no donor could meet. reason: why rank 0 decided so. lost: blocks
+    that have left since the engine knew of them, and may be open again, without their KV.
     """
 
     open: Runs
     target: tuple[int, int]
     unmet: int = 0
     reason: str = ""
+    lost: Runs = ()
 
 
 def runs(ids: Iterable[int]) -> Runs:
@@ -99,14 +102,18 @@ class _Seldom:
 class Rank:
     """One rank's tenant. Call its methods between passes."""
 
-    def __init__(self, session: Session, tenant: Tenant, rank: int) -> None:
+    def __init__(self, session: Session, tenant: Tenant, rank: int, cold_s: float | None = None) -> None:
+        """cold_s: after so many seconds asleep it gives its pages up; None: when another process needs them."""
         self.session, self.tenant, self.rank = session, tenant, rank
+        self._cold_s, self._timer = cold_s, threading.Timer(0.0, self._cold_by_itself)  # of the sleep that began last
+        self._turning = threading.Lock()  # asleep, or not: the timer's thread must not find it half way
         self._left: Callable[[RankReport], Sequence[int]] | None = None
         self._held: set[int] = set()  # drained; the engine has not returned them yet
         self._fresh: set[int] = set()  # opened by the change under way; the engine does not know of them
         self._undoing = False
         self._asleep = False  # the engine has no block in use, and waits for `wake` before it hands one out
         self._patient_again_s = 0.0
+        self._lost: set[int] = set()  # while it sleeps, of an engine in another process
         self._told = False  # the step under way has changed the open ids
         self._failed = _Seldom()
 
@@ -188,16 +195,33 @@ class Rank:
             self._go((0, 0))
         return self.report()
 
-    def wake(self) -> RankReport:
+    def wake(self) -> RankReport | None:
         """Let the tenant serve passes again (`Session.activate`). The engine has in use nothing that lies outside of the report's
         ids, and does not return the others: they have come and gone while it slept.
 
-        A layer that cannot come home at once streams until it can.
+        A layer that cannot come home at once streams until it can. None: layers have no pages, and there are none to be had now
+        (logged, seldom); nothing has changed, and the engine asks again while it has requests.
         """
-        if not self.tenant.active:
-            self.session.activate(self.tenant.name, partial=True)
-        self._asleep = False
-        return self.report()
+        self._timer.cancel()
+        with self._turning:
+            if not self.tenant.active:
+                cold = self.session.snapshot().tenants[self.tenant.name].cold
+                try:
+                    woken = self.session.activate(self.tenant.name, partial=True)
+                except OutOfMemory as error:
+                    self._warn_of_waiting(str(error))
+                    return None
+                if not woken.activated:
+                    self._warn_of_waiting(woken.reason)
+                    return None
+                if cold:
+                    logger.info("%s is not cold any more: %s", self.tenant.name, woken.reason)
+            self._asleep = False
+            lost, self._lost = self._lost, set()
+        return replace(self.report(), lost=runs(sorted(lost)))
+
+    def _warn_of_waiting(self, why: str) -> None:
+        self._failed.warn("rank %d: requests for %s wait for its layers: %s", self.rank, self.tenant.name, why)
 
     def sleep(self) -> None:
         """Stop serving passes until `wake`: other tenants of the session may use the pages of its layers, and other processes
@@ -208,6 +232,32 @@ class Rank:
         except BaseException:
             self._asleep = not self.tenant.active
             raise
+        if self._cold_s is not None:
+            self._timer = threading.Timer(self._cold_s, self._cold_by_itself)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def turn_cold(self) -> bool:
+        """Give up all that the tenant has but its first blocks, if it sleeps (`Session.deactivate(pages="none")`); `wake` brings
+        it back. Returns whether it does."""
+        with self._turning:
+            if not self._asleep:
+                return False
+            self.session.deactivate(self.tenant.name, pages="none")
+            logger.info("%s is cold: its layers have no pages until the next request", self.tenant.name)
+        return True
+
+    def _cold_by_itself(self) -> None:
+        try:
+            self.turn_cold()
+        except Error as error:  # it sleeps as before
+            self._failed.warn("rank %d: %s keeps its pages: %s", self.rank, self.tenant.name, error)
+
+    def close(self) -> None:
+        """The tenant goes: nothing is done by itself any more."""
+        self._timer.cancel()
+        with self._turning:
+            self._asleep = False
 
     def returned(self, ids: Sequence[int]) -> None:
         """Take back blocks that had to leave and that the engine does not use any more."""
@@ -269,6 +319,7 @@ class Rank:
         if self._left is not None:
             self.returned(self._left(self.report()))
         elif self._asleep:
+            self._lost.update(withdrawn)
             self.returned(withdrawn)
         elif self._undoing:
             self.returned([block for block in withdrawn if block in self._fresh])

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, TracebackType
@@ -211,7 +212,7 @@ class Session:
             self._arrivals.supply, self._arrivals.borrowed = self._outside.supply, self._outside.borrowed
         self._cold = Cold(self._tenants, self._changes, self._lending, self._offers)
         if self._outside is not None:
-            self._cold.borrowed = self._outside.borrowed
+            self._cold.supply, self._cold.borrowed = self._outside.supply, self._outside.borrowed
         self._tiers = Tiers(self._tenants, self._host, self._device.cuda)
         self._steps = Steps(self._tenants, self._changes, self._lending, self._offers, self._outside)
         self._stalls = StallWatch()
@@ -441,8 +442,10 @@ class Session:
         has not come by then streams, whatever `partial` is, and comes home later.
 
         A tenant without pages (`attach(pages="none")`, or one that gave them up for another's activation) takes those that can be
-        had: free ones, unused KV, layers of inactive tenants and KV of paused ones. Its layers load in the order of use, and a
-        pass may begin at once. If there are too few pages, nothing changes: OutOfMemory (fields requested, free, short, offered).
+        had: free ones, unused KV, layers of inactive tenants and KV of paused ones. With a broker's pages it asks other processes
+        first: they give what they do not use, and layers of tenants that are inactive. Its layers load in the order of use, and
+        a pass may begin at once. If there are too few pages, nothing changes: OutOfMemory (fields requested, free, short,
+        offered; broker: why none answers).
 
         Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of
         a tenant concerned, and the backend's error; nothing changes then. If changes made before a backend error cannot be taken
@@ -465,7 +468,7 @@ class Session:
         others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
         for other in others:
             other.require_idle()
-        with AllOrNothing(self._changes, self._tenants.values()):
+        with self._giving_back(), AllOrNothing(self._changes, self._tenants.values()):
             if tenant.pages.cold:
                 for other in others:  # now, so that they can give pages
                     deactivate(self._changes, other)
@@ -481,6 +484,16 @@ class Session:
         self._tiers.consider()
         made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
         return made
+
+    @contextmanager
+    def _giving_back(self) -> Iterator[None]:
+        """Without enough pages, another process that lacks as many may have those that have come."""
+        try:
+            yield
+        except OutOfMemory:
+            if self._outside is not None:
+                self._outside.give_spare()
+            raise
 
     @exclusive
     def expect(self, name: str) -> tuple[int, ...]:
@@ -512,7 +525,7 @@ class Session:
         pages: "none" frees its pages at once: all layers' but those that something wrote into, and KV without live blocks. Its
         activation brings them back, as after `attach(pages="none")`. "auto": the same, but the tenant keeps as many first layers
         as let the others load behind their computation, or its first token come within `ttft_s`, by the passes that it has
-        made; before its first one, none.
+        made; before its first one, none. With a broker's pages they are the broker's again.
 
         Raises InvalidArgument for an unknown tenant and InvalidState inside a pass; nothing changes then.
         """
@@ -526,6 +539,8 @@ class Session:
             deactivate(self._changes, tenant)
             if pages != "own":
                 self._cold.give_all(tenant, self._cold.first_kept(tenant) if pages == "auto" else 0)
+        if pages != "own" and self._outside is not None:
+            self._outside.give_spare(tenant)
         self._link.certify()
         self._tiers.consider()
         if self._asked is not None:

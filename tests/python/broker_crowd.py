@@ -14,8 +14,9 @@ ANSWERS: dict[str, Callable[[str], bool]] = {
     "thin": "thinned".__eq__,
     "check": lambda said: said in ("right", "asleep"),
     "sleep": "asleep".__eq__,
+    "cold": "asleep".__eq__,
     "idle": "idle".__eq__,
-    "wake": lambda said: said.startswith("True "),
+    "wake": lambda said: said.startswith("True ") or said == "cold",
 }
 """Verb -> whether that may be the answer. Taking and checking look at bytes."""
 MOST_S = 0.1
@@ -48,7 +49,7 @@ class Crowd:
     def _anything(self, name: str) -> tuple[object, ...]:
         what = self._rng.random()
         if what < 0.3 and self._layers[name] > LAYERS:
-            return ("wake" if name in self.asleep else self._rng.choice(("sleep", "idle")),)
+            return ("wake" if name in self.asleep else self._rng.choice(("sleep", "cold", "idle")),)
         if what < 0.6:
             return ("check",) if name in self.asleep else ("take", self._rng.randrange(1, 120), 0)
         if what < 0.75:
@@ -67,9 +68,9 @@ class Crowd:
         for name, verb in sorted(self._running.items()):
             said = self.alive[name].read()
             assert ANSWERS[verb](said), f"{name}: {verb}: {said}"
-            if verb == "sleep":
+            if verb in ("sleep", "cold"):
                 self.asleep.add(name)
-            elif verb == "wake":
+            elif verb == "wake" and said != "cold":
                 self.asleep.discard(name)
         self._running.clear()
 
@@ -93,6 +94,13 @@ class Crowd:
             self.act(name, "free")
 
     def wake(self) -> None:
+        """All. For the layers of those that are cold there may be no pages before others have freed their blocks."""
         self.finish()
-        for name in sorted(self.asleep):
-            self.act(name, "wake")
+        for _ in range(50):
+            if not self.asleep:
+                return
+            for name in sorted(self.alive.keys() - self.asleep):
+                self.act(name, "free")
+            for name in sorted(self.asleep):
+                self.act(name, "wake")
+        raise AssertionError(f"{self.asleep} stay cold")

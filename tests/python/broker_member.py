@@ -22,6 +22,7 @@ import numpy as np
 from arena_worlds import make_spec
 
 import remap
+from remap.errors import OutOfMemory
 from remap.inside import inside
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Member:
         knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0 if layers == LAYERS else None)
         self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
         self.blocks: list[int] = []
-        self.memory = _Bytes(self.session)
+        self.memory = SessionBytes(self.session)
 
     def take(self, blocks: int, least: int = -1) -> str:
         """Step until it has so many blocks; none has bytes of another process, and each is written. least: so many come for
@@ -190,9 +191,17 @@ class Member:
         self.session.deactivate(self.name)
         return "asleep"
 
+    def cold(self) -> str:
+        """As `sleep`, and its layers have no pages."""
+        self.session.deactivate(self.name, pages="none")
+        return "asleep"
+
     def wake(self) -> str:
-        """Whether it is active, layers that came home, and that still stream."""
-        report = self.session.activate(self.name)
+        """Whether it is active, layers that came home, and that still stream. "cold": there are no pages for them."""
+        try:
+            report = self.session.activate(self.name)
+        except OutOfMemory:
+            return "cold"
         return f"{report.activated} {len(report.restored)} {len(report.streamed)}"
 
     def idle(self) -> str:
@@ -253,7 +262,7 @@ class Member:
         return f"{len(files_of(os.getpid())) - self.files} {len(arena_maps(os.getpid()))}"
 
 
-class _Bytes:
+class SessionBytes:
     """A session's memory, read and written at once."""
 
     def __init__(self, session: remap.Session) -> None:

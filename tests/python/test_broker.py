@@ -734,7 +734,7 @@ class Deaf:
     def recheck(self) -> None:
         raise AssertionError("nothing was interrupted")
 
-    def recalled(self, pages: int, layers: bool) -> None:
+    def recalled(self, pages: int, layers: bool, keeps: bool) -> None:
         return None
 
     def named(self, pages: Any, gently: bool) -> None:

@@ -87,7 +87,7 @@ def test_top_shows_what_the_members_have_and_why(broker: Broker) -> None:
         ]
         (said,) = first["report"]["tenants"]
         own = snapshot.tenants["one"]
-        same = {each.name for each in fields(own)} & said.keys() - {"streamed", "pages"}
+        same = {each.name for each in fields(own)} & said.keys() - {"streamed", "cold", "pages"}
         assert {name: said[name] for name in same} == {name: getattr(own, name) for name in same}
         assert (said["live_blocks"], said["shortages_met"], said["shortages_unmet"]) == (live, 1, 1)
         assert first["report"]["decisions"][-1]["reason"] == snapshot.decisions[-1].reason

@@ -327,8 +327,8 @@ class OtherProcess:
         self.group = SimpleNamespace(ranks=1, target=(alpha, 1))
         self.books = SimpleNamespace(leaving=set())
 
-    def wake(self) -> None:
-        pass
+    def wake(self) -> bool:
+        return True
 
     def step(self, wanted: int, free: int) -> None:
         self.steps += 1
@@ -366,10 +366,25 @@ def test_only_steps_that_overlap_have_placeholders(vllm: Any, overlaps: bool) ->
 @pytest.mark.parametrize("asleep", [True, False])
 def test_nothing_touches_the_pool_of_a_scheduler_that_sleeps(vllm: Any, asleep: bool) -> None:
     scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
-    scheduler.remap = SimpleNamespace(asleep=asleep, wake=lambda: said.append("wake"), rest=lambda: said.append("rest"))
+    wakes = lambda: said.append("wake") is None  # noqa: E731
+    scheduler.remap = SimpleNamespace(asleep=asleep, wake=wakes, rest=lambda: said.append("rest"))
     said.clear()
     assert scheduler.reset_prefix_cache()
     assert said == (["wake", "reset", "rest"] if asleep else ["reset"])
+
+
+def test_requests_wait_while_the_layers_have_no_pages(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the scheduler is looked at, but whether there are requests."""
+    scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
+    scheduler.remap = SimpleNamespace(asleep=True, wake=lambda: False)
+    scheduler.has_unfinished_requests = lambda: True
+    waits: list[float] = []
+    monkeypatch.setattr(vllm.scheduler, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(internals, "nothing_scheduled", lambda: "nothing")
+    said.clear()
+    assert [scheduler.schedule() for _ in range(3)] == ["nothing"] * 3
+    assert len(waits) == 3 and all(waits)  # no busy loop
+    assert not scheduler.reset_prefix_cache() and said == []
 
 
 @pytest.mark.parametrize("grows", [True, False])
@@ -408,15 +423,17 @@ def test_an_allocation_that_fails_is_asked_for_again_and_one_beyond_the_start_is
 class Rank:
     """One rank behind remote calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: str = "", woken: Any = ()) -> None:
         from remap.ranks import RankReport
 
-        self._report = RankReport(((0, 4),), (0, 0))
+        self._report, self.arena, self._woken = RankReport(((0, 4),), (0, 0)), arena, list(woken)
 
     def __call__(self, method: str, args: Any = ()) -> list[Any]:
         if method == "remap_call":
+            if args[0] == "wake":
+                return [self._woken.pop(0)]
             return [self._report if args[0] == "report" else None]
-        return [{"arena": ""} if method == "remap_manifest" else False]
+        return [{"arena": self.arena, "first_blocks": 6} if method == "remap_manifest" else False]
 
 
 def test_a_link_tells_whether_its_rank_is_local() -> None:
@@ -431,6 +448,41 @@ def test_a_link_tells_whether_its_rank_is_local() -> None:
     )
     driver = SimpleNamespace(worker=worker)
     assert RankLink(SimpleNamespace(parallel_config=parallel, driver_worker=driver), books).local
+
+
+def test_blocks_that_came_back_without_their_kv_are_found_in_no_prefix_cache() -> None:
+    """The engine sleeps while others have the pages of its blocks 1 to 3; two of these are open again when it wakes."""
+    from remap.adapters.vllm.link import PoolIds, RankLink
+    from remap.ranks import RankReport
+
+    evicted: list[int] = []
+    queue: list[int] = []
+    blocks = [SimpleNamespace(block_id=each, ref_cnt=0, is_null=each == 0) for each in range(6)]
+    free = SimpleNamespace(
+        remove=lambda block: queue.remove(block.block_id),
+        append_n=lambda more: queue.extend(block.block_id for block in more),
+    )
+    queue.extend(range(1, 6))
+    pool = SimpleNamespace(
+        blocks=blocks, free_block_queue=free, _maybe_evict_cached_block=lambda block: evicted.append(block.block_id)
+    )
+    scheduler = SimpleNamespace(
+        kv_cache_manager=SimpleNamespace(block_pool=pool),
+        scheduler_config=SimpleNamespace(watermark=0.0),
+        connector=None,
+    )
+    woken = [None, RankReport(((0, 3), (4, 5)), (0, 0), lost=((1, 4),))]
+    executor = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=1), collective_rpc=Rank("unix:/broker", woken)
+    )
+    link = RankLink(executor, PoolIds(scheduler))
+    assert link.asleep and link.first == 6  # of a model that starts cold fewer are open
+    evicted.clear()
+    assert not link.wake() and link.asleep  # no pages for its layers: nothing has changed
+    assert not evicted and sorted(queue) == [1, 2, 3]
+    assert link.wake() and not link.asleep
+    assert set(evicted) == {1, 2, 3}
+    assert sorted(queue) == [1, 2, 4] and link.books.opened == {0, 1, 2, 4}
 
 
 # -- the worker ------------------------------------------------------------------------------------------------------
@@ -532,6 +584,26 @@ def test_blocks_drain_where_a_table_has_parts_of_blocks(parts: bool | None, move
     assert internals.can_rename_blocks(SimpleNamespace(input_batch=batch, requests={})) == moves
     second = SimpleNamespace() if parts is None else SimpleNamespace(blocks_per_kv_block=[1, 1 + parts])
     assert internals.can_rename_blocks(SimpleNamespace(block_tables=second)) == moves
+
+
+def test_it_sleeps_at_level_1_with_a_broker_and_without_requests(vllm: Any) -> None:
+    made: Any = vllm.worker.RemapWorker()
+    cold: list[bool] = []
+    made.remap_rank = SimpleNamespace(turn_cold=lambda: cold.append(True) is None and not busy)
+    busy = False
+    made._remap_settings = SimpleNamespace(joins=True, arena="unix:/broker")
+    made.sleep(level=1)
+    made.wake_up(tags=None)
+    assert cold == [True]
+    with pytest.raises(InvalidState, match="level 2"):
+        made.sleep(level=2)
+    busy = True
+    with pytest.raises(InvalidState, match="there are requests"):
+        made.sleep()
+    made._remap_settings = SimpleNamespace(joins=False, arena="")
+    for call in (made.sleep, made.wake_up):
+        with pytest.raises(InvalidState, match="REMAP_ARENA=unix:PATH"):
+            call()
 
 
 def test_packed_weights_are_not_loaded_anew(worker: Any) -> None:

@@ -27,6 +27,8 @@ and does nothing.
     REMAP_TBT_S=0.05          target between two tokens: no growth lifts a decode pass above it; by default none
     REMAP_TTFT_S=1            target to the first token: requests wait so long rather than break REMAP_TBT_S; by default none
     REMAP_LENDS=1             whether other models may use this one's unused KV cache and layers
+    REMAP_COLD_S=60           seconds without a request until an engine with a broker gives all of its layers' pages back; by
+                              default when another engine needs them for its own layers (vLLM)
     REMAP_CPU_LINEAR=exact    exact or packed: kernels of linear layers on a CPU (vLLM; see vllm/cpu_linear.py)
     REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
     REMAP_ARENA=unix:PATH     engines of any process share the pages of the broker there (`remap serve --socket PATH --capacity
@@ -86,6 +88,7 @@ class Settings:
     ttft_s: float | None = None
     tbt_s: float | None = None
     lends: bool = _DEFAULTS.lends
+    cold_s: float | None = None
 
     @property
     def joins(self) -> bool:
@@ -144,6 +147,7 @@ class Settings:
             ttft_s=_target(environment, "REMAP_TTFT_S"),
             tbt_s=_target(environment, "REMAP_TBT_S"),
             lends=_switch(environment, "REMAP_LENDS", _DEFAULTS.lends),
+            cold_s=_target(environment, "REMAP_COLD_S"),
         )
 
     def controller(self) -> Knobs:

@@ -7,7 +7,8 @@ a clock.
 A page is free or one member's. A want is met by free pages at once, as far as there are any. For the rest the other members
 are asked one after the other, the one that wanted something longest ago first: each gives what it can spare and says so, and
 its pages go to the members that wait, in the order of asking. When all have been asked, they are asked once more, for layers of
-tenants that serve no pass; then the want ends with what it has got, unless pages are unknown: these are waited for.
+tenants that serve no pass, lent ones or, for a member that keeps pages, whole ones for good; then the want ends with what it has
+got, unless pages are unknown: these are waited for.
 
 A page that a member has given as one of its layers' is *lent*: others use it as any other, but not for good.
 When its lender calls it, the member that has it is asked for it by its number, and whenever it is free next it is the lender's.
@@ -445,14 +446,16 @@ class Ledger:
                 want.asked.add((layers, who))
                 self._recalls += 1
                 self._recall = _Recall(self._recalls, who)
-                pages = sum(each.pages for each in self._wants if each.member != who and not (layers and each.keeps))
-                sent.append((who, Recall(self._recalls, pages, layers=layers)))
+                keeps = layers and want.keeps
+                # Lent pages are of no use to a member that keeps some.
+                others = (each for each in self._wants if each.member != who)
+                pages = sum(each.pages for each in others if not layers or each.keeps is keeps)
+                sent.append((who, Recall(self._recalls, pages, layers=layers, keeps=keeps)))
         return sent
 
     def _next(self, want: _Want) -> tuple[bool, int] | None:
-        """The member to ask next for it, and whether for layers. Pages that are given of layers are lent, so a member that keeps
-        pages has no use for them."""
-        for layers in (False,) if want.keeps else (False, True):
+        """The member to ask next for it, and whether for layers."""
+        for layers in (False, True):
             others = [
                 (self._last[each], each)
                 for each, held in self._held.items()

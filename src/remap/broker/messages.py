@@ -70,7 +70,7 @@ __all__ = [
     "runs_of",
 ]
 
-VERSION = 6
+VERSION = 7
 MOST_BYTES = 1 << 16
 """Of a message."""
 MOST_RUNS = 4096
@@ -169,13 +169,14 @@ class OwnedPages(msgspec.Struct, frozen=True):
 
 
 class TenantReport(msgspec.Struct, frozen=True):
-    """Of `remap.TenantSnapshot`, what numbers say. streamed: how many layers."""
+    """Of `remap.TenantSnapshot`, what numbers say. streamed, cold: how many layers."""
 
     name: Name
     active: bool
     layers: Count
     remapped: Amount
     streamed: Count
+    cold: Count
     pages: OwnedPages
     lent_pages: Count
     borrowed_pages: Count
@@ -289,14 +290,16 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
 
 
 class Recall(msgspec.Struct, tag=True, frozen=True):
-    """Others want `pages` pages: give what can be spared, then say `Done`. layers: of tenants that serve no pass, too. runs: they
-    want these, and no others, since they are pages of their layers; gently: see `Home`."""
+    """Others want `pages` pages: give what can be spared, then say `Done`. layers: of tenants that serve no pass, too; keeps: for
+    good, so these have no pages then. runs: they want these, and no others, since they are pages of their layers; gently: see
+    `Home`."""
 
     recall: int
     pages: int
     layers: bool = False
     runs: tuple[Run, ...] = ()
     gently: bool = False
+    keeps: bool = False
 
 
 class Returned(msgspec.Struct, tag=True, frozen=True):

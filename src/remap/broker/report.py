@@ -70,6 +70,7 @@ def _tenant(tenant: TenantSnapshot) -> TenantReport:
         layers=tenant.layers,
         remapped=_amount(tenant.remapped),
         streamed=len(tenant.streamed),
+        cold=len(tenant.cold),
         pages=OwnedPages(tenant.pages.params, tenant.pages.kv, tenant.pages.ring),
         lent_pages=tenant.lent_pages,
         borrowed_pages=tenant.borrowed_pages,

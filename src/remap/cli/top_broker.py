@@ -88,8 +88,9 @@ def _models(reports: list[tuple[Shown, Report]]) -> Table:
     made = _table("models", ("member", "model", "serves"), numbers)
     for member, report in reports:
         for each in report.tenants:
+            serves = "yes" if each.active else f"no, {each.cold} cold" if each.cold else "no"
             made.add_row(
-                *(str(member.member), _plain(each.name), "yes" if each.active else "no"),
+                *(str(member.member), _plain(each.name), serves),
                 *(str(each.layers), f"{each.remapped:g}"),
                 *(str(blocks) for blocks in (each.live_blocks, each.free_blocks, each.usable_blocks)),
                 *(str(each.borrowed_pages), str(each.shortages_met + each.shortages_unmet), str(each.shortages_met)),

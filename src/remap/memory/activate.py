@@ -85,12 +85,13 @@ def activate(
     came: tuple[int, ...] = ()
     tenant.expected = False
     if tenant.pages.cold:
+        broker = cold.ask_others(tenant)
         wanted = cold.want(tenant)
         if wanted:
             reason = f"engines are to free live blocks first, {wanted}, for layers of {tenant.name}"
             return ActivationReport(False, changes.arena.epoch, streamed=tenant.streamed, reason=reason, wanted=wanted)
         try:
-            came, problem = cold.bring(tenant)
+            came, problem = cold.bring(tenant, broker)
         except OutOfBlocks as error:
             preempt: Mapping[str, tuple[int, ...]] = error.fields["preempt"]  # type: ignore[assignment]
             offers.activated(tenant, now)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -64,18 +65,32 @@ class Cold:
         self._lending = lending
         self._offers = offers
         self.borrowed: Container[int] = ()  # pages that other processes may call home, so they become no layer's
+        # As that of `Attaching`. None: there are no other processes.
+        self.supply: Callable[[int], str] | None = None
 
     # -- coming ----------------------------------------------------------------------------------------------------
 
-    def bring(self, tenant: TenantState) -> tuple[tuple[int, ...], str]:
-        """Give the tenant's cold layers homes, and load them. Returns these layers, ascending, and "".
+    def ask_others(self, tenant: TenantState) -> str:
+        """Ask other processes for the pages that `bring` lacks: what is free there, and idle, nobody here misses. Returns why no
+        broker answers; "": one does, or there is none."""
+        layers, broker, free = _cold(tenant), "", -1
+        while self.supply is not None and not broker and (short := self._choose(tenant, layers).short) > 0:
+            # More than once only if what came did not suit the blocks' places.
+            if len(self._changes.arena.free_pages()) <= free:
+                break
+            free = len(self._changes.arena.free_pages())
+            broker = self.supply(short)
+        return broker
+
+    def bring(self, tenant: TenantState, broker: str = "") -> tuple[tuple[int, ...], str]:
+        """Give the tenant's cold layers homes, and load them. Returns these layers, ascending, and "". broker: of `ask_others`.
 
         Raises OutOfBlocks (field preempt) if pages can be had only from live blocks of inactive tenants, OutOfMemory (fields
         requested, free, short, offered) if not even so, and the backend's error; nothing has changed then. If what was done
         cannot be taken back, the call ends early instead, and the second value says why: some layers may be cold still.
         """
         layers = _cold(tenant)
-        self._require_enough(tenant, layers)
+        self._require_enough(tenant, layers, broker)
 
         def bring() -> None:
             self._load(tenant, layers, self._collect(tenant, layers))
@@ -290,6 +305,14 @@ class Cold:
             plan = plan_free_pages(tenant.pages, freed, give=False)
             self._changes.exchange(tenant, plan, sorted(slot for page in freed for slot in tenant.slots_of([page])))
 
+    def gifts(self, givers: Sequence[TenantState]) -> list[Callable[[int], None]]:
+        """What these tenants, all idle, can give other processes: as `_gifts`."""
+        return [
+            *(partial(self.give_layers, one, keep=self.first_kept(one)) for one in givers),
+            *(partial(self.give_layers, one) for one in givers),
+            *(partial(self._give_blocks, one) for one in givers),
+        ]
+
     def give_layers(self, giver: TenantState, pages: int, keep: int = 0) -> None:
         """`pages` pages of layers of a tenant that serves no pass become free, for good: all that stream, then the last ones, and
         none of the first `keep`."""
@@ -328,14 +351,22 @@ class Cold:
 
     def _give_blocks(self, giver: TenantState, pages: int) -> None:
         """Free `pages` of the KV pages of a tenant whose layers are cold, in which no live block lies: also those that it has for
-        min_blocks, which come back with its layers."""
-        if not giver.pages.cold or giver.kv.pool.external or giver.draining:
+        min_blocks, which come back with its layers. An engine with its own allocator has no request, but keeps its first block,
+        which stands for none in block tables."""
+        if not giver.pages.cold or giver.draining:
             return
         pool, geometry = giver.kv.pool, giver.kv.geometry
-        slots = sorted(list(pool.vacant(reversed(pool.owned_slots())))[:pages])
+        owned = reversed(pool.owned_slots())
+        if pool.external:
+            first = set(geometry.slots_of_block(0))
+            empty = [slot for slot in owned if slot not in first]
+        else:
+            empty = list(pool.vacant(owned))
+        slots = sorted(empty[:pages])
         if slots:
             freed = sorted(map(giver.giving.__getitem__, geometry.giving_indices(slots)))
-            self._changes.exchange(giver, plan_free_pages(giver.pages, freed, give=False), slots)
+            with suppress(OutOfBlocks):  # that engine still holds some of them
+                self._changes.exchange(giver, plan_free_pages(giver.pages, freed, give=False), slots)
 
     def give_all(self, giver: TenantState, keep: int = 0) -> None:
         """All layers but the first `keep`, and all blocks, that the tenant can do without become free. It serves no pass. Raises
@@ -351,10 +382,16 @@ class Cold:
             if self._changes.applied == applied:
                 raise
 
+    def open_first(self, tenant: TenantState) -> None:
+        """Give a tenant that has just been attached without pages those of its first KV block, for an engine that keeps it."""
+        first = tenant.giving[: tenant.kv.geometry.pages_for_blocks(1)]
+        self._changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, first, give=True))
+        tenant.books = replace(tenant.books, kept=frozenset(first))
+
     # -- is it possible ----------------------------------------------------------------------------------------------
 
-    def _require_enough(self, tenant: TenantState, layers: Sequence[int]) -> None:
-        """Raises as `bring` does if it is known that there will be too few pages. Changes nothing."""
+    def _require_enough(self, tenant: TenantState, layers: Sequence[int], broker: str) -> None:
+        """Raises as `bring` does if it is known that there will be too few pages. Changes nothing. broker: why none answers."""
         short = self._choose(tenant, layers).short
         if short <= 0:
             return
@@ -372,7 +409,7 @@ class Cold:
                 usable=0,
                 preempt=preempt,
             )
-        raise self._too_few(tenant, layers, short)
+        raise self._too_few(tenant, layers, short, broker)
 
     def _offered(self, tenant: TenantState) -> tuple[dict[str, int], dict[str, int]]:
         """(giver -> pages that it can give, giver -> pages that live blocks keep it from giving)."""
@@ -408,20 +445,23 @@ class Cold:
         lent = giver.pages.lent
         return [page for page in self._changes.arena.free_pages() if page in lent] if lent else ()
 
-    def _too_few(self, tenant: TenantState, layers: Sequence[int], short: int) -> OutOfMemory:
+    def _too_few(self, tenant: TenantState, layers: Sequence[int], short: int, broker: str = "") -> OutOfMemory:
         page_bytes = tenant.kv.geometry.page_bytes
         needed = sum(map(tenant.pages_of, layers))
         offered, _ = self._offered(tenant)
         free = len(self._changes.arena.free_pages())
         givers = ", ".join(f"{name} {count}" for name, count in offered.items()) or "no tenant"
+        elsewhere = "" if self.supply is None else "wait until other processes serve less, "
         return OutOfMemory(
             f"activating {tenant.name!r} takes {needed} pages of {page_bytes} bytes for its layers, and those of "
             f"{tenant.kv.spec.min_blocks} KV blocks; {free} are free, {short} are lacking, and others can give fewer ({givers}); "
-            f"it stays as it was; deactivate or detach a tenant, or give the session {show_size(short * page_bytes)} more",
+            f"it stays as it was; deactivate or detach a tenant, {elsewhere}or give the session "
+            f"{show_size(short * page_bytes)} more" + (f"; {broker}" if broker else ""),
             requested=needed,
             free=free,
             short=short,
             offered=offered,
+            broker=broker,
             page_bytes=page_bytes,
         )
 

@@ -147,6 +147,19 @@ class Offers:
                 found.append((giver, cast(Take, quotes[-1].step)))
         return found
 
+    def idle(self) -> list[TenantState]:
+        """Those whose layers other processes may have for good, in the order in which they give: inactive, and without a pass for
+        `min_idle` times as long as all of their layers take to load."""
+        now = self._clock()
+        found = [
+            one
+            for one in self._tenants.values()
+            if not (one.active or one.busy or paused(one))
+            and one.config.lends
+            and now - one.last_pass_s > one.config.min_idle * one.timing.copy_seconds() * one.layers
+        ]
+        return self.ranked(found, now)
+
     def give_layers(self, taker: Taker, giver: TenantState, take: Take) -> None:
         """Make these of the giver's layers free pages."""
         self.inactive.give(giver, taker, take)

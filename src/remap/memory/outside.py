@@ -4,6 +4,8 @@
     a step, or attach, lacks pages    -> bring, supply: ask the broker, which answers with what is free; the rest may come later
     others lack pages                 -> give_up: free pages, then unused KV of the tenants, as `UnusedKV` counts it; asked for
                                          layers, those of tenants that serve no pass, as `InactiveLayers` counts them
+    they lack some for their layers   -> give_for_good: layers of inactive tenants, down to nothing (cold.py)
+    a tenant has given all up         -> give_spare
     they came later than the call     -> take_in
     a tenant is to serve again        -> fetch, serves: its layers' pages are called by their numbers, and what comes is theirs
     others call such pages            -> give_named, return_called: live blocks move out of them first
@@ -32,6 +34,7 @@ from typing import Protocol
 from remap.errors import OutOfBlocks
 from remap.memory.activate import certify
 from remap.memory.apply import Changes
+from remap.memory.cold import Cold
 from remap.memory.entries import Entries, Entry
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
@@ -219,6 +222,28 @@ class Outside:
                     certify(giver)
             spare = self._spare(layers)
         self._hand_out(spare[:pages])
+
+    def give_for_good(self, pages: int, cold: Cold) -> None:
+        """Others want `pages` pages for layers of theirs. Idle tenants here give their own ones up, which then have no pages:
+        first those behind the ones that hide the others' loading, as for a tenant of this session."""
+        for give in cold.gifts(self._offers.idle()):
+            short = pages - len(self._for_good())
+            if short <= 0:
+                break
+            give(short)
+        self.forget_gone()
+        self._hand_out(self._for_good()[:pages])
+
+    def _for_good(self) -> list[int]:
+        return [page for page in self._spare(False) if page not in self.borrowed]
+
+    def give_spare(self, tenant: TenantState | None = None) -> None:
+        """All free pages, and what this tenant has of KV beyond its min_blocks: it has given up all else."""
+        if tenant is not None and not tenant.busy:
+            unused = self._offers.unused_kv.unused(tenant)
+            self._lending.free_idle(tenant, self, len(tenant.giving), unused)
+        self.forget_gone()
+        self._hand_out(self._spare(False))
 
     def _hand_out(self, going: Sequence[int]) -> None:
         if not going:

@@ -46,6 +46,7 @@ TOUCHED = (
     Touched("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_request_with_output"),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler._update_request_with_output"),
     Touched("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_spec_decode_tokens"),
+    Touched("vllm.v1.core.sched.output", "SchedulerOutput.make_empty"),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
     Touched("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", "self request num_new_tokens"),
@@ -487,6 +488,19 @@ def exchange(pool: Any, used: int, free: int) -> None:
         pool._insert_block_hash(each, mover, num_tokens=tokens)
 
 
+def forget_cached(pool: Any, ids: Iterable[int]) -> None:
+    """Take these blocks out of the prefix cache."""
+    for block_id in ids:
+        pool._maybe_evict_cached_block(pool.blocks[block_id])
+
+
+def nothing_scheduled() -> Any:
+    """A step's plan without a request in it: the worker runs no pass. Requests that have finished are named in the next one."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return SchedulerOutput.make_empty()
+
+
 def show_blocks(scheduler: Any, visible: int) -> None:
     """Set the number of blocks that vLLM computes usage, watermark and its reported figures from."""
     manager = scheduler.kv_cache_manager
@@ -600,7 +614,7 @@ def _report_first_blocks(core: Any) -> None:
 
     The field itself keeps the largest number: workers of this process size their allocations by it.
     """
-    cache, there = core.vllm_config.cache_config, len(core.scheduler.remap.books.opened)
+    cache, there = core.vllm_config.cache_config, core.scheduler.remap.first
     share = there / cache.num_gpu_blocks
     # vLLM sets these for some models only, hence getattr.
     tokens, requests = (getattr(cache, name, None) for name in ("kv_cache_size_tokens", "kv_cache_max_concurrency"))

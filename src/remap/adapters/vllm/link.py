@@ -42,6 +42,10 @@ class PoolIds:
         self._show()
         return parked + unused
 
+    def forget(self, lost: Runs) -> None:
+        """The KV in these ids has gone, though they may be open: no request uses them, and the prefix cache is to find none."""
+        internals.forget_cached(self.pool, ids(lost) & self.opened)
+
     def collect(self) -> list[int]:
         """Park the leaving ids that neither a request nor a copy to the host uses any more, and return them."""
         if not self.leaving:
@@ -68,7 +72,7 @@ class PoolIds:
 class RankLink:
     """One engine's ranks; its scheduler calls these methods between steps.
 
-    moved: number of blocks that were moved out of ids that had to leave. first: blocks that were open at the start.
+    moved: number of blocks that were moved out of ids that had to leave. first: blocks of the KV cache of the start.
     """
 
     def __init__(self, executor: Any, books: PoolIds) -> None:
@@ -78,10 +82,11 @@ class RankLink:
         self._local = getattr(getattr(executor, "driver_worker", None), "worker", None) if ranks == 1 else None
         self.group = RankGroup(self._ask, ranks)
         books.open_now(self.group.opened)  # ids that this parks never had pages: there is nothing to return
-        self.first = len(books.opened)
         self._ask("listen", self._heard if self._local is not None else None)
         self.may_move = all(self._rpc("remap_may_move"))
-        self._sharing = bool(self._rpc("remap_manifest")[0]["arena"])
+        manifest = self._rpc("remap_manifest")[0]
+        self.first = max(len(books.opened), manifest["first_blocks"])  # of an engine that starts cold the latter
+        self._sharing = bool(manifest["arena"])
         self._asleep = False
         if self._sharing:
             self.rest()  # until its first request
@@ -100,13 +105,19 @@ class RankLink:
         """Whether other tenants, or processes, may take blocks out of the pool now."""
         return self._asleep
 
-    def wake(self) -> None:
-        """Wake the tenant: there are requests."""
+    def wake(self) -> bool:
+        """Wake the tenant: there are requests. Returns whether it serves. If other processes keep the pages that its layers need
+        it sleeps on, and the pool is not to be touched."""
         if self._asleep:
-            opened = self.group.woken(self._ask("wake"))
+            reports = self._ask("wake")
+            if any(report is None for report in reports):
+                return False
+            opened = self.group.woken(reports)
             self._asleep = False
             if self._local is None:  # else it has heard of each change at once
+                self.books.forget(reports[0].lost)
                 self.books.open_now(opened)
+        return True
 
     def rest(self) -> None:
         """There are no requests: bring the layers home. In a shared arena other tenants may use their pages instead."""

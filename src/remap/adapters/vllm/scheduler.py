@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler, which asks for the memory of layers before it preempts requests, and gives it back when it can.
 
-schedule            reports the demand of running and waiting requests (`RankLink.step`); leaving blocks drain or move
+schedule            reports the demand of running and waiting requests (`RankLink.step`); leaving blocks drain or move. Of a model
+                    whose layers have no pages nothing is scheduled until there are some
 allocation fails    reports the missing blocks; vLLM then tries once more, and preempts only if that fails, too
 last request ends   brings all layers home
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -18,6 +20,10 @@ from .link import PoolIds, RankLink
 __all__ = ["Scheduler"]
 
 internals.tell_schedulers_of_their_executor()
+
+_AGAIN_S = 0.05
+"""How long requests of a model whose layers have no pages wait until these are asked for again. Between two times the engine
+hears of aborted requests and new ones."""
 
 
 class Scheduler(AsyncScheduler):
@@ -44,7 +50,9 @@ class Scheduler(AsyncScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         link = self.remap
         if link is not None and self.has_unfinished_requests():
-            link.wake()
+            if not link.wake():
+                time.sleep(_AGAIN_S)
+                return internals.nothing_scheduled()
             if link.books.leaving:
                 link.leave(self._reserve)
             wanted, free = self._demand(), self.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -76,11 +84,13 @@ class Scheduler(AsyncScheduler):
         return super(AsyncScheduler, self)._update_request_with_output(*args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """As vLLM's. While the tenant sleeps a broker takes blocks out of the pool in another thread: it is woken for this."""
+        """As vLLM's. While the tenant sleeps a broker takes blocks out of the pool in another thread: it is woken for this, or
+        nothing is reset if it cannot be."""
         link = self.remap
         if link is None or not link.asleep:
             return bool(super().reset_prefix_cache(*args, **kwargs))
-        link.wake()
+        if not link.wake():
+            return False
         try:
             return bool(super().reset_prefix_cache(*args, **kwargs))
         finally:

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,14 @@ from vllm.platforms import current_platform
 import remap
 from remap.adapters.arenas import shared
 from remap.adapters.settings import Settings
-from remap.errors import InvalidArgument, InvalidState
+from remap.errors import InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
+from remap.memory.core import Core
 from remap.model.footprint import footprint
 from remap.policy.hidden import verdict
 from remap.ranks import Rank
+from remap.session import Session
+from remap.tenant import Tenant
 
 from . import internals, metrics
 from .cpu_linear import weights_left_in_place
@@ -241,8 +245,11 @@ class RemapWorker:
         pages = -(-first * block // page)
         # A ceiling (REMAP_MAX_TOKENS, --num-gpu-blocks-override) may lie inside of a layer: the layer needs a place as a whole,
         # and vLLM gets the blocks below the ceiling.
-        places = self._remap_size.reach(page, pages, -(-most * block // page)) * page // block
         settings = self._remap_settings
+        if settings.joins:  # any page may be its own one day
+            places = -(-self._remap_capacity // block)
+        else:
+            places = self._remap_size.reach(page, pages, -(-most * block // page)) * page // block
         self._remap_arena = arena = shared(settings.arena)
         session = arena.enter(
             capacity=self._remap_capacity if settings.arena else self._remap_weights + pages * page,
@@ -263,7 +270,8 @@ class RemapWorker:
         )
         with ExitStack() as undo:
             undo.callback(arena.leave, name)
-            tenant = session.attach(model, layers, name=name, kv=kv, config=settings.controller(), hooks=False)
+            attach = partial(session.attach, model, layers, name=name, kv=kv, config=settings.controller(), hooks=False)
+            tenant = self._remap_attach_joined(session, attach) if settings.joins else attach()
             pinned = session.snapshot().tenants[name].pinned
             if len(layers) - len(pinned) < 2:
                 raise InvalidState(
@@ -272,7 +280,7 @@ class RemapWorker:
             undo.pop_all()
         if settings.link is not None:
             inside(tenant).calibrate_link(settings.link)
-        self.remap_rank = Rank(session, tenant, self.rank)
+        self.remap_rank = Rank(session, tenant, self.rank, settings.cold_s if settings.joins else None)
         internals.around_loading(model, self._remap_load)
         self._remap_gauges = metrics.Writer(internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
         self._remap_manifest = {
@@ -306,6 +314,25 @@ class RemapWorker:
                 page,
                 self._remap_rounding,
             )
+
+    def _remap_attach_joined(self, session: Session, attach: Callable[..., Tenant]) -> Tenant:
+        """As an inactive tenant at first, so that what lies outside of the layers can go too while other processes need its
+        pages. Where these have no room for it now, it starts cold: its first request brings it pages.
+
+        Raises OutOfMemory without room where passes are run before it serves: on a GPU, and with a version newer than the tested
+        ones.
+        """
+        try:
+            tenant = attach(active=False, pages="own")
+        except OutOfMemory as error:
+            if error.fields.get("broker") != "" or self._remap_newer or not current_platform.is_cpu():
+                raise
+            tenant = attach(active=False, pages="none")
+            session.exclusively(partial(_open_first, tenant.name))
+            logger.info("remap: there is no room for the model now, so it starts cold (%s)", error)
+        else:
+            session.activate(tenant.name)
+        return tenant
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
@@ -440,10 +467,33 @@ class RemapWorker:
         )
 
     start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = reload_weights
-    reset_weights = sleep = wake_up = discard = checkpoint_prepare = checkpoint_restore = reload_weights
+    reset_weights = discard = checkpoint_prepare = checkpoint_restore = reload_weights
+
+    def sleep(self, level: int = 1) -> None:
+        """For vLLM's `/sleep`: the pages of all layers are the broker's, until the first request behind `wake_up`.
+
+        Raises InvalidState without a broker, for another level than 1, and while there are requests; nothing changes then.
+        """
+        if not self._remap_settings.joins or level != 1:
+            raise InvalidState(
+                f"sleep at level {level}: remap gives an engine's pages back to a broker, at level 1, and keeps the weights in "
+                "host memory; nothing changed; start the engine with REMAP_ARENA=unix:PATH, or serve without remap",
+                level=level,
+                arena=self._remap_settings.arena,
+            )
+        if not self.remap_rank.turn_cold():
+            raise InvalidState(
+                "sleep while there are requests: their KV would be lost; nothing changed; sleep with mode=abort or mode=wait"
+            )
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """The first request brings the layers, in the order of use. Raises InvalidState without a broker."""
+        if not self._remap_settings.joins:
+            self.sleep()
 
     def shutdown(self) -> None:
         if self.remap_rank is not None:
+            self.remap_rank.close()
             self._remap_arena.leave(self.remap_rank.tenant.name)
             self.remap_rank = None
         super().shutdown()  # type: ignore[misc]
@@ -456,6 +506,13 @@ def _least(value: int) -> int:
     found = torch.tensor([value])
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, get_world_group().cpu_group)
     return int(found)
+
+
+def _open_first(name: str, core: Core) -> None:
+    """vLLM's block 0 stands for none in block tables: its page is the engine's own, also while all others are others'."""
+    core.cold.open_first(core.tenant(name))
+    assert core.outside is not None  # it has joined a broker
+    core.outside.give_spare()
 
 
 def _device() -> str:

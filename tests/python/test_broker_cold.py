@@ -1,0 +1,302 @@
+"""Models of several processes that take turns with the pages of one broker: an idle one gives its layers up when another needs
+pages for its own, and takes others when it is to serve again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec", reason="messages between processes need msgspec")
+
+import numpy as np
+from arena_worlds import make_spec
+from broker_member import PAGE, SessionBytes, opened, until
+
+import remap
+from remap.broker.ledger import Ledger
+from remap.broker.messages import Recall
+from remap.broker.server import Broker
+from remap.errors import OutOfMemory
+from remap.inside import inside
+from remap.ranks import Rank, ids
+
+DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
+LAYERS, LAYER_PAGES = 6, 4
+BLOCKS = 8
+KV = 3  # pages of these blocks; the first one has two whole ones
+WHOLE = LAYERS * LAYER_PAGES + KV
+PAGES = WHOLE + 7  # room for one model and a bit
+
+
+class Model:
+    """A session of its own, with one tenant."""
+
+    def __init__(self, broker: Broker, name: str, value: int, *, idle: bool = True, **more: Any) -> None:
+        self.name, self.session = name, opened(broker)
+        self.masters = [np.full(LAYER_PAGES * PAGE - 99, value + layer, dtype=np.uint8) for layer in range(LAYERS)]
+        # min_idle: it gives as soon as it is inactive.
+        knobs = remap.advanced.Knobs(reserve_blocks=0, min_idle=0.0 if idle else 1e9, **more)
+        spec = make_spec(LAYERS, min_blocks=BLOCKS, max_blocks=4 * PAGES)
+        self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
+        self.memory = SessionBytes(self.session)
+
+    @property
+    def cold(self) -> int:
+        return len(self.session.snapshot().tenants[self.name].cold)
+
+    def sleep(self, pages: str = "own") -> None:
+        self.session.deactivate(self.name, pages=pages)
+
+    def wake(self) -> remap.ActivationReport:
+        return self.session.activate(self.name)
+
+    def check(self) -> None:
+        """A pass finds every layer's bytes."""
+        remap.advanced.check(self.session)
+        with self.tenant.forward():
+            for layer, master in enumerate(self.masters):
+                self.tenant.wait(layer)
+                address = remap.advanced.layer_address(self.session, self.name, layer)
+                assert self.memory.read(address, len(master)) == master.tobytes()
+                self.tenant.done(layer)
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    with Broker(tmp_path / "s", PAGES * PAGE, PAGE, DEVICE) as made:
+        yield made
+
+
+@pytest.fixture
+def opened_here() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def two(broker: Broker, stack: ExitStack) -> tuple[Model, Model]:
+    """Both attached: the first one has given the second one its layers."""
+    models = []
+    for name, value in (("one", 10), ("two", 60)):
+        models.append(Model(broker, name, value))
+        stack.callback(models[-1].session.close)
+        models[-1].check()
+        models[-1].sleep()
+    return models[0], models[1]
+
+
+def test_models_that_do_not_fit_together_take_turns(broker: Broker, opened_here: ExitStack) -> None:
+    one, two_ = two(broker, opened_here)
+    assert one.cold >= LAYERS - 1 and two_.cold == 0
+    for _ in range(3):
+        for model, other in ((one, two_), (two_, one)):
+            report = model.wake()
+            assert report.activated and set(report.restored) | {0} == set(range(LAYERS))
+            model.check()
+            assert model.cold == 0 and other.cold >= LAYERS - 1
+            model.sleep()
+    assert sum(broker.ledger.held.values()) + broker.ledger.free == PAGES
+    assert not broker.ledger.lent
+
+
+def test_what_is_in_use_stays_and_the_other_waits(broker: Broker, opened_here: ExitStack) -> None:
+    one, other = two(broker, opened_here)
+    other.wake()
+    for _ in range(2):
+        with pytest.raises(OutOfMemory, match="until other processes serve less") as refused:
+            one.wake()
+        assert refused.value.fields["short"] > 0 and refused.value.fields["broker"] == ""
+        assert one.cold >= LAYERS - 1 and not one.tenant.active
+        # What came was too little, and is the broker's again.
+        assert one.session.snapshot().pages.free == 0
+    other.check()
+    other.sleep()
+    assert one.wake().activated
+    one.check()
+
+
+def test_one_that_has_just_served_is_left_alone(broker: Broker, opened_here: ExitStack) -> None:
+    one = Model(broker, "one", 10, idle=False)
+    opened_here.callback(one.session.close)
+    inside(one.tenant).calibrate_link(1 << 20)  # a slow link: its reload takes long
+    one.sleep()
+    session = opened(broker)
+    opened_here.callback(session.close)
+    with pytest.raises(OutOfMemory):
+        session.attach_bytes(one.masters, name="two", kv=make_spec(LAYERS, min_blocks=BLOCKS, max_blocks=400))
+    assert one.cold == 0
+
+
+def test_first_layers_stay_while_the_others_suffice(broker: Broker, opened_here: ExitStack) -> None:
+    one = Model(broker, "one", 10)
+    opened_here.callback(one.session.close)
+    one.check()
+    one.sleep()
+    session = opened(broker)
+    opened_here.callback(session.close)
+    free = broker.ledger.free
+    few = one.masters[:4]  # 16 pages and KV
+    session.attach_bytes(few, name="few", kv=make_spec(4, min_blocks=BLOCKS, max_blocks=400))
+    cold = one.session.snapshot().tenants["one"].cold
+    assert cold and cold == tuple(range(LAYERS - len(cold), LAYERS))
+    assert len(cold) * LAYER_PAGES < 4 * LAYER_PAGES + KV + LAYER_PAGES - free + KV
+
+
+@pytest.mark.parametrize("pages", ["none", "auto"])
+def test_what_is_given_up_at_once_is_the_brokers(broker: Broker, opened_here: ExitStack, pages: str) -> None:
+    one = Model(broker, "one", 10)
+    opened_here.callback(one.session.close)
+    one.sleep(pages)
+    until(lambda: broker.ledger.free == PAGES - sum(broker.ledger.held.values()), "the ledger knows")
+    if pages == "none":
+        assert one.cold == LAYERS
+        until(lambda: broker.ledger.free == PAGES, "no page is its own")
+    assert one.wake().activated
+    one.check()
+    assert broker.ledger.free <= PAGES - WHOLE
+
+
+def test_layers_that_others_had_borrowed_are_given_up_with_the_rest(broker: Broker, opened_here: ExitStack) -> None:
+    one = Model(broker, "one", 10, reload_s=1e9)
+    opened_here.callback(one.session.close)
+    one.check()
+    session = opened(broker)
+    opened_here.callback(session.close)
+    kv = session.attach_bytes(
+        [np.zeros(PAGE, dtype=np.uint8)] * 2,
+        name="kv",
+        kv=make_spec(2, min_blocks=1, max_blocks=4000),
+        config=remap.advanced.Knobs(reserve_blocks=0, max_layers=0),
+    )
+    one.sleep()
+    until(lambda: session.step({"kv": 4000}) is not None and bool(broker.ledger.lent), "layers are lent")
+    one.sleep("none")
+    until(lambda: not broker.ledger.lent, "no page is lent any more")
+    assert one.cold == LAYERS
+    until(lambda: session.step({"kv": 4000}) is not None and broker.ledger.free == 0, "the other one has all")
+    with pytest.raises(OutOfMemory):
+        one.wake()
+    kv_blocks = kv.kv.usable_blocks
+    inside(kv)._state.last_pass_s = -1e9  # it has no request: all that it does not use goes
+    assert one.wake().activated and kv.kv.usable_blocks < kv_blocks
+    one.check()
+
+
+def test_a_want_without_a_broker_says_so(tmp_path: Path, opened_here: ExitStack) -> None:
+    with Broker(tmp_path / "s", PAGES * PAGE, PAGE, DEVICE) as broker:
+        one, other = two(broker, opened_here)
+        other.wake()
+    until(lambda: bool(one.session.exclusively(lambda core: core.outside.problem)), "it has seen that it has gone")
+    with pytest.raises(OutOfMemory, match=r"the broker at .* has gone") as refused:
+        one.wake()
+    assert "has gone" in str(refused.value.fields["broker"])
+
+
+# -- engines with allocators of their own, in processes of their own ---------------------------------------------------
+
+
+class Slept:
+    """A model whose engine's blocks are its own allocator's, as vLLM's (`remap.ranks`), asleep."""
+
+    def __init__(self, broker: Broker, name: str, value: int, **more: Any) -> None:
+        self.model = Model(broker, name, value, **more)
+        self.rank = Rank(self.model.session, self.model.tenant, 0)
+        self.rank.listen(None)
+        self.model.check()
+        self.rank.sleep()
+
+    @property
+    def pages(self) -> int:
+        owned = self.model.session.snapshot().tenants[self.model.name].pages
+        return owned.params + owned.kv + owned.ring
+
+
+def test_an_engine_that_is_cold_keeps_its_first_block_alone(broker: Broker, opened_here: ExitStack) -> None:
+    one = Slept(broker, "one", 10)
+    opened_here.callback(one.model.session.close)
+    known = ids(one.rank.report().open)
+    assert one.rank.turn_cold()
+    assert one.pages == 1 and 0 in ids(one.rank.report().open)
+    until(lambda: broker.ledger.free == PAGES - 1, "all else is the broker's")
+    woken = one.rank.wake()
+    assert woken is not None and ids(woken.open) == known
+    assert ids(woken.lost) == known - {0, 1}  # they are open again, and have no KV
+    one.model.check()
+    assert not one.rank.turn_cold()  # it serves
+
+
+def test_an_engine_turns_cold_by_itself_unless_it_wakes_before(broker: Broker, opened_here: ExitStack) -> None:
+    model = Model(broker, "one", 10)
+    opened_here.callback(model.session.close)
+    rank = Rank(model.session, model.tenant, 0, cold_s=3600.0)
+    rank.listen(None)
+    for _ in range(3):
+        rank.sleep()
+        assert rank.wake() is not None
+    assert not [
+        each for each in threading.enumerate() if isinstance(each, threading.Timer) and not each.finished.is_set()
+    ]
+    rank = Rank(model.session, model.tenant, 0, cold_s=0.001)
+    rank.sleep()
+    until(lambda: model.cold == LAYERS, "nobody has asked")
+    assert rank.wake() is not None
+    model.check()
+    rank.sleep()
+    rank.close()
+    assert not rank.turn_cold()
+
+
+def test_a_member_that_keeps_pages_asks_for_layers_last() -> None:
+    ledger = Ledger(4)
+    for member in (1, 2, 3):
+        ledger.joined(member)
+    ledger.wanted(1, 1, 2)
+    ledger.wanted(2, 1, 2)
+    asked: list[tuple[int, bool, bool]] = []
+    sent = ledger.wanted(3, 1, 3, keeps=True)
+    while recalls := [(member, each) for member, each in sent if isinstance(each, Recall)]:
+        ((member, recall),) = recalls
+        assert recall.pages == 3 and not recall.runs
+        asked.append((member, recall.layers, recall.keeps))
+        sent = ledger.done(member, recall.recall)
+    assert asked == [(1, False, False), (2, False, False), (1, True, True), (2, True, True)]
+    assert ledger.waiting == 0
+
+
+def test_lent_layers_are_asked_for_who_does_not_keep_them() -> None:
+    """Of two that wait, each is asked for in its own way."""
+    ledger = Ledger(2)
+    for member in (1, 2, 3):
+        ledger.joined(member)
+    ledger.wanted(1, 1, 2)
+    sent = [*ledger.wanted(2, 1, 1), *ledger.wanted(3, 1, 2, keeps=True)]
+    asked: list[tuple[int, bool, bool, int]] = []
+    while recalls := [(member, each) for member, each in sent if isinstance(each, Recall)]:
+        for member, recall in recalls:
+            asked.append((member, recall.layers, recall.keeps, recall.pages))
+            sent = ledger.done(member, recall.recall)
+    assert (1, True, False, 1) in asked and (1, True, True, 2) in asked
+    assert ledger.waiting == 0
+
+
+def test_engines_take_turns_down_to_the_last_page(tmp_path: Path, opened_here: ExitStack) -> None:
+    # The first block of the other may lie in the midst of its blocks: one of these is lost then.
+    with Broker(tmp_path / "s", (WHOLE + 2) * PAGE, PAGE, DEVICE) as broker:
+        one = Slept(broker, "one", 10)
+        opened_here.callback(one.model.session.close)
+        assert one.rank.turn_cold()
+        other = Slept(broker, "two", 60)
+        opened_here.callback(other.model.session.close)
+        for _ in range(3):
+            for each, idle in ((one, other), (other, one)):
+                woken = each.rank.wake()
+                assert woken is not None
+                assert idle.pages == 1
+                assert idle.rank.wake() is None and idle.pages == 1  # it waits
+                each.model.check()
+                each.rank.sleep()
