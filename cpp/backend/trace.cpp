@@ -154,7 +154,11 @@ TraceRecord parse_line(const std::string& text, std::size_t line) {
     return parse_number(digits, line, text);
   };
   record.result = next();
-  for (std::size_t i = 0; i < kArguments[kind]; ++i) record.args[i] = next();
+  for (std::size_t i = 0; i < kArguments[kind]; ++i) {
+    // Older traces do not name the use of registered memory, which is HostUse::locked then.
+    if (record.call == Call::register_host && i == 2 && (words >> std::ws).eof()) break;
+    record.args[i] = next();
+  }
   if (const Listed list = listed(record.call); list.word != nullptr) {
     if (!(words >> word) || word != list.word) refuse_line(line, text, "'pages' behind a map, 'ranges' behind a copy_batch");
     while (words >> word) record.list.push_back(parse_number(word, line, text));

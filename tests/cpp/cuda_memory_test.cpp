@@ -157,6 +157,30 @@ CLEAN_TEST(what_is_staged_gives_the_budget_back) {
   backend->free_host(first, 3 * kOsPage);  // staged, and its memory goes as any
 }
 
+CLEAN_TEST(page_locks_that_stay_are_counted_in_os_pages) {
+  emulate();
+  CudaOptions options;
+  options.host_budget_bytes = 7 * kOsPage;
+  const auto backend = open_cuda(options);
+  std::vector<std::byte> own(14 * kOsPage);
+  std::byte* const begin = own.data() + (kOsPage - reinterpret_cast<std::uintptr_t>(own.data()) % kOsPage);
+  std::byte* const ranges[] = {begin + 1, begin + 4 * kOsPage + 1, begin + 8 * kOsPage + 1};  // two OS pages' bytes in three each
+  backend->register_host(ranges[0], 2 * kOsPage, HostUse::locked);
+  backend->register_host(ranges[1], 2 * kOsPage, HostUse::locked);
+  backend->use_host(ranges[0], 2 * kOsPage, HostUse::staged);
+  const auto unlocked = calls("cuMemHostUnregister");
+  backend->register_host(ranges[2], 2 * kOsPage, HostUse::locked);
+  CHECK(calls("cuMemHostUnregister") == unlocked + 1);  // nine pages would pass the budget
+  for (std::byte* at : ranges) backend->unregister_host(at, 2 * kOsPage);
+
+  std::byte* const odd = backend->allocate_host(2 * kOsPage + 1);
+  const auto before = calls("cuMemHostUnregister");
+  backend->use_host(odd, 2 * kOsPage + 1, HostUse::staged);
+  backend->use_host(odd, 2 * kOsPage + 1, HostUse::locked);
+  CHECK(calls("cuMemHostUnregister") == before);  // all of it was page-locked still
+  backend->free_host(odd, 2 * kOsPage + 1);
+}
+
 CLEAN_TEST(without_a_budget_the_machine_is_one) {
   emulate();
   const auto backend = open_cuda();

@@ -5,6 +5,7 @@ On the emulated CUDA driver, which counts the copies of memory that is not page-
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
@@ -363,3 +364,29 @@ def test_it_is_over_though_nothing_is_staged_any_more(opened: Any) -> None:
             world.session._tiers._locking.join()
     world.turn("b")
     assert world.session._tiers._locking is None
+
+
+def test_a_session_is_dropped_while_master_copies_are_being_page_locked(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, emulated: Any
+) -> None:
+    from remap.memory import host_memory
+
+    world = World("ab")
+    begun, go_on = threading.Event(), threading.Event()
+    real = host_memory.use_host
+
+    def slow(backend: Any, address: int, nbytes: int, *, staged: bool) -> None:
+        if not staged:
+            begun.set()
+            assert go_on.wait(60)
+        real(backend, address, nbytes, staged=staged)
+
+    monkeypatch.setattr(host_memory, "use_host", slow)
+    while not begun.is_set():
+        world.turn("b")
+    (thread,) = [each for each in threading.enumerate() if each.name == "remap-tiers"]
+    del world
+    gc.collect()
+    go_on.set()
+    thread.join()
+    assert thread.error is None  # type: ignore[attr-defined]

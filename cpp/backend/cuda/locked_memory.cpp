@@ -262,7 +262,7 @@ void LockedMemory::use_range(const std::byte* address, std::size_t bytes, HostUs
   const auto found = find(address, bytes, std::nullopt, "use_host");
   Range& range = found->second;
   auto* const at = const_cast<std::byte*>(address);
-  if (use == HostUse::staged || range.use == use || range.registered == bytes) return set(range, use, range.registered);
+  if (use == HostUse::staged || range.use == use || range.registered >= bytes) return set(range, use, range.registered);
   if (range.registered != 0) unlock(found, "use_host");  // a part, where that has failed before
   std::size_t registered = 0;
   const RangeFacts facts = range_facts(read_text("/proc/self/maps"), address_of(address), bytes);
@@ -303,10 +303,13 @@ LockedMemory::Ranges::iterator LockedMemory::find(const std::byte* address, std:
 void LockedMemory::make_room(std::size_t locked, const char* call) {
   if (!options_.budget.set()) return;  // memory that is there and page-locked takes no more of the machine than memory that is there
   std::size_t all = locked;
-  for (const auto& each : ranges_) all += each.second.kind == Kind::slots ? 0 : each.second.registered;
+  const auto in_pages = [this](const auto& range) {
+    return range.second.registered == 0 ? 0 : locked_span(range.first, range.second.registered);
+  };
+  for (const auto& each : ranges_) all += each.second.kind == Kind::slots ? 0 : in_pages(each);
   for (auto range = ranges_.begin(); range != ranges_.end() && all > options_.budget.bytes; ++range) {
     if (range->second.use != HostUse::staged || range->second.registered == 0) continue;
-    all -= range->second.registered;
+    all -= in_pages(*range);
     unlock(range, call);
   }
 }

@@ -59,6 +59,7 @@ class _Locking(threading.Thread):
     def __init__(self, tenant: TenantState, ranges: Sequence[tuple[int, int]]) -> None:
         super().__init__(name="remap-tiers", daemon=True)
         self.host, self.ranges, self.winner = tenant.host, ranges, tenant.name
+        self._keep = tenant.source.keep_alive  # the memory itself, of a session that is dropped
         self.error: Error | None = None
         self.stopped = False
 
