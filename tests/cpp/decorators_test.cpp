@@ -44,6 +44,7 @@ struct Tour {
         {Call::populate, [&] { b.populate(at, kPage); }},
         {Call::allocate_host, [&] { master = b.allocate_host(kPage); }},
         {Call::register_host, [&] { b.register_host(mine.data(), kPage, HostUse::locked); }},
+        {Call::use_host, [&] { b.use_host(mine.data(), kPage, HostUse::staged); }},
         {Call::create_stream, [&] { stream = b.create_stream(); }},
         {Call::create_event, [&] { event = b.create_event(true); }},
         {Call::fill, [&] { b.fill(stream, master, 5, kPage); }},
@@ -150,6 +151,9 @@ TEST(a_trace_counts_and_logs_every_call) {
     CHECK(again[i].call == log[i].call && again[i].failed == log[i].failed && again[i].result == log[i].result &&
           again[i].args == log[i].args && again[i].list == log[i].list);
   }
+  const auto before = parse_trace("register_host ok 0 4096 8192\nregister_host ok 0 4096 8192 1\n");  // of when it did not say the use
+  CHECK(before[0].args[2] == static_cast<std::uint64_t>(HostUse::locked) && before[1].args[2] == 1);
+  CHECK_ERROR(ErrorKind::invalid_argument, (parse_trace("register_host ok 0 4096"), 0));
   trace->set_logging(false);
   trace->create_event(true);
   CHECK(trace->log().size() == log.size() && trace->count(Call::create_event) == 2);
