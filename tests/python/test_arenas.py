@@ -7,6 +7,8 @@ from byte_world import spec
 
 import remap
 from remap.adapters.arenas import SharedSession, shared
+from remap.adapters.settings import Settings
+from remap.inside import inside
 
 SIZE = {"capacity": 4 << 20, "device": "cpu", "page_bytes": 1 << 16, "copy_chunk_bytes": 0}
 
@@ -37,6 +39,18 @@ def test_the_first_opens_and_the_last_closes():
     assert again is not first and not again.closed
     arena.leave("nobody")
     assert again.closed
+
+
+def test_the_settings_of_the_first_order_the_givers():
+    """`REMAP_POLICY` once reached tenants alone, which no session asks for it."""
+    arena = SharedSession()
+    settings = Settings.read({"REMAP_ENABLE": "1", "REMAP_POLICY": "mru", "REMAP_MIN_IDLE": "4"}, 4 << 20)
+    assert settings is not None
+    session = arena.enter(**SIZE, config=settings.controller())
+    assert session._offers._config.policy == "mru"
+    attach(arena, "m")
+    assert inside(session.tenants["m"])._state.config.min_idle == 4.0
+    arena.leave("m")
 
 
 def test_another_size_is_refused_and_does_not_count():

@@ -232,6 +232,18 @@ def test_an_inactive_tenant_gives_only_once_it_has_been_idle_for_long_enough() -
         assert not world.step(r=1).unmet_blocks and i.tenant.remapped == 1
 
 
+def test_how_long_a_tenant_has_to_idle_is_its_own_setting() -> None:
+    with world_of({"r": 1, "i": 3}, min_idle=5.0, max_layers=None) as world:
+        i, r = world.engines["i"], world.engines["r"]
+        set_times(i, HIDDEN, copy_s=100.0)
+        world.session._tenants["r"].controller.config = config_of(max_layers=0)
+        world.session._tenants["i"].config = config_of(min_idle=1.0, max_layers=None)
+        world.session.deactivate("i")
+        idle_until(i, 101.0)
+        hold(r, 99)
+        assert not world.step(r=1).unmet_blocks and i.tenant.remapped == 1
+
+
 def test_active_donors_give_where_it_stalls_least_and_within_their_slowdown() -> None:
     with world_of({"r": 1, "cheap": 2, "dear": 2}, slowdown=0.5) as world:
         set_times(world.engines["dear"], times_of(N, 1.0, 2.0))

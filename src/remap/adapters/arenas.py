@@ -16,14 +16,17 @@ __all__ = ["SharedSession", "join", "shared"]
 
 
 def join(settings: Settings, device: str, *, config: Config | None = None) -> Session:
-    """A session with the pages of the broker that the settings name, for an engine that computes on `device`.
+    """A session with the pages of the broker that the settings name, for an engine that computes on `device`. config: by
+    default the settings' own, of which `policy` is the session's.
 
     Raises InvalidState (fields arena, device, broker) unless the broker's pages are that device's; InvalidArgument
     (fields name, value, broker) if the settings name a capacity or a page size that is not the broker's, and (field path) if no
     broker is there; InvalidState (field why) if it refuses.
     """
     session = Session(
-        device=settings.arena, config=config, platform=Platform(copy_chunk_bytes=settings.copy_chunk_bytes)
+        device=settings.arena,
+        config=config or settings.controller(),
+        platform=Platform(copy_chunk_bytes=settings.copy_chunk_bytes),
     )
     if session.device != device:
         session.close()
@@ -83,15 +86,18 @@ class SharedSession:
             self._session = join(settings, device)
         return self._session.capacity_bytes
 
-    def enter(self, *, capacity: int, device: str, page_bytes: int, copy_chunk_bytes: int | None) -> Session:
-        """The session. The first engine opens it, later engines get the same one.
+    def enter(
+        self, *, capacity: int, device: str, page_bytes: int, copy_chunk_bytes: int | None, config: Config | None = None
+    ) -> Session:
+        """The session. The first engine opens it, with its `config`: the order in which tenants give is one for all. Later
+        engines get the same one.
 
         Raises InvalidArgument (fields capacity, page_bytes) if an engine asks for other sizes than the first one did,
         and the errors of `Session`; the engine has not entered then.
         """
         if self._session is None or self._session.closed:
             platform = Platform(copy_chunk_bytes=copy_chunk_bytes)
-            self._session = Session(capacity, device, page_bytes=page_bytes, platform=platform)
+            self._session = Session(capacity, device, page_bytes=page_bytes, platform=platform, config=config)
             self._users = 0
         there = self._session.snapshot()
         if (there.page_bytes, there.capacity_bytes) != (page_bytes, capacity):

@@ -21,7 +21,8 @@ and does nothing.
     REMAP_SELECTION=nested    which layers stream: nested, uniform, slices or auto
     REMAP_CONTENTION=0.1      slowdown of the computation by a hidden copy, as a share of the copy's time
     REMAP_MAP_S=0.001         seconds to map a layer back
-    REMAP_POLICY=priority     order in which idle models give pages: priority, mru, lru or expected_next_use
+    REMAP_POLICY=priority     order in which idle models give pages: priority, mru, lru or expected_next_use; of engines that
+                              share an arena the first one's is everybody's
     REMAP_MIN_IDLE=1          idle time before a model gives pages, as a multiple of the time that its reload is worth
     REMAP_RELOAD_S=0.1        most seconds by which a first prefill may be late because its model gave layers
     REMAP_TBT_S=0.05          target between two tokens: no growth lifts a decode pass above it; by default none

@@ -111,11 +111,12 @@ class Offers:
         stuck = _stuck(self._tenants)
         idle = self.ranked([one for one in others if not one.active and not (stuck and paused(one))], now)
         busy = [one for one in others if one.active or (stuck and paused(one))]
-        least = self._config.min_idle
         asked: list[tuple[Donor, TenantState]] = [(self.unused_kv, giver) for giver in (*idle, *busy)]
         lenders = [] if self._switching.crowded else idle
         asked += [
-            (self.inactive, giver) for giver in lenders if may_donate(self._candidate(giver, now), min_idle=least)
+            (self.inactive, giver)
+            for giver in lenders
+            if may_donate(self._candidate(giver, now), min_idle=giver.config.min_idle)
         ]
         asked += [(self.paused_kv, giver) for giver in (*idle, *busy)]
         asked += [(self.active, giver) for giver in busy]
@@ -139,7 +140,7 @@ class Offers:
         ]
         for giver in self.ranked(asleep, now):
             as_inactive = replace(self._candidate(giver, now), active=False)
-            if need <= 0 or not may_donate(as_inactive, min_idle=self._config.min_idle):
+            if need <= 0 or not may_donate(as_inactive, min_idle=giver.config.min_idle):
                 continue
             quotes = self.inactive.quotes(giver, taker, need, 0.0)
             if quotes:

@@ -256,6 +256,7 @@ class RemapWorker:
             device=_device(),
             page_bytes=page,
             copy_chunk_bytes=settings.copy_chunk_bytes,
+            config=settings.controller(),
         )
         name = arena.name_for(self.vllm_config.model_config.model) if settings.arena else NAME
         # vLLM's own views lay out a block: for us a block is a number of bytes.
