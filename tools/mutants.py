@@ -708,8 +708,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="controller-free-pages-by-number",
         file="src/remap/memory/view.py",
-        text="        places.sort()\n",
-        replacement="",
+        text="return changes.arena.first_free(tenant.giving_order, most)",
+        replacement="return [page for page in changes.arena.free_pages() if page in tenant.index_of][:most]",
         breaks="Free pages are taken by their numbers, so blocks that straddle pages have no neighbours.",
         tests=("test_sharing_controller.py::test_free_pages_are_taken_where_blocks_stand_together",),
     ),
