@@ -43,7 +43,7 @@ CALLS = {
         Call("probe", 90, 60, 60),
         Call("build-and-check", 480, 240, 300),
         Call("measure", 480, 180, 240, measures=True),
-        Call("serve", 560, 180, 150, measures=True),
+        Call("serve", 560, 180, 180, measures=True),
     )
 }
 
