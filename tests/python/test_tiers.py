@@ -18,6 +18,7 @@ from arena_worlds import PAGE, forward, make_layers, make_spec
 import remap
 from remap import _core
 from remap.inside import inside
+from remap.memory import host_memory
 from remap.memory.tiers import PRICE
 
 SIZES = [2, 3, 2, 2]
@@ -80,6 +81,23 @@ def opened(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del world.session
     worlds.clear()
     assert emulated.pageable() == 0 and emulated.violations() == []
+
+
+def locking_stops(monkeypatch: pytest.MonkeyPatch, world: World) -> threading.Event:
+    """The model b has turns until its first master copy is about to be page-locked, which waits for the event."""
+    begun, go_on = threading.Event(), threading.Event()
+    real = host_memory.use_host
+
+    def slow(backend: Any, address: int, nbytes: int, *, staged: bool) -> None:
+        if not staged:
+            begun.set()
+            assert go_on.wait(60)
+        real(backend, address, nbytes, staged=staged)
+
+    monkeypatch.setattr(host_memory, "use_host", slow)
+    while not begun.is_set():
+        world.turn("b")
+    return go_on
 
 
 def test_the_model_that_loads_most_has_the_page_locked_memory(opened: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -149,21 +167,8 @@ def test_what_is_page_locked_gives_way_to_a_model_that_is_attached(opened: Any) 
 def test_a_model_goes_while_its_master_copies_are_being_page_locked(
     opened: Any, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    from remap.memory import host_memory
-
     world = opened("ab")
-    begun, go_on = threading.Event(), threading.Event()
-    real = host_memory.use_host
-
-    def slow(backend: Any, address: int, nbytes: int, *, staged: bool) -> None:
-        if not staged:
-            begun.set()
-            assert go_on.wait(60)
-        real(backend, address, nbytes, staged=staged)
-
-    monkeypatch.setattr(host_memory, "use_host", slow)
-    while not begun.is_set():
-        world.turn("b")
+    go_on = locking_stops(monkeypatch, world)
     world.turn("b")  # from memory that is being page-locked
     threading.Timer(0.05, go_on.set).start()
     if ends == "detach":
@@ -326,7 +331,6 @@ def test_copies_behind_a_pass_end_before_their_master_copies_are_staged(opened: 
 
 def test_a_model_is_attached_while_another_is_being_page_locked(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget has room for either."""
-    from remap.memory import host_memory
 
     world = opened("ab")
     begun, go_on = threading.Event(), threading.Event()
@@ -369,21 +373,8 @@ def test_it_is_over_though_nothing_is_staged_any_more(opened: Any) -> None:
 def test_a_session_is_dropped_while_master_copies_are_being_page_locked(
     opened: Any, monkeypatch: pytest.MonkeyPatch, emulated: Any
 ) -> None:
-    from remap.memory import host_memory
-
     world = World("ab")
-    begun, go_on = threading.Event(), threading.Event()
-    real = host_memory.use_host
-
-    def slow(backend: Any, address: int, nbytes: int, *, staged: bool) -> None:
-        if not staged:
-            begun.set()
-            assert go_on.wait(60)
-        real(backend, address, nbytes, staged=staged)
-
-    monkeypatch.setattr(host_memory, "use_host", slow)
-    while not begun.is_set():
-        world.turn("b")
+    go_on = locking_stops(monkeypatch, world)
     (thread,) = [each for each in threading.enumerate() if each.name == "remap-tiers"]
     del world
     gc.collect()
