@@ -328,6 +328,7 @@ def test_copies_behind_a_pass_end_before_their_master_copies_are_staged(opened: 
     emulated.change(jitter_us=20)
     assert world.locked == "b"
 
+
 def test_a_model_is_attached_while_another_is_being_page_locked(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget has room for either."""
 
