@@ -106,7 +106,7 @@ def _rest(model: Any) -> list[Any]:
 def first_tokens(models: dict[str, Any], rounds: int) -> dict[str, list[float]]:
     """Two models in memory for one, in turns. Seconds from activation: until all layers have come; until the first token; until
     the first token of a model that was warm; and of one that kept as many first layers as are certified to hide the others'
-    loading. Each of the first two in every other activation, so that both see the same machine. "layers": those that were kept."""
+    loading. Each of the first two in every other activation: both see the same machine. "layers": how many were kept."""
     names = list(models)[:2]
     rest = sum(-(-sum(p.numel() * 4 for p in _rest(models[name])) // PAGE) * PAGE for name in names)
     largest = max(sum(p.numel() * 4 for p in models[name].model.layers.parameters()) for name in names)
