@@ -84,6 +84,15 @@ def test_where_layers_are_cut_changes_no_bit_of_tokens_and_logprobs() -> None:
 
 def test_logprobs_are_the_same_after_a_merger_and_the_loss_of_an_instance() -> None:
     model, requests = make("qwen2"), asking(8, 60, 110)
+    expected = expected_tokens(model, requests)
+    # While this thread does not run, instances may answer all before one of them is lost.
+    assert any(lost_under(model, requests, expected) for _ in range(3)), (
+        "each time all had been answered before the loss"
+    )
+
+
+def lost_under(model: Any, requests: Any, expected: Any) -> int:
+    """Requests that had to start again when an instance of three was lost. All answers are right."""
     with Cluster(model, 3, blocks=120) as cluster:
         cluster.submit("i0", requests)
         cluster.until(lambda: cluster.tokens)
@@ -99,10 +108,11 @@ def test_logprobs_are_the_same_after_a_merger_and_the_loss_of_an_instance() -> N
         for number, one in enumerate(request for request in requests if request.id in lost):
             cluster.instances[("i0", "i2")[number % 2]].submit(one, 2, cluster.delivered(one.id))
         found = cluster.answers(requests)
-        assert lost and found == expected_tokens(model, requests)
+        assert found == expected
         for one in requests:
             noted = tuple(logprobs for _, logprobs in sorted(cluster.noted[one.id].items()))
             check_noted(model, one, Output(one.id, found[one.id], "length", 0, noted, cluster.prompts[one.id]))
+    return len(lost)
 
 
 def test_the_ledger_delivers_logprobs_once_and_with_their_tokens() -> None:
