@@ -331,7 +331,6 @@ def test_copies_behind_a_pass_end_before_their_master_copies_are_staged(opened: 
 
 def test_a_model_is_attached_while_another_is_being_page_locked(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget has room for either."""
-
     world = opened("ab")
     begun, go_on = threading.Event(), threading.Event()
     real = host_memory.use_host

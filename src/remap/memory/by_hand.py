@@ -14,8 +14,8 @@ from remap.errors import ArenaBroken, Error, InvalidArgument
 from remap.memory.apply import Changes
 from remap.memory.entries import Entries, Entry, ended_early, merge
 from remap.memory.lend import BroughtHome, Lending
-from remap.memory.plan import MAX_BUFFERS
-from remap.memory.restream import continue_draining, refuse_in_use, take_free_pages
+from remap.memory.plan import MAX_BUFFERS, plan_free_pages
+from remap.memory.restream import continue_draining, refuse_in_use
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
@@ -139,8 +139,8 @@ def lend_by_hand(
 def _take(changes: Changes, tenant: TenantState, receiver: TenantState) -> Entry:
     """Give the tenant's free lent pages to the receiver's KV. Returns the receiver's entry of the report."""
     before = receiver.kv.usable_blocks
-    lent = tenant.pages.lent
-    free = sum(page in lent for page in free_pages_of(changes, receiver))
-    take_free_pages(changes, receiver, int(free * receiver.blocks_per_page), among=lent)
-    reason = f"{free} pages of {tenant.name} by hand"
+    free = [page for page in free_pages_of(changes, receiver) if page in tenant.pages.lent]
+    if free:
+        changes.apply_and_settle(receiver, plan_free_pages(receiver.pages, free, give=True))
+    reason = f"{len(free)} pages of {tenant.name} by hand"
     return Entry(added=receiver.kv.usable_blocks - before, reason=reason)

@@ -75,10 +75,9 @@ class Cold:
         broker answers; "": one does, or there is none."""
         layers, broker, free = _cold(tenant), "", -1
         while self.supply is not None and not broker and (short := self._choose(tenant, layers).short) > 0:
-            # More than once only if what came did not suit the blocks' places.
-            if len(self._changes.arena.free_pages()) <= free:
+            before, free = free, self._changes.arena.counts()["free"]
+            if free <= before:  # what came did not suit the blocks' places
                 break
-            free = len(self._changes.arena.free_pages())
             broker = self.supply(short)
         return broker
 
@@ -449,7 +448,7 @@ class Cold:
         page_bytes = tenant.kv.geometry.page_bytes
         needed = sum(map(tenant.pages_of, layers))
         offered, _ = self._offered(tenant)
-        free = len(self._changes.arena.free_pages())
+        free = self._changes.arena.counts()["free"]
         givers = ", ".join(f"{name} {count}" for name, count in offered.items()) or "no tenant"
         elsewhere = "" if self.supply is None else "wait until other processes serve less, "
         return OutOfMemory(

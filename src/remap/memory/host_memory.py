@@ -66,9 +66,9 @@ class HostMemory:
         self._name = name
         self._allocated: list[tuple[int, int]] = []
         self._registered: list[tuple[int, int]] = []
-        self._staged: frozenset[tuple[int, int]] = (
-            frozenset()
-        )  # of both: those that are not page-locked, or need not be
+        # Of both: those that are not page-locked, or need not be. Concurrency: read by any thread, whole. It is replaced with the
+        # session's lock held, and of a tenant that is being page-locked by that thread alone: tiers.py ends it before others do.
+        self._staged: frozenset[tuple[int, int]] = frozenset()
         self._claimed: frozenset[tuple[int, int]] = frozenset()  # of those: that are about to be page-locked
         self.asks_kv = False  # whether `HostMemories.store_kv` may be asked for this tenant yet
 

@@ -39,16 +39,9 @@ __all__ = [
 _RECORDED = {"onward": "nested", "inward": ""}
 
 
-def take_free_pages(
-    changes: Changes, tenant: TenantState, blocks: int, *, among: Collection[int] | None = None
-) -> None:
-    """Take enough free pages, in giving order, for `blocks` more usable blocks, or all that there are. among: of these pages
-    alone."""
-    count = -(-blocks * tenant.kv.spec.block_bytes // changes.arena.page_bytes) + 1
-    if among is None:
-        free = free_pages_of(changes, tenant, count)
-    else:
-        free = [page for page in free_pages_of(changes, tenant) if page in among][:count]
+def take_free_pages(changes: Changes, tenant: TenantState, blocks: int) -> None:
+    """Take enough free pages, in giving order, for `blocks` more usable blocks, or all that there are."""
+    free = free_pages_of(changes, tenant, -(-blocks * tenant.kv.spec.block_bytes // changes.arena.page_bytes) + 1)
     if free:
         changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, free, give=True))
 

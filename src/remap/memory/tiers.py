@@ -4,14 +4,16 @@
 At first whoever was attached first has the budget (host_memory.py). A load of the others' layers is staged, at the speed of
 ordinary memory. So the bytes that each tenant loads are counted, and once a staged one has loaded so much more than the idle ones
 in its way that page-locking it would have paid, it is page-locked and they are staged, in place: no address changes. That is
-renting until the rent paid reaches the price (ski rental): at most twice what knowing the loads beforehand would have cost.
+renting until the rent paid reaches the price, as in ski rental, with the loads since the last change for the rent. Of many models
+in turn no bound is proven.
 
     Tiers.consider, at the end of an activation or deactivation, the session's lock held, no copy from the idle ones under way:
         idle ones  locked -> staged     at once: their next copies are staged; the page locks go when the budget is wanted
         a thread   staged -> locked     of the other, range by range; its copies go on, staged, meanwhile
 
-Page-locking takes a quarter of a second for each GiB, and beside it a launch on another thread takes up to 15 ms (the driver's
-own lock, a piece of 64 MiB; bench/gpu/measures/page_locking.py): no step and no pass waits for all of it.
+Page-locking 7.3 GB took 0.5 s on an H200, beside a load (one run; bench/gpu/measures/cold_models.py): no step and no pass waits
+for all of it. By how much the driver's own lock delays other threads' launches meanwhile, a piece of 64 MiB at a time, has not
+been measured on a GPU (bench/gpu/measures/page_locking.py would).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ __all__ = ["Tiers"]
 _logger = logging.getLogger("remap.masters")
 
 PRICE = 2.0
-"""Page-locking a byte costs as much as so many bytes lose by being staged: 0.23 ns a byte, by 0.11 ns."""
+"""Page-locking a byte is taken to cost as much as so many bytes lose by being staged. On that H200 it took 0.07 ns, for 0.10 ns
+that a staged byte loses: the seconds alone would say 0.7. The rest is margin, for what it costs other threads."""
 
 
 @dataclass(frozen=True)
