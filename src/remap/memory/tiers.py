@@ -11,9 +11,9 @@ in turn no bound is proven.
         idle ones  locked -> staged     at once: their next copies are staged; the page locks go when the budget is wanted
         a thread   staged -> locked     of the other, range by range; its copies go on, staged, meanwhile
 
-Page-locking 7.3 GB took 0.5 s on an H200, beside a load (one run; bench/gpu/measures/cold_models.py): no step and no pass waits
-for all of it. By how much the driver's own lock delays other threads' launches meanwhile, a piece of 64 MiB at a time, has not
-been measured on a GPU (bench/gpu/measures/page_locking.py would).
+Page-locking 7.3 GB took 0.5 s on two H200s, beside a load (one run each; bench/gpu/measures/cold_models.py): no step and no pass
+waits for all of it. Another thread's launch was late by 4.9 ms at most meanwhile, a piece of 64 MiB at a time; in one piece of
+3 GiB it would have been 159 (n = 6; bench/gpu/measures/page_locking.py).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["Tiers"]
 
 _logger = logging.getLogger("remap.masters")
 
-PRICE = 2.0
-"""Page-locking a byte is taken to cost as much as so many bytes lose by being staged. On that H200 it took 0.07 ns, for 0.10 ns
-that a staged byte loses: the seconds alone would say 0.7. The rest is margin, for what it costs other threads."""
+PRICE = 3.0
+"""Page-locking a byte is taken to cost as much as so many bytes lose by being staged. On an H200 it took 0.07 ns, for 0.027 ns
+that a byte staged by four threads loses: the seconds alone would say 2.5. The rest is margin, for what it costs other threads."""
 
 
 @dataclass(frozen=True)
