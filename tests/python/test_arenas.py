@@ -6,7 +6,7 @@ import pytest
 from byte_world import spec
 
 import remap
-from remap.adapters.arenas import SharedSession, shared
+from remap.adapters.arenas import SharedSession, hosted, shared
 from remap.adapters.settings import Settings
 from remap.inside import inside
 
@@ -62,6 +62,25 @@ def test_another_size_is_refused_and_does_not_count():
         assert refused.value.capacity == {**SIZE, **other}["capacity"]
     arena.leave("nobody")
     assert session.closed
+
+
+def test_engines_enter_a_session_that_stays_its_owners():
+    with remap.Session(SIZE["capacity"], SIZE["device"], page_bytes=SIZE["page_bytes"]) as session:
+        with hosted("test_hosted", session):
+            arena = shared("test_hosted")
+            assert arena.page_bytes == SIZE["page_bytes"]
+            assert arena.enter(**SIZE) is session
+            attach(arena, "m")
+            with pytest.raises(remap.InvalidState, match="another name"), hosted("test_hosted", session):
+                pass
+            arena.leave("m")
+            assert not session.closed and not session.tenants
+        assert arena.page_bytes is None
+        assert arena.enter(**SIZE) is not session  # the name is free again
+        arena.leave("nobody")
+        with pytest.raises(remap.InvalidState, match="1 engines still use") as refused, hosted("test_hosted", session):
+            arena.enter(**SIZE)
+        assert refused.value.users == 1 and not session.closed
 
 
 def test_without_a_name_nothing_is_shared():

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions that engines of one process share: the first engine opens it, the last one closes it; and those of a broker's pages,
-which engines of any process share."""
+"""Sessions that engines of one process share: the first engine opens it, the last one closes it, or somebody else has opened it
+for them (`hosted`); and those of a broker's pages, which engines of any process share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from remap.adapters.settings import Settings
@@ -12,7 +14,7 @@ from remap.errors import InvalidArgument, InvalidState
 from remap.memory.device import Platform
 from remap.session import Session
 
-__all__ = ["SharedSession", "join", "shared"]
+__all__ = ["SharedSession", "hosted", "join", "shared"]
 
 
 def join(settings: Settings, device: str, *, config: Config | None = None) -> Session:
@@ -116,6 +118,27 @@ class SharedSession:
         base, taken = Path(model).name, self.session.snapshot().tenants
         return next(name for name in (base, *(f"{base}-{n}" for n in range(2, len(taken) + 3))) if name not in taken)
 
+    @contextmanager
+    def lending(self, session: Session) -> Iterator[None]:
+        """`hosted`."""
+        if self._session is not None and not self._session.closed:
+            raise InvalidState(
+                "engines of this process have this arena open; nothing changed; give your session another name",
+                users=self._users,
+            )
+        self._session, self._users = session, 1
+        try:
+            yield
+        finally:
+            users, self._users = self._users - 1, 0
+            self._session = None
+            if users:
+                raise InvalidState(
+                    f"{users} engines still use the session: {sorted(session.snapshot().tenants)}; no other engine can enter it "
+                    "now; shut them down before",
+                    users=users,
+                )
+
     def leave(self, tenant: str) -> None:
         """Detach the engine's tenant. The last engine closes the session instead."""
         self._users -= 1
@@ -126,6 +149,18 @@ class SharedSession:
 
 
 _SHARED: dict[str, SharedSession] = {}
+
+
+@contextmanager
+def hosted(name: str, session: Session) -> Iterator[None]:
+    """Engines of this process that start with REMAP_ARENA=name attach to this session, which is open and stays its owner's to
+    close: one that has models of your own, say. Its capacity and page size are the engines' REMAP_CAPACITY and REMAP_PAGE_BYTES.
+
+    Raises InvalidState (field users) if engines have opened an arena of that name already; nothing has changed then; and in the
+    end if engines are left that have not been shut down.
+    """
+    with shared(name).lending(session):
+        yield
 
 
 def shared(name: str) -> SharedSession:
