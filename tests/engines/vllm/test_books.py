@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from remap.adapters.vllm import internals
 from remap.adapters.vllm.link import PoolIds, RankLink
-from remap.ranks import runs
+from remap.ranks import RankReport, runs
 
 BLOCKS, FIRST = 24, 6
 
@@ -183,8 +183,11 @@ def link_over(books: PoolIds, asked: list[Any], *, sharing: bool) -> RankLink:
     """A link whose ranks only write down what they are asked."""
     link = RankLink.__new__(RankLink)
     link.books, link._sharing, link._asleep, link._local = books, sharing, False, None
-    link.group = SimpleNamespace(target=(1, 1), home=lambda: asked.append(("home",)), woken=tuple)
-    link._ask = lambda *call: asked.append(call) or []
+    link.group = SimpleNamespace(
+        target=(1, 1), home=lambda: asked.append(("home",)), woken=lambda reports: reports[0].open
+    )
+    woken = [RankReport(((0, 4),), (1, 1))]
+    link._ask = lambda *call: asked.append(call) or (woken if call == ("wake",) else [])
     return link
 
 
