@@ -377,6 +377,9 @@ def vllm(
     host_kv: Annotated[
         str | None, typer.Option(help="Also run both sides with so much host memory for KV (OffloadingConnector).")
     ] = None,
+    cpu_linear: Annotated[
+        str, typer.Option(help="remap's kernels of linear layers on a CPU (REMAP_CPU_LINEAR): exact or packed.")
+    ] = "exact",
     out: Annotated[Path, typer.Option(help="Folder for vllm.md and vllm.json (with --host-kv: vllm-host-kv).")] = Path(
         "bench/results"
     ),
@@ -398,6 +401,7 @@ def vllm(
             threads=threads,
             loads=tuple(load or LOADS),
             host_kv_bytes=host,
+            cpu_linear=cpu_linear,
         )
         console.print(write(measure(settings, console.print), out), markup=False, highlight=False)
 

@@ -58,7 +58,7 @@ class VllmBench:
     threads: int = 1
     seed: int = 2
     vocabulary: int = 40_000
-    cpu_linear: str = "packed"
+    cpu_linear: str = "exact"  # the adapter's default
     loads: tuple[str, ...] = tuple(LOADS)
     host_kv_bytes: int = 0
 

@@ -63,7 +63,8 @@ def markdown(measured: dict[str, Any]) -> str:
         f"{Path(settings['model']).name}, {settings['dtype']}; KV cache {show_size(settings['kv_bytes'])} at first; at most "
         f"{settings['max_num_seqs']} requests at once; {settings['threads']} computing thread(s) on all sides; lengths "
         f"{settings['lengths']} x ShareGPT's; gaps between arrivals with a coefficient of variation of {settings['cv']}; n = "
-        f"{settings['runs']} runs of each side, alternating; {machine['cpu']}, {machine['cores']} cores; load average "
+        f"{settings['runs']} runs of each side, alternating; remap's linear layers {settings['cpu_linear']}; "
+        f"{machine['cpu']}, {machine['cores']} cores; load average "
         f"{min(run['load_average'] for run in measured['runs']):.1f} to "
         f"{max(run['load_average'] for run in measured['runs']):.1f}.",
     ]
