@@ -81,19 +81,19 @@ class AskedSession:
         self._put_off: dict[str, tuple[float, Callable[[Core], None]]] = {}
         self._attended = threading.Event()
 
-    def granted(self, pages: Sequence[int]) -> None:
+    def granted(self) -> None:
         session = self._session()
         try:
             if session is None:
                 raise InvalidState("the session is gone; nothing changed")
-            session.exclusively(partial(_take_in, pages), claims=False)
+            session.exclusively(_take_in, claims=False)
         except Error:
             if session is None or session.closed:  # else `take_in` has given them back
-                self._membership.give(pages)
+                self._membership.give(self._membership.arrived())
             raise
 
-    def returned(self, pages: Sequence[int]) -> None:
-        self.granted(pages)
+    def returned(self) -> None:
+        self.granted()
         self._run("home", _come_home, _come_home)
 
     def recalled(self, pages: int, layers: bool, keeps: bool) -> None:
@@ -162,9 +162,9 @@ def _attempt(call: Callable[[Core], None], core: Core) -> None:
         _logger.warning("what the broker asked for was not done: %s", error)
 
 
-def _take_in(pages: Sequence[int], core: Core) -> None:
+def _take_in(core: Core) -> None:
     if core.outside is not None:
-        core.outside.take_in(pages)
+        core.outside.take_arrived()
 
 
 def _recheck(core: Core) -> None:

@@ -444,13 +444,17 @@ class Ledger:
             if asked is not None:
                 want, (layers, who) = asked
                 want.asked.add((layers, who))
+                if not (layers or want.keeps) and self._next(want) == (True, who):
+                    layers = True  # nobody else has anything: one question for what it does not use, then for layers
+                    want.asked.add((layers, who))
                 self._recalls += 1
                 self._recall = _Recall(self._recalls, who)
                 keeps = layers and want.keeps
                 # Lent pages are of no use to a member that keeps some.
                 others = (each for each in self._wants if each.member != who)
                 pages = sum(each.pages for each in others if not layers or each.keeps is keeps)
-                sent.append((who, Recall(self._recalls, pages, layers=layers, keeps=keeps)))
+                # In front: an answer wakes who waits for it, and on a busy machine that may be instead of the sender.
+                sent.insert(0, (who, Recall(self._recalls, pages, layers=layers, keeps=keeps)))
         return sent
 
     def _next(self, want: _Want) -> tuple[bool, int] | None:

@@ -3,7 +3,8 @@
 
 Two threads, since none may wait for the other's locks: one only reads packets, and hands them on; one does what others ask for,
 and takes the session's lock for it. A call of the session that needs pages sends its want and waits for the answer, which the
-reader gives it; so it may hold the session's lock meanwhile.
+reader gives it; so it may hold the session's lock meanwhile. What comes behind the answer a step takes in, if it is faster than
+the second thread, which gets neither the lock nor the interpreter soon beside a caller that steps without a pause.
 
     want(pages)      now: what is free at the broker; `patient`: what others give as well, for good
     give(pages)      this process does not touch them any more; `lent`: they are of layers, and may be called
@@ -12,7 +13,7 @@ reader gives it; so it may hold the session's lock meanwhile.
     disown(pages)    of lent ones: this session will not call them
     recalled         others want pages: the session decides which can be spared
     named            others want these, which they have lent
-    granted          pages that came later than the call that wanted them
+    granted          pages have come later than the call that wanted them: `arrived` has them
     snapshot         a user looks (`remap top`): how the session is. Nothing is sent of it unless a user does
     events           a user traces (`remap trace`): what it has done lately
 
@@ -29,10 +30,12 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -89,8 +92,8 @@ AGAIN_S, MOST_AGAIN_S = 0.05, 2.0
 class Asked(Protocol):
     """The session, as the second thread calls it. Each takes the session's lock."""
 
-    def granted(self, pages: Sequence[int]) -> None: ...
-    def returned(self, pages: Sequence[int]) -> None: ...
+    def granted(self) -> None: ...
+    def returned(self) -> None: ...
     def recalled(self, pages: int, layers: bool, keeps: bool) -> None: ...
     def named(self, pages: Sequence[int], gently: bool) -> None: ...
     def snapshot(self) -> Snapshot: ...
@@ -129,7 +132,7 @@ class Membership:
         self.problem = ""
         self._connection = connection
         self._trying: socket.socket | None = None  # the reading thread's, to a new broker
-        self._joins = 1  # how often it has joined; as is `_connection` changed with _sending held
+        self._joins = 1  # how often it has joined; as is `_connection` changed with _reading and _sending held
         self._leaving = threading.Event()
         self._sending = threading.Lock()
         self._answers: queue.SimpleQueue[Grant | None] = queue.SimpleQueue()
@@ -145,6 +148,11 @@ class Membership:
         self._calling = threading.Condition()
         self._waits = False  # whether a call waits for an answer; read and written with _choosing held
         self._choosing = threading.Lock()
+        self._open = False  # whether more may come for the last want
+        self._lacking = 0  # pages of it that have not come; as is `_open` with _choosing held
+        self._late: deque[int] = deque()  # pages that no call waited for: each goes to one `arrived`
+        self._reads = 0  # as is every packet taken and handed on: with _reading held
+        self._reading = threading.Condition()
         self._asked: Asked | None = None
         self._threads: list[threading.Thread] = []
         for message in early:
@@ -169,6 +177,32 @@ class Membership:
             return []
         return self._ask(min(pages, self.pages), PATIENT_S if patient else ANSWER_S, patient)
 
+    def arrived(self) -> list[int]:
+        """What has come later than the call that wanted it, once: it goes to a step or to the working thread, whichever has the
+        session's lock first. With that lock held."""
+        pages = []
+        while self._late:
+            pages.append(self._late.popleft())
+        return pages
+
+    @property
+    def met(self) -> bool:
+        """Whether all has come that was wanted last."""
+        return self._lacking <= 0
+
+    def let_read(self) -> None:
+        """Until the reading thread has handed on what has come for the last want. It has to wait for the interpreter, beside a
+        thread that computes for 5 ms; so a step waits for it here, and only if there is something to read."""
+        if not self._open:
+            return
+        with self._reading:  # what was taken has been handed on
+            if self.problem:
+                return
+            before, poll = self._reads, select.poll()
+            poll.register(self._connection, select.POLLIN)
+            if poll.poll(0):
+                self._reading.wait_for(lambda: self._reads != before, ANSWER_S)
+
     def cancel(self) -> list[int]:
         """Nothing is wanted any more. Returns what has come meanwhile; nothing comes behind this."""
         return self._ask(0, PATIENT_S, patient=True)
@@ -179,6 +213,7 @@ class Membership:
         with self._choosing:
             self._waits = True
             self._serial += 1
+            self._open, self._lacking = pages > 0, pages
         got: list[int] = []
         try:
             if self._send(Want(self._serial, pages, keeps=patient)):
@@ -296,6 +331,7 @@ class Membership:
         if not self.problem:
             self.problem = why
             _logger.warning("%s; this session serves on with the pages that it has, and looks for a new one", why)
+        self._open = False
         with self._calling:
             self._open_calls.clear()
             self._calling.notify_all()
@@ -313,32 +349,52 @@ class Membership:
     def _read_to_the_end(self) -> str:
         """Of this connection. Returns why it has ended."""
         connection, joins = self._connection, self._joins
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
         while True:
-            try:
-                packet = connection.recv(MOST_BYTES)
-                message = decode_to_member(packet) if packet else None
-            except ConnectionResetError:  # closed before what was sent was read: what the broker sent comes behind this
-                continue
-            except (OSError, Error) as error:
-                return f"the broker at {self.path} cannot be read: {error}"
-            if message is None:
-                return f"the broker at {self.path} has gone"
-            if isinstance(message, Refused):
-                return f"the broker at {self.path} refuses this process: {message.why}"
-            if isinstance(message, Grant | Returned):
-                pages = pages_of(message.runs)
-                self.held.update(pages)
-                self._lends.difference_update(pages)
-            if isinstance(message, Recall | Returned | Tell):
-                self._work.put((joins, message))
-            elif isinstance(message, Grant):
-                if message.lent:
-                    self.borrowed.update(pages_of(message.runs))
-                with self._choosing:
-                    if self._waits:
-                        self._answers.put(message)
-                    else:
-                        self._work.put((joins, message))
+            poll.poll()  # without `_reading`, which a step takes
+            with self._reading:
+                why = self._take(connection, joins)
+                self._open = self._open and not why
+                self._reads += 1
+                self._reading.notify_all()
+            if why:
+                return why
+
+    def _take(self, connection: socket.socket, joins: int) -> str:
+        """One packet, which is there. Returns why none will follow; "": more may."""
+        try:
+            packet = connection.recv(MOST_BYTES, socket.MSG_DONTWAIT)
+            message = decode_to_member(packet) if packet else None
+        except (BlockingIOError, ConnectionResetError):
+            return ""  # the second: closed before what was sent was read, and what the broker sent comes behind this
+        except (OSError, Error) as error:
+            return f"the broker at {self.path} cannot be read: {error}"
+        if message is None:
+            return f"the broker at {self.path} has gone"
+        if isinstance(message, Refused):
+            return f"the broker at {self.path} refuses this process: {message.why}"
+        if isinstance(message, Grant | Returned):
+            pages = pages_of(message.runs)
+            self.held.update(pages)
+            self._lends.difference_update(pages)
+        if isinstance(message, Returned):
+            self._late.extend(pages)
+        if isinstance(message, Recall | Returned | Tell):
+            self._work.put((joins, message))
+        elif isinstance(message, Grant):
+            if message.lent:
+                self.borrowed.update(pages)
+            with self._choosing:
+                if message.serial == self._serial:
+                    self._open = message.more
+                    self._lacking -= len(pages)
+                if self._waits:
+                    self._answers.put(message)
+                else:
+                    self._late.extend(pages)
+                    self._work.put((joins, message))
+        return ""
 
     def _join_again(self) -> bool:
         """Look for a new broker until there is one that takes the session. Returns whether, else the session has left."""
@@ -391,7 +447,7 @@ class Membership:
             if welcome != known:
                 raise InvalidState(f"the broker at {self.path} is another one than it says", why="welcome")
             connection.settimeout(None)
-            with self._sending:
+            with self._reading, self._sending:
                 before, self._connection = self._connection, connection
                 self._joins += 1
                 self.problem = ""
@@ -424,10 +480,10 @@ class Membership:
                 if isinstance(message, _Recheck):
                     asked.recheck()
                 elif isinstance(message, Returned):
-                    asked.returned(pages_of(message.runs))
+                    asked.returned()
                 elif isinstance(message, Grant):
-                    if message.runs:
-                        asked.granted(pages_of(message.runs))
+                    if self._late:  # else a step was faster
+                        asked.granted()
                 elif isinstance(message, Tell):
                     for part in events_in(asked.events()) if message.events else ():
                         self._send(part, joins)

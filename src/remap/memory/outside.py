@@ -6,7 +6,7 @@
                                          layers, those of tenants that serve no pass, as `InactiveLayers` counts them
     they lack some for their layers   -> give_for_good: layers of inactive tenants, down to nothing (cold.py)
     a tenant has given all up         -> give_spare
-    they came later than the call     -> take_in
+    they came later than the call     -> take_arrived: by the next step, or the membership's thread, whichever is first
     a tenant is to serve again        -> fetch, serves: its layers' pages are called by their numbers, and what comes is theirs
     others call such pages            -> give_named, return_called: live blocks move out of them first
 
@@ -47,7 +47,8 @@ IDLE_S = 1.0
 """A tenant without a pass for that long counts as inactive."""
 AGAIN_S, AGAIN_TIMES = 0.02, 20
 """After a want that was not met whole the broker is not asked again for `AGAIN_S`, nor for `AGAIN_TIMES` times as long as its
-answer took: what others give comes by itself, and a broker that hangs takes a twentieth of the steps' time at most."""
+answer took, unless all has come by then. What others give comes by itself, and a broker that hangs takes a twentieth of the
+steps' time at most."""
 CALL_S = 0.25
 """How long an activation waits for pages that it has called, and after how long those that have not come are called again."""
 
@@ -63,8 +64,12 @@ class MembershipCalls(Protocol):
     held: set[int]
     borrowed: set[int]
 
+    @property
+    def met(self) -> bool: ...
     def want(self, pages: int, *, patient: bool = False) -> list[int]: ...
     def cancel(self) -> list[int]: ...
+    def arrived(self) -> list[int]: ...
+    def let_read(self) -> None: ...
     def give(self, pages: Sequence[int], *, lent: bool = False) -> None: ...
     def call(self, pages: Sequence[int], *, gently: bool = False) -> list[int]: ...
     def await_call(self, calls: Sequence[int], seconds: float) -> None: ...
@@ -188,10 +193,21 @@ class Outside:
         self._lent.difference_update(pages)
         self._look()
 
+    def take_arrived(self) -> None:
+        """Take in what has come since it was wanted."""
+        try:
+            pages = self._membership.arrived()
+            if pages and self._membership.met:
+                self._again_s = 0.0
+            self.take_in(pages)
+        except BaseException:
+            self._membership.recheck()
+            raise
+
     def hand_back(self, pages: Sequence[int]) -> None:
         """The arena is closed, and had these."""
         self._membership.disown(sorted(self._lent))
-        self._membership.give([*pages, *self._membership.cancel()])
+        self._membership.give([*pages, *self._membership.cancel(), *self._membership.arrived()])
 
     def forget_gone(self) -> None:
         """A tenant has gone: this session will not call what only its layers lent."""
@@ -214,14 +230,19 @@ class Outside:
                 if giver.config.lends and not giver.busy:
                     self._lending.free_idle(giver, receiver, short, self._surplus(giver))
                     spare = self._spare(layers)
+        changed = []
         if layers and len(spare) < pages:
             for giver, take in self._offers.layers(self, pages - len(spare), self._sleeps):
                 before = giver.pages
                 self._offers.give_layers(self, giver, take)
                 if giver.pages is not before:
-                    certify(giver)
+                    changed.append(giver)
             spare = self._spare(layers)
-        self._hand_out(spare[:pages])
+        try:
+            self._hand_out(spare[:pages])
+        finally:  # behind the pages, which somebody waits for
+            for giver in changed:
+                certify(giver)
 
     def give_for_good(self, pages: int, cold: Cold) -> None:
         """Others want `pages` pages for layers of theirs. Idle tenants here give their own ones up, which then have no pages:
@@ -405,7 +426,10 @@ class Outside:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def step(self, serving: Collection[str], report: Entries) -> None:
-        """A step begins, with a demand of these tenants. Pages that are called go, and layers come home."""
+        """A step begins, with a demand of these tenants. Pages that have come are taken in, pages that are called go, and layers
+        come home."""
+        self._membership.let_read()
+        self.take_arrived()
         if self._called:
             self.return_called(report)
         for name in serving:
