@@ -80,6 +80,7 @@ class AskedSession:
         # For the engine's next step: what was asked last of each kind, and when. Read and written with the session's lock held.
         self._put_off: dict[str, tuple[float, Callable[[Core], None]]] = {}
         self._attended = threading.Event()
+        self._waits = False  # for engines that free KV of paused tenants
 
     def granted(self) -> None:
         session = self._session()
@@ -126,6 +127,9 @@ class AskedSession:
         """The questions that were put off, in a step of the engine's, or when it stops serving. Errors are logged, as those of
         other recalls: the step goes on. The broker does not wait for those older than `STALE_S`; a member that still wants
         pages asks again."""
+        if self._waits and core.outside is not None and not core.outside.waits:
+            self._waits = False
+            self._attended.set()
         if not self._put_off:
             return
         put_off, self._put_off = self._put_off, {}
@@ -146,13 +150,16 @@ class AskedSession:
         self._attended.wait(STEP_S)
 
     def _now_or_later(self, kind: str, now: Callable[[Core], None], later: Callable[[Core], None], core: Core) -> bool:
-        """Whether it is done; else a step will do it."""
+        """Whether it is done; else a step will do it, or the rest."""
         if any(tenant.active and tenant.kv.pool.external for tenant in core.tenants.values()):
             self._put_off[kind] = (time.monotonic(), later)
             self._attended.clear()
             return False
         now(core)
-        return True
+        self._waits = kind == "pages" and core.outside is not None and core.outside.waits
+        if self._waits:
+            self._attended.clear()
+        return not self._waits
 
 
 def _attempt(call: Callable[[Core], None], core: Core) -> None:

@@ -147,7 +147,8 @@ class StepReport:
 
     moved: tenant -> {old block id: new block id}. The engine patches its block tables before it uses any of them.
     wanted: paused tenant -> how many of its live blocks its engine is to copy to host memory and free, or fewer; it has offered
-    them (`kv.host.offer`). If it frees some, the same step once more finds their pages, for the tenants whose reasons say so.
+    them (`kv.host.offer`). If it frees some, the same step once more finds their pages, for the tenants whose reasons say so, or
+    for other processes (device "unix:PATH").
     remapped: tenant -> layers' worth after the step. unmet_blocks: demand that no donor could meet. reason: one
     sentence each.
     """

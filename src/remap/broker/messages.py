@@ -290,9 +290,9 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
 
 
 class Recall(msgspec.Struct, tag=True, frozen=True):
-    """Others want `pages` pages: give what can be spared, then say `Done`. layers: of tenants that serve no pass, too; keeps: for
-    good, so these have no pages then. runs: they want these, and no others, since they are pages of their layers; gently: see
-    `Home`."""
+    """Others want `pages` pages: give what can be spared, then say `Done`. layers: of tenants that serve no pass, too, and KV of
+    paused ones; keeps: for good, so these have no pages then. runs: they want these, and no others, since they are pages of their
+    layers; gently: see `Home`."""
 
     recall: int
     pages: int

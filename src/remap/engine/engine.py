@@ -204,6 +204,11 @@ class Engine(ABC):
         self.offer()
         return before - self._kv.live_blocks
 
+    def give_way(self) -> None:
+        """While its turn is over and nobody steps the session: free what other processes want (`Session(device="unix:...")`).
+        Call it every few milliseconds; it waits for nothing."""
+        self.reports.ask(lambda: self.session.step())
+
     def offer(self) -> None:
         """Offer what `release` could free to other tenants, if the engine swaps: whenever that has changed while its turn is
         over."""

@@ -128,7 +128,7 @@ class PausedKV:
         self._stuck = stuck
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
-        missed = self._kept(giver) + self._movable(giver)
+        missed = self._kept(giver) + self.movable(giver)
         blocks = int(missed * giver.kv.spec.block_bytes / receiver.kv.spec.block_bytes)
         if blocks <= 0:
             return []
@@ -140,15 +140,12 @@ class PausedKV:
     def give(self, giver: TenantState, receiver: TenantState, take: Take) -> int:
         return self._lending.give_idle(giver, take.blocks, receiver, self._unused.unused(giver))
 
-    def want(self, giver: TenantState, receiver: TenantState, blocks: int) -> int:
-        """How many live blocks the giver's engine is to free, before `give` can give that many of the receiver's. Uses its offer
-        up."""
+    def want(self, giver: TenantState, nbytes: int) -> int:
+        """How many live blocks the giver's engine is to free, before its pages can give that much. Uses its offer up."""
         # One block more: pages at both ends may hold a part of a block that stays. At least one: what is unused is in no whole
         # pages yet, and would be in none in the next step.
-        lacking = (
-            -(-blocks * receiver.kv.spec.block_bytes // giver.kv.spec.block_bytes) + 1 - self._unused.unused(giver)
-        )
-        wanted = min(max(1, lacking), self._movable(giver))
+        lacking = -(-nbytes // giver.kv.spec.block_bytes) + 1 - self._unused.unused(giver)
+        wanted = min(max(1, lacking), self.movable(giver))
         if wanted:
             giver.kv.use_offer()
         return wanted
@@ -157,7 +154,7 @@ class PausedKV:
         """Unused blocks that it keeps for its next turn."""
         return self._unused.unused(giver) - self._unused.surplus(giver) if paused(giver) else 0
 
-    def _movable(self, giver: TenantState) -> int:
+    def movable(self, giver: TenantState) -> int:
         """Live blocks that its engine can copy to host memory, by its own word."""
         return 0 if giver.active or self._stuck() else giver.kv.reclaimable_blocks
 

@@ -97,6 +97,11 @@ class KVCopies:
         last = next((each for each in reversed(self._leaving) if not hosts.isdisjoint(self._leaving[each][0])), 0)
         return 0 if not last or self._done(last) else last
 
+    @property
+    def outgoing(self) -> bool:
+        """Whether copies out are under way."""
+        return not all(map(self._done, tuple(self._leaving)))
+
     def arrived(self, ticket: int) -> bool:
         """Whether these copies in have been made. Raises the error of copies that failed with them: then no copy in has
         arrived that was in flight, and none is any more."""

@@ -29,7 +29,7 @@ from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
 
-__all__ = ["BroughtHome", "Lending"]
+__all__ = ["BroughtHome", "Lending", "Receiver"]
 
 Moves = dict[str, dict[int, int]]
 

@@ -204,7 +204,7 @@ class Offers:
 
     def want(self, receiver: TenantState, donor: str, blocks: int) -> int:
         """See `PausedKV.want`."""
-        return self.paused_kv.want(self._tenants[donor], receiver, blocks)
+        return self.paused_kv.want(self._tenants[donor], blocks * receiver.kv.spec.block_bytes)
 
     def _candidate(self, tenant: TenantState, now: float) -> Candidate:
         return Candidate(

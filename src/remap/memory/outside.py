@@ -5,6 +5,8 @@
     others lack pages                 -> give_up: free pages, then unused KV of the tenants, as `UnusedKV` counts it; asked for
                                          layers, those of tenants that serve no pass, as `InactiveLayers` counts them
     they lack some for their layers   -> give_for_good: layers of inactive tenants, down to nothing (cold.py)
+    they lack some still              -> meet: KV of paused tenants; live blocks once their engines have copied them to host
+                                         memory, for which a step's report asks (`StepReport.wanted`)
     a tenant has given all up         -> give_spare
     they came later than the call     -> take_arrived: by the next step, or the membership's thread, whichever is first
     a tenant is to serve again        -> fetch, serves: its layers' pages are called by their numbers, and what comes is theirs
@@ -36,7 +38,7 @@ from remap.memory.activate import certify
 from remap.memory.apply import Changes
 from remap.memory.cold import Cold
 from remap.memory.entries import Entries, Entry
-from remap.memory.lend import Lending
+from remap.memory.lend import Lending, Receiver
 from remap.memory.offers import Offers
 from remap.memory.state import TenantState
 from remap.memory.trace import Trace
@@ -53,7 +55,10 @@ CALL_S = 0.25
 """How long an activation waits for pages that it has called, and after how long those that have not come are called again."""
 
 CALLED_S = 1.0
-"""For how long a page that others have called is theirs as soon as no live block lies in it."""
+"""For how long a page that others have called is theirs as soon as no live block lies in it; and for how long what others have
+asked for is given when an engine frees KV for it."""
+STEPS_S = 0.2
+"""A session without a step for that long is not waited for."""
 
 
 class MembershipCalls(Protocol):
@@ -83,6 +88,15 @@ class _Only:
 
     number: int  # below `_Lasting.number`, and another one each time: `Lending` keeps answers by it
     index_of: Container[int]
+
+
+@dataclass(frozen=True)
+class _Lack:
+    """What others have asked for, at this moment, and not got whole. lasting: they keep it for good."""
+
+    pages: int
+    since: float
+    lasting: bool
 
 
 @dataclass(frozen=True)
@@ -128,6 +142,9 @@ class Outside:
         self._only = self._lasting.number
         self._lent: set[int] = set()  # pages that were given as lent, and may still be
         self._called: dict[int, float] = {}  # page that others have called, and that was not given yet -> when
+        self._lack: _Lack | None = None  # that paused tenants may still give
+        self._stepped_s = float("-inf")
+        self.asked: tuple[TenantState, ...] = ()  # whose engines the last step asked for live blocks
         self._looked = -1  # the epoch of the last look
         self._gently: set[int] = set()  # numbers of tenants whose layers come home though they serve no pass
         self._rechecked = False  # pages may come in twice
@@ -221,6 +238,7 @@ class Outside:
     def give_up(self, pages: int, *, layers: bool = False) -> None:
         """Others want `pages` pages. layers: of tenants that serve no pass, too. Pages that this session has borrowed come
         second: a member that wants some for good, as it does where layers are not asked for, has no use for these."""
+        self._lack = None if layers else self._lack
         spare = self._spare(layers)
         for receiver in (self,) if layers else (self._lasting, self):
             for giver in self._tenants.values():
@@ -238,6 +256,10 @@ class Outside:
                 if giver.pages is not before:
                     changed.append(giver)
             spare = self._spare(layers)
+        if layers and len(spare) < pages:
+            self._free_paused(self, pages - len(spare))
+            spare = self._spare(layers)
+            self._lack = self._lacking(pages - len(spare), False, time.monotonic())
         try:
             self._hand_out(spare[:pages])
         finally:  # behind the pages, which somebody waits for
@@ -247,13 +269,72 @@ class Outside:
     def give_for_good(self, pages: int, cold: Cold) -> None:
         """Others want `pages` pages for layers of theirs. Idle tenants here give their own ones up, which then have no pages:
         first those behind the ones that hide the others' loading, as for a tenant of this session."""
+        self._lack = None
         for give in cold.gifts(self._offers.idle()):
             short = pages - len(self._for_good())
             if short <= 0:
                 break
             give(short)
         self.forget_gone()
+        short = pages - len(self._for_good())
+        if short > 0:
+            self._free_paused(self._lasting, short)
+            self._lack = self._lacking(pages - len(self._for_good()), True, time.monotonic())
         self._hand_out(self._for_good()[:pages])
+
+    # -- KV of paused tenants ----------------------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step is likely to give more soon: others lack pages, engines could free some, and one steps."""
+        return self._lack is not None and time.monotonic() - self._stepped_s < STEPS_S
+
+    def meet(self, report: Entries | None) -> None:
+        """A step ends. Others get what engines of paused tenants have freed for them by now. report: it asks these engines for
+        what is lacking still; None: it goes on with the last one, which has asked them."""
+        self.asked, self._stepped_s = (), time.monotonic()
+        lack, self._lack = self._lack, None
+        if lack is None or self._stepped_s - lack.since > CALLED_S:
+            return
+        if any(
+            giver.kv.outgoing for giver in self._paused()
+        ):  # pages go out behind these copies, and no step waits for them
+            self._lack = lack
+            return
+        found = self._free_paused(self._lasting if lack.lasting else self, lack.pages)
+        spare = set(self._for_good() if lack.lasting else self._spare(True))
+        going = [page for page in found if page in spare]
+        self._hand_out(going)
+        self._lack = left = self._lacking(lack.pages - len(going), lack.lasting, lack.since)
+        if left is not None and report is not None:
+            self._ask_engines(left.pages * self._changes.arena.page_bytes, report)
+
+    def _ask_engines(self, nbytes: int, report: Entries) -> None:
+        for giver in self._paused():
+            blocks = self._offers.paused_kv.want(giver, nbytes) if nbytes > 0 else 0
+            if blocks:
+                entry = report.setdefault(giver.name, Entry(reason=f"other processes want {blocks} blocks of its KV"))
+                entry.wanted[giver.name] = blocks
+                self.asked += (giver,)
+                nbytes -= blocks * giver.kv.spec.block_bytes
+
+    def _lacking(self, pages: int, lasting: bool, since: float) -> _Lack | None:
+        """Others lack so many still, and some engine could free KV for them."""
+        able = pages > 0 and any(map(self._offers.paused_kv.movable, self._paused()))
+        return _Lack(pages, since, lasting) if able else None
+
+    def _paused(self) -> list[TenantState]:
+        """Who may give KV though it has to be copied in again, in the order in which they give."""
+        found = [one for one in self._tenants.values() if one.config.lends and not (one.active or one.busy)]
+        return self._offers.ranked([one for one in found if not one.kv.pool.external])
+
+    def _free_paused(self, receiver: Receiver, pages: int) -> list[int]:
+        """Make so many pages free, at most, of KV that paused tenants do not use now. Returns these."""
+        before = set(self._changes.arena.free_pages())
+        for giver in self._paused():
+            if pages > 0:
+                pages -= self._lending.free_idle(giver, receiver, pages, self._offers.unused_kv.unused(giver))
+        return [page for page in self._changes.arena.free_pages() if page not in before]
 
     def _for_good(self) -> list[int]:
         return [page for page in self._spare(False) if page not in self.borrowed]

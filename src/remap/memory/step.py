@@ -5,6 +5,7 @@
               NeedQuotes -> Outside.bring, Offers.to -> Controller.decide_with            where free pages do not suffice
     lender -> Controller.may_return -> Lending.bring_home                                 for each tenant whose layers others have
     engines free the live blocks that the report wants -> the rest of the takes           in the next step with the same demand
+                                                       -> Outside.meet                    what other processes have asked for
 
 The step makes the entries of its report (entries.py).
 """
@@ -87,6 +88,8 @@ class Steps:
             for tenant in self._tenants.values():
                 if tenant.pages.lent and rest is None:
                     self._consider_return(tenant, entries)
+            if self._outside is not None:
+                self._outside.meet(entries if rest is None else None)
         except ArenaBroken:
             raise
         except Error as error:
@@ -103,8 +106,9 @@ class Steps:
         if not entries:
             return entries
         left = {name: entry.rest for name, entry in entries.items() if entry.rest is not None}
-        if left:
-            givers = [self._tenants[take.donor] for decision in left.values() for take in decision.takes]
+        asked = self._outside.asked if self._outside is not None else ()
+        if left or asked:
+            givers = [*asked, *(self._tenants[take.donor] for decision in left.values() for take in decision.takes)]
             self._waits = _Waits(_blocks(demand), {each.number: each.kv.live_blocks for each in givers}, left)
         return entries
 
