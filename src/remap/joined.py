@@ -80,7 +80,7 @@ class AskedSession:
         # For the engine's next step: what was asked last of each kind, and when. Read and written with the session's lock held.
         self._put_off: dict[str, tuple[float, Callable[[Core], None]]] = {}
         self._attended = threading.Event()
-        self._waits = False  # for engines that free KV of paused tenants
+        self.waits = False  # whether a step is waited for: it has to `attend`
 
     def granted(self) -> None:
         session = self._session()
@@ -127,12 +127,10 @@ class AskedSession:
         """The questions that were put off, in a step of the engine's, or when it stops serving. Errors are logged, as those of
         other recalls: the step goes on. The broker does not wait for those older than `STALE_S`; a member that still wants
         pages asks again."""
-        if self._waits and core.outside is not None and not core.outside.waits:
-            self._waits = False
-            self._attended.set()
-        if not self._put_off:
-            return
         put_off, self._put_off = self._put_off, {}
+        self.waits = not put_off and core.outside is not None and core.outside.lacks is not None
+        if self.waits:  # engines have been asked for KV, and have not freed it yet
+            return
         recent = time.monotonic() - STALE_S
         try:
             for when, call in put_off.values():
@@ -153,13 +151,13 @@ class AskedSession:
         """Whether it is done; else a step will do it, or the rest."""
         if any(tenant.active and tenant.kv.pool.external for tenant in core.tenants.values()):
             self._put_off[kind] = (time.monotonic(), later)
+            self.waits = True
+        else:
+            now(core)
+            self.waits = kind == "pages" and core.outside is not None and core.outside.await_step()
+        if self.waits:
             self._attended.clear()
-            return False
-        now(core)
-        self._waits = kind == "pages" and core.outside is not None and core.outside.waits
-        if self._waits:
-            self._attended.clear()
-        return not self._waits
+        return not self.waits
 
 
 def _attempt(call: Callable[[Core], None], core: Core) -> None:

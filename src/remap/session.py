@@ -398,7 +398,7 @@ class Session:
                 tenant.require_idle(asleep=True)
         began = self._trace.now()
         entries = self._steps.step(wanted)
-        if self._asked is not None:
+        if self._asked is not None and self._asked.waits:
             self._asked.attend(self._core)
         if not (entries or self._changes.moved):
             return _UNCHANGED
@@ -543,7 +543,7 @@ class Session:
             self._outside.give_spare(tenant)
         self._link.certify()
         self._tiers.consider()
-        if self._asked is not None:
+        if self._asked is not None and self._asked.waits:
             self._asked.attend(self._core)
 
     # -- for remap.advanced ----------------------------------------------------------------------------------------

@@ -191,3 +191,28 @@ def test_pages_that_have_come_and_that_no_step_took_are_given_back(broker: Broke
 
             session.exclusively(step)
         until(lambda: broker.ledger.held.get(2, 0) == 0, "all has come back")
+
+
+def test_a_step_of_a_member_that_asks_for_nothing_looks_at_nothing_of_the_broker(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(broker) as giver, opened(broker) as session:
+        asleep(giver)
+        taker = attached(session, "taker")
+        grow(session, taker, wanted(taker, LAYER_PAGES))
+        outside: Any = session._outside
+        until(lambda: not outside._membership._open, "the want is over")
+        session.step({"taker": remap.Demand(8)})
+
+        def refuse(*arguments: object) -> None:
+            raise AssertionError("a step that asks for nothing")
+
+        for each, name in (
+            *((outside, name) for name in ("take_arrived", "meet", "return_called", "fetch", "bring")),
+            *((outside._membership, name) for name in ("let_read", "arrived", "want")),
+            (session._asked, "attend"),
+        ):
+            monkeypatch.setattr(each, name, refuse)
+        for blocks in (0, 8):
+            session.step({"taker": remap.Demand(blocks)})
+        monkeypatch.undo()

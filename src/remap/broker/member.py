@@ -151,6 +151,7 @@ class Membership:
         self._open = False  # whether more may come for the last want
         self._lacking = 0  # pages of it that have not come; as is `_open` with _choosing held
         self._late: deque[int] = deque()  # pages that no call waited for: each goes to one `arrived`
+        self.stirs = False  # whether something has come late, or may
         self._reads = 0  # as is every packet taken and handed on: with _reading held
         self._reading = threading.Condition()
         self._asked: Asked | None = None
@@ -180,6 +181,7 @@ class Membership:
     def arrived(self) -> list[int]:
         """What has come later than the call that wanted it, once: it goes to a step or to the working thread, whichever has the
         session's lock first. With that lock held."""
+        self.stirs = self._open  # before the rest: what comes meanwhile is taken now, or said again
         pages = []
         while self._late:
             pages.append(self._late.popleft())
@@ -214,6 +216,7 @@ class Membership:
             self._waits = True
             self._serial += 1
             self._open, self._lacking = pages > 0, pages
+            self.stirs = self.stirs or self._open
         got: list[int] = []
         try:
             if self._send(Want(self._serial, pages, keeps=patient)):
@@ -379,7 +382,7 @@ class Membership:
             self.held.update(pages)
             self._lends.difference_update(pages)
         if isinstance(message, Returned):
-            self._late.extend(pages)
+            self._come_late(pages)
         if isinstance(message, Recall | Returned | Tell):
             self._work.put((joins, message))
         elif isinstance(message, Grant):
@@ -392,9 +395,13 @@ class Membership:
                 if self._waits:
                     self._answers.put(message)
                 else:
-                    self._late.extend(pages)
+                    self._come_late(pages)
                     self._work.put((joins, message))
         return ""
+
+    def _come_late(self, pages: Sequence[int]) -> None:
+        self._late.extend(pages)
+        self.stirs = True
 
     def _join_again(self) -> bool:
         """Look for a new broker until there is one that takes the session. Returns whether, else the session has left."""

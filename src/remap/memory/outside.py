@@ -57,8 +57,6 @@ CALL_S = 0.25
 CALLED_S = 1.0
 """For how long a page that others have called is theirs as soon as no live block lies in it; and for how long what others have
 asked for is given when an engine frees KV for it."""
-STEPS_S = 0.2
-"""A session without a step for that long is not waited for."""
 
 
 class MembershipCalls(Protocol):
@@ -68,6 +66,7 @@ class MembershipCalls(Protocol):
     problem: str
     held: set[int]
     borrowed: set[int]
+    stirs: bool
 
     @property
     def met(self) -> bool: ...
@@ -142,9 +141,8 @@ class Outside:
         self._only = self._lasting.number
         self._lent: set[int] = set()  # pages that were given as lent, and may still be
         self._called: dict[int, float] = {}  # page that others have called, and that was not given yet -> when
-        self._lack: _Lack | None = None  # that paused tenants may still give
-        self._stepped_s = float("-inf")
-        self.asked: tuple[TenantState, ...] = ()  # whose engines the last step asked for live blocks
+        self.lacks: _Lack | None = None  # that paused tenants may still give, at the end of a step (`meet`)
+        self._stepped = False  # since a step was last waited for
         self._looked = -1  # the epoch of the last look
         self._gently: set[int] = set()  # numbers of tenants whose layers come home though they serve no pass
         self._rechecked = False  # pages may come in twice
@@ -238,7 +236,7 @@ class Outside:
     def give_up(self, pages: int, *, layers: bool = False) -> None:
         """Others want `pages` pages. layers: of tenants that serve no pass, too. Pages that this session has borrowed come
         second: a member that wants some for good, as it does where layers are not asked for, has no use for these."""
-        self._lack = None if layers else self._lack
+        self.lacks = None if layers else self.lacks
         spare = self._spare(layers)
         for receiver in (self,) if layers else (self._lasting, self):
             for giver in self._tenants.values():
@@ -259,7 +257,7 @@ class Outside:
         if layers and len(spare) < pages:
             self._free_paused(self, pages - len(spare))
             spare = self._spare(layers)
-            self._lack = self._lacking(pages - len(spare), False, time.monotonic())
+            self.lacks = self._lacking(pages - len(spare), False, time.monotonic())
         try:
             self._hand_out(spare[:pages])
         finally:  # behind the pages, which somebody waits for
@@ -269,7 +267,7 @@ class Outside:
     def give_for_good(self, pages: int, cold: Cold) -> None:
         """Others want `pages` pages for layers of theirs. Idle tenants here give their own ones up, which then have no pages:
         first those behind the ones that hide the others' loading, as for a tenant of this session."""
-        self._lack = None
+        self.lacks = None
         for give in cold.gifts(self._offers.idle()):
             short = pages - len(self._for_good())
             if short <= 0:
@@ -279,44 +277,50 @@ class Outside:
         short = pages - len(self._for_good())
         if short > 0:
             self._free_paused(self._lasting, short)
-            self._lack = self._lacking(pages - len(self._for_good()), True, time.monotonic())
+            self.lacks = self._lacking(pages - len(self._for_good()), True, time.monotonic())
         self._hand_out(self._for_good()[:pages])
 
     # -- KV of paused tenants ----------------------------------------------------------------------------------------
 
-    @property
-    def waits(self) -> bool:
-        """Whether a step is likely to give more soon: others lack pages, engines could free some, and one steps."""
-        return self._lack is not None and time.monotonic() - self._stepped_s < STEPS_S
+    def await_step(self) -> bool:
+        """Whether the next step is likely to give more: others lack pages, engines could free some, and a step was made since one
+        was waited for last."""
+        if self.lacks is None or not self._stepped:
+            return False
+        self._stepped = False
+        return True
 
-    def meet(self, report: Entries | None) -> None:
+    def meet(self, report: Entries | None) -> list[TenantState]:
         """A step ends. Others get what engines of paused tenants have freed for them by now. report: it asks these engines for
-        what is lacking still; None: it goes on with the last one, which has asked them."""
-        self.asked, self._stepped_s = (), time.monotonic()
-        lack, self._lack = self._lack, None
-        if lack is None or self._stepped_s - lack.since > CALLED_S:
-            return
+        what is lacking still; None: it goes on with the last one, which has asked them. Returns whose engines it asks."""
+        lack, self.lacks = self.lacks, None
+        now = time.monotonic()
+        if lack is None or now - lack.since > CALLED_S:
+            return []
         if any(
             giver.kv.outgoing for giver in self._paused()
         ):  # pages go out behind these copies, and no step waits for them
-            self._lack = lack
-            return
+            self.lacks = lack
+            return []
         found = self._free_paused(self._lasting if lack.lasting else self, lack.pages)
         spare = set(self._for_good() if lack.lasting else self._spare(True))
         going = [page for page in found if page in spare]
         self._hand_out(going)
-        self._lack = left = self._lacking(lack.pages - len(going), lack.lasting, lack.since)
-        if left is not None and report is not None:
-            self._ask_engines(left.pages * self._changes.arena.page_bytes, report)
+        self.lacks = left = self._lacking(lack.pages - len(going), lack.lasting, lack.since)
+        if left is None or report is None:
+            return []
+        return self._ask_engines(left.pages * self._changes.arena.page_bytes, report)
 
-    def _ask_engines(self, nbytes: int, report: Entries) -> None:
+    def _ask_engines(self, nbytes: int, report: Entries) -> list[TenantState]:
+        asked = []
         for giver in self._paused():
             blocks = self._offers.paused_kv.want(giver, nbytes) if nbytes > 0 else 0
             if blocks:
                 entry = report.setdefault(giver.name, Entry(reason=f"other processes want {blocks} blocks of its KV"))
                 entry.wanted[giver.name] = blocks
-                self.asked += (giver,)
+                asked.append(giver)
                 nbytes -= blocks * giver.kv.spec.block_bytes
+        return asked
 
     def _lacking(self, pages: int, lasting: bool, since: float) -> _Lack | None:
         """Others lack so many still, and some engine could free KV for them."""
@@ -509,8 +513,10 @@ class Outside:
     def step(self, serving: Collection[str], report: Entries) -> None:
         """A step begins, with a demand of these tenants. Pages that have come are taken in, pages that are called go, and layers
         come home."""
-        self._membership.let_read()
-        self.take_arrived()
+        membership, self._stepped = self._membership, True
+        if membership.stirs:
+            membership.let_read()
+            self.take_arrived()
         if self._called:
             self.return_called(report)
         for name in serving:

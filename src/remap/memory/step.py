@@ -12,7 +12,7 @@ The step makes the entries of its report (entries.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
@@ -76,6 +76,7 @@ class Steps:
         applied = self._changes.applied
         waits, self._waits = self._waits, None
         rest = waits.rest if waits is not None and self._answered(waits, demand) else None
+        asked: Sequence[TenantState] = ()  # whose engines are, for other processes
         try:
             if self._outside is not None and rest is None:
                 self._outside.step(demand, entries)
@@ -88,8 +89,8 @@ class Steps:
             for tenant in self._tenants.values():
                 if tenant.pages.lent and rest is None:
                     self._consider_return(tenant, entries)
-            if self._outside is not None:
-                self._outside.meet(entries if rest is None else None)
+            if self._outside is not None and self._outside.lacks is not None:
+                asked = self._outside.meet(entries if rest is None else None)
         except ArenaBroken:
             raise
         except Error as error:
@@ -106,7 +107,6 @@ class Steps:
         if not entries:
             return entries
         left = {name: entry.rest for name, entry in entries.items() if entry.rest is not None}
-        asked = self._outside.asked if self._outside is not None else ()
         if left or asked:
             givers = [*asked, *(self._tenants[take.donor] for decision in left.values() for take in decision.takes)]
             self._waits = _Waits(_blocks(demand), {each.number: each.kv.live_blocks for each in givers}, left)
