@@ -90,6 +90,11 @@ def _labelled(**attributes: str) -> Callable[[Any], Iterable[Sample]]:
     return lambda of: [((name,), float(read(of))) for name, read in readers.items()]
 
 
+def _count(of: int | Sequence[object]) -> float:
+    """A snapshot names what a report counts."""
+    return float(of if isinstance(of, int) else len(of))
+
+
 def gauge(name: str, unit: str, text: str, read: str | Callable[[Any], Iterable[Sample]], *labels: str) -> Family:
     """read: as `Family.read`, or an attribute's path."""
     return Family(f"remap_{name}", False, unit, labels, text, _one(read) if isinstance(read, str) else read)
@@ -125,6 +130,12 @@ TENANT = (
     gauge("tenant_active", "0 or 1", "Whether it may serve passes", "active"),
     gauge("tenant_layers", "layers", "Layers of the model", "layers"),
     gauge("tenant_layers_away", "layers", "Layers' worth of pages that are KV now, or lent (alpha)", "remapped"),
+    gauge(
+        "tenant_cold_layers",
+        "layers",
+        "Layers without pages: it has given them up until it serves",
+        lambda of: [((), _count(of.cold))],
+    ),
     gauge(
         "tenant_pages",
         "pages",

@@ -92,6 +92,21 @@ def test_a_session_has_the_figures_of_its_snapshot_until_it_is_closed() -> None:
         collector(3)  # type: ignore[arg-type]
 
 
+def test_layers_that_a_model_has_given_up_are_counted_here_and_through_a_broker(tmp_path: Path) -> None:
+    registry = CollectorRegistry(auto_describe=True)
+    with Broker(tmp_path / "s", PAGES * PAGE, PAGE) as broker, opened(broker) as session:
+        attached(session, "m")
+        registry.register(collector(session))
+        assert scraped(registry)["remap_tenant_cold_layers", (("tenant", "m"),)] == 0
+        session.deactivate("m", pages="none")
+        found = scraped(registry)["remap_tenant_cold_layers", (("tenant", "m"),)]
+        assert found == len(session.snapshot().tenants["m"].cold) > 0
+        shared = CollectorRegistry(auto_describe=True)
+        shared.register(BrokerCollector(str(broker.path)))
+        counts = [value for (name, _), value in scraped(shared).items() if name == "remap_tenant_cold_layers"]
+        assert counts == [found]
+
+
 def test_a_broker_has_its_own_figures_and_its_members(tmp_path: Path) -> None:
     with Broker(tmp_path / "s", PAGES * PAGE, PAGE) as broker, opened(broker) as one, opened(broker) as two:
         attached(one, 'one "\n\\')
