@@ -704,8 +704,10 @@ def test_who_breaks_the_protocol_is_told_why_and_harms_nobody(broker: Broker, pa
             for packet in packets:
                 bad.send(packet)
             assert why in refusal(bad)
-        assert session.step({"good": remap.Demand(50)}).added_blocks["good"] > 0
-        assert tenant.kv.usable_blocks >= 50
+        step = partial(
+            session.step, {"good": remap.Demand(50)}
+        )  # a busy machine's broker may answer it behind its patience
+        until(lambda: step() is not None and tenant.kv.free_blocks >= 50, "it grows")
         remap.advanced.check(session)
 
 
