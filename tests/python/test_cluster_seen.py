@@ -36,6 +36,7 @@ from remap.cluster.front import Front
 from remap.cluster.messages import InstanceReport, Part
 from remap.cluster.metrics import ClusterMetrics
 from remap.engine.request import Request
+from remap.policy.cluster.shortage import Shortage
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster-metrics.md"
 
@@ -44,7 +45,7 @@ def test_the_page_says_what_metrics_gives() -> None:
     """Names, types and labels of all of it."""
     stage = Part("a", 0, 8)
     view = SimpleNamespace(stages=(stage,), load=SimpleNamespace(running=1, waiting=(), tokens=16), capacity=40)
-    control = SimpleNamespace(epoch=1, changes={"merged": 0, "dissolved": 0, "aborted": 0})
+    control = SimpleNamespace(epoch=1, changes={"merged": 0, "dissolved": 0, "aborted": 0}, lacking=Shortage(9, 1))
     front: Any = SimpleNamespace(
         service=SimpleNamespace(control=control),
         groups=[view],

@@ -70,6 +70,9 @@ def serve(
         ),
     ] = None,
     policy: Annotated[str, typer.Option(help="When instances merge: remap, kunserve, alone or pipeline.")] = "remap",
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="remap and kunserve merge by a forecast of the demand, before KV runs out.")
+    ] = False,
     host: ListenHost = "127.0.0.1",
     port: ListenPort = 8000,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, of each instance.")] = 1,
@@ -108,8 +111,10 @@ def serve(
         from remap.cluster.guard import hosts_of
         from remap.cluster.limits import FrontLimits
         from remap.cluster.ray_cluster import RayInstances
+        from remap.policy.cluster.foresight import Outlook
 
-        chosen = GroupPolicy(policy, instances)  # type: ignore[arg-type]  # it refuses other names
+        outlook = Outlook() if ahead else None
+        chosen = GroupPolicy(policy, instances, outlook=outlook)  # type: ignore[arg-type]  # it refuses other names
         budget = None if memory is None else parse_size(memory, "memory")
         room = 0 if host_kv is None else parse_size(host_kv, "host_kv")
         limits = FrontLimits(parse_size(max_body, "max-body"), max_requests, deadline_s=deadline)

@@ -53,7 +53,8 @@ from typing import Literal
 
 from remap.errors import Error, InvalidArgument, OutOfMemory
 from remap.policy.cluster import drop, restore
-from remap.policy.cluster.dispatch import dispatch
+from remap.policy.cluster.dispatch import Dispatcher, whole_lines
+from remap.policy.cluster.foresight import Foresight, Outlook
 from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import (
     Group,
@@ -65,6 +66,7 @@ from remap.policy.cluster.placement import (
     ServedLayers,
     check,
 )
+from remap.policy.cluster.shortage import Shortage, shortage
 from remap.policy.cluster.stages import Splits
 from remap.policy.rental import Rental
 
@@ -125,7 +127,8 @@ class NoCopy(Error):
 @dataclass(frozen=True)
 class GroupPolicy:
     """When groups change (see the module). stages: instances of a group of "pipeline"; the others ignore it. restores: whether
-    groups dissolve at all, which ablations turn off.
+    groups dissolve at all, which ablations turn off. outlook: "remap" and "kunserve" merge by a forecast of the demand, if
+    there is one (`policy.cluster.foresight`).
 
     Raises InvalidArgument for another name, or stages below 1.
     """
@@ -133,6 +136,7 @@ class GroupPolicy:
     name: PolicyName = "remap"
     stages: int = 1
     restores: bool = True
+    outlook: Outlook | None = None
 
     def __post_init__(self) -> None:
         if self.name not in ("remap", "kunserve", "alone", "pipeline") or self.stages < 1:
@@ -242,13 +246,20 @@ class Control:
 
     model: of the instances that may join. network: between them, until they have measured it (the median of their rates); the
     rate from their hosts is the least that they measured, once they have joined. timeout_s: without a report for so long, or
-    without an answer to a command, an instance counts as dead, and a change that was not decided is aborted.
+    without an answer to a command, an instance counts as dead, and a change that was not decided is aborted. dispatcher: says
+    where requests go.
 
     Raises InvalidArgument (fields timeout_s) unless the timeout is above 0.
     """
 
     def __init__(
-        self, model: ServedLayers, network: Network, policy: GroupPolicy = REMAP, timeout_s: float = 10.0
+        self,
+        model: ServedLayers,
+        network: Network,
+        policy: GroupPolicy = REMAP,
+        timeout_s: float = 10.0,
+        *,
+        dispatcher: Dispatcher = whole_lines,
     ) -> None:
         if not timeout_s > 0:
             raise InvalidArgument(
@@ -260,6 +271,7 @@ class Control:
         self.timeout_s = timeout_s
         self.epoch = 0
         """The highest epoch that was given out."""
+        self.dispatcher = dispatcher
         self.changes = Counter[str]()
         """Changes of groups: "merged", "dissolved", "aborted"."""
         self.news = deque[News](maxlen=256)
@@ -274,6 +286,7 @@ class Control:
         self._held: dict[str, int] = {}
         # Requests that were stuck and moved, and the tokens that they asked for: more than the caller that asks again may know.
         self._moved: dict[str, int] = {}
+        self._foresight = None if policy.outlook is None else Foresight(policy.outlook)
         self._splits = Splits(model)
         self._commands: list[Command] = []
 
@@ -298,6 +311,12 @@ class Control:
             )
             for each in self._groups
         ]
+
+    @property
+    def lacking(self) -> Shortage:
+        """What an autoscaler is for: KV that requests ask for, or will by the forecast, and that this policy cannot free."""
+        later = 0 if self._foresight is None else self._foresight.ahead()[1]
+        return shortage(self.placement, later, self.policy.name in ("remap", "kunserve"))
 
     @property
     def held(self) -> int:
@@ -452,9 +471,10 @@ class Control:
             self._held.clear()
         if not any(each.routable for each in self._groups):
             return
-        wanted = [each.load.wanted for each in self._groups]
+        loads = [each.load for each in self._groups]
         capacities = [each.capacity(self.model) for each in self._groups]
-        for (id, tokens), number in zip(list(self._held.items()), dispatch(wanted, capacities, self._held.values())):
+        chosen_numbers = self.dispatcher(loads, capacities, self._held.values())
+        for (id, tokens), number in zip(list(self._held.items()), chosen_numbers):
             chosen = self._groups[number]
             if chosen.routable:
                 del self._held[id]
@@ -618,7 +638,8 @@ class Control:
         if self.policy.name == "pipeline":
             self._line_up(now_s)
             return
-        self._drop(now_s)
+        ahead = self._look(now_s)
+        self._drop(now_s, ahead)
         if self.policy.restores:
             self._restore(now_s)
 
@@ -701,13 +722,30 @@ class Control:
             return len(each.names) < self.policy.stages <= sum(len(other.names) == 1 for other in self._groups)
         return self.policy.name != "alone" and ready < len(self._groups)
 
-    def _drop(self, now_s: float) -> None:
-        """Merge groups if one asks for more KV than it has, and all of them together do, too."""
+    def _look(self, now_s: float) -> tuple[int, int]:
+        """`Foresight.ahead`; nothing without a forecast."""
+        if self._foresight is None or not self._groups:
+            return 0, 0
+        alone = sum(self._alone(stage.instance) for each in self._groups for stage in each.group.stages)
+        self._foresight.see(now_s, sum(each.load.demand for each in self._groups), alone)
+        return self._foresight.ahead()
+
+    def _alone(self, instance: Instance) -> int:
+        """Tokens of KV that it has when it serves alone, without offers."""
+        return max(0, PlannedStage(instance, 0, len(self.model.layers)).capacity(self.model))
+
+    def _drop(self, now_s: float, ahead: tuple[int, int]) -> None:
+        """Merge groups if one asks for more KV than it has, and all of them together do, too; or will, by the forecast."""
         ready = self._ready(now_s)
         if len(ready) < 2:
             return
         here = self._placement(ready)
-        plan = drop.decided(here, self.network, drop.greedy if self.policy.name == "kunserve" else drop.plan)
+        if any(ahead):  # of these groups, by what there is
+            room = sum(each.capacity(self.model) for each in self._groups)
+            share = sum(each.capacity(self.model) for each in ready) / max(1, room)
+            ahead = round(share * ahead[0]), round(share * ahead[1])
+        find = drop.greedy if self.policy.name == "kunserve" else drop.plan
+        plan = drop.decided(here, self.network, find, ahead)
         if plan is not None:
             self._merge(ready, plan.placement.groups, now_s, _lack(here, plan))
 
@@ -745,6 +783,8 @@ class Control:
         after = restore.dissolved(here, 0)
         change = self._begin([each], list(after.groups), "fetching", now_s, why)
         if change is not None:
+            if self._foresight is not None:
+                self._foresight.dissolved()
             copies = restore.copies(here, after, self.network)
             change.slowest_s = max((copy.end_s - copy.begin_s for copy in copies), default=0.0)
             self._enter(change, "fetching", now_s)
@@ -758,8 +798,8 @@ class Control:
         here, before_s, each.rent_s = self._placement([each]), each.rent_s, now_s
         if self.policy.name == "kunserve":
             return restore.half_used(here, 0) and restore.fits(here, 0, 0)
-        group, count = here.groups[0], len(self.model.layers)
-        alone = min(PlannedStage(stage.instance, 0, count).capacity(self.model) for stage in group.stages)
+        group = here.groups[0]
+        alone = min(self._alone(stage.instance) for stage in group.stages)
         fits = restore.fits(here, 0, round(MARGIN * alone))
         requests = group.load.requests
         if not requests or before_s is None:

@@ -104,6 +104,13 @@ class _Now(Collector):
         yield changes
         yield GaugeMetricFamily("remap_cluster_epoch", "Of the last change", value=front.service.control.epoch)
         yield GaugeMetricFamily("remap_cluster_groups", "Groups of instances", value=len(front.groups))
+        lacking = front.service.control.lacking
+        yield GaugeMetricFamily(
+            "remap_cluster_lacking_kv_tokens", "That requests ask for and no drop frees", value=lacking.tokens
+        )
+        yield GaugeMetricFamily(
+            "remap_cluster_lacking_instances", "How many more have room for those tokens", value=lacking.instances
+        )
         yield GaugeMetricFamily("remap_cluster_unfinished", "Requests without their answer", value=front.unfinished)
         families = {
             "stages": GaugeMetricFamily("remap_cluster_group_stages", "Instances of the group", labels=["group"]),

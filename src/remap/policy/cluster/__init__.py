@@ -10,6 +10,8 @@ Later the layers come back and the group is dissolved. Where what is decided:
     stages      which consecutive layers each instance of a group computes
     pipeline    how long a pass through such stages takes: rounds of decoding, queues of microbatches, their bubbles
     drop        which groups merge, what that costs, and which offers of instances alone cost more
+    foresight   dropping before KV runs out: a forecast, and when to believe it
+    shortage    what dropping cannot free, and how many more instances would have it
     restore     the copies that dissolve a group, their sources, and whether that pays
     exchange    which KV moves when groups change, in which chunks, and how long activations wait for them
     lookahead   the cost of a microbatch, and the division of queued requests into microbatches

@@ -76,6 +76,9 @@ class DropPlan:
     placement: Placement = field(compare=False)
 
 
+_Find = Callable[[Placement, int, Network], DropPlan]
+
+
 def plan(placement: Placement, need: int, network: Network) -> DropPlan:
     """The best plan (see the module) that frees `need` tokens of KV, or as many of them as can be freed. The placement must
     pass `check`, or be what `preferred` made of one that does; it does not change."""
@@ -117,22 +120,49 @@ def preferred(placement: Placement, network: Network) -> Placement:
 
 
 def decided(
-    placement: Placement, network: Network, find: Callable[[Placement, int, Network], DropPlan] = plan
+    placement: Placement,
+    network: Network,
+    find: _Find = plan,
+    ahead: tuple[int, int] = (0, 0),
 ) -> DropPlan | None:
-    """The groups that merge now, as `find` plans them; None if no group has to.
+    """The groups that merge now, as `find` plans them; None if no group has to. ahead: `Foresight.ahead`.
 
     Offers that are dearer than a drop do not count (`preferred`), unless it leaves a merged group with less room than its
     instances have alone, all of their offers taken: then offers count all, and only a need beyond them is a reason to merge.
     A token of room that a drop has not got makes a request wait for its first token until another request has ended; a dear
     offer makes all wait a fraction of a pass longer.
     """
+    soon, later = ahead
+
+    def has_to(here: Placement) -> bool:
+        return bool(overloaded(here)) or (soon > 0 and _lacks(here, soon))
+
     judged = preferred(placement, network)
-    if not overloaded(judged):
+    if not has_to(judged):
         return None
-    found = find(judged, needed(judged), network)
+    found = _broad(judged, network, find, later)
     if judged == placement or not _loses_room(found.placement, placement):
         return found
-    return find(placement, needed(placement), network) if overloaded(placement) else None
+    return _broad(placement, network, find, later) if has_to(placement) else None
+
+
+def _broad(placement: Placement, network: Network, find: _Find, later: int) -> DropPlan:
+    """For what is lacking now, and as much of what will be as takes no larger groups, or pairs. A forecast says how many merge,
+    not how deep: longer pipelines cost most, and none that is lacking yet."""
+    need = needed(placement)
+    now, more = find(placement, need, network), needed(placement, later) - need
+    while more > 0:
+        found = find(placement, need + more, network)
+        if found.longest <= max(2, now.longest):
+            return found
+        more //= 2
+    return now
+
+
+def _lacks(placement: Placement, ahead: int) -> bool:
+    """Whether demand is above what there is, when it has risen by this."""
+    demand = sum(group.load.demand for group in placement.groups) + ahead
+    return demand > sum(max(0, group.capacity(placement.model)) for group in placement.groups)
 
 
 def _loses_room(after: Placement, before: Placement) -> bool:
