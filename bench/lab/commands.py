@@ -276,7 +276,8 @@ def kunserve_map(
     ] = None,
 ) -> None:
     """What dropping layers is worth, by demand for KV and by work: a table and a picture. What is in the file stays."""
-    from .kunserve.burst_map import FULL, PICTURE, QUICK, RESULTS, run_burst_map
+    from .kunserve.burst_map import FULL, PICTURE, QUICK, RESULTS
+    from .kunserve.burst_page import run_burst_map
 
     # Other settings begin the file anew, so quick runs have one of their own.
     path = results or (Path("out/kunserve-map.json") if quick else RESULTS)

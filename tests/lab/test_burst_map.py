@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from bench.lab.kunserve import burst_map
 from bench.lab.kunserve.burst_map import (
+    COMPARED,
     FULL,
+    PAPERS,
     PICTURE,
     QUICK,
     RESULTS,
     BurstMap,
     Place,
+    claimed_at,
+    compared_table,
     done,
-    page,
+    little,
+    most_share,
     picture,
     place,
-    said,
     table,
 )
+from bench.lab.kunserve.burst_page import page, run_burst_map, said
 from bench.lab.kunserve.figures import SETUPS, Settings, Setup, name_of
 from bench.lab.kunserve.twin.loads import LENGTHS, bursts
 from bench.lab.kunserve.twin.results import Sample
 from bench.lab.kunserve.twin.setup import CLUSTER_A
+from bench.lab.kunserve.twin.systems import SYSTEMS
 
 from remap.errors import InvalidArgument
 from remap.sim.workload import Item
@@ -35,8 +42,11 @@ LOAD = QUICK.loads[0]
 def test_what_is_run() -> None:
     """Every load under all systems, or under the bound alone where `bench.lab kunserve` has stored the others."""
     names = list(FULL.runs())
-    assert len(names) == FULL.settings.seeds * (len(FULL.stored) + 4 * (len(FULL.loads) - len(FULL.stored)))
-    assert all((": ideal #" in name) or name.partition(": ")[0] not in FULL.stored for name in names)
+    others = len(FULL.loads) - len(FULL.stored) + len(FULL.shapes) + len(FULL.dispatched)
+    compared = sum(len(systems) for _, systems in FULL.compared)
+    assert len(names) == FULL.settings.seeds * (len(FULL.stored) + 4 * others + compared)
+    assert all(("ahead" in name) or (": ideal #" in name) or name.split(": ")[0] not in FULL.stored for name in names)
+    assert {system for _, systems in FULL.compared for system in systems} <= set(COMPARED) <= set(SYSTEMS)
     assert set(FULL.stored) <= set(SETUPS) and FULL.settings.seeds == 5
     assert [name[-1] for name in names] == sorted(name[-1] for name in names)  # seed by seed
 
@@ -47,6 +57,23 @@ def test_answers_are_longer_and_prompts_are_not() -> None:
     means = [sum(one.output_tokens for one in items) / len(items) for items in (same, long)]
     assert means[1] / means[0] == pytest.approx(4.0, rel=0.01)
     assert same == bursts("burstgpt", 50.0, 200.0, 0) and LENGTHS["burstgpt"].output.draw
+
+
+def test_bursts_of_other_lengths_bring_as_many_requests() -> None:
+    plain, ten, seven, three, long, two = (len(one.requests(0)) for one in (FULL.loads[5], *FULL.shapes))
+    assert abs(seven / plain - 1) < 0.05 and abs(three / plain - 1) < 0.05 and ten < 0.8 * plain < long < two
+    by_demand, in_turn = FULL.dispatched
+    assert by_demand.requests(0) == in_turn.requests(0) == FULL.loads[5].requests(0)
+
+
+def test_what_the_papers_own_numbers_would_ask_of_its_devices() -> None:
+    """As a formula: what is held in 11 s at that rate is the KV over 2.1, and work is what that many prompts and tokens take."""
+    load = SETUPS[PAPERS[0]]
+    rate, busy = little()
+    held = sum(one.prompt_tokens + one.output_tokens / 2 for one in load.requests(0)) / len(load.requests(0))
+    assert rate * 11.0 * held * 2.1 == pytest.approx(8 * CLUSTER_A.capacity)
+    assert little(stay_s=22.0) == pytest.approx((rate / 2, busy / 2)) and busy > 1.0
+    assert 1.4 < most_share(CLUSTER_A) < 1.5
 
 
 def sample(time_s: float, prompts: int, generated: int) -> Sample:
@@ -93,7 +120,10 @@ def test_a_place_is_of_the_seeds_that_are_whole() -> None:
 def test_the_picture_has_a_dot_for_each_load() -> None:
     found = place(made(), LOAD, Settings(seeds=2))
     assert found is not None
+    other = replace(found, peak=1.9, work=0.7)
     axes = picture([found]).axes[:3]
+    assert [len(axis.collections) for axis in picture([found], [other]).axes[:3]] == [2] * 3  # and no box of the paper
+    assert claimed_at([replace(found, times={**found.times, "kunserve": [20.0]}), found]) == [0.5]
     assert [axis.get_title(loc="left") for axis in axes] == ["kunserve", "remap", "ideal"]
     (dots,) = (one for one in axes[1].collections if len(one.get_offsets()))
     assert dots.get_offsets().tolist() == [[1.2, 50.0]] and list(dots.get_array()) == [20.0]
@@ -102,15 +132,15 @@ def test_the_picture_has_a_dot_for_each_load() -> None:
 def test_the_files_of_a_run(tmp_path: Path) -> None:
     small = BurstMap(Settings(seeds=1, quick=True), QUICK.loads[:1])
     results, drawing = tmp_path / "kunserve-map.json", tmp_path / "kunserve-map.svg"
-    text = burst_map.run_burst_map(results, drawing, small)
+    text = run_burst_map(results, drawing, small)
     stored = json.loads(results.read_text())
     assert set(stored["points"]) == set(small.runs())
     assert all(one["answered"] == one["requests"] for one in stored["points"].values())
     assert f"| {LOAD.name} | 1 |" in text and "](kunserve-map.svg)" in text and drawing.exists()
-    assert burst_map.run_burst_map(results, drawing, small) == text  # nothing is run twice
+    assert run_burst_map(results, drawing, small) == text  # nothing is run twice
     results.write_text("[]")
     with pytest.raises(InvalidArgument):
-        burst_map.run_burst_map(results, drawing, small)
+        run_burst_map(results, drawing, small)
 
 
 def test_what_follows_is_told_of_loads_that_reach_the_paper_and_of_those_that_do_not() -> None:
@@ -126,9 +156,20 @@ def test_what_follows_is_told_of_loads_that_reach_the_paper_and_of_those_that_do
 
 
 def test_the_page_is_what_is_stored() -> None:
-    """So many seeds of each load as have been run: one at least."""
+    """So many seeds of each load as have been run: one at least of the map's own; the page names the others."""
     data, points = burst_map.read(RESULTS, FULL)
     assert set(data["points"]) <= set(FULL.runs()) and PICTURE.exists()
-    text, places = page(points, FULL, "pictures/kunserve-map.svg")
+    text, places, shapes = page(points, FULL, "pictures/kunserve-map.svg")
     assert [one.load for one in places] == list(FULL.loads)
+    assert all(f'"{load.name}"' in text or load in [one.load for one in shapes] for load in FULL.shapes)
+    for load, _ in FULL.compared[
+        :-2
+    ]:  # of a demand that can be freed: with the forecast no seed is worse than the bound's worst
+        worst = [
+            max(points[name_of(load.name, system, seed)]["ttft_p99_s"] for seed in range(5))
+            for system in ("remap-ahead", "ideal", "remap")
+        ]
+        assert worst == sorted(worst)
+    lines = compared_table(points, FULL).splitlines()
+    assert len(lines) > 2 and all(line.count("|") == 9 for line in lines)
     assert text == RESULTS.with_suffix(".md").read_text(encoding="utf-8")

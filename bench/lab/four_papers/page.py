@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.lab import ROOT
 from bench.lab.hybridserve import figures as hybridserve
-from bench.lab.kunserve import burst_map
+from bench.lab.kunserve import burst_page
 from bench.lab.kunserve import figures as kunserve
 from bench.lab.paper.experiment_list import C1, C2, UNEQUAL
 from bench.lab.paper.experiments import ALGORITHM_1, BASELINE, FACTORS, IDEAL, Headline, headlines
@@ -243,7 +243,7 @@ def kunserve_(stored: Stored) -> str:
         results=RESULTS,
         table=_table(("Fig.: what", "KunServe", "`kunserve`, simulated", "`remap`", "why they differ"), rows),
         map=_table(titles, places),
-        map_text=burst_map.said(bursts),
+        map_text=burst_page.said(bursts),
         preemptions=number(preemptions_fewer(stored)),
     )
 

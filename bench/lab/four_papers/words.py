@@ -56,7 +56,7 @@ with Qwen2.5-14B, 16 H800 with 72B; Poisson arrivals that double for 60 s. A ran
 
 {table}
 
-P99 TTFT, times lower than vLLM's, by how much KV a burst asks for and how busy it keeps the devices:
+P99 TTFT, times lower than vLLM's, by demand and work:
 
 {map}
 
@@ -65,7 +65,8 @@ preemptions fall by {preemptions} % or more. **The size is a question of load.**
 {map_text}
 **Does not hold here:** lookahead hardly changes bubbles or tokens/s, restoring not the median first token.
 
-Every range and step: [kunserve.md]({results}/kunserve.md); the map: [kunserve-map.md]({results}/kunserve-map.md).
+Every step: [kunserve.md]({results}/kunserve.md). The map, a forecast with which `remap` reaches `ideal`, and a burst in which
+dropping does harm: [kunserve-map.md]({results}/kunserve-map.md).
 """
 
 HYBRIDSERVE = """## HybridServe

@@ -1,11 +1,13 @@
 """What dropping layers is worth in a burst, over how much KV the burst asks for and how busy it keeps the devices.
 
-python -m bench.lab kunserve-map                  runs what is missing (an hour on one core) and writes page and picture
+python -m bench.lab kunserve-map                  runs what is missing (two hours on one core) and writes page and picture
 python -m bench.lab kunserve-map --quick          short runs, two loads, one seed: that it runs
 python -m bench.lab kunserve-map --report-only    writes both from what is stored
 
 The loads of Figures 12 and 13, whose runs `bench.lab kunserve` stores, and BurstGPT's prompts with longer answers at lower
 rates: they ask for as much KV with less to compute. `ideal` is vLLM with six times the KV: its line waits for computation alone.
+Then bursts of other lengths, other dispatchers, groups that merge by a forecast (`remap.policy.cluster.foresight`), and an
+autoscaler, which is told what dropping cannot free. `burst_page` says what comes of it.
 """
 
 from __future__ import annotations
@@ -13,47 +15,67 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from bench.lab import ROOT, seeds
-from bench.lab.paper.pictures import save
 from bench.lab.seeds import Column, Point
 
 from remap.cli.simulate_plots import STYLE, need_matplotlib
+from remap.policy.cluster.drop import plan
+from remap.policy.cluster.placement import UNLIMITED, Instance, alone
 from remap.sim.sequences import Work
 from remap.sim.workload import Item
 
 from .figures import FIGURES, SETUPS, Settings, Setup, name_of, rounded
+from .twin.loads import BURSTS
 from .twin.results import Sample
 from .twin.setup import CLUSTER_A, Hardware
 from .twin.systems import SYSTEMS
 from .twin.world import World
 
 __all__ = [
+    "BASE",
+    "BOUND",
+    "CLAIMED",
     "FULL",
+    "PAPERS",
     "PICTURE",
     "QUICK",
     "RESULTS",
+    "TESTS",
     "BurstMap",
     "Place",
+    "claimed_at",
+    "compared_table",
     "done",
+    "little",
+    "most_share",
+    "picture",
     "place",
     "places_of",
-    "run_burst_map",
-    "said",
+    "read",
+    "run",
+    "table",
 ]
 
 RESULTS = ROOT / "bench" / "results" / "kunserve-map.json"
 PICTURE = ROOT / "bench" / "results" / "pictures" / "kunserve-map.svg"
 BASE, BOUND = "vllm", "ideal"
 TESTS = ("kunserve", "remap", BOUND)
-LEAST = 12.7
-"""Times lower P99 TTFT: the least that the paper says, with 14B."""
+COLUMNS = (
+    Column("ttft_p50_s", "TTFT P50, s"),
+    Column("ttft_p99_s", "P99"),
+    Column("tpot_p50_s", "TPOT P50, ms", 1e3),
+    Column("tpot_p99_s", "P99", 1e3),
+    Column("preemptions", "preemptions"),
+)
+COMPARED = (BASE, "kunserve", "kunserve-ahead", "remap", "remap-ahead", BOUND)
+CLAIMED = (12.7, 72.2)
+"""Times lower P99 TTFT: the least and the most that the paper says, with 14B."""
 PAPER = (1.0, 1.57)
 """Peak demand, in KV: "a typical burst" accumulates 243 K tokens on a device, which is all that our instances have; and 57 % more
 KV was enough for the paper's bursts (sections 2.2 and 5.6)."""
@@ -65,32 +87,63 @@ def _longer(longer: float, rate: float) -> Setup:
 
 @dataclass(frozen=True)
 class BurstMap:
-    """loads: of a burst each. stored: of them, those that `bench.lab kunserve` runs under all systems but the bound."""
+    """loads: of a burst each. stored: of them, those that `bench.lab kunserve` runs under all systems but the bound. shapes: with
+    bursts of other lengths; dispatched: with other dispatchers. compared: loads, and the systems that are run there besides."""
 
     settings: Settings
     loads: tuple[Setup, ...]
     stored: tuple[str, ...] = ()
+    shapes: tuple[Setup, ...] = ()
+    dispatched: tuple[Setup, ...] = ()
+    compared: tuple[tuple[Setup, tuple[str, ...]], ...] = ()
 
     def runs(self) -> dict[str, tuple[Setup, str, int, bool]]:
         """What is run here by name, seed by seed."""
+        all_of = [(load, (BOUND,) if load.name in self.stored else (BASE, *TESTS)) for load in self.loads]
+        all_of += [(load, (BASE, *TESTS)) for load in (*self.dispatched, *self.shapes)]
         return {
             name_of(load.name, system, seed): (load, system, seed, self.settings.quick)
             for seed in range(self.settings.seeds)
-            for load in self.loads
-            for system in ((BOUND,) if load.name in self.stored else (BASE, *TESTS))
+            for load, systems in (*all_of, *self.compared)
+            for system in systems
         }
 
 
-_PAPERS = FIGURES[0].setups
+PAPERS = FIGURES[0].setups
+"""Loads of Figures 12 and 13."""
 _LONGER = tuple(_longer(*each) for each in ((4.0, 15.5), (4.0, 16.2), (3.0, 19.5), (2.0, 26.0), (4.0, 18.0)))
-FULL = BurstMap(Settings(), (*(SETUPS[name] for name in _PAPERS), *_LONGER), _PAPERS)
+_MIDDLE = _LONGER[1]
+_SHAPES = (
+    replace(_MIDDLE, name=f"{_MIDDLE.name}, 10 s", burst_s=10.0),
+    replace(_MIDDLE, name=f"{_MIDDLE.name}, 7 times for 10 s", burst_s=10.0, times=7.0),
+    replace(_MIDDLE, name=f"{_MIDDLE.name}, 3 times for 30 s", burst_s=30.0, times=3.0),
+    replace(_MIDDLE, name=f"{_MIDDLE.name}, 130 s", burst_s=130.0, seconds=200.0),
+    replace(_MIDDLE, name=f"{_MIDDLE.name}, 640 s, two bursts", seconds=640.0, at=BURSTS),
+)
+"""Bursts of other lengths; two of them bring as many requests as 60 s of twice as many. And the paper's time, with its two."""
+_DISPATCHED = (
+    replace(_MIDDLE, name=f"{_MIDDLE.name}, by demand", dispatcher="demand"),
+    replace(_MIDDLE, name=f"{_MIDDLE.name}, in turn", dispatcher="turns"),
+)
+_LONG = _SHAPES[3]
+_SCALED = replace(_LONG, name=f"{_LONG.name}, more instances after 30 s", cold_s=30.0)
+_AHEAD = ("kunserve-ahead", "remap-ahead")
+_COMPARED = (
+    (_LONGER[3], _AHEAD),
+    (_LONGER[4], _AHEAD),
+    (SETUPS[PAPERS[0]], _AHEAD[1:]),
+    (SETUPS[PAPERS[2]], _AHEAD[1:]),
+    (_LONG, _AHEAD[1:]),
+    (_SCALED, (BASE, _AHEAD[1])),
+)
+FULL = BurstMap(Settings(), (*(SETUPS[name] for name in PAPERS), *_LONGER), PAPERS, _SHAPES, _DISPATCHED, _COMPARED)
 QUICK = BurstMap(Settings(seeds=1, quick=True), (_LONGER[0], _LONGER[3]))
 
 
 def run(load: Setup, system: str, seed: int, quick: bool) -> Point:
     """One run. peak_share: the most KV that was asked for at once, as a share of what vLLM has; work_share: see `done`."""
     items = load.requests(seed, quick)
-    result = World(load.hardware, SYSTEMS[system], items).run()
+    result = World(load.hardware, SYSTEMS[system], items, dispatcher=load.dispatcher, cold_s=load.cold_s).run()
     found = result.figures()
     kv = len(load.hardware.names) * load.hardware.capacity
     kept = (
@@ -166,9 +219,12 @@ def place(points: Mapping[str, Point], load: Setup, settings: Settings) -> Place
     )
 
 
-def places_of(points: Mapping[str, Point], chosen: BurstMap = FULL) -> list[Place]:
-    """Of all loads of which a seed is whole."""
-    return [one for load in chosen.loads if (one := place(points, load, chosen.settings)) is not None]
+def places_of(
+    points: Mapping[str, Point], chosen: BurstMap = FULL, loads: Sequence[Setup] | None = None
+) -> list[Place]:
+    """Of those of these loads of which a seed is whole; of the map's own, if none are named."""
+    named = chosen.loads if loads is None else loads
+    return [one for load in named if (one := place(points, load, chosen.settings)) is not None]
 
 
 def table(places: Sequence[Place]) -> str:
@@ -183,103 +239,90 @@ def table(places: Sequence[Place]) -> str:
     return "\n".join(out)
 
 
-def picture(places: Sequence[Place]) -> Any:
-    """A matplotlib figure: a field for each system, a dot for each load. Raises Missing without matplotlib."""
+def compared_table(points: Mapping[str, Point], chosen: BurstMap) -> str:
+    """Markdown: what a forecast changes, with the gap between tokens beside the first one. A line for each load and system."""
+    titles = ("load", "system", "n", *(one.title for one in COLUMNS))
+    out = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for load, _ in chosen.compared:
+        for system in COMPARED:
+            names = [name_of(load.name, system, seed) for seed in range(chosen.settings.seeds)]
+            found = [points[name] for name in names if name in points]
+            if found:
+                cells = [seeds.cell([point[one.key] for point in found], one) for one in COLUMNS]
+                out.append("| " + " | ".join([load.name, f"`{system}`", str(len(found)), *cells]) + " |")
+    return "\n".join(out)
+
+
+def picture(places: Sequence[Place], shapes: Sequence[Place] = ()) -> Any:
+    """A matplotlib figure: a field for each system, a dot for each load, a diamond for each other shape of a burst. A box where
+    the paper's point lies: its demand, and as busy as loads are where the paper's policy has its ratio here. Raises Missing
+    without matplotlib."""
     plots = need_matplotlib()
     with plots.rc_context({**STYLE, "svg.fonttype": "none", "font.size": 8}):
-        figure = import_module("matplotlib.figure").Figure(figsize=(9.2, 3.1), layout="constrained")
+        figure = import_module("matplotlib.figure").Figure(figsize=(9.2, 3.4), layout="constrained")
         norm = import_module("matplotlib.colors").LogNorm(1, 100)
         axes = figure.subplots(1, len(TESTS), squeeze=False, sharey=True)[0]
+        busy = [100 * height for height in claimed_at((*places, *shapes))]
         for axis, system in zip(axes, TESTS):
-            axis.axvspan(*PAPER, color="#9ca3af", alpha=0.25, lw=0, label="the paper's bursts: any height")
-            xs, ys = [one.peak for one in places], [100 * one.work for one in places]
-            values = [statistics.median(one.times[system]) for one in places]
-            dots = axis.scatter(xs, ys, c=values, cmap="viridis_r", norm=norm, s=46, zorder=3)
-            for x, y, value in zip(xs, ys, values):
-                axis.annotate(f"{value:.2g}", (x, y), xytext=(6, -3), textcoords="offset points")
+            if busy:
+                low, high = min(busy) - 1.0, max(busy) + 1.0
+                axis.fill_between(
+                    PAPER, low, high, color="#9ca3af", alpha=0.3, lw=0, label="the paper: its demand, its ratio"
+                )
+            for found, marker in ((places, "o"), (shapes, "D")):
+                if not found:
+                    continue
+                xs, ys = [one.peak for one in found], [100 * one.work for one in found]
+                values = [statistics.median(one.times[system]) for one in found]
+                dots = axis.scatter(xs, ys, c=values, cmap="viridis_r", norm=norm, s=42, marker=marker, zorder=3)
+                for x, y, value in zip(xs, ys, values):
+                    axis.annotate(
+                        f"{value:.2g}" if value < 99.5 else f"{value:.0f}",
+                        (x, y),
+                        xytext=(6, -3),
+                        textcoords="offset points",
+                    )
             axis.set_title(system, loc="left")
             axis.set_xlabel("peak demand / KV")
             axis.margins(0.18)
         axes[0].set_ylabel("busy in the burst, % of the devices' time")
-        axes[0].legend(loc="lower left", frameon=False, fontsize=7)
+        if busy:
+            axes[0].legend(loc="lower right", frameon=False, fontsize=7)
         bar = figure.colorbar(dots, ax=list(axes), ticks=[1, 3, 10, 30, 100], extend="both")
         bar.ax.set_yticklabels(["1", "3", "10", "30", "100"])
         bar.set_label(f"P99 TTFT, {BASE} / system")
         return figure
 
 
-PAGE = """# How much sooner first tokens come when layers are dropped: a question of load
-
-P99 time to the first token under vLLM's recomputation (`{base}`), over that of `kunserve` (the paper's policy), `remap` (ours)
-and `{bound}` (`{base}` with six times the KV): how many times lower it is. Virtual time, the clusters and requests of
-[kunserve.md](kunserve.md): the median of the seeds, (lowest to highest). **n says how many seeds a load has until now, of
-{seeds}**: the command goes on where it was stopped, and equal settings give equal figures. Arrivals for 130 s and more, twice as
-many for 60 s from 45 s on; one dispatcher, which counts whole lines. "answers x4": BurstGPT's answers, four times as long. Made
-by `python -m bench.lab kunserve-map`.
-
-Peak demand: the KV that running requests and the heads of lines hold under `{bound}`, at most, over what `{base}` has. Busy: the
-work that `{bound}` does in the burst (each prompt as if alone, each token as a row more of a large batch), over the devices'
-time in it.
-
-![The map]({picture})
-
-{table}
-
-{text}
-
-"1 to 1.57 times": a typical burst of the paper "introduces an accumulation of 243 K tokens per GPU", which is all the KV that our
-instances have, and dropping 57 % more was enough (sections 2.2 and 5.6).
-
-Not run: other lengths of a burst, longer runs, other dispatchers. A800 and H800 are taken as their tables have them
-(`remap plan --machine A800-80GB` prints the sources).
-"""
-NEAR = """At the loads of Figs 12 and 13 bursts keep the devices {busy} % busy; six times the KV brings {bound} times, so
-no memory system could bring 12.7. With longer answers at lower rates, in {reached} of {longer} loads ({peak} times the KV
-asked for, {near} % busy), unchanged code brings {kunserve} times (`kunserve`) and {remap} (`remap`), about as much as
-`ideal` ({ideal})."""
-FAR = """ In the other ({far} % busy) it is {far_kunserve} and {far_remap} where `ideal` has {far_ideal}, and seeds
-differ: `kunserve` {seeds}."""
-WHERE = """ The paper's bursts ask for 1 to 1.57 times the KV; how busy they keep devices it does not say: by this map, at most
-about {most} %."""
+def claimed_at(places: Sequence[Place]) -> list[float]:
+    """How busy the loads are, as a share, at which the paper's policy has a ratio within the paper's range, and that ask for as
+    much KV as its bursts."""
+    return [
+        one.work
+        for one in places
+        if CLAIMED[0] <= statistics.median(one.times["kunserve"]) <= CLAIMED[1] and PAPER[0] <= one.peak <= PAPER[1]
+    ]
 
 
-def said(places: Sequence[Place]) -> str:
-    """What follows, as a paragraph: of loads at which every seed reaches the paper's least, and of the others."""
-    of_paper = [one for one in places if one.load.name in _PAPERS]
-    longer = [one for one in places if one.load.name not in _PAPERS]
-    near = [one for one in longer if min(one.times["kunserve"]) >= LEAST]
-    far = [one for one in longer if one not in near]
-    if not (of_paper and near):
-        return ""
-    text = NEAR.format(
-        busy=_ends((100 * one.work for one in of_paper), ".0f"),
-        bound=_ends(_median_of(of_paper, BOUND)),
-        reached=len(near),
-        longer=len(longer),
-        peak=_ends((one.peak for one in near), ".3g"),
-        near=_ends((100 * one.work for one in near), ".0f"),
-        **{system: _ends(_median_of(near, system)) for system in TESTS},
+def most_share(hardware: Hardware) -> float:
+    """The KV that all instances have at most, whichever merge, as a share of what they have alone."""
+    whole = alone(hardware.model, tuple(Instance(name, hardware.memory_bytes) for name in hardware.names))
+    freed = plan(whole, UNLIMITED, hardware.network).freed
+    return 1.0 + freed / (len(hardware.names) * hardware.capacity)
+
+
+def little(setup: Setup = SETUPS[PAPERS[0]], stay_s: float = 11.0, spare: float = 2.1) -> tuple[float, float]:
+    """What the paper's own numbers would ask of its devices, by Little's law: (requests a second, how busy they would be, as a
+    share). Section 2.2: a request stays for 11 s, and there is 2.1 times as much KV as is asked for in the mean. A request
+    holds its prompt and half of its answer, in the mean, or more."""
+    hardware, items = setup.hardware, setup.requests(0)
+    count = len(items)
+    held = math.fsum(one.prompt_tokens + one.output_tokens / 2 for one in items) / count
+    rate = len(hardware.names) * hardware.capacity / spare / (stay_s * held)
+    work_s = math.fsum(
+        hardware.prompt_s(one.prompt_tokens) + _row_s(hardware, one) * one.output_tokens for one in items
     )
-    if far:
-        text += FAR.format(
-            far=_ends((100 * one.work for one in far), ".0f"),
-            seeds=_ends(value for one in far for value in one.times["kunserve"]),
-            **{f"far_{system}": _ends(_median_of(far, system)) for system in TESTS},
-        )
-    text += WHERE.format(most=f"{max(100 * one.work for one in near):.0f}")
-    return fill(" ".join(text.split()), 120)
-
-
-def _median_of(places: Sequence[Place], system: str) -> list[float]:
-    return [statistics.median(one.times[system]) for one in places]
-
-
-def _ends(values: Iterable[float], digits: str = ".2g") -> str:
-    """ "2 to 4.6"."""
-    found = list(values)
-    return " to ".join(
-        dict.fromkeys(f"{value:{digits if value < 99.5 else '.0f'}}" for value in (min(found), max(found)))
-    )
+    return rate, rate * work_s / count / len(hardware.names)
 
 
 def read(results: Path, chosen: BurstMap) -> tuple[dict[str, Any], dict[str, Point]]:
@@ -291,26 +334,3 @@ def read(results: Path, chosen: BurstMap) -> tuple[dict[str, Any], dict[str, Poi
         kept = json.loads((ROOT / "bench" / "results" / "kunserve.json").read_text(encoding="utf-8"))
         points = {**kept["points"], **points}
     return data, points
-
-
-def page(points: Mapping[str, Point], chosen: BurstMap, drawing: str) -> tuple[str, list[Place]]:
-    """The whole page of what is stored, and what it is of."""
-    places = places_of(points, chosen)
-    text = PAGE.format(
-        base=BASE, bound=BOUND, seeds=chosen.settings.seeds, picture=drawing, table=table(places), text=said(places)
-    )
-    return text, places
-
-
-def run_burst_map(results: Path, drawing: Path, chosen: BurstMap, *, jobs: int = 1, report_only: bool = False) -> str:
-    """Run what `results` lacks, and write the page beside it, and the picture. Returns the page. Raises InvalidArgument (field
-    path) for a file of something else, before anything runs."""
-    data, points = read(results, chosen)
-    if not report_only:
-        seeds.run_missing(data, chosen.runs(), results, jobs, run)
-        points |= data["points"]
-    shown = drawing.name if drawing.parent == results.parent else f"{drawing.parent.name}/{drawing.name}"
-    text, places = page(points, chosen, shown)
-    results.with_suffix(".md").write_text(text, encoding="utf-8")
-    save(picture(places), drawing)
-    return text

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from bench.lab.kunserve.twin.dispatchers import DispatcherName
 from bench.lab.kunserve.twin.loads import BURST_S, BURSTS, bursts, swells
 from bench.lab.kunserve.twin.results import Result
 from bench.lab.kunserve.twin.setup import CLUSTER_A, CLUSTER_B, Hardware
@@ -50,9 +51,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Setup:
-    """A cluster and its load: requests of these lengths at `rate` a second for so many seconds, twice as many from each of `at`
+    """A cluster and its load: requests of these lengths at `rate` a second for so many seconds, `times` as many from each of `at`
     on for burst_s; without `at` they come in swells. scale: of the P50 that a first token may take at most (the paper: 5 for
-    chats, 10 for summaries). longer: times as long answers."""
+    chats, 10 for summaries). longer: times as long answers. dispatcher, cold_s: `World`'s."""
 
     name: str
     hardware: Hardware
@@ -63,6 +64,9 @@ class Setup:
     burst_s: float = BURST_S
     scale: float = 5.0
     longer: float = 1.0
+    times: float = 2.0
+    dispatcher: DispatcherName = "lines"
+    cold_s: float | None = None
 
     def when(self, quick: bool = False) -> tuple[float, tuple[float, ...], float]:
         """(seconds, at, burst_s); quick: a short burst in a short run."""
@@ -73,7 +77,7 @@ class Setup:
         seconds, at, burst_s = self.when(quick)
         if not self.at:
             return swells(self.lengths, self.rate, seconds, seed)
-        return bursts(self.lengths, self.rate, seconds, seed, at, burst_s, self.longer)
+        return bursts(self.lengths, self.rate, seconds, seed, at, burst_s, self.longer, self.times)
 
 
 SETUPS = {
@@ -175,7 +179,9 @@ LATE_S = tuple(float(f"{0.1 * 1.2**step:.4g}") for step in range(40))
 def run(setup: str, system: str, seed: int, quick: bool) -> Point:
     """One run: figures by name."""
     one = SETUPS[setup]
-    result = World(one.hardware, SYSTEMS[system], one.requests(seed, quick)).run()
+    result = World(
+        one.hardware, SYSTEMS[system], one.requests(seed, quick), dispatcher=one.dispatcher, cold_s=one.cold_s
+    ).run()
     found = {**result.figures(), **_fullness(result)}
     ttft = [answer.ttft_s for answer in result.answers]
     found |= {f"late_{limit:g}": sum(each > limit for each in ttft) / len(ttft) for limit in LATE_S}

@@ -48,13 +48,16 @@ def bursts(
     at: Sequence[float] = BURSTS,
     burst_s: float = BURST_S,
     longer: float = 1.0,
+    times: float = 2.0,
 ) -> tuple[Item, ...]:
-    """Requests of these lengths (of LENGTHS; KeyError) at `rate` a second, and twice that within bursts. longer: times as long
+    """Requests of these lengths (of LENGTHS; KeyError) at `rate` a second, and `times` that within bursts. longer: times as long
     answers."""
     chosen = LENGTHS[lengths]
     if longer != 1.0:
         chosen = replace(chosen, output=chosen.output.scaled(longer, LONGEST))
-    extra = [Load("all", Arrivals(rate), chosen, begin, begin + burst_s) for begin in at if begin < seconds]
+    extra = [
+        Load("all", Arrivals(rate * (times - 1.0)), chosen, begin, begin + burst_s) for begin in at if begin < seconds
+    ]
     return generate([Load("all", Arrivals(rate), chosen), *extra], seconds, seed)
 
 

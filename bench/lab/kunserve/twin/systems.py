@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from remap.cluster.control import GroupPolicy
+from remap.policy.cluster.foresight import Outlook
 from remap.sim.policies import IDEAL_MEMORY
 
 from .lanes import Cut
@@ -42,6 +43,8 @@ SYSTEMS = {
         System("llumnix", migrates=True),
         System("kunserve", GroupPolicy("kunserve"), "halved", shares=True),
         System("remap", GroupPolicy("remap"), "balanced", shares=True),
+        System("kunserve-ahead", GroupPolicy("kunserve", outlook=Outlook()), "halved", shares=True),
+        System("remap-ahead", GroupPolicy("remap", outlook=Outlook()), "balanced", shares=True),
         System("remap-sticky", GroupPolicy("remap"), "balanced"),
         System("remap-tokens", GroupPolicy("remap"), "tokens", shares=True),
         # KunServe's own steps (its Figure 14, and 16).

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from remap.cluster.control import Control
 from remap.cluster.messages import (
@@ -38,6 +39,7 @@ from remap.policy.cluster.restore import Copy
 from remap.sim.pools import CountedPool
 from remap.sim.workload import Item
 
+from .dispatchers import DISPATCHERS, DispatcherName
 from .events import Events
 from .host import HostPool
 from .migration import Migration
@@ -54,13 +56,16 @@ MESSAGE_S = 0.001
 PERIOD_S = 0.2
 """Between two reports of an instance, and two ticks of control."""
 SAMPLE_S = 1.0
+MORE = 4
+"""Instances that an autoscaler may start."""
 PREPARE_S = 0.02
 """Until an instance has made process groups and buffers; it serves meanwhile."""
 
 
 class World:
-    """One run of a system over requests, which are in order of time. log: takes the pieces that the network sends. watch: called
-    after each event, for tests."""
+    """One run of a system over requests, which are in order of time. dispatcher: of all of them. cold_s: an autoscaler starts as
+    many instances as `Control.lacking` says, MORE at most, and each joins after so many seconds; None: there is none. log: takes
+    the pieces that the network sends. watch: called after each event, for tests."""
 
     def __init__(
         self,
@@ -68,6 +73,8 @@ class World:
         system: System,
         items: Sequence[Item],
         *,
+        dispatcher: DispatcherName = "lines",
+        cold_s: float | None = None,
         log: list[Sent] | None = None,
         watch: Callable[[World], None] | None = None,
     ) -> None:
@@ -81,12 +88,15 @@ class World:
             coordinated=system.coordinated,
             log=log,
         )
-        self.control = Control(hardware.model, hardware.network, system.policy, timeout_s=60.0)
+        self.control = Control(
+            hardware.model, hardware.network, system.policy, timeout_s=60.0, dispatcher=DISPATCHERS[dispatcher]()
+        )
         self.messages: Counter[str] = Counter()
         self.pipelines: dict[str, Pipeline] = {}
         """Of each instance that serves."""
         self.answers: dict[int, Answer] = {}
-        self._watch = watch
+        self._watch, self._cold_s = watch, cold_s
+        self._more = self._coming = 0  # instances that were started, and those of them that have not joined
         self._requests: dict[str, Request] = {}  # unfinished
         self._epochs: dict[str, int] = {}
         self._plans: dict[int, dict[str, GroupPlan]] = {}
@@ -108,8 +118,11 @@ class World:
         """Until every request is answered, or so much virtual time is over."""
         hardware = self.hardware
         fingerprint = Fingerprint(hardware.model_name, "bfloat16", "", len(hardware.model.layers), "", BLOCK_TOKENS)
+        self._description = partial(
+            Description, fingerprint=fingerprint, model=hardware.model, memory_bytes=hardware.memory_bytes
+        )
         for name in hardware.names:
-            self._tell(Joined(Description(name, fingerprint, hardware.model, hardware.memory_bytes)))
+            self._tell(Joined(self._description(name)))
         for number, item in enumerate(self.items):
             self.events.at(item.time_s, lambda number=number, item=item: self._come(number, item))  # type: ignore[misc]
         self._tick()
@@ -178,9 +191,23 @@ class World:
         for name in self.pipelines:
             self._report(name)
         self._tell(Tick())
+        if self._cold_s is not None:
+            self._scale(self._cold_s)
         if self._migration is not None:
             self._migration.look(list(self.pipelines.values()))
         self.events.after(PERIOD_S, self._tick)
+
+    def _scale(self, cold_s: float) -> None:
+        """Start what is lacking beside what was started already. Nothing ends before the run does."""
+
+        def join(name: str) -> None:
+            self._coming -= 1
+            self._tell(Joined(self._description(name)))
+
+        for _ in range(min(MORE - self._more, self.control.lacking.instances - self._coming)):
+            name = f"more{self._more}"
+            self._more, self._coming = self._more + 1, self._coming + 1
+            self.events.after(cold_s, lambda name=name: join(name))  # type: ignore[misc]
 
     def _report(self, name: str) -> None:
         """How things are at this instance."""

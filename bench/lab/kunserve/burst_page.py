@@ -1,0 +1,331 @@
+"""The page of the map of bursts, from what is stored, and the command that writes it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+
+from bench.lab import seeds
+from bench.lab.paper.pictures import save
+from bench.lab.seeds import Point
+
+from .burst_map import (
+    BASE,
+    BOUND,
+    CLAIMED,
+    PAPERS,
+    TESTS,
+    BurstMap,
+    Place,
+    claimed_at,
+    compared_table,
+    little,
+    most_share,
+    picture,
+    places_of,
+    read,
+    run,
+    table,
+)
+from .figures import name_of
+
+__all__ = ["page", "run_burst_map", "said"]
+
+PAGE = """# How much sooner first tokens come when layers are dropped: a question of load
+
+P99 time to the first token under vLLM's recomputation (`{base}`), over that of `kunserve` (the paper's policy), `remap` (ours)
+and `{bound}` (`{base}` with six times the KV): how many times lower it is. Virtual time, the clusters and requests of
+[kunserve.md](kunserve.md): the median of the seeds, (lowest to highest). **n says how many seeds a load has until now, of
+{seeds}**: the command goes on where it was stopped, and equal settings give equal figures. Arrivals for 130 s and more, twice as
+many for 60 s from 45 s on; a dispatcher that counts whole lines. "answers x4": BurstGPT's answers, four times as long. Made
+by `python -m bench.lab kunserve-map`.
+
+Peak demand: the KV that running requests and the heads of lines hold under `{bound}`, at most, over what `{base}` has. Busy: the
+work that `{bound}` does in the burst (each prompt as if alone, each token as a row more of a large batch), over the devices'
+time in it.
+
+![The map]({picture})
+
+A dot is a load of the first table, a diamond one of the second. The axes do not decide alone: LongBench's prompts are ten times
+as long as BurstGPT's, and wait for computation at places where others do not.
+
+{table}
+
+{text}
+
+## Where the paper's point lies
+
+{where}
+
+## How long a burst lasts
+
+"7 times for 10 s", "3 times for 30 s": as many requests more as 60 s of twice as many bring. Without that, twice as many.
+
+{shapes}
+
+{shapes_text}
+
+## Which dispatcher
+
+One counts whole lines; one the KV of what runs and of the head of the line alone, as Llumnix and the paper have it ("by demand");
+one goes round, as often as there is room ("in turn").
+
+{dispatched}
+
+{dispatched_text}
+
+## Merging by a forecast, and more instances
+
+A drop for what is lacking at the moment leaves one pair with room, to which all new prompts go: they wait for its computation
+until the next pair merges. That is why `remap` and `kunserve` fall short of `{bound}` with some seeds of "x2, 26/s" and
+"x4, 18/s". `kunserve-ahead` and `remap-ahead` merge by a forecast, when demand would be above the KV in 2 s, and as many as
+30 s will need, but no groups longer than pairs for that alone. What wrong forecasts cost is bounded
+([foresight.py](../../src/remap/policy/cluster/foresight.py)). The 2 s and 30 s were chosen on seed 0 of three of these loads.
+
+"more instances after 30 s": an autoscaler starts as many as `Control.lacking` says, four at most, and each joins 30 s later.
+
+{compared}
+
+{compared_text}
+
+## What was not run
+
+{missing}A800 and H800 are taken as their tables have them (`remap plan --machine A800-80GB` prints the sources).
+"""
+NEAR = """At the loads of Figs 12 and 13 bursts keep the devices {busy} % busy; six times the KV brings {bound} times, so
+no memory system could bring 12.7. With longer answers at lower rates, in {reached} of {longer} loads ({peak} times the KV
+asked for, {near} % busy), unchanged code brings {kunserve} times (`kunserve`) and {remap} (`remap`), about as much as
+`ideal` ({ideal})."""
+FAR = """ In the other ({far} % busy) it is {far_kunserve} and {far_remap} where `ideal` has {far_ideal}, and seeds
+differ: `kunserve` {seeds}."""
+WHERE = """ The paper's bursts ask for 1 to 1.57 times the KV; how busy they keep devices it does not say: by this map, at most
+about {most} %."""
+POINT = """A typical burst of the paper "introduces an accumulation of 243 K tokens per GPU", which is all the KV that our
+instances have, and dropping 57 % more was enough (sections 2.2 and 5.6): so 1 to 1.57 times the KV. Its 12.7 to 72.2
+times are in the grey box: {count} of the loads that ask for so much have such a ratio under `kunserve`, and are {busy} %
+busy. The paper does not say how busy its devices are. If its requests stay for 11 s, as section 2.2 has it, and there is
+2.1 times the KV that is asked for in the mean, then by Little's law {rate} requests of BurstGPT's mean lengths come in a
+second, and by our roofline eight A800 would be {mean} % busy in the mean, twice that in a burst. Those cannot be of one
+run: the 11 s may be the trace's. So either answers were longer, or KV was scarcer, than the mean lengths say."""
+SHAPES = """As many requests in a shorter burst ask for as much KV, and prompts wait for computation: with {steep}, `ideal` has
+{bound} s at P99. Twice as many for 10 s fill {share} % of the KV, and nothing is to be won. **Beyond what dropping frees it does
+harm**: in 130 s demand is {peak} times the KV, eight instances as one group have {most} times, and P99 TTFT is {kunserve} s with
+`kunserve` and {remap} s with `remap`, where `vllm` has {base}: pipelines are slower, and requests are preempted all the same."""
+DISPATCHED = """By demand alone, `vllm` has {demand} s at P99 where whole lines have {lines}, and in turn {turns}. `kunserve` and
+`remap` depend on it more: {ours_lines} s with whole lines, {ours_demand} by demand, which does not see who waits behind the head,
+{ours_turns} in turn, which does not see who has room. The paper's dispatcher is Llumnix's."""
+COMPARED_TEXT = """P99 TTFT of `remap` is lower with the forecast in {lower} of {runs} runs, equal in {equal} and higher
+in {higher}. In the loads where `remap` was more than a tenth above `ideal` in the worst seed ({short}), the worst seed has
+{before} s without it and {after} s with it (`ideal`: {bound}). The price: P50 TPOT {p50} % and P99 TPOT {p99} %, by load. For a
+demand that no drop can free it changes nothing (130 s). There instances help: four more after 30 s bring P99 TTFT of
+`remap-ahead` from {few} to {more} s, and that of `vllm` from {base_few} to {base_more} (n = {scaled})."""
+
+
+def said(places: Sequence[Place]) -> str:
+    """What follows, as a paragraph: of loads at which every seed reaches the paper's least, and of the others."""
+    of_paper = [one for one in places if one.load.name in PAPERS]
+    longer = [one for one in places if one.load.name not in PAPERS]
+    near = [one for one in longer if min(one.times["kunserve"]) >= CLAIMED[0]]
+    far = [one for one in longer if one not in near]
+    if not (of_paper and near):
+        return ""
+    text = NEAR.format(
+        busy=_ends((100 * one.work for one in of_paper), ".0f"),
+        bound=_ends(_median_of(of_paper, BOUND)),
+        reached=len(near),
+        longer=len(longer),
+        peak=_ends((one.peak for one in near), ".3g"),
+        near=_ends((100 * one.work for one in near), ".0f"),
+        **{system: _ends(_median_of(near, system)) for system in TESTS},
+    )
+    if far:
+        text += FAR.format(
+            far=_ends((100 * one.work for one in far), ".0f"),
+            seeds=_ends(value for one in far for value in one.times["kunserve"]),
+            **{f"far_{system}": _ends(_median_of(far, system)) for system in TESTS},
+        )
+    text += WHERE.format(most=f"{max(100 * one.work for one in near):.0f}")
+    return fill(" ".join(text.split()), 120)
+
+
+def _median_of(places: Sequence[Place], system: str) -> list[float]:
+    return [statistics.median(one.times[system]) for one in places]
+
+
+def _ends(values: Iterable[float], digits: str = ".2g") -> str:
+    """ "2 to 4.6"."""
+    found = list(values)
+    return " to ".join(
+        dict.fromkeys(f"{value:{digits if value < 99.5 else '.0f'}}" for value in (min(found), max(found)))
+    )
+
+
+def _p99(points: Mapping[str, Point], load: str, system: str, chosen: BurstMap) -> dict[int, Point]:
+    """By seed, as far as it was run."""
+    names = {seed: name_of(load, system, seed) for seed in range(chosen.settings.seeds)}
+    return {seed: points[name] for seed, name in names.items() if name in points}
+
+
+def _median(points: Mapping[str, Point], load: str, system: str, chosen: BurstMap, key: str = "ttft_p99_s") -> float:
+    return statistics.median(one[key] for one in _p99(points, load, system, chosen).values())
+
+
+def _where(places: Sequence[Place]) -> str:
+    busy = claimed_at(places)
+    if not busy:
+        return ""
+    rate, share = little()
+    text = POINT.format(
+        count=len(busy), busy=_ends((100 * one for one in busy), ".0f"), rate=f"{rate:.0f}", mean=f"{100 * share:.0f}"
+    )
+    return fill(" ".join(text.split()), 120)
+
+
+def _shapes(places: Sequence[Place]) -> str:
+    """Of bursts of other lengths, by what they are: the steepest, the shortest, the one beyond what dropping frees."""
+    steep = next((one for one in places if one.load.times == 7.0), None)
+    short = next((one for one in places if one.load.burst_s == 10.0 and one.load.times == 2.0), None)
+    far = next((one for one in places if one.load.burst_s == 130.0), None)
+    if steep is None or short is None or far is None:
+        return ""
+
+    def p99(one: Place, system: str) -> str:
+        found = [base / times for base, times in zip(one.base_s, one.times[system])]
+        return f"{statistics.median(found):.3g}"
+
+    text = SHAPES.format(
+        steep="7 times the requests for 10 s",
+        bound=p99(steep, BOUND),
+        share=f"{100 * short.peak:.0f}",
+        peak=f"{far.peak:.2f}",
+        most=f"{most_share(far.load.hardware):.2f}",
+        kunserve=p99(far, "kunserve"),
+        remap=p99(far, "remap"),
+        base=f"{statistics.median(far.base_s):.3g}",
+    )
+    return fill(" ".join(text.split()), 120)
+
+
+def _dispatched(places: Sequence[Place]) -> str:
+    of = {one.load.dispatcher: one for one in places}
+    if not {"lines", "demand", "turns"} <= of.keys():
+        return ""
+
+    def ours(one: Place) -> str:
+        medians = [
+            statistics.median(base / times for base, times in zip(one.base_s, one.times[system]))
+            for system in ("kunserve", "remap")
+        ]
+        return _ends(medians)
+
+    text = DISPATCHED.format(
+        **{name: f"{statistics.median(one.base_s):.3g}" for name, one in of.items()},
+        **{f"ours_{name}": ours(one) for name, one in of.items()},
+    )
+    return fill(" ".join(text.split()), 120)
+
+
+def _compared(points: Mapping[str, Point], chosen: BurstMap) -> str:
+    """What merging by a forecast changes, seed by seed, and what more instances do."""
+    loads = [load for load, _ in chosen.compared]
+    if not loads or not all(_p99(points, load.name, "remap-ahead", chosen) for load in loads):
+        return ""
+    *plain, long, scaled = [load.name for load in loads]
+    runs: list[tuple[float, float]] = []
+    before, after, bound, short = [], [], [], []
+    for load in plain:
+        of = {
+            system: {seed: one["ttft_p99_s"] for seed, one in _p99(points, load, system, chosen).items()}
+            for system in ("remap", "remap-ahead", BOUND)
+        }
+        runs += [(of["remap"][seed], value) for seed, value in of["remap-ahead"].items() if seed in of["remap"]]
+        worst = {system: max(found.values()) for system, found in of.items()}
+        if worst["remap"] > 1.1 * worst[BOUND]:
+            short.append(load)
+            before.append(worst["remap"])
+            after.append(worst["remap-ahead"])
+            bound.append(worst[BOUND])
+    more = {
+        key: [
+            100 * (_median(points, load, "remap-ahead", chosen, key) / _median(points, load, "remap", chosen, key) - 1)
+            for load in plain
+        ]
+        for key in ("tpot_p50_s", "tpot_p99_s")
+    }
+    few, many = (
+        {system: f"{_p99(points, load, system, chosen)[0]['ttft_p99_s']:.3g}" for system in (BASE, "remap-ahead")}
+        for load in (long, scaled)
+    )
+    text = COMPARED_TEXT.format(
+        lower=sum(new < old for old, new in runs),
+        equal=sum(new == old for old, new in runs),
+        higher=sum(new > old for old, new in runs),
+        runs=len(runs),
+        short="; ".join(load.removeprefix("BurstGPT, 14B, answers ") for load in short),
+        before=", ".join(f"{one:.3g}" for one in before),
+        after=", ".join(f"{one:.3g}" for one in after),
+        bound=", ".join(f"{one:.3g}" for one in bound),
+        p50=_signed(more["tpot_p50_s"]),
+        p99=_signed(more["tpot_p99_s"]),
+        few=few["remap-ahead"],
+        more=many["remap-ahead"],
+        base_few=few[BASE],
+        base_more=many[BASE],
+        scaled=len(_p99(points, scaled, "remap-ahead", chosen)),
+    )
+    return fill(" ".join(text.split()), 120)
+
+
+def _signed(values: Sequence[float]) -> str:
+    """ "-3.1 to +4.2"."""
+    return f"{min(values):+.2g} to {max(values):+.2g}".replace("-", "\N{MINUS SIGN}")
+
+
+def _missing(points: Mapping[str, Point], chosen: BurstMap) -> str:
+    """The loads of which no seed is whole, and how many runs are not there."""
+    loads = (*chosen.loads, *chosen.dispatched, *chosen.shapes)
+    there = [one.load for one in places_of(points, chosen, loads)]
+    none = "; ".join(f'"{load.name}"' for load in loads if load not in there)
+    left = sum(name not in points for name in chosen.runs())
+    found = f"No seed of {none}. " if none else ""
+    return fill(f"{found}{left} of {len(chosen.runs())} runs are not there yet.", 120) + "\n" if left else ""
+
+
+def page(points: Mapping[str, Point], chosen: BurstMap, drawing: str) -> tuple[str, list[Place], list[Place]]:
+    """The whole page of what is stored, and what its picture is of: the map's loads, and bursts of other lengths."""
+    places, shapes = places_of(points, chosen), places_of(points, chosen, chosen.shapes)
+    middle = [load for load in chosen.loads if any(other.rate == load.rate for other in chosen.dispatched)]
+    dispatched = places_of(points, chosen, [*middle, *chosen.dispatched])
+    text = PAGE.format(
+        base=BASE,
+        bound=BOUND,
+        seeds=chosen.settings.seeds,
+        picture=drawing,
+        table=table(places),
+        text=said(places),
+        where=_where((*places, *shapes)),
+        shapes=table(shapes),
+        shapes_text=_shapes(shapes),
+        dispatched=table(dispatched),
+        dispatched_text=_dispatched(dispatched),
+        compared=compared_table(points, chosen),
+        compared_text=_compared(points, chosen),
+        missing=_missing(points, chosen),
+    )
+    return text, places, shapes
+
+
+def run_burst_map(results: Path, drawing: Path, chosen: BurstMap, *, jobs: int = 1, report_only: bool = False) -> str:
+    """Run what `results` lacks, and write the page beside it, and the picture. Returns the page. Raises InvalidArgument (field
+    path) for a file of something else, before anything runs."""
+    data, points = read(results, chosen)
+    if not report_only:
+        seeds.run_missing(data, chosen.runs(), results, jobs, run)
+        points |= data["points"]
+    shown = drawing.name if drawing.parent == results.parent else f"{drawing.parent.name}/{drawing.name}"
+    text, places, shapes = page(points, chosen, shown)
+    results.with_suffix(".md").write_text(text, encoding="utf-8")
+    save(picture(places, shapes), drawing)
+    return text
