@@ -289,6 +289,24 @@ def kunserve_map(
 
 
 @app.command()
+def knee(
+    quick: Annotated[bool, typer.Option("--quick", help="Few requests, one load, one seed.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/knee.json")] = None,
+) -> None:
+    """How many gaps between tokens are waits for turns, with less KV and longer pauses too. What is in the file stays."""
+    from .paper.knee import FULL, QUICK, RESULTS, run_knee
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/knee.json") if quick else RESULTS)
+    with exit_on_error():
+        writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(run_knee(path, QUICK if quick else FULL, jobs=jobs, report_only=report_only))
+
+
+@app.command()
 def real(
     quick: Annotated[bool, typer.Option("--quick", help="Small random models, one round: that it runs.")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
