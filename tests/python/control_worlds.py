@@ -67,10 +67,10 @@ def description(name: str, memory: int = MEMORY, fingerprint: Fingerprint = FING
     return Description(name, fingerprint, MODEL, memory)
 
 
-def joined(control: Control, *names: str, now_s: float = 0.0) -> None:
+def joined(control: Control, *names: str, now_s: float = 0.0, merges: bool = True) -> None:
     """These instances serve, each alone."""
     for name in names:
-        (recover,) = control.on(Joined(description(name)), now_s)
+        (recover,) = control.on(Joined(replace(description(name), merges=merges)), now_s)
         assert isinstance(recover, Recover)
         control.on(Reported(InstanceReport(name, recover.epoch)), now_s)
 

@@ -430,6 +430,29 @@ def test_load_that_fits_elsewhere_merges_nobody() -> None:
     assert control.on(Tick(), 0.0) == []
 
 
+@pytest.mark.parametrize("policy", ["remap", "kunserve", "pipeline"])
+def test_an_instance_that_takes_part_in_no_change_is_asked_for_none(policy: str) -> None:
+    control = Control(MODEL, NETWORK, GroupPolicy(policy, 2), TIMEOUT_S)
+    joined(control, "a", "b", merges=False)
+    for name in "ab":
+        told(control, name, InstanceLoad(4, 38, (30, 30)))
+    assert control.on(Tick(), 0.0) == []
+    assert stuck(control, "a", 60) == [GiveUp("a", "long")]  # which the two together would have room for
+    assert control.on(PlacementAsked("r", 5), 0.0) == [Route("r", "a")]
+    assert control.on(Died("a"), 0.0) == [Restart(("a",))]
+    assert control.on(PlacementAsked("r", 5), 0.0) == [Route("r", "b")]
+
+
+@pytest.mark.parametrize("policy", ["remap", "kunserve", "pipeline"])
+def test_instances_merge_beside_one_that_does_not(policy: str) -> None:
+    control = Control(MODEL, NETWORK, GroupPolicy(policy, 2), TIMEOUT_S)
+    joined(control, "a", merges=False)
+    joined(control, "b", "c")
+    for name in "abc":
+        told(control, name, InstanceLoad(4, 38, (30,)))
+    assert {command.instance for command in control.on(Tick(), 0.0)} == {"b", "c"}
+
+
 CHEAP, DEAR = Offer(16, 1e-6), Offer(16, 10.0)
 """Two tokens more than the 40 of an instance alone. Two that merge have 90."""
 

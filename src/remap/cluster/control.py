@@ -24,6 +24,9 @@ ticks: `drop` says which merge, for as many tokens as the cluster lacks; when a 
     alone      never merges
     pipeline   groups of `stages` instances as soon as that many serve alone; never dissolves
 
+An instance that takes part in no change (`Description.merges`) serves alone under each policy: requests are sent to it, and start
+again elsewhere when it is lost.
+
 A request that is too long for its group, alone in it, goes to a group with room for it, or waits for one (`drop.wider`), which
 does not dissolve while it runs. Where all instances together have no room for it, or the policy makes no larger group, it ends.
 
@@ -667,7 +670,12 @@ class Control:
 
     def _ready(self, now_s: float) -> list[_Group]:
         """Groups that may change now."""
-        return [each for each in self._groups if each.phase == "serving" and now_s >= each.quiet_s]
+        return [each for each in self._merging if each.phase == "serving" and now_s >= each.quiet_s]
+
+    @property
+    def _merging(self) -> list[_Group]:
+        """Groups of instances that take part in changes."""
+        return [each for each in self._groups if all(self._known[name].merges for name in each.names)]
 
     def _widen(self, now_s: float) -> None:
         """Find room for requests that have none in their group: in another, or in a larger one. End those that nothing helps."""
@@ -695,15 +703,15 @@ class Control:
         if self.policy.name not in ("remap", "kunserve"):
             return False
         count = len(self.model.layers)
-        whole = [PlannedStage(stage.instance, 0, count) for each in self._groups for stage in each.group.stages]
-        if self._splits.tokens(whole) < tokens:
-            return False
         several = [each for each in ready if len(each.names) > 1]
+        whole = [PlannedStage(stage.instance, 0, count) for each in self._merging for stage in each.group.stages]
+        if not several or self._splits.tokens(whole) < tokens:
+            return False
         for each in sorted(several, key=lambda one: one.stuck is None):
             if self._fits(each):
                 self._dissolve(each, now_s, f"a larger group is wanted, of {tokens} tokens of KV")
                 break
-        return bool(several)
+        return True
 
     def _fits(self, each: _Group) -> bool:
         """Whether the group may dissolve. Where a request is stuck none runs, and none behind it will before it can."""
@@ -718,9 +726,12 @@ class Control:
         """Whether there may be a larger group later, this one or another. ready: groups that may change now."""
         if self._returning or any(other.phase != "serving" for other in self._groups):
             return True
+        merging = self._merging
+        if each not in merging:
+            return False
         if self.policy.name == "pipeline":
-            return len(each.names) < self.policy.stages <= sum(len(other.names) == 1 for other in self._groups)
-        return self.policy.name != "alone" and ready < len(self._groups)
+            return len(each.names) < self.policy.stages <= sum(len(other.names) == 1 for other in merging)
+        return self.policy.name != "alone" and ready < len(merging)
 
     def _look(self, now_s: float) -> tuple[int, int]:
         """`Foresight.ahead`; nothing without a forecast."""

@@ -83,7 +83,8 @@ class Fingerprint:
 class Description:
     """An instance that is ready. model: its layers, with their bytes and measured seconds. memory_bytes: for layers and KV
     together. rendezvous: where those that merge with it find each other (`ServedStore.address`).
-    host_bytes_per_s: at which layers come from the host's master copy, measured; 0: unknown."""
+    host_bytes_per_s: at which layers come from the host's master copy, measured; 0: unknown. merges: whether it takes part in
+    changes of groups (`contract.MergingInstance`)."""
 
     name: str
     fingerprint: Fingerprint
@@ -92,6 +93,7 @@ class Description:
     rendezvous: str = ""
     pid: int = 0
     host_bytes_per_s: float = 0.0
+    merges: bool = True
 
 
 @dataclass(frozen=True)
