@@ -205,8 +205,14 @@ class LocalConnection:
         self.slow = False
         self.calls: list[str] = []
         self.arguments = arguments
-        self.instance = TinyInstance(name, **arguments)
+        self.instance = self.make()
         self._lost = asyncio.Event()
+
+    def make(self) -> Any:
+        return TinyInstance(self.name, **self.arguments)
+
+    def stop(self) -> None:
+        self.instance.stop()
 
     async def call(self, method: str, *arguments: object) -> Any:
         while self.slow:
@@ -223,8 +229,8 @@ class LocalConnection:
         return work.result()
 
     def kill(self) -> None:
-        self.instance.stop()
+        self.stop()
         self._lost.set()
         if self.returns:
             self._lost = asyncio.Event()
-            self.instance = TinyInstance(self.name, **self.arguments)
+            self.instance = self.make()
