@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +121,36 @@ def test_what_a_chat_has_not_is_refused_by_name(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         chat(**body)
     assert caught.value.param == next(iter(body)) and next(iter(body)) in str(caught.value)
+
+
+def test_an_answers_format_is_a_schema_where_the_engine_has_grammars() -> None:
+    able = replace(SERVED, grammars=True)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    of = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    for asked in (chat, completion):
+        for served in (able, SERVED):
+            assert asked(served, response_format={"type": "text"}).request.sampling.json_schema is None
+        found = asked(able, response_format={"type": "json_object"}).request.sampling.json_schema
+        assert json.loads(found or "") == {"type": "object"}
+        assert json.loads(asked(able, response_format=of).request.sampling.json_schema or "") == schema
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "grammar"},
+        {},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"name": "x"}},
+        {"type": "json_schema", "json_schema": [1]},
+        {"type": "json_schema", "json_schema": {"schema": "text"}},
+    ],
+)
+def test_a_format_that_is_none_is_refused_by_name(wanted: dict[str, Any]) -> None:
+    for served in (SERVED, replace(SERVED, grammars=True)):
+        with pytest.raises(InvalidArgument) as caught:
+            chat(served, response_format=wanted)
+        assert caught.value.param == "response_format"
 
 
 def test_penalties_biases_and_logprobs_are_the_engines() -> None:

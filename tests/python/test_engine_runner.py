@@ -443,6 +443,9 @@ def test_refusals_change_nothing():
         with pytest.raises(InvalidArgument) as caught:
             engine.add_request(Request("strange", (1, token), SamplingParams(max_tokens=1)))
         assert (caught.value.token, caught.value.vocabulary) == (token, VOCAB)
+    with pytest.raises(InvalidArgument) as caught:
+        engine.add_request(Request("json", (1,), SamplingParams(json_schema="{}")))
+    assert caught.value.param == "json_schema"
     assert not engine.unfinished
     engine.add_request(Request("fits", (1,) * 10, SamplingParams(max_tokens=7)))
     for call, argument in ((engine.add_request, Request("fits", (1,))), (engine.abort, "unknown")):

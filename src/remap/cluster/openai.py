@@ -36,6 +36,11 @@ MOST_CHOICES = 128
 MOST_BIASES = 1024
 """Tokens of logit_bias: each pass has them all."""
 
+NO_GRAMMARS = (
+    "this server's engine has no grammars; serve the model, with its tokenizer, by remap cluster serve --engine vllm"
+)
+ANY_OBJECT = '{"type": "object"}'
+
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields that name the caller, or tell OpenAI what to do beside the answer: ignored, whatever their values."""
 
@@ -82,6 +87,7 @@ class _Body(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
 
     nothing: ClassVar[dict[str, Any]] = {}
 
@@ -111,9 +117,8 @@ class Chat(_Body, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
-    response_format: dict[str, Any] | None = None
 
-    nothing: ClassVar[dict[str, Any]] = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
+    nothing: ClassVar[dict[str, Any]] = {"tools": [], "tool_choice": "none"}
 
 
 def parse(text: bytes, kind: type[Completion | Chat], served: Served | Catalog, wanted: Wanted = always) -> AnswerAsked:
@@ -299,7 +304,26 @@ def _sampling(body: Completion | Chat, prompt: int, served: Served, logprobs: in
         logit_bias=_biases(body),
         logprobs=logprobs,
         prompt_logprobs=echo and _logprobs(body) is not None,
+        json_schema=_json_schema(body.response_format, served),
     )
+
+
+def _json_schema(wanted: dict[str, Any] | None, served: Served) -> str | None:
+    """The schema that `response_format` asks for; None for text. Raises InvalidArgument (field param)."""
+    kind = "text" if wanted is None else wanted.get("type")
+    if wanted is None or kind == "text":
+        return None
+    if not served.grammars:
+        raise refused("response_format", f"must be left out, or of type text, got {kind!r}: {NO_GRAMMARS}")
+    if kind == "json_object":
+        return ANY_OBJECT
+    given = wanted.get("json_schema") if kind == "json_schema" else None
+    schema = given.get("schema") if isinstance(given, dict) else None
+    if not isinstance(schema, dict):
+        raise refused(
+            "response_format", f"must be of type text, json_object, or json_schema with a schema, got {kind!r}"
+        )
+    return msgspec.json.encode(schema).decode()
 
 
 def _seed(seed: int) -> int:

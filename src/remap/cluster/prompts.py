@@ -28,13 +28,14 @@ Wanted = Callable[[], bool]
 @dataclass(frozen=True)
 class Served:
     """The model: its name, its tokenizer (None: prompts are token ids), tokens of a prompt with its answer at most, and the ids
-    that end an answer. created: in seconds since 1970."""
+    that end an answer. created: in seconds since 1970. grammars: whether its engine takes `SamplingParams.json_schema`."""
 
     name: str
     tokenizer: Any
     positions: int
     stop_token_ids: frozenset[int] = frozenset()
     created: int = field(default_factory=lambda: int(time()))
+    grammars: bool = False
 
     @property
     def models(self) -> tuple[Served, ...]:

@@ -298,36 +298,18 @@ class Engine(ABC):
                 sequence.computed -= 1
 
     def _require_servable(self, request: Request, vocabulary: int, positions: int) -> None:
-        """Raises InvalidArgument if the id is in use, a token is none of the model's (of `logit_bias` too), or it needs more
-        positions than there are."""
+        """Raises InvalidArgument if the id is in use, the request does not fit the model, or it needs a grammar."""
         if request.id in self._live or request.id in self._ended:
             raise InvalidArgument(
                 f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
             )
-        # The embedding would fail on it in the middle of a pass, and every request of that pass with it.
-        strange = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
-        if strange is not None:
+        request.require_fitting(vocabulary, positions)
+        if request.sampling.json_schema is not None:
             raise InvalidArgument(
-                f"request {request.id!r}: the prompt has token {strange}, the model's are 0 to {vocabulary - 1}; "
-                "nothing was queued",
-                token=strange,
-                vocabulary=vocabulary,
-            )
-        strange = next((token for token, _ in request.sampling.logit_bias if not 0 <= token < vocabulary), None)
-        if strange is not None:
-            raise InvalidArgument(
-                f"request {request.id!r}: logit_bias has token {strange}, the model's are 0 to {vocabulary - 1}; "
-                "nothing was queued",
-                param="logit_bias",
-                token=strange,
-                vocabulary=vocabulary,
-            )
-        if request.max_kv_tokens > positions:
-            raise InvalidArgument(
-                f"request {request.id!r} needs {request.max_kv_tokens} positions, the model has {positions}; "
-                f"nothing was queued, shorten the prompt or lower max_tokens",
-                needed=request.max_kv_tokens,
-                limit=positions,
+                f"request {request.id!r}: json_schema takes an engine with grammars, and the reference engine has none; nothing "
+                "was queued; leave it out, or serve with vLLM (remap cluster serve --engine vllm)",
+                param="json_schema",
+                id=request.id,
             )
 
     def _queue(self, sequence: Sequence) -> None:

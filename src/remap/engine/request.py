@@ -44,6 +44,9 @@ class SamplingParams:
     logprobs: note each token's `TokenLogprobs` with that many alternatives (None: note nothing). prompt_logprobs: also those of
     the prompt's tokens but the first.
 
+    json_schema: the answer's text is to be JSON that matches this schema. That takes an engine with grammars (vLLM, in a
+    cluster); the reference engine has none, and refuses such a request.
+
     Raises InvalidArgument (field param: its name, and a field of that name) for a value outside of its range.
     """
 
@@ -60,6 +63,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
@@ -114,6 +118,35 @@ class Request:
     def max_kv_tokens(self) -> int:
         """Tokens whose KV can be live at once. The last token generated is never fed back, so it needs no slot."""
         return len(self.prompt) + self.sampling.max_tokens - 1
+
+    def require_fitting(self, vocabulary: int, positions: int) -> None:
+        """Raises InvalidArgument if a token is none of the model's (of `logit_bias` too), or it needs more positions than there
+        are."""
+        # The embedding would fail on it in the middle of a pass, and every request of that pass with it.
+        strange = next((token for token in self.prompt if not 0 <= token < vocabulary), None)
+        if strange is not None:
+            raise InvalidArgument(
+                f"request {self.id!r}: the prompt has token {strange}, the model's are 0 to {vocabulary - 1}; "
+                "nothing was queued",
+                token=strange,
+                vocabulary=vocabulary,
+            )
+        strange = next((token for token, _ in self.sampling.logit_bias if not 0 <= token < vocabulary), None)
+        if strange is not None:
+            raise InvalidArgument(
+                f"request {self.id!r}: logit_bias has token {strange}, the model's are 0 to {vocabulary - 1}; "
+                "nothing was queued",
+                param="logit_bias",
+                token=strange,
+                vocabulary=vocabulary,
+            )
+        if self.max_kv_tokens > positions:
+            raise InvalidArgument(
+                f"request {self.id!r} needs {self.max_kv_tokens} positions, the model has {positions}; "
+                f"nothing was queued, shorten the prompt or lower max_tokens",
+                needed=self.max_kv_tokens,
+                limit=positions,
+            )
 
 
 @dataclass(frozen=True)
