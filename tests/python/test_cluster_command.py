@@ -125,6 +125,8 @@ def test_what_cannot_be_served_is_refused_with_2_before_instances_start(tmp_path
             (("--model", model, "--host-kv", "12 apples"), "host_kv must be"),
             (("--model", model, "--host-kv", "12B"), "host_kv: host memory must have room"),
             (("--model", model, "--policy", "best"), "the policy must be"),
+            (("--model", model, "--engine", "sglang"), "engine: must be remap or vllm"),
+            (("--model", model, "--engine-args", "{}"), "engine-args: are vLLM's"),
             (("--model", model, "--bandwidth", "fast"), "bandwidth must be"),
             (("--model", model, "--bandwidth", "0"), "bandwidth must be"),
             (("--model", model, "--port", str(taken.getsockname()[1])), "cannot be listened at"),

@@ -7,11 +7,13 @@ import asyncio
 import os
 import secrets
 import socket
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from remap.errors import InvalidArgument
 from remap.sizes import parse_size
 
 from .errors import FAILED, exit_on_error, needed
@@ -69,10 +71,18 @@ def serve(
             show_default="none: it is computed again",
         ),
     ] = None,
-    policy: Annotated[str, typer.Option(help="When instances merge: remap, kunserve, alone or pipeline.")] = "remap",
+    policy: Annotated[
+        str, typer.Option(help="When instances merge: remap, kunserve, alone or pipeline. With vllm they never do.")
+    ] = "remap",
     ahead: Annotated[
         bool, typer.Option("--ahead", help="remap and kunserve merge by a forecast of the demand, before KV runs out.")
     ] = False,
+    engine: Annotated[
+        str, typer.Option(help="What computes: remap, the reference engine; or vllm, on remap.")
+    ] = "remap",
+    engine_args: Annotated[
+        str | None, typer.Option(help="More arguments of vLLM's, as JSON, such as '{\"max_model_len\": 4096}'.")
+    ] = None,
     host: ListenHost = "127.0.0.1",
     port: ListenPort = 8000,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, of each instance.")] = 1,
@@ -119,30 +129,31 @@ def serve(
         room = 0 if host_kv is None else parse_size(host_kv, "host_kv")
         limits = FrontLimits(parse_size(max_body, "max-body"), max_requests, deadline_s=deadline)
         network = _network(bandwidth, latency_ms)
-        if instances > 1 and (bandwidth is None or latency_ms is None):
-            text = (
-                f"taken, not measured: between instances {network.bytes_per_s / 1e9:g} GB/s, until they have sent something, "
-                f"and {1e3 * network.hop_s.base_s:g} ms; --bandwidth and --latency-ms say otherwise"
-            )
-            Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
-        folder, served = _model(model, budget, room)
+        common = {
+            "memory": budget,
+            "threads": threads,
+            "max_num_seqs": max_num_seqs,
+            "max_batch_tokens": max_batch_tokens,
+        }
+        if engine == "vllm":
+            needed("vllm", "vllm", "`remap cluster serve --engine vllm`")
+            chosen = _alone(chosen, host_kv)
+            factory, served, more = _vllm(model, engine_args)
+        else:
+            _require_reference(engine, engine_args)
+            if instances > 1 and (bandwidth is None or latency_ms is None):
+                text = (
+                    f"taken, not measured: between instances {network.bytes_per_s / 1e9:g} GB/s, until they have sent something, "
+                    f"and {1e3 * network.hop_s.base_s:g} ms; --bandwidth and --latency-ms say otherwise"
+                )
+                Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
+            factory, served, more = _reference(model, budget, room)
+            more |= {"host": "127.0.0.1" if address is None else None, "network": network}
         # Before instances are started, which takes longer than to say that the port is taken.
         with open_socket(host, port) as listening:
-            arguments = {
-                "model": folder,
-                "memory": budget,
-                "swap": room,
-                "threads": threads,
-                "max_num_seqs": max_num_seqs,
-                "max_batch_tokens": max_batch_tokens,
-                "host": "127.0.0.1" if address is None else None,
-                "network": network,
-            }
             names = [f"i{number}" for number in range(instances)]
             try:
-                started = RayInstances(
-                    "remap.cluster.served_model:make", names, arguments, {"CPU": threads}, address=address
-                )
+                started = RayInstances(factory, names, common | more, {"CPU": threads}, address=address)
                 try:
                     http = (limits, hosts_of(host, allow_host or ()), access_log)
                     asyncio.run(_serve(started, chosen, network, served, listening, console, http))
@@ -179,15 +190,57 @@ def _network(bandwidth: str | None, latency_ms: float | None) -> Network:
     return Network(hop_s, ASSUMED.bytes_per_s if bandwidth is None else float(parse_size(bandwidth, "bandwidth")))
 
 
-def _model(name: str, memory: int | None, swap: int) -> tuple[str, Served]:
-    """The model's folder or hub name, and what the server says of it. Raises InvalidArgument if it cannot be served."""
+def _reference(name: str, memory: int | None, swap: int) -> tuple[str, Served, dict[str, Any]]:
+    """The factory of instances that compute with the reference engine, what the server says of their model, and what the factory
+    takes of it. Raises InvalidArgument if it cannot be served."""
     from remap.cluster.prompts import Served
     from remap.cluster.served_model import ends_of, layout_of, shapes, tokenizer_of
 
     folder = model_folder(name)
     layout, tokenizer = layout_of(shapes(folder), memory, swap), tokenizer_of(folder)
     shown = name.rstrip("/").rpartition("/")[2]
-    return folder, Served(shown, tokenizer, layout.positions, ends_of(folder, tokenizer))
+    served = Served(shown, tokenizer, layout.positions, ends_of(folder, tokenizer))
+    return "remap.cluster.served_model:make", served, {"model": folder, "swap": swap}
+
+
+def _vllm(name: str, engine_args: str | None) -> tuple[str, Served, dict[str, Any]]:
+    """As `_reference`, for instances that are vLLM engines."""
+    from remap.cluster.vllm_served import engine_args_of, vllm_model
+
+    folder = model_folder(name)
+    served, arguments = vllm_model(name, folder, engine_args_of(engine_args))
+    return "remap.cluster.vllm_engine:make", served, {"model": folder} | arguments
+
+
+def _alone(policy: GroupPolicy, host_kv: str | None) -> GroupPolicy:
+    """The policy of vLLM engines. Raises InvalidArgument (fields field, value) for what they do not have."""
+    if policy.name not in ("remap", "alone"):
+        raise InvalidArgument(
+            f"policy: vLLM engines do not merge, so that {policy.name} does nothing; nothing was started; leave it out",
+            field="policy",
+            value=policy.name,
+        )
+    if host_kv is not None:
+        raise InvalidArgument(
+            "host_kv: vLLM has its own way to keep KV in host memory; nothing was started; give --engine-args "
+            "'{\"kv_offloading_size\": 4}' (GiB)",
+            field="host_kv",
+            value=host_kv,
+        )
+    return replace(policy, name="alone")
+
+
+def _require_reference(engine: str, engine_args: str | None) -> None:
+    if engine != "remap":
+        raise InvalidArgument(
+            f"engine: must be remap or vllm, got {engine!r}; nothing was started", field="engine", value=engine
+        )
+    if engine_args is not None:
+        raise InvalidArgument(
+            "engine-args: are vLLM's; nothing was started; leave them out, or give --engine vllm",
+            field="engine-args",
+            value=engine_args,
+        )
 
 
 async def _serve(

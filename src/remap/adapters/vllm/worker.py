@@ -406,6 +406,15 @@ class RemapWorker:
         """The sizes of the arena and its parts when the engine started."""
         return dict(self._remap_manifest)
 
+    def remap_offers(self) -> list[tuple[int, float]]:
+        """Bytes by which the KV cache has grown, or may grow, beyond its first blocks, and by how many seconds a pass is longer
+        when all of them are used; the cheapest for its bytes first. See `remap.advanced.offers`."""
+        rank = self.remap_rank
+        block = rank.tenant.kv.spec.block_bytes
+        quotes = remap.advanced.offers(rank.session, rank.tenant.name)
+        found = [(each.blocks * block, each.stall_s + each.share * each.reload_s) for each in quotes]
+        return sorted(found, key=lambda each: each[1] / max(1, each[0]))
+
     # -- calls that read or write all weights ----------------------------------------------------------------------
 
     def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
