@@ -39,6 +39,7 @@ from remap.cluster.messages import (
     GiveUp,
     InstanceReport,
     Joined,
+    Leaving,
     PlacementAsked,
     Prepare,
     Prepared,
@@ -451,6 +452,28 @@ def test_instances_merge_beside_one_that_does_not(policy: str) -> None:
     for name in "abc":
         told(control, name, InstanceLoad(4, 38, (30,)))
     assert {command.instance for command in control.on(Tick(), 0.0)} == {"b", "c"}
+
+
+def test_an_instance_that_is_to_be_replaced_gets_no_request_while_another_serves_and_does_not_merge() -> None:
+    control = Control(MODEL, NETWORK)
+    joined(control, "a", "b")
+    assert control.on(Leaving("a"), 0.0) == control.on(Leaving("nobody"), 0.0) == []
+    assert control.leaving == {"a"}
+    told(control, "b", InstanceLoad(4, 38, (30,)))
+    told(control, "a", InstanceLoad(4, 38, (30,)))
+    assert control.on(Tick(), 0.0) == []
+    assert control.on(PlacementAsked("r", 5), 0.0) == [Route("r", "b")]
+    assert stuck(control, "a", 60) == []  # it waits: its instance will be another one
+    assert control.on(Died("a"), 0.0) == [Restart(("a",))]
+    assert control.leaving == {"a"}
+    joined(control, "a")
+    assert control.leaving == frozenset()
+    assert control.on(PlacementAsked("s", 5), 0.0) == [Route("s", "a")]
+    control.on(Leaving("a"), 0.0)
+    control.on(Leaving("b"), 0.0)
+    assert len(control.on(PlacementAsked("t", 5), 0.0)) == 1  # none stays: any is better than none
+    control.on(Died("a", returns=False), 0.0)
+    assert control.leaving == {"b"}
 
 
 CHEAP, DEAR = Offer(16, 1e-6), Offer(16, 10.0)

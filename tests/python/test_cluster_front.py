@@ -452,3 +452,80 @@ def test_a_defect_fails_every_request_and_does_not_hang(tmp_path: Path, caplog: 
         connections[0].instance.stop()
 
     asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+# -- An instance whose process is replaced -------------------------------------------------------------------------------------
+
+
+def test_a_rolling_update_replaces_each_instance_and_no_request_starts_again(tmp_path: Path) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        before = [each.instance for each in connections]
+        done, answered = False, 0
+
+        async def load(lane: int) -> None:
+            nonlocal answered
+            while not done:
+                id = f"r{lane}-{answered}"
+                assert await answer(front, id, 4, 20) == expected(id, 20)
+                answered += 1
+
+        lanes = [asyncio.create_task(load(lane)) for lane in range(4)]
+        await until(lambda: answered > 4)
+        await front.renew_all()
+        done = True
+        await asyncio.gather(*lanes)
+        assert all(each.instance is not old for each, old in zip(connections, before, strict=True))
+        assert front.restarts == 0
+        assert front.service.control.leaving == frozenset()
+
+    serving(tmp_path, "abc", body, policy="alone")
+
+
+def test_an_instance_without_patience_is_replaced_and_what_it_had_goes_on_elsewhere(tmp_path: Path) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        ids = [f"r{number}" for number in range(16)]
+        tasks = [asyncio.create_task(answer(front, id, 8, 30)) for id in ids]
+        await until(lambda: any(len(view.stages) > 1 and view.phase == "serving" for view in front.groups))
+        group = next(view for view in front.groups if len(view.stages) > 1)
+        await front.renew(group.stages[-1].instance, patience_s=0.0)
+        assert await asyncio.gather(*tasks) == [expected(id, 30) for id in ids]
+        assert front.restarts > 0
+
+    serving(tmp_path, "ab", body)
+
+
+def test_requests_of_the_only_instance_are_answered_while_it_is_replaced(tmp_path: Path) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        first = asyncio.create_task(answer(front, "first", 3, 25))
+        await until(lambda: front.unfinished > 0)
+        renewal = asyncio.create_task(front.renew("a"))
+        await until(lambda: front.service.control.leaving == {"a"})
+        assert await answer(front, "second") == expected("second")
+        assert await first == expected("first", 25)
+        await renewal
+        assert await answer(front, "third") == expected("third")
+
+    serving(tmp_path, "a", body)
+
+
+def test_what_cannot_be_replaced_is_refused_and_a_rolling_update_ends_with_it(tmp_path: Path) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        with pytest.raises(InvalidArgument) as caught:
+            await front.renew("z")
+        assert caught.value.fields == {"instance": "z"}
+        connections[0].slow = True
+        connections[0].kill()
+        await until(lambda: not front.up["a"])
+        with pytest.raises(InvalidState) as later:
+            await front.renew("a")
+        assert later.value.fields == {"instance": "a"}
+        connections[0].slow = False
+        await until(lambda: front.up["a"])
+        connections[0].arguments["config"] = "another"  # the new process has another model
+        front.renew_soon()
+        await until(lambda: "a" in front.rejected)
+        await until(lambda: not front._renewing)
+        assert front.up == {"a": False, "b": True}
+        assert await answer(front, "r") == expected("r")
+
+    serving(tmp_path, "ab", body)

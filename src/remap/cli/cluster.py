@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -268,6 +269,7 @@ async def _serve(
         host, port = listening.getsockname()[:2]
         url = f"http://{host}:{port}"
         count = sum(len(view.stages) for view in front.groups)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, front.renew_soon)
         ready = f"{count} instances of {served.name} answer at {url}/v1; remap top --url {url}"
         await serve_http(
             front,

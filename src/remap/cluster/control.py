@@ -24,6 +24,9 @@ ticks: `drop` says which merge, for as many tokens as the cluster lacks; when a 
     alone      never merges
     pipeline   groups of `stages` instances as soon as that many serve alone; never dissolves
 
+An instance whose process is to be replaced (`Leaving`) keeps its requests, and gets no others while another group is there; its
+group begins no change. When its process has ended, what it had starts again elsewhere.
+
 An instance that takes part in no change (`Description.merges`) serves alone under each policy: requests are sent to it, and start
 again elsewhere when it is lost.
 
@@ -91,6 +94,7 @@ from .messages import (
     GroupPlan,
     InstanceReport,
     Joined,
+    Leaving,
     News,
     Part,
     PlacementAsked,
@@ -286,6 +290,7 @@ class Control:
         self._heard_s: dict[str, float] = {}
         self._rates: dict[str, float] = {}  # of the network, as instances measured it
         self._returning: set[str] = set()
+        self._leaving: set[str] = set()
         self._held: dict[str, int] = {}
         # Requests that were stuck and moved, and the tokens that they asked for: more than the caller that asks again may know.
         self._moved: dict[str, int] = {}
@@ -335,6 +340,11 @@ class Control:
         """Of the group that this instance is in, by the last decision; None if it is in none."""
         return self._of[instance].epoch if instance in self._of else None
 
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Instances that are to be replaced (`Leaving`), until they join again."""
+        return frozenset(self._leaving)
+
     def members(self, instance: str) -> tuple[str, ...]:
         """The instances of this one's group, its head first; none if it is not in the cluster."""
         return tuple(self._of[instance].names) if instance in self._of else ()
@@ -352,6 +362,9 @@ class Control:
                 self._join(description, now_s)
             case Died(instance, returns):
                 self._die(instance, returns, now_s)
+            case Leaving(instance):
+                if instance in self._of:
+                    self._leaving.add(instance)
             case Reported(report):
                 self._report(report, now_s)
             case Prepared(instance, epoch):
@@ -384,6 +397,7 @@ class Control:
         if name in self._of:
             self._lose(name, now_s)  # it was started again before its death was noticed
         self._returning.discard(name)
+        self._leaving.discard(name)
         self._known[name] = description
         self._fingerprint = description.fingerprint
         rates = [each.host_bytes_per_s for each in self._known.values() if each.host_bytes_per_s]
@@ -415,6 +429,8 @@ class Control:
 
     def _die(self, instance: str, returns: bool, now_s: float) -> None:
         (self._returning.add if returns else self._returning.discard)(instance)
+        if not returns:
+            self._leaving.discard(instance)
         if instance in self._of:
             self._lose(instance, now_s)
 
@@ -472,13 +488,14 @@ class Control:
         if not self._of and not self._returning:
             self._commands += [Decline(id, _no_copy(id)) for id in self._held]
             self._held.clear()
-        if not any(each.routable for each in self._groups):
+        groups = self._staying or self._groups
+        if not any(each.routable for each in groups):
             return
-        loads = [each.load for each in self._groups]
-        capacities = [each.capacity(self.model) for each in self._groups]
+        loads = [each.load for each in groups]
+        capacities = [each.capacity(self.model) for each in groups]
         chosen_numbers = self.dispatcher(loads, capacities, self._held.values())
         for (id, tokens), number in zip(list(self._held.items()), chosen_numbers):
-            chosen = self._groups[number]
+            chosen = groups[number]
             if chosen.routable:
                 del self._held[id]
                 chosen.sent[id] = tokens
@@ -675,7 +692,12 @@ class Control:
     @property
     def _merging(self) -> list[_Group]:
         """Groups of instances that take part in changes."""
-        return [each for each in self._groups if all(self._known[name].merges for name in each.names)]
+        return [each for each in self._staying if all(self._known[name].merges for name in each.names)]
+
+    @property
+    def _staying(self) -> list[_Group]:
+        """Groups without an instance that is to be replaced."""
+        return [each for each in self._groups if self._leaving.isdisjoint(each.names)]
 
     def _widen(self, now_s: float) -> None:
         """Find room for requests that have none in their group: in another, or in a larger one. End those that nothing helps."""
@@ -686,7 +708,7 @@ class Control:
             # More than it had room for wherever it was stuck, so that it goes nowhere twice.
             least = max(tokens, each.capacity(self.model) + 1, self._moved.get(id, 0) + 1)
             ready, group = self._ready(now_s), None
-            if any(other.routable and other.capacity(self.model) >= least for other in self._groups):
+            if any(other.routable and other.capacity(self.model) >= least for other in self._staying):
                 self._moved[id] = least
                 self._unstick(each, TakeAway(each.names[0], id))
                 continue
@@ -724,7 +746,7 @@ class Control:
 
     def _may_widen(self, each: _Group, ready: int) -> bool:
         """Whether there may be a larger group later, this one or another. ready: groups that may change now."""
-        if self._returning or any(other.phase != "serving" for other in self._groups):
+        if self._returning or self._leaving or any(other.phase != "serving" for other in self._groups):
             return True
         merging = self._merging
         if each not in merging:

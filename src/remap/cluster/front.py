@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
-from remap.errors import Error, InvalidState
+from remap.errors import Error, InvalidArgument, InvalidState
 
 from .control import Control, GroupView
 from .ledger import Delivery
@@ -35,6 +35,7 @@ from .messages import (
     GiveUp,
     InstanceReport,
     Joined,
+    Leaving,
     Prepare,
     Prepared,
     Recover,
@@ -55,6 +56,8 @@ ASLEEP_S = 1.0
 """A tick that comes so late: this process did not run."""
 REJOIN_S = 0.2
 """Seconds between two attempts to reach an instance that is being started."""
+RENEW_S = 60.0
+"""For so long an instance that is to be replaced has time for its requests."""
 PATIENCE_S = 60.0
 """For so long the start waits for others when one instance serves."""
 
@@ -119,6 +122,7 @@ class Front(Generic[RequestT]):
         self._idle = asyncio.Event()  # no request is unfinished, and none comes
         self._told: set[str] = set()  # instances that are gone, which was said
         self._suspect: str | None = None  # which was said
+        self._renewing = False
 
     async def start(self, patience_s: float = PATIENCE_S) -> None:
         """Connect; returns when every instance serves or was rejected, or patience_s after the first one serves. The others join
@@ -140,6 +144,50 @@ class Front(Generic[RequestT]):
         self.draining = True
         if self._queues:
             await self._idle.wait()
+
+    async def renew(self, name: str, patience_s: float = RENEW_S) -> None:
+        """Replace an instance's process, and return when the new one serves. It gets no new requests before, if others serve, and
+        has patience_s to end those that it has; what is left starts again elsewhere, behind the tokens that were delivered.
+
+        Raises, with nothing changed, InvalidArgument (field instance) for a name that is none, and InvalidState (field instance)
+        for one that does not serve; and what rejected the new process.
+        """
+        if name not in self._connections:
+            raise InvalidArgument(f"there is no instance {name!r}; nothing changed", instance=name)
+        if not self.up[name]:
+            raise InvalidState(f"instance {name!r} does not serve; nothing changed; wait until it does", instance=name)
+        service, end_s = self.service, self._now() + patience_s
+        self._event(Leaving(name))
+        while name in service.control.leaving and service.busy(name) and self._now() < end_s:
+            await asyncio.sleep(TICK_S)
+        if name in service.control.leaving:  # else it has been replaced meanwhile
+            LOG.info("instance %s is replaced, with %d requests that start again", name, service.busy(name))
+            self._told.add(name)
+            self._connections[name].kill()
+            self._event(Died(name))
+        while not self.up[name]:
+            if name in self.rejected:
+                raise self.rejected[name]
+            await asyncio.sleep(TICK_S)
+
+    def renew_soon(self) -> None:
+        """Begin `renew_all`."""
+        self._spawn(self.renew_all())
+
+    async def renew_all(self, patience_s: float = RENEW_S) -> None:
+        """`renew` each instance, one after another; one that does not serve is left out. Ends with the first that fails, which is
+        logged. Does nothing while it runs already, or when the front closes."""
+        if self._renewing or self._closing or self.draining:
+            return
+        self._renewing = True
+        try:
+            for name in [name for name, serves in self.up.items() if serves]:
+                await self.renew(name, patience_s)
+            LOG.info("all instances have been replaced")
+        except Error as error:
+            LOG.error("not all instances were replaced: %s", error)
+        finally:
+            self._renewing = False
 
     def stop(self) -> None:
         """Serve no request any more: unfinished ones are answered with InvalidState, and so are new ones."""

@@ -48,6 +48,7 @@ __all__ = [
     "GroupPlan",
     "InstanceReport",
     "Joined",
+    "Leaving",
     "News",
     "Part",
     "PlacementAsked",
@@ -305,6 +306,14 @@ class Died:
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """The instance's process is to be replaced: it gets no new requests if others serve, and begins no change, until it joins
+    again."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
 class Reported:
     """A report came."""
 
@@ -350,4 +359,4 @@ class Tick:
     """Time passed: look at deadlines and loads. Control acts on loads at ticks only."""
 
 
-Event = Joined | Died | Reported | Prepared | ChangeRefused | PlacementAsked | Finished | Tick
+Event = Joined | Died | Leaving | Reported | Prepared | ChangeRefused | PlacementAsked | Finished | Tick

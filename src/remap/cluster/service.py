@@ -122,6 +122,11 @@ class Service(Generic[RequestT]):
         first = [] if self._trial is None or not self._on_trial(self._trial.id) else [self._trial.id]
         return first + [id for id in self._suspects if self._suspected(id)]
 
+    def busy(self, instance: str) -> int:
+        """Unfinished requests that would be lost with this instance: those of its group."""
+        members = self.control.members(instance)
+        return sum(self.ledger.where(id) in members for id in self.ledger.ids)
+
     def ask(self, id: str, request: RequestT, now_s: float) -> list[Action[RequestT]]:
         """A new request. Raises InvalidArgument, with nothing changed, if an unfinished one has its id."""
         self.ledger.add(id, request)
