@@ -159,7 +159,7 @@ def test_without_what_restarts_instances_the_server_ends_after_what_is_in_flight
         return "Ray's head is gone"
 
     async def body(there: Listening) -> None:
-        stream = there.ask(60)
+        stream = there.ask(30)
         await there.begun(1)
         gone.set()
         await until(lambda: there.front.draining)

@@ -412,8 +412,11 @@ def listening(
             made = Listening(front, connections, taken.getsockname())
             broken = options.pop("broken", None)
             app = make_app(front, SERVED, **options)
-            await server.serve(front, app, taken, lambda: beside.append(asyncio.create_task(body(made))), broken)
-            await beside[0]
+            try:
+                await server.serve(front, app, taken, lambda: beside.append(asyncio.create_task(body(made))), broken)
+            finally:
+                if beside:
+                    await beside[0]  # its failure comes first
         finally:
             await front.close()
             for connection in connections:
