@@ -29,7 +29,7 @@ PACKAGE = "remap"
 PURE = (
     *("errors", "config", "sizes", "report", "schedule", "policy", "kv.spec", "kv.pages", "kv.pool", "model.pack"),
     *("memory.plan", "memory.moves", "sim"),
-    *("cluster.messages", "cluster.control", "cluster.ledger", "cluster.service"),
+    *("cluster.messages", "cluster.control", "cluster.groups", "cluster.ledger", "cluster.service"),
     *("cluster.lanes", "cluster.slots", "cluster.pool"),
 )
 # What a pure module may never reach, directly or through another module of the package.

@@ -22,7 +22,8 @@ from effort import some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remap.cluster.control import Control, GroupPolicy, GroupView, NoCopy, OtherModel
+from remap.cluster.control import Control, GroupPolicy, NoCopy, OtherModel
+from remap.cluster.groups import GroupView
 from remap.cluster.messages import (
     NOTHING,
     Abort,

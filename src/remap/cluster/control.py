@@ -53,7 +53,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -65,8 +65,6 @@ from remap.policy.cluster.pipeline import Network, group_round_s
 from remap.policy.cluster.placement import (
     Group,
     Instance,
-    InstanceLoad,
-    Offer,
     Placement,
     PlannedStage,
     ServedLayers,
@@ -74,10 +72,9 @@ from remap.policy.cluster.placement import (
 )
 from remap.policy.cluster.shortage import Shortage, shortage
 from remap.policy.cluster.stages import Splits
-from remap.policy.rental import Rental
 
+from .groups import GroupChange, GroupView, Phase, ServingGroup, bare, parts_of, spread, together
 from .messages import (
-    NOTHING,
     Abort,
     BringHome,
     ChangeRefused,
@@ -96,7 +93,6 @@ from .messages import (
     Joined,
     Leaving,
     News,
-    Part,
     PlacementAsked,
     Prepare,
     Prepared,
@@ -108,12 +104,11 @@ from .messages import (
     Tick,
 )
 
-__all__ = ["MARGIN", "Control", "GroupPolicy", "GroupView", "NoCopy", "OtherModel", "Phase", "PolicyName"]
+__all__ = ["MARGIN", "Control", "GroupPolicy", "NoCopy", "OtherModel", "PolicyName"]
 
 MARGIN = 0.1
 """Share of an instance's KV, alone, that must stay free when a group dissolves under "remap"."""
 
-Phase = Literal["recovering", "serving", "fetching", "preparing", "switching", "exchanging"]
 PolicyName = Literal["remap", "kunserve", "alone", "pipeline"]
 
 
@@ -158,96 +153,6 @@ class GroupPolicy:
 REMAP = GroupPolicy()
 
 
-@dataclass(frozen=True)
-class GroupView:
-    """A group, for display. epoch: of its last change; changing: the epoch of the one under way, if any. capacity:
-    tokens of KV."""
-
-    epoch: int
-    changing: int | None
-    phase: Phase
-    stages: tuple[Part, ...]
-    load: InstanceLoad
-    capacity: int
-
-
-@dataclass(eq=False)
-class _Change:
-    """From `before` to `after`. why: it was begun. waiting_for: instances that have not answered in this phase. slowest_s: what
-    one of its copies takes at most, by plan. Its members are those of `before`, and of `after` as well."""
-
-    epoch: int
-    before: list[_Group]
-    after: list[Group]
-    phase: Phase
-    plans: list[GroupPlan] = field(default_factory=list)
-    waiting_for: set[str] = field(default_factory=set)
-    deadline_s: float = 0.0
-    slowest_s: float = 0.0
-    why: str = ""
-
-    @property
-    def members(self) -> list[str]:
-        return [name for each in self.before for name in each.names]
-
-
-@dataclass(eq=False)
-class _Group:
-    """A group as it serves now. reported: the load that its head reported last; offers: likewise, of one alone. sent: tokens
-    of requests that were routed to it and that no report has shown yet. stuck: a request that its head cannot begin
-    (`InstanceReport.stuck`). quiet_s: before this time no change begins with it, for one was just aborted."""
-
-    group: Group
-    epoch: int
-    reported: InstanceLoad = NOTHING
-    offers: tuple[Offer, ...] = ()
-    sent: dict[str, int] = field(default_factory=dict)
-    stuck: tuple[str, int] | None = None
-    change: _Change | None = None
-    recovering: bool = False
-    deadline_s: float = 0.0
-    rental: Rental = field(default_factory=Rental)
-    rent_s: float | None = None
-    quiet_s: float = float("-inf")
-
-    @property
-    def names(self) -> list[str]:
-        return [stage.instance.name for stage in self.group.stages]
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return _parts(self.group)
-
-    @property
-    def phase(self) -> Phase:
-        if self.recovering:
-            return "recovering"
-        return "serving" if self.change is None else self.change.phase
-
-    @property
-    def routable(self) -> bool:
-        """Whether its head is known to the instances themselves: not while they recover or switch."""
-        return self.phase not in ("recovering", "switching")
-
-    @property
-    def load(self) -> InstanceLoad:
-        longest = max((self.reported.longest, *self.sent.values()))
-        return replace(self.reported, waiting=(*self.reported.waiting, *self.sent.values()), longest=longest)
-
-    def capacity(self, model: ServedLayers) -> int:
-        """Tokens of KV, with the offers. Asked for at every request."""
-        return (self._offering() if self.offers else self.group).capacity(model)
-
-    def seen(self) -> Group:
-        """The group with its load, spread over its instances, and with the offers."""
-        stages = self._offering().stages
-        shares = zip(stages, _spread(self.load, len(stages)))
-        return Group(tuple(replace(stage, instance=replace(stage.instance, load=load)) for stage, load in shares))
-
-    def _offering(self) -> Group:
-        return Group(tuple(replace(stage, offers=self.offers) for stage in self.group.stages))
-
-
 class Control:
     """The state machine (see the module). Not thread-safe: one thread calls `on`.
 
@@ -285,8 +190,8 @@ class Control:
         """The results of changes, the oldest first; the reader takes away what it has read."""
         self._fingerprint: Fingerprint | None = None  # of the first that joined: requests may be half answered by it
         self._known: dict[str, Description] = {}
-        self._groups: list[_Group] = []
-        self._of: dict[str, _Group] = {}
+        self._groups: list[ServingGroup] = []
+        self._of: dict[str, ServingGroup] = {}
         self._heard_s: dict[str, float] = {}
         self._rates: dict[str, float] = {}  # of the network, as instances measured it
         self._returning: set[str] = set()
@@ -503,7 +408,9 @@ class Control:
 
     # -- Changes --------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, before: list[_Group], after: list[Group], phase: Phase, now_s: float, why: str) -> _Change | None:
+    def _begin(
+        self, before: list[ServingGroup], after: list[Group], phase: Phase, now_s: float, why: str
+    ) -> GroupChange | None:
         """Start a change of these groups; None if there is no room for what runs. Raises IncompleteCopy, with nothing changed,
         for a plan that has no complete copy."""
         try:
@@ -513,36 +420,36 @@ class Control:
                 each.quiet_s = now_s + self.timeout_s
             return None
         self.epoch += 1
-        change = _Change(self.epoch, before, after, phase, why=why)
+        change = GroupChange(self.epoch, before, after, phase, why=why)
         self._tell(change, "begun", why)
         for each in before:
             each.change = change
         old = tuple(each.parts for each in before)
         known = self._known[after[0].stages[0].instance.name]
         change.plans = [
-            GroupPlan(change.epoch, _parts(group), old, known.fingerprint, known.rendezvous) for group in after
+            GroupPlan(change.epoch, parts_of(group), old, known.fingerprint, known.rendezvous) for group in after
         ]
         return change
 
-    def _tell(self, change: _Change, step: Literal["begun", "decided", "aborted"], why: str) -> None:
+    def _tell(self, change: GroupChange, step: Literal["begun", "decided", "aborted"], why: str) -> None:
         kind: Literal["merge", "dissolve"] = "merge" if len(change.after) < len(change.before) else "dissolve"
         self.news.append(News(change.epoch, step, kind, tuple(tuple(each.names) for each in change.before), why))
 
-    def _prepare(self, change: _Change, now_s: float) -> None:
+    def _prepare(self, change: GroupChange, now_s: float) -> None:
         self._enter(change, "preparing", now_s)
         self._commands += [Prepare(part.instance, plan) for plan in change.plans for part in plan.stages]
 
-    def _enter(self, change: _Change, phase: Phase, now_s: float) -> None:
+    def _enter(self, change: GroupChange, phase: Phase, now_s: float) -> None:
         change.phase = phase
         change.waiting_for = set(change.members)
         self._extend(change, now_s)
 
-    def _extend(self, change: _Change, now_s: float) -> None:
+    def _extend(self, change: GroupChange, now_s: float) -> None:
         """Behind activations a copy takes longer than planned; twice as long is enough."""
         copying_s = 2 * change.slowest_s if change.phase == "fetching" else 0.0
         change.deadline_s = now_s + self.timeout_s + copying_s
 
-    def _answered(self, change: _Change, instance: str, now_s: float) -> None:
+    def _answered(self, change: GroupChange, instance: str, now_s: float) -> None:
         """This instance is ready with the present phase; the last one ends it."""
         change.waiting_for.discard(instance)
         if change.waiting_for:
@@ -556,14 +463,14 @@ class Control:
                 if each.change is change:
                     each.change = None
 
-    def _decide(self, change: _Change, now_s: float) -> None:
+    def _decide(self, change: GroupChange, now_s: float) -> None:
         """All are ready: from here on the new groups are the placement, and there is no way back but a fault."""
         names, sent = change.members, dict[str, int]()
         for each in change.before:
             sent |= each.sent
-        loads = _spread(_together([each.reported for each in change.before]), len(change.after))
+        loads = spread(together([each.reported for each in change.before]), len(change.after))
         made = [
-            _Group(Group(tuple(map(_bare, group.stages))), change.epoch, load, change=change)
+            ServingGroup(Group(tuple(map(bare, group.stages))), change.epoch, load, change=change)
             for group, load in zip(change.after, loads)
         ]
         self._tell(change, "decided", change.why)
@@ -576,7 +483,7 @@ class Control:
         self._enter(change, "switching", now_s)
         self._commands += [Commit(name, change.epoch) for name in names]
 
-    def _abort(self, change: _Change, now_s: float, why: str, quiet: bool = True, lost: str | None = None) -> None:
+    def _abort(self, change: GroupChange, now_s: float, why: str, quiet: bool = True, lost: str | None = None) -> None:
         """Nothing has changed: tell all of it but the one that died."""
         self._tell(change, "aborted", why)
         self.changes["aborted"] += 1
@@ -588,7 +495,7 @@ class Control:
             each.quiet_s = now_s + self.timeout_s if quiet else each.quiet_s
         self._commands += [Abort(name, change.epoch) for name in change.members if name != lost]
 
-    def _arrived(self, group: _Group, report: InstanceReport, now_s: float) -> None:
+    def _arrived(self, group: ServingGroup, report: InstanceReport, now_s: float) -> None:
         """Layers have come home to this instance; the last of them lets the group dissolve."""
         change = group.change
         assert change is not None  # its phase is "fetching"
@@ -626,7 +533,7 @@ class Control:
             del self._of[name]
         del self._known[instance], self._heard_s[instance]
         self._rates.pop(instance, None)
-        self._recover([_bare(stage) for stage in stages if stage.instance.name != instance], now_s)
+        self._recover([bare(stage) for stage in stages if stage.instance.name != instance], now_s)
         # Last: when these requests are asked for again, no instance may still count as able to serve them that is not.
         self._commands.append(Restart(tuple(names)))
 
@@ -637,7 +544,7 @@ class Control:
         self.epoch += 1
         for stage in stages:
             name = stage.instance.name
-            alone = _Group(Group((stage,)), self.epoch, recovering=True, deadline_s=now_s + self.timeout_s)
+            alone = ServingGroup(Group((stage,)), self.epoch, recovering=True, deadline_s=now_s + self.timeout_s)
             self._groups.append(alone)
             self._of[name] = alone
             self._commands.append(Recover(name, self.epoch))
@@ -685,17 +592,17 @@ class Control:
                 first = next(name for name in change.members if name in change.waiting_for)
                 self._evict(first, f"not switched to epoch {change.epoch} within {self.timeout_s} s", now_s)
 
-    def _ready(self, now_s: float) -> list[_Group]:
+    def _ready(self, now_s: float) -> list[ServingGroup]:
         """Groups that may change now."""
         return [each for each in self._merging if each.phase == "serving" and now_s >= each.quiet_s]
 
     @property
-    def _merging(self) -> list[_Group]:
+    def _merging(self) -> list[ServingGroup]:
         """Groups of instances that take part in changes."""
         return [each for each in self._staying if all(self._known[name].merges for name in each.names)]
 
     @property
-    def _staying(self) -> list[_Group]:
+    def _staying(self) -> list[ServingGroup]:
         """Groups without an instance that is to be replaced."""
         return [each for each in self._groups if self._leaving.isdisjoint(each.names)]
 
@@ -719,7 +626,7 @@ class Control:
             elif not self._may_widen(each, len(ready)) and not self._divide_anew(ready, tokens, now_s):
                 self._unstick(each, GiveUp(each.names[0], id))
 
-    def _divide_anew(self, ready: list[_Group], tokens: int, now_s: float) -> bool:
+    def _divide_anew(self, ready: list[ServingGroup], tokens: int, now_s: float) -> bool:
         """Whether instances that all serve alone could make a group with room for `tokens` tokens, though the present groups
         cannot, who have given up layers of each other's. Then one of these begins to dissolve, if what else it has fits."""
         if self.policy.name not in ("remap", "kunserve"):
@@ -735,16 +642,16 @@ class Control:
                 break
         return True
 
-    def _fits(self, each: _Group) -> bool:
+    def _fits(self, each: ServingGroup) -> bool:
         """Whether the group may dissolve. Where a request is stuck none runs, and none behind it will before it can."""
         return each.stuck is not None or restore.fits(self._placement([each]), 0, 0)
 
-    def _unstick(self, each: _Group, command: TakeAway | GiveUp) -> None:
+    def _unstick(self, each: ServingGroup, command: TakeAway | GiveUp) -> None:
         """The head of this group's line goes: no group is to make room for it until a report shows it again."""
         self._commands.append(command)
         each.stuck, each.reported = None, replace(each.reported, waiting=each.reported.waiting[1:])
 
-    def _may_widen(self, each: _Group, ready: int) -> bool:
+    def _may_widen(self, each: ServingGroup, ready: int) -> bool:
         """Whether there may be a larger group later, this one or another. ready: groups that may change now."""
         if self._returning or self._leaving or any(other.phase != "serving" for other in self._groups):
             return True
@@ -792,7 +699,7 @@ class Control:
             stages = [stage for each in single[first : first + size] for stage in each.seen().stages]
             self._merge(single, [Group(self._splits.split(stages, 1.0))], now_s, "the policy is pipeline")
 
-    def _merge(self, ready: Iterable[_Group], after: Iterable[Group], now_s: float, why: str) -> None:
+    def _merge(self, ready: Iterable[ServingGroup], after: Iterable[Group], now_s: float, why: str) -> None:
         """Begin a change for each group of `after` that several groups become."""
         of = {name: each for each in ready for name in each.names}
         for group in after:
@@ -810,7 +717,7 @@ class Control:
                 why = f"{load.requests} requests ask for {load.wanted} tokens of KV, which fits beside all layers"
                 self._dissolve(each, now_s, why)
 
-    def _dissolve(self, each: _Group, now_s: float, why: str) -> None:
+    def _dissolve(self, each: ServingGroup, now_s: float, why: str) -> None:
         """Begin to bring all layers home to this group's instances."""
         here = self._placement([each])
         after = restore.dissolved(here, 0)
@@ -826,7 +733,7 @@ class Control:
                 for name in each.names
             ]
 
-    def _pays(self, each: _Group, now_s: float) -> bool:
+    def _pays(self, each: ServingGroup, now_s: float) -> bool:
         """Whether this group should dissolve now."""
         here, before_s, each.rent_s = self._placement([each]), each.rent_s, now_s
         if self.policy.name == "kunserve":
@@ -840,7 +747,7 @@ class Control:
         rounds = (now_s - before_s) / max(1e-9, group_round_s(self.model, group.stages, requests, self.network))
         return each.rental.accrue(rounds * restore.income_of(here, 0, self.network), fits)
 
-    def _placement(self, groups: Iterable[_Group]) -> Placement:
+    def _placement(self, groups: Iterable[ServingGroup]) -> Placement:
         return Placement(self.model, tuple(each.seen() for each in groups), self.epoch)
 
 
@@ -858,31 +765,3 @@ def _no_copy(id: str) -> NoCopy:
         request=id,
         instances=0,
     )
-
-
-def _parts(group: Group) -> tuple[Part, ...]:
-    return tuple(Part(stage.instance.name, stage.first, stage.end) for stage in group.stages)
-
-
-def _bare(stage: PlannedStage) -> PlannedStage:
-    """Without load and offers, which `_Group` keeps, and without layers that it does not compute."""
-    instance = replace(stage.instance, load=NOTHING)
-    return replace(stage, instance=instance, arrived=frozenset(), offers=())
-
-
-def _together(loads: Iterable[InstanceLoad]) -> InstanceLoad:
-    """Of groups that merge, with the heads of their lines first."""
-    return Group(tuple(PlannedStage(Instance("", 0, load), 0, 0) for load in loads)).load
-
-
-def _spread(load: InstanceLoad, parts: int) -> list[InstanceLoad]:
-    """Into parts that are as equal as whole requests and tokens allow; together they are `load`."""
-    return [
-        InstanceLoad(
-            load.running * (part + 1) // parts - load.running * part // parts,
-            load.tokens * (part + 1) // parts - load.tokens * part // parts,
-            load.waiting[part::parts],
-            load.longest,
-        )
-        for part in range(parts)
-    ]

@@ -21,7 +21,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from remap.errors import Error, InvalidArgument, InvalidState
 
-from .control import Control, GroupView
+from .control import Control
+from .groups import GroupView
 from .ledger import Delivery
 from .messages import (
     Abort,

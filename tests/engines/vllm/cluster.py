@@ -55,7 +55,7 @@ def requests(name: str) -> list[Request]:
     made = []
     for number, (kind, more) in enumerate(2 * list(KINDS.items())):
         prompt = tuple(rng.randrange(1, 250) for _ in range(rng.randint(10, 40)))
-        sampling = SamplingParams(max_tokens=48, seed=number, **more)
+        sampling = SamplingParams(max_tokens=96, seed=number, **more)
         made.append(Request(f"{name}/{kind} {number // len(KINDS)}", prompt, sampling))
     return made
 
@@ -73,14 +73,16 @@ async def answer(front: Front[Request], request: Request, delivered: list[int]) 
     return request.id.partition("/")[2], found | {"prompt": prompt}
 
 
-async def burst(front: Front[Request], name: str, disturb: Any = None) -> dict[str, Any]:
-    """The answers, and how often requests were submitted again. disturb: called when some tokens have come."""
+async def burst(front: Front[Request], name: str, victim: tuple[str, int] | None = None) -> dict[str, Any]:
+    """The answers, and how often requests were submitted again. victim: an instance, and a process of it that is killed while it
+    has requests that have tokens."""
     delivered, before = [0], front.restarts
     tasks = [asyncio.create_task(answer(front, request, delivered)) for request in requests(name)]
-    if disturb is not None:
-        while delivered[0] < 120:
-            await asyncio.sleep(0.01)
-        await disturb()
+    if victim is not None:
+        while delivered[0] < 120 or front.service.busy(victim[0]) < 2:
+            assert not all(task.done() for task in tasks), "all had ended before a process was killed"
+            await asyncio.sleep(0.005)
+        os.kill(victim[1], signal.SIGKILL)
     found = dict(await asyncio.gather(*tasks))
     while not all(front.up.values()):
         await asyncio.sleep(0.1)
@@ -106,18 +108,12 @@ async def serve(instances: RayInstances, said: dict[str, Any]) -> None:
     await front.start(patience_s=300.0)
     assert all(front.up.values()), front.rejected
 
-    async def kill_instance() -> None:
-        os.kill((await first.call("describe")).pid, signal.SIGKILL)
-
-    async def kill_engine() -> None:
-        pid = (await instances.connections[1].call("describe")).pid
-        for child in set(children(pid)) & set(engines()):
-            os.kill(child, signal.SIGKILL)
-
+    pids = {each.name: (await each.call("describe")).pid for each in instances.connections}
+    (core,) = set(children(pids["i1"])) & set(engines())
     said["calm"] = await burst(front, "calm")
     said["offers"] = [sum(offer.nbytes for offer in report.offers) for report in front.reports.values()]
-    said["instance killed"] = await burst(front, "one", kill_instance)
-    said["engine killed"] = await burst(front, "two", kill_engine)
+    said["instance killed"] = await burst(front, "one", ("i0", pids["i0"]))
+    said["engine killed"] = await burst(front, "two", ("i1", core))
     for what, request in (
         ("long", Request("long", (1,) * 100, SamplingParams(max_tokens=500))),
         ("token", Request("token", (1, 512), SamplingParams(max_tokens=2))),
