@@ -29,7 +29,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 import remap
 from remap.adapters.vllm import SCHEDULER, WORKER
 from remap.engine.request import TokenLogprobs
-from remap.errors import Error, InvalidArgument, InvalidState
+from remap.errors import InvalidArgument, InvalidState
 from remap.policy.activations import Line
 from remap.policy.cluster.placement import Layer, Offer, ServedLayers
 
@@ -44,6 +44,9 @@ __all__ = ["VllmEngine", "make"]
 
 OFFERS_S = 1.0
 """Between two looks at what an engine that computes may grow by: each waits for a pass."""
+
+STARTS, START_AGAIN_S = 2, 15.0
+"""An instance that is started again may find the memory taken: what it had before takes some seconds to end."""
 
 REFUSED: tuple[type[Exception], ...] = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
 """Errors of vLLM's for a request that is not as it must be."""
@@ -101,24 +104,32 @@ def make(
         try:
             arguments = AsyncEngineArgs(**wanted)
         except (TypeError, ValueError) as error:  # pydantic's are ValueErrors
-            raise InvalidArgument(
-                f"engine-args: vLLM does not take them: {error}; nothing was started", field="engine-args", value=given
-            ) from error
-        figures = _Figures()
-        try:
-            engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[figures.of])
-            (manifest,) = await engine.collective_rpc("remap_manifest")
-        except Error:
-            raise
-        except Exception as error:  # vLLM's errors at a start have no common type
-            raise InvalidState(
-                f"the vLLM of instance {name!r} did not start: {type(error).__name__}: {error}; its log says why",
-                instance=name,
-                cause=type(error).__name__,
-            ) from error
+            raise _not_taken(error, given) from error
+        for left in reversed(range(STARTS)):
+            figures = _Figures()
+            try:
+                engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[figures.of])
+                (manifest,) = await engine.collective_rpc("remap_manifest")
+                break
+            except ValueError as error:  # of its configuration
+                raise _not_taken(error, given) from error
+            except Exception as error:  # vLLM's errors at a start have no common type
+                if not left:
+                    raise InvalidState(
+                        f"the vLLM of instance {name!r} did not start: {type(error).__name__}: {error}; its log says why",
+                        instance=name,
+                        cause=type(error).__name__,
+                    ) from error
+                await asyncio.sleep(START_AGAIN_S)
         return VllmEngine(engine, figures, manifest, model)
 
     return EngineInstance(name, start)
+
+
+def _not_taken(error: Exception, given: Mapping[str, Any]) -> InvalidArgument:
+    return InvalidArgument(
+        f"engine-args: vLLM does not take them: {error}; nothing was started", field="engine-args", value=dict(given)
+    )
 
 
 def _part(given: Mapping[str, Any], key: str) -> dict[str, Any]:
