@@ -343,9 +343,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-line-behind-the-head",
-        file="src/remap/cluster/control.py",
-        text="wanted = [each.load.wanted for each in self._groups]",
-        replacement="wanted = [each.load.demand for each in self._groups]",
+        file="src/remap/policy/cluster/dispatch.py",
+        text="dispatch([load.wanted for load in loads]",
+        replacement="dispatch([load.demand for load in loads]",
         breaks="Requests go where a long line waits, since only its head counts.",
         tests=("test_cluster_control.py::test_a_request_goes_where_the_whole_line_is_shortest",),
     ),

@@ -29,7 +29,7 @@ ELSEWHERE = {
     "REMAP_NVTX": "1: ranges for Nsight around steps and passes; needs the package nvtx",
 }
 # The library sets it for its own processes.
-INTERNAL = {"REMAP_METRICS_FILE"}
+INTERNAL = {"REMAP_METRICS_FILE", "REMAP_VLLM_OWNER"}
 HEAD = """# Tune
 
 *Written by `tools/tune_page.py` from the sources; a test compares.*

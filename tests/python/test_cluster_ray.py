@@ -52,12 +52,17 @@ def test_actors_serve_and_come_back_when_they_are_killed_and_serve_on_without_ra
         pids = {each.name: (await each.call("describe")).pid for each in instances.connections}
         assert len({os.getpid(), *pids.values()}) == 3
 
-        # A burst that merges the two; then one of the group's processes is killed.
+        # A burst that merges the two; then one of the group's processes is killed. The burst may be over by then, so more come, and
+        # the first of these has begun its answer.
         ids = [f"r{number}" for number in range(16)]
         tasks = [asyncio.create_task(answer(front, id, 8, 30)) for id in ids]
         await until(lambda: [(len(v.stages), v.phase) for v in front.groups] == [(2, "serving")])
+        more = [f"more{number}" for number in range(8)]
+        late = [asyncio.create_task(answer(front, id, 8, 60)) for id in more]
+        await until(lambda: more[0] in front.service.ledger and len(front.service.ledger.tokens(more[0])) > 0)
         os.kill(pids["b"], signal.SIGKILL)
         assert await asyncio.gather(*tasks) == [expected(id, 30) for id in ids]
+        assert await asyncio.gather(*late) == [expected(id, 60) for id in more]
         assert front.restarts > 0
         await until(lambda: {part.instance for view in front.groups for part in view.stages} == {"a", "b"})
         assert (await instances.connections[1].call("describe")).pid != pids["b"]
