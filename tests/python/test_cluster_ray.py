@@ -52,8 +52,8 @@ def test_actors_serve_and_come_back_when_they_are_killed_and_serve_on_without_ra
         pids = {each.name: (await each.call("describe")).pid for each in instances.connections}
         assert len({os.getpid(), *pids.values()}) == 3
 
-        # A burst that merges the two; then one of the group's processes is killed. The burst may be over by then, so more come, and
-        # the first of these has begun its answer.
+        # A burst that merges the two; then one of the group's processes is killed. The burst may be over by then, so more come,
+        # and the first of these has begun its answer.
         ids = [f"r{number}" for number in range(16)]
         tasks = [asyncio.create_task(answer(front, id, 8, 30)) for id in ids]
         await until(lambda: [(len(v.stages), v.phase) for v in front.groups] == [(2, "serving")])
