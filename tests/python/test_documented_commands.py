@@ -184,7 +184,9 @@ TRIED = {
         ("--out out",), parsed="two runs of the demo, of minutes: test_lab_twin.py makes small ones"
     ),
     "bench.lab vllm": Tried(
-        ("--model MODEL --kv 1MiB --seconds 1 --runs 1 --threads 1 --load edge --host-kv 1MiB --cpu-linear exact --out out",),
+        (
+            "--model MODEL --kv 1MiB --seconds 1 --runs 1 --threads 1 --load edge --host-kv 1MiB --cpu-linear exact --out out",
+        ),
         parsed="it needs vLLM, and minutes",
     ),
 }
