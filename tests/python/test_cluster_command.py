@@ -136,6 +136,18 @@ def test_what_cannot_be_served_is_refused_with_2_before_instances_start(tmp_path
             assert found.exit_code == 2 and text in said and "Traceback" not in said, found.output
 
 
+@pytest.mark.parametrize("option", [("--policy", "kunserve"), ("--ahead",), ("--host-kv", "1GiB")])
+def test_what_vllm_engines_do_not_have_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
+) -> None:
+    save_model(tmp_path)
+    monkeypatch.setattr("remap.cli.cluster.needed", lambda *names: None)  # here is no vLLM
+    found = run("cluster", "serve", "--model", str(tmp_path), "--engine", "vllm", *option)
+    said = " ".join(found.output.split())
+    assert found.exit_code == 2 and "nothing was started" in said and "Traceback" not in said, found.output
+    assert option[0].strip("-").replace("-", "_") + ":" in said
+
+
 def test_weights_that_are_cut_off_are_refused_in_one_line(tmp_path: Path) -> None:
     save_model(tmp_path)
     weights = tmp_path / "model.safetensors"

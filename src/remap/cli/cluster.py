@@ -221,6 +221,12 @@ def _alone(policy: GroupPolicy, host_kv: str | None) -> GroupPolicy:
             field="policy",
             value=policy.name,
         )
+    if policy.outlook is not None:
+        raise InvalidArgument(
+            "ahead: vLLM engines do not merge, so that no forecast is of use; nothing was started; leave it out",
+            field="ahead",
+            value=True,
+        )
     if host_kv is not None:
         raise InvalidArgument(
             "host_kv: vLLM has its own way to keep KV in host memory; nothing was started; give --engine-args "
