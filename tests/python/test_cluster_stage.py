@@ -195,7 +195,7 @@ def test_a_row_carries_what_the_choice_of_a_token_needs():
 
 def test_what_goes_to_others_has_every_sampling_parameter():
     bias = ((5, -1.0), (6, 0.5))
-    sampling = SamplingParams(9, 0.5, 7, 0.9, 3, frozenset({1}), 0.25, 1.5, -0.5, 1.25, bias, 2, True)
+    sampling = SamplingParams(9, 0.5, 7, 0.9, 3, frozenset({1}), 0.25, 1.5, -0.5, 1.25, bias, 2, True, "{}")
     assert all(
         getattr(sampling, each.name) != each.default for each in fields(SamplingParams) if each.default != MISSING
     )

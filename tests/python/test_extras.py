@@ -53,7 +53,7 @@ def named() -> Iterator[tuple[str, str | None]]:
         for path in (ROOT / folder).rglob("*.py"):
             for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
-                if name == "needed" and len(call.args) > 1:  # another function of that name takes one
+                if name == "needed" and len(call.args) > 2:  # another function of that name takes fewer
                     package, extra = (getattr(each, "value", None) for each in call.args[:2])
                     yield str(extra), package
                 elif name == "install":
