@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import remap
 from remap.cli.shared_world import ModelSpec, build
 from remap.cli.whole_models import LRUModels, SleepingModels
@@ -157,12 +159,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--memory", type=int, default=3, help="of the largest models, that have room")
-    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
     parser.add_argument("--quantum-s", type=float, default=0.5, help="of a turn")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="that compute; by default all cores, and copies compete with them")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
     specs = [
         ModelSpec(f"m{i}", **SHAPES[i % len(SHAPES)], vocabulary=2048, positions=512) for i in range(options.models)
     ]
