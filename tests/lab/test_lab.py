@@ -14,6 +14,7 @@ from bench.lab.commands import app
 from bench.lab.vllm import compare
 from typer.testing import CliRunner
 
+from remap.errors import InvalidState
 from remap.extras import install
 
 LONGER = "1" * 6000  # Python refuses to read or print an int of so many digits
@@ -90,6 +91,14 @@ def test_the_prototypes_of_a_broker_run_and_a_killed_holder_leaves_the_old_ledge
     assert found["holder_killed_old_ledger"] == found["broker_killed_told"] == found["n"]
     assert found["holder_stopped_keeps_all_out"] and found["broker_stopped_keeps_waiting"]
     assert found["process_ends_behind_its_socket"] == found["n"]
+
+
+def test_a_load_under_which_no_request_comes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "need_vllm", lambda: None)
+    monkeypatch.setattr(compare, "_calibrate", lambda bench: 0.01)
+    with pytest.raises(InvalidState, match="none comes within 5 s") as refused:
+        compare.measure(compare.VllmBench(model="x", seconds=5.0, loads=("edge",)), print)
+    assert refused.value.load == "edge"
 
 
 def test_without_vllm_its_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,11 +77,20 @@ class VllmBench:
 
 def measure(bench: VllmBench, say: Callable[[str], None]) -> dict[str, Any]:
     """All runs: {"settings", "rate", "loads", "runs": [{"side", "loads": name -> result}]}. Raises InvalidState if one fails,
-    with what it wrote last."""
+    with what it wrote last; and (fields load, rate, seconds) if no request comes under a load."""
     need_vllm()
     rate = _calibrate(bench)
     say(f"stock vLLM with ample KV cache serves {rate:.2f} requests/s of these lengths here")
     loads = {name: _items(bench, LOADS[name] * rate, name) for name in bench.loads}
+    for name, items in loads.items():
+        if not items:
+            raise InvalidState(
+                f"under the load {name!r}, {LOADS[name] * rate:.3g} requests/s, none comes within {bench.seconds:g} s; nothing "
+                "was measured; raise --seconds, or leave the load out: this processor may be slow with the model's dtype",
+                load=name,
+                rate=LOADS[name] * rate,
+                seconds=bench.seconds,
+            )
     closed = [[0.0, *item[1:]] for items in loads.values() for item in items]
     reference = {}
     for side in SIDES:
