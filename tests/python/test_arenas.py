@@ -81,6 +81,9 @@ def test_engines_enter_a_session_that_stays_its_owners():
         with pytest.raises(remap.InvalidState, match="1 engines still use") as refused, hosted("test_hosted", session):
             arena.enter(**SIZE)
         assert refused.value.users == 1 and not session.closed
+        with pytest.raises(ZeroDivisionError), hosted("test_hosted", session):
+            arena.enter(**SIZE)
+            1 / 0  # noqa: B018
 
 
 def test_without_a_name_nothing_is_shared():

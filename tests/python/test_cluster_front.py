@@ -494,6 +494,21 @@ def test_an_instance_without_patience_is_replaced_and_what_it_had_goes_on_elsewh
     serving(tmp_path, "ab", body)
 
 
+def test_a_replacement_that_is_called_off_changes_nothing(tmp_path: Path) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        first = asyncio.create_task(answer(front, "first", 3, 25))
+        await until(lambda: front.unfinished > 0)
+        renewal = asyncio.create_task(front.renew("a"))
+        await until(lambda: front.service.control.leaving == {"a"})
+        renewal.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await renewal
+        assert front.service.control.leaving == frozenset()
+        assert await first == expected("first", 25) and front.restarts == 0
+
+    serving(tmp_path, "a", body)
+
+
 def test_requests_of_the_only_instance_are_answered_while_it_is_replaced(tmp_path: Path) -> None:
     async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
         first = asyncio.create_task(answer(front, "first", 3, 25))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,3 +79,19 @@ def test_what_a_first_token_within_a_second_takes_over_pcie() -> None:
     assert second == 0 and 0.8 * llama.layers < hidden < llama.layers
     tenth = first_kept(compute, copies, 0.1 - sum(compute))
     assert 0 < tenth < hidden and first_kept(compute, copies, -1.0) == llama.layers
+
+
+def test_the_pages_table_of_pieces_at_every_second_and_fourth_layer() -> None:
+    """In docs/vllm.md: a piece of so many layers computes as one, and at best 1, 2, ... of its layers stream."""
+    copy = model("llama-3-8b").layer_bytes / machine("GH200-96GB").h2d_bytes_per_s
+    hidden = {
+        layers: [
+            max(most_hidden(layers * each, some * copy, layers=32 // layers)[0] * some for some in range(1, layers + 1))
+            for each in (0.179e-3, 0.231e-3, 0.469e-3, 0.356e-3, 0.558e-3, 0.972e-3)
+        ]
+        for layers in (1, 2, 4)
+    }
+    page = (Path(__file__).resolve().parents[2] / "docs/vllm.md").read_text(encoding="utf-8")
+    for row in (0, 3):
+        cells = " | ".join(", ".join(map(str, counts[row : row + 3])) for counts in hidden.values())
+        assert f"| {cells} |" in page

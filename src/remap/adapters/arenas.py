@@ -132,12 +132,12 @@ class SharedSession:
         finally:
             users, self._users = self._users - 1, 0
             self._session = None
-            if users:
-                raise InvalidState(
-                    f"{users} engines still use the session: {sorted(session.snapshot().tenants)}; no other engine can enter it "
-                    "now; shut them down before",
-                    users=users,
-                )
+        if users:  # not behind an error, which says more
+            raise InvalidState(
+                f"{users} engines still use the session: {sorted(session.snapshot().tenants)}; no other engine can enter it "
+                "now; shut them down before",
+                users=users,
+            )
 
     def leave(self, tenant: str) -> None:
         """Detach the engine's tenant. The last engine closes the session instead."""

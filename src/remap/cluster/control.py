@@ -267,9 +267,9 @@ class Control:
                 self._join(description, now_s)
             case Died(instance, returns):
                 self._die(instance, returns, now_s)
-            case Leaving(instance):
+            case Leaving(instance, leaves):
                 if instance in self._of:
-                    self._leaving.add(instance)
+                    (self._leaving.add if leaves else self._leaving.discard)(instance)
             case Reported(report):
                 self._report(report, now_s)
             case Prepared(instance, epoch):

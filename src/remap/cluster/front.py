@@ -151,7 +151,7 @@ class Front(Generic[RequestT]):
         has patience_s to end those that it has; what is left starts again elsewhere, behind the tokens that were delivered.
 
         Raises, with nothing changed, InvalidArgument (field instance) for a name that is none, and InvalidState (field instance)
-        for one that does not serve; and what rejected the new process.
+        for one that does not serve; and what rejected the new process. Cancelled before the process is ended, it changes nothing.
         """
         if name not in self._connections:
             raise InvalidArgument(f"there is no instance {name!r}; nothing changed", instance=name)
@@ -159,8 +159,12 @@ class Front(Generic[RequestT]):
             raise InvalidState(f"instance {name!r} does not serve; nothing changed; wait until it does", instance=name)
         service, end_s = self.service, self._now() + patience_s
         self._event(Leaving(name))
-        while name in service.control.leaving and service.busy(name) and self._now() < end_s:
-            await asyncio.sleep(TICK_S)
+        try:
+            while name in service.control.leaving and service.busy(name) and self._now() < end_s:
+                await asyncio.sleep(TICK_S)
+        except asyncio.CancelledError:
+            self._event(Leaving(name, False))
+            raise
         if name in service.control.leaving:  # else it has been replaced meanwhile
             LOG.info("instance %s is replaced, with %d requests that start again", name, service.busy(name))
             self._told.add(name)

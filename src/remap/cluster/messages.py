@@ -308,9 +308,10 @@ class Died:
 @dataclass(frozen=True)
 class Leaving:
     """The instance's process is to be replaced: it gets no new requests if others serve, and begins no change, until it joins
-    again."""
+    again. leaves: False if it stays after all."""
 
     instance: str
+    leaves: bool = True
 
 
 @dataclass(frozen=True)

@@ -297,9 +297,8 @@ class Outside:
         now = time.monotonic()
         if lack is None or now - lack.since > CALLED_S:
             return []
-        if any(
-            giver.kv.outgoing for giver in self._paused()
-        ):  # pages go out behind these copies, and no step waits for them
+        # Pages go out behind these copies, and no step waits for them.
+        if any(giver.kv.outgoing for giver in self._paused()):
             self.lacks = lack
             return []
         found = self._free_paused(self._lasting if lack.lasting else self, lack.pages)
