@@ -184,6 +184,7 @@ void bind_arena(py::module_& module) {
       .def_readonly("epoch", &Applied::epoch)
       .def_readonly("pages_moved", &Applied::pages_moved)
       .def_readonly("zeroed_bytes", &Applied::zeroed_bytes)
+      .def_readonly("due", &Applied::due)
       .def_readonly("points_done", &Applied::points_done)
       .def_readonly("points_deferred", &Applied::points_deferred);
 
@@ -195,8 +196,19 @@ void bind_arena(py::module_& module) {
             return executor.apply(plan, Ordering{after, zero_on});
           },
           py::arg("plan"), py::arg("after") = 0, py::arg("zero_on") = 0, ReleaseGil())
+      .def(
+          "extend",
+          [](Executor& executor, const Plan& plan, EventHandle after, StreamHandle zero_on) {
+            return executor.extend(plan, Ordering{after, zero_on});
+          },
+          py::arg("plan"), py::arg("after") = 0, py::arg("zero_on") = 0, ReleaseGil())
+      .def("zero_due", &Executor::zero_due, ReleaseGil())
+      .def("mark", &Executor::mark)
       .def("wake", &Executor::wake, py::arg("tenant"), py::arg("after") = 0, ReleaseGil())
-      .def("rollback", &Executor::rollback, ReleaseGil())
+      .def(
+          "rollback",
+          [](Executor& executor, std::optional<std::size_t> mark) { return mark ? executor.rollback(*mark) : executor.rollback(); },
+          py::arg("mark") = py::none(), ReleaseGil())
       .def("drain", &Executor::drain, ReleaseGil())
       .def("undecided", &Executor::undecided)
       .def(

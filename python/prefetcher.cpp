@@ -171,7 +171,18 @@ void bind_prefetcher(py::module_& module) {
       [](Executor& executor, const std::optional<std::shared_ptr<Prefetcher>>& prefetcher, EventHandle after, bool asleep) {
         executor.commit(prefetcher ? std::make_shared<PrefetcherObserver>(*prefetcher) : nullptr, after, asleep);
       },
-      py::arg("prefetcher"), py::arg("after") = 0, py::arg("asleep") = false, ReleaseGil());
+      py::arg("prefetcher"), py::arg("after") = 0, py::arg("asleep") = false, ReleaseGil())
+      .def(
+          "commit_each",
+          [](Executor& executor,
+             const std::vector<std::tuple<TenantId, std::optional<std::shared_ptr<Prefetcher>>, EventHandle, bool>>& shares) {
+            std::vector<Executor::Share> made;
+            for (const auto& [tenant, prefetcher, after, asleep] : shares) {
+              made.push_back({tenant, prefetcher ? std::make_shared<PrefetcherObserver>(*prefetcher) : nullptr, after, asleep});
+            }
+            executor.commit(made);
+          },
+          py::arg("shares"), ReleaseGil());
 }
 
 }  // namespace remap::python

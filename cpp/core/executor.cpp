@@ -74,7 +74,7 @@ Executor::Needs Executor::validate(const Plan& plan) {
         }
         const Page& page = arena.pages_[id];
         if (page.fixed) refuse("Page " + std::to_string(id) + " stands in fixed slots", {{"page", number(id)}});
-        const bool dirty = page.dirty != kNobody && page.dirty != after && move.to != Owner::kv;
+        const bool dirty = page.dirty != kNobody && page.dirty != after && page.due != after && move.to != Owner::kv;
         if (after != kNobody && (dirty || (page.tenant != kNobody && page.tenant != after))) refuse_mixing(id, after);
         moved_[id] = {validation_, after, move.to};
       }
@@ -229,13 +229,13 @@ void Executor::require_backed(const Plan& plan) const {
   }
 }
 
-// Promise 6. A page comes to a tenant as KV, where it is zeroed; and by way of `free`, in a plan that was committed: a page that
-// a plan zeroes must be no tenant's any more when it begins, so that undoing it takes no bytes from a tenant.
+// Promise 6. A page comes to a tenant as KV, where it is zeroed, or is to be; and by way of `free`, in an earlier plan: a page that a
+// plan zeroes must be no tenant's any more when its change begins, so that undoing it takes no bytes from a tenant.
 void Executor::refuse_mixing(PageId id, TenantId after) const {
   const Page& page = arena_->pages_[id];
   if (page.tenant != kNobody && page.tenant != after) {
     refuse("Page " + std::to_string(id) + " cannot go from tenant " + std::to_string(page.tenant) + " to tenant " +
-               std::to_string(after) + " in one plan, which could not be undone; free it in a plan of its own",
+               std::to_string(after) + " in one plan; free it in a plan of its own",
            {{"page", number(id)}, {"tenant", number(page.tenant)}});
   }
   refuse("Page " + std::to_string(id) + " may hold another tenant's bytes: it can become KV of tenant " +
@@ -256,11 +256,16 @@ void Executor::refuse_registered(const SetOwner& move) const {
 }
 
 // Pre: the lock of the arena's tables is held. Does the checks of validate(); throws if the plan cannot be applied now.
-Executor::Needs Executor::admit(const Plan& plan) {
+Executor::Needs Executor::admit(const Plan& plan, Part part) {
   Arena& arena = *arena_;
   arena.guard();
-  if (arena.undecided_) {
+  if (arena.undecided_ && part == Part::first) {
     throw Error(ErrorKind::invalid_state, "A plan is applied and not yet committed or rolled back. Nothing changed.");
+  }
+  if (part == Part::further && (!arena.undecided_ || zeroing_)) {
+    throw Error(ErrorKind::invalid_state, zeroing_ && arena.undecided_ ? "The change's pages are being zeroed: it takes no more plans. "
+                                                                         "Nothing changed; commit it."
+                                                                       : "No change has begun that could go on. Nothing changed.");
   }
   if (plan.epoch != arena.epoch_) {
     throw Error(ErrorKind::stale_plan,
@@ -271,12 +276,16 @@ Executor::Needs Executor::admit(const Plan& plan) {
   return validate(plan);
 }
 
-Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
+Applied Executor::apply(const Plan& plan, const Ordering& ordering) { return apply(plan, ordering, Part::first); }
+
+Applied Executor::extend(const Plan& plan, const Ordering& ordering) { return apply(plan, ordering, Part::further); }
+
+Applied Executor::apply(const Plan& plan, const Ordering& ordering, Part part) {
   Arena& arena = *arena_;
   refuse_fork(arena.fork_generation_);
   std::unique_lock<std::mutex> pointing(arena.pointing_mutex_, std::defer_lock);
   std::unique_lock<std::mutex> tables(arena.mutex_);
-  const Needs needs = admit(plan);
+  const Needs needs = admit(plan, part);
   if (needs.leaves) {
     // Another process knows nothing of this one's streams: before it may have a page, whatever was enqueued for it has been done. The
     // arena's own stream is behind all who ever freed a page, and behind the zeroes that an undone plan has left.
@@ -286,7 +295,7 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
       if (event != 0) arena.backend_->synchronize(event, std::chrono::nanoseconds::max());
     }
     tables.lock();
-    admit(plan);  // things may have changed meanwhile
+    admit(plan, part);  // things may have changed meanwhile
   }
   if (needs.points) {
     // Unmapping does not wait, so this thread does, before it begins. Not with the tables: others look at them, maybe holding
@@ -297,17 +306,23 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
     }
     pointing.lock();
     tables.lock();
-    admit(plan);  // another plan may have been faster
+    admit(plan, part);  // another plan may have been faster
   }
   Applied applied;
-  undo_.clear();
-  deferred_.clear();
   dirty_.clear();
-  undo_.reserve(plan.steps.size() * 2);
-  deferred_.reserve(plan.steps.size());
-  left_to_later_.clear();
-  left_to_later_.reserve(plan.steps.size());
-  arena.undecided_of_.clear();
+  if (part == Part::first) {
+    undo_.clear();
+    deferred_.clear();
+    left_to_later_.clear();
+    due_.clear();
+    arena.undecided_of_.clear();
+    zeroing_ = false;
+    ++change_;
+  }
+  const std::size_t before = undo_.size();
+  undo_.reserve(before + plan.steps.size() * 2);
+  deferred_.reserve(deferred_.size() + plan.steps.size());
+  left_to_later_.reserve(left_to_later_.size() + plan.steps.size());
   for (const Step& step : plan.steps) {
     const bool moves = step.kind == Step::Kind::set_owner;
     const RegionId concerned = step.kind == Step::Kind::point ? step.point.region : step.set_home.region;
@@ -325,7 +340,7 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
     }
     zero(plan, ordering, applied);
   } catch (...) {
-    undo_all();
+    undo_to(before);
     throw;
   }
   arena.undecided_ = true;
@@ -406,6 +421,8 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
     }
   }
   if (gains) dirty_.reserve(dirty_.size() + step.pages.size());
+  // What is due comes first, so that it is undone last: only where a page that is due is given up again.
+  if (after == kNobody && !due_.empty()) forget_due(step.pages);
   // validate() has seen that all of them belong to `from`, and to its tenant.
   const auto back = [&arena, owner = step.from, before = step.from == Owner::free ? kNobody : step.tenant](const auto& pages) {
     for (PageId id : pages) {
@@ -416,6 +433,10 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
   change(back, step.pages, [&] {
     for (PageId id : step.pages) {
       Page& page = arena.pages_[id];
+      if (page.change != change_) {
+        page.change = change_;
+        page.was_owned = page.tenant != kNobody;
+      }
       page.owner = step.to;
       page.tenant = after;
       if (after == kNobody) continue;
@@ -424,6 +445,19 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
     }
   });
   applied.pages_moved += step.pages.size();
+}
+
+// Pages that are due are given up before they were zeroed: then they are not.
+void Executor::forget_due(const std::vector<PageId>& pages) {
+  Arena& arena = *arena_;
+  std::vector<PageId> due;
+  for (PageId id : pages) {
+    if (arena.pages_[id].due != kNobody) due.push_back(id);
+  }
+  if (due.empty()) return;
+  const TenantId tenant = arena.pages_[due.front()].due;  // theirs, who gives them up: one step, one tenant
+  change([&arena, tenant, due](const auto&) { for (PageId id : due) arena.pages_[id].due = tenant; }, {},
+         [&] { for (PageId id : due) arena.pages_[id].due = kNobody; });
 }
 
 // Between this process's free pages and the others'. A page that comes in may hold any process's bytes, and one that goes out
@@ -448,9 +482,9 @@ void Executor::pass_on(const SetOwner& step, Applied& applied) {
   applied.pages_moved += step.pages.size();
 }
 
-// The last thing of a plan: nothing else of the plan can fail after it. The pages were no tenant's when the plan began
-// (validate), so no tenant misses the bytes that it zeroes before it fails, or before a rollback. Such pages go back to `free`,
-// marked as before or as unknown (zeroing.cpp), and are zeroed again for the next tenant.
+// The last thing of a plan: nothing else of the plan can fail after it. The pages were no tenant's when the change began (validate,
+// and those that were are put off), so no tenant misses the bytes that it zeroes before it fails, or before a rollback. Such pages go
+// back to `free`, marked as before or as unknown (zeroing.cpp), and are zeroed again for the next tenant.
 void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied) {
   Arena& arena = *arena_;
   const bool frees = std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) {
@@ -465,6 +499,7 @@ void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied
   std::sort(dirty_.begin(), dirty_.end(), [](const DirtyPage& a, const DirtyPage& b) { return a.at < b.at; });
   const auto same = [](const DirtyPage& a, const DirtyPage& b) { return a.at == b.at; };
   dirty_.erase(std::unique(dirty_.begin(), dirty_.end(), same), dirty_.end());
+  put_off(ordering, applied);
   if (ordering.zero_on == 0 || arena.options_.mode == Mode::strict) {
     applied.zeroed_bytes = arena.zero_pages(dirty_, ordering.after);
     return;
@@ -476,6 +511,89 @@ void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied
   const auto back = [&arena, enqueued, stream = ordering.zero_on](const auto&) { arena.undo_fills(stream, *enqueued); };
   change(back, std::move(ids), [] {});
   applied.zeroed_bytes = arena.enqueue_zeroing(dirty_, ordering, *enqueued);
+}
+
+// Of the pages to be zeroed, those that were a tenant's before this change: it has them back if the change is undone.
+void Executor::put_off(const Ordering& ordering, Applied& applied) {
+  Arena& arena = *arena_;
+  const auto later = std::stable_partition(dirty_.begin(), dirty_.end(),
+                                           [&](const DirtyPage& each) { return !arena.pages_[each.page].was_owned; });
+  if (later == dirty_.end()) return;
+  const bool waits = ordering.zero_on == 0 || arena.options_.mode == Mode::strict;
+  if (ordering.after != 0) {  // taken in now: by the time of zero_due() it may be recorded anew
+    if (waits) {
+      arena.gather(ordering.after);
+    } else {
+      arena.backend_->stream_wait(ordering.zero_on, ordering.after);
+    }
+  }
+  const std::vector<DirtyPage> put(later, dirty_.end());
+  due_.reserve(due_.size() + put.size());
+  const auto back = [this, &arena, put, known = due_.size()](const auto&) {
+    due_.resize(known);
+    for (const DirtyPage& each : put) arena.pages_[each.page].due = kNobody;
+  };
+  change(back, {}, [&] {
+    for (const DirtyPage& each : put) {
+      due_.push_back({each, waits ? 0 : ordering.zero_on});
+      arena.pages_[each.page].due = each.tenant;
+    }
+  });
+  for (const DirtyPage& each : put) applied.due.push_back(each.page);
+  dirty_.erase(later, dirty_.end());
+}
+
+// An address at which its tenant has the page mapped. Aliased mode maps it where it stands as KV, whatever it is now; strict mode where
+// it is used.
+std::byte* Executor::mapped_at(const DirtyPage& page) const {
+  const Arena& arena = *arena_;
+  if (arena.options_.mode == Mode::aliased) return page.at;
+  for (const auto& [id, region] : arena.regions_) {
+    if (region.tenant != page.tenant) continue;
+    const auto slot = std::find(region.view.shown.begin(), region.view.shown.end(), page.page);
+    if (slot != region.view.shown.end()) {
+      return arena.slot_address(region.view, static_cast<std::size_t>(slot - region.view.shown.begin()));
+    }
+  }
+  return nullptr;  // it is on its way home, and no region shows it yet
+}
+
+std::size_t Executor::zero_due() {
+  refuse_fork(arena_->fork_generation_);
+  const std::lock_guard<std::mutex> tables(arena_->mutex_);
+  Arena& arena = *arena_;
+  arena.guard();
+  if (!arena.undecided_ || due_.empty()) return 0;
+  std::map<StreamHandle, std::vector<DirtyPage>> pages;  // as they are zeroed: together, ascending
+  for (const Due& each : due_) {
+    if (arena.pages_[each.page.page].due != each.page.tenant) continue;
+    DirtyPage page = each.page;
+    page.at = mapped_at(page);
+    pages[each.zero_on].push_back(page);
+  }
+  zeroing_ = true;
+  std::size_t bytes = 0;
+  for (auto& [stream, some] : pages) {
+    std::sort(some.begin(), some.end(), [](const DirtyPage& a, const DirtyPage& b) { return a.at < b.at; });
+    std::vector<PageId> enqueued;
+    const auto done = [&] {
+      for (PageId id : enqueued) arena.pages_[id].due = kNobody;
+    };
+    try {
+      if (stream == 0) {
+        bytes += arena.zero_pages(some);
+        for (const DirtyPage& each : some) enqueued.push_back(each.page);
+      } else {
+        bytes += arena.enqueue_zeroing(some, Ordering{0, stream}, enqueued);
+      }
+    } catch (...) {
+      done();
+      throw;
+    }
+    done();
+  }
+  due_.clear();
+  return bytes;
 }
 
 void Executor::point(const Point& step, Applied& applied) {
@@ -494,15 +612,17 @@ void Executor::point(const Point& step, Applied& applied) {
   std::vector<PageId> target = step.pages;
   if (step.deferred && arena.options_.mode == Mode::aliased) {
     // From here until the plan is decided the worker leaves the region alone.
-    const auto back = [&region, before = region.target, targets = region.targets, undecided = region.undecided,
-                       pending = region.pending](const auto&) {
+    const bool looked_at = !elsewhere(step.pages);
+    const bool first = std::none_of(deferred_.begin(), deferred_.end(), [&](const Point& each) { return each.region == step.region; });
+    const auto back = [this, &region, before = region.target, targets = region.targets, undecided = region.undecided,
+                       pending = region.pending, deferred = deferred_.size(), left = left_to_later_.size()](const auto&) {
+      deferred_.resize(deferred);
+      left_to_later_.resize(left);
       region.target = before;
       region.targets = targets;
       region.undecided = undecided;
       region.pending = pending;
     };
-    const bool looked_at = !elsewhere(step.pages);
-    const bool first = std::none_of(deferred_.begin(), deferred_.end(), [&](const Point& each) { return each.region == step.region; });
     change(back, concerned, [&] {
       if (looked_at && first) deferred_.push_back(step);  // apply() has made room, here and below
       left_to_later_.push_back(step.region);
@@ -552,43 +672,73 @@ void Executor::set_home(const SetHome& step) {
   change(back, {}, [&] { become(next); });
 }
 
-void Executor::undo_all() {
+// Undoes what comes behind the mark, in reverse. Back at the beginning of the change, no plan of it keeps the worker's jobs waiting.
+void Executor::undo_to(std::size_t mark) {
   Arena& arena = *arena_;
   // All of it is tried, even behind a failure: every page that can be saved is. The first failure makes the arena broken.
   std::exception_ptr failure;
   if (arena.broken_) undo_.clear();  // a step could not even undo itself: the core does not know what it would be undone onto
-  for (auto entry = undo_.rbegin(); entry != undo_.rend(); ++entry) {
+  for (std::size_t entry = undo_.size(); entry > mark; --entry) {
+    Undo& undo = undo_[entry - 1];
     try {
-      entry->action(entry->pages);
-      entry->pages.clear();
+      undo.action(undo.pages);
+      undo.pages.clear();
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }
   }
   if (failure) {
     arena.broken_ = true;
-    for (const Undo& entry : undo_) {
-      for (PageId id : entry.pages) {
+    for (std::size_t entry = mark; entry < undo_.size(); ++entry) {
+      for (PageId id : undo_[entry].pages) {
         if (id != kNoPage) arena.pages_[id].owner = Owner::quarantine;
       }
     }
   }
-  undo_.clear();
-  deferred_.clear();
-  {
-    const std::lock_guard<std::mutex> lock(queue_mutex_);
-    decided();
+  undo_.erase(undo_.begin() + static_cast<std::ptrdiff_t>(std::min(mark, undo_.size())), undo_.end());
+  if (undo_.empty()) {
+    {
+      const std::lock_guard<std::mutex> lock(queue_mutex_);
+      decided();
+    }
+    queue_changed_->notify_all();
   }
-  queue_changed_->notify_all();
   if (failure) arena.fail_broken("Undoing a plan failed: ", failure, {});
+}
+
+void Executor::refuse_rollback() const {
+  if (!arena_->undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
+  if (zeroing_) {
+    throw Error(ErrorKind::invalid_state,
+                "Pages that changed tenant were zeroed: the change cannot be undone any more. Nothing changed; commit it.");
+  }
 }
 
 void Executor::rollback() {
   refuse_fork(arena_->fork_generation_);
   const Arena::Both locks(*arena_);
-  if (!arena_->undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
+  refuse_rollback();
   arena_->undecided_ = false;
-  undo_all();
+  undo_to(0);
+}
+
+void Executor::rollback(std::size_t mark) {
+  refuse_fork(arena_->fork_generation_);
+  const Arena::Both locks(*arena_);
+  refuse_rollback();
+  if (mark > undo_.size()) {
+    throw Error(ErrorKind::invalid_argument,
+                "The change has made " + std::to_string(undo_.size()) + " steps, so it cannot go back to " + std::to_string(mark) +
+                    ". Nothing changed.",
+                {{"mark", number(mark)}, {"steps", number(undo_.size())}});
+  }
+  undo_to(mark);
+}
+
+std::size_t Executor::mark() const {
+  refuse_fork(arena_->fork_generation_);
+  const std::lock_guard<std::mutex> tables(arena_->mutex_);
+  return arena_->undecided_ ? undo_.size() : 0;
 }
 
 bool Executor::undecided() const {

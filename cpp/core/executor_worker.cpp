@@ -2,6 +2,8 @@
 // The Executor's worker: re-points layers' regions behind an event, off the critical path. The only thread of this library
 // that makes driver calls on its own account (released() also makes it enqueue copies): drain() brings it to rest.
 #include <algorithm>
+#include <map>
+#include <string>
 #include <utility>
 
 #include "pointing.h"
@@ -31,6 +33,27 @@ auto of(TenantId tenant) {
 }  // namespace
 
 void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandle after, bool asleep) {
+  const Share all{kNobody, observer, after, asleep};
+  commit_to([&all](TenantId) -> const Share& { return all; });
+}
+
+void Executor::commit(const std::vector<Share>& shares) {
+  for (auto share = shares.begin(); share != shares.end(); ++share) {
+    if (std::any_of(std::next(share), shares.end(), [&](const Share& each) { return each.tenant == share->tenant; })) {
+      throw Error(ErrorKind::invalid_argument, "Tenant " + std::to_string(share->tenant) + " has two shares in a commit. Nothing changed.",
+                  {{"tenant", static_cast<std::int64_t>(share->tenant)}});
+    }
+  }
+  commit_to([&shares](TenantId tenant) -> const Share& {
+    const auto found = std::find_if(shares.begin(), shares.end(), [&](const Share& each) { return each.tenant == tenant; });
+    if (found != shares.end()) return *found;
+    throw Error(ErrorKind::invalid_argument,
+                "Tenant " + std::to_string(tenant) + " has deferred steps and no share in the commit. The change is applied as before.",
+                {{"tenant", static_cast<std::int64_t>(tenant)}});
+  });
+}
+
+void Executor::commit_to(const std::function<const Share&(TenantId)>& share_of) {
   refuse_fork(arena_->fork_generation_);
   std::list<Job> gone;  // dropped behind the locks, with what their observers hold
   {
@@ -38,12 +61,18 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
     Arena& arena = *arena_;
     if (!arena.undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
     // All that can fail comes before the first change.
+    if (std::any_of(due_.begin(), due_.end(), [&](const Due& each) { return arena.pages_[each.page.page].due == each.page.tenant; })) {
+      throw Error(ErrorKind::invalid_state, "Pages that changed tenant are to be zeroed first. The change is applied as before; call zero_due().");
+    }
     std::list<Job> jobs, sleeping;
-    const auto fence = std::make_shared<Fence>(Fence{after, nullptr});
+    std::map<TenantId, std::shared_ptr<Fence>> fences;
     for (const Point& point : deferred_) {
       const Region& region = arena.region(point.region);
-      (asleep && region.target != region.home ? sleeping : jobs)
-          .push_back(Job{point.region, region.targets, point.layer, region.tenant, observer, fence, nullptr});
+      const Share& share = share_of(region.tenant);
+      std::shared_ptr<Fence>& fence = fences[region.tenant];
+      if (!fence) fence = std::make_shared<Fence>(Fence{share.after, nullptr});
+      (share.asleep && region.target != region.home ? sleeping : jobs)
+          .push_back(Job{point.region, region.targets, point.layer, region.tenant, share.observer, fence, nullptr});
     }
     std::lock_guard<std::mutex> queue_lock(queue_mutex_);
     if (stopping_ && !deferred_.empty()) {
@@ -61,6 +90,7 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
     arena.undecided_ = false;
     undo_.clear();
     deferred_.clear();
+    due_.clear();
     ++arena.epoch_;
   }
   queue_changed_->notify_all();
@@ -268,6 +298,15 @@ void Executor::retry(std::list<Job>& jobs) {
 
 void Executor::forget(TenantId tenant) {
   drain();
+  {
+    const std::lock_guard<std::mutex> tables(arena_->mutex_);
+    for (const Due& each : due_) {
+      Page& page = arena_->pages_[each.page.page];
+      if (page.due != tenant) continue;
+      page.due = kNobody;
+      page.dirty = kUnknownBytes;
+    }
+  }
   std::list<Job> gone;  // dropped behind the lock, with what their observers hold
   std::lock_guard<std::mutex> lock(queue_mutex_);
   for (std::list<Job>* jobs : {&failed_, &asleep_, &parked_}) take(*jobs, of(tenant), gone);

@@ -81,6 +81,9 @@ struct Page {
   Owner owner = Owner::free;
   TenantId tenant = kNobody;
   TenantId dirty = kNobody;  // whose bytes it may hold; kNobody: reads as zero
+  TenantId due = kNobody;    // its tenant, for which it is zeroed at the end of the change in progress (Executor::zero_due)
+  std::uint64_t change = 0;  // the number of the last change that moved it
+  bool was_owned = false;    // whether it was a tenant's before that
   RegionId home = kNoRegion;  // the layer's region whose home it belongs to
   bool fixed = false;         // it stands in fixed slots, and stays its tenant's ring until that is removed
 };

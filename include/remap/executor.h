@@ -4,10 +4,14 @@
 //   apply(plan)  checks the epoch and every owner, then does all steps that are not deferred; an error undoes what was
 //                done, in reverse, and is thrown on. If undoing fails as well the pages concerned are quarantined and the
 //                arena is broken (ArenaBroken): only close() is allowed then.
-//   commit()     makes the plan final, moves the epoch and starts the deferred re-pointing on the worker.
-//   rollback()   undoes the applied plan instead (its caller failed at something else, or another rank did).
+//   extend(plan) the same for one more plan of the same change, of this tenant or another: each sees the owners that the ones before
+//                have left. An error undoes this plan alone.
+//   zero_due()   zeroes the pages that went from one tenant to another within the change: the bytes of the first are lost then, so
+//                from here on the change can only be committed.
+//   commit()     makes the change final, moves the epoch and starts the deferred re-pointing on the worker.
+//   rollback()   undoes it instead, whole or the last plans of it (its caller failed at something else, or another rank did).
 //
-// Between apply() and commit() or rollback() no other plan can be applied.
+// Between apply() and commit() or rollback() no other change can begin.
 //
 // Beside a Prefetcher the order is: apply(); Prefetcher::configure(), with the layers of deferred steps as `held` (all of them
 // if Applied::points_deferred is not 0, none in strict mode); then commit(), since the worker may release a layer at once.
@@ -60,7 +64,24 @@ class Executor {
 
   // Throws StalePlan, InvalidArgument or InvalidState (a region in a declared range) before any backend call.
   Applied apply(const Plan& plan, const Ordering& ordering = {});
-  // observer: told of each deferred step, by the worker's thread, unless a later plan takes the step over; kept until the last of
+  // As apply(), for a change that has begun: InvalidState if none has, or zero_due() was called. A page that another tenant has given
+  // up within the change is not zeroed now, since that could not be undone, but is due: its tenant must not touch it before
+  // zero_due(). The plan's epoch is that of the change's first.
+  Applied extend(const Plan& plan, const Ordering& ordering = {});
+  // Zeroes what is due, by Ordering of the plan that gave it. Returns the bytes. Throws the backend's error; pages that it has not come
+  // to are still due, and it can be called again. Nothing to do is no error.
+  std::size_t zero_due();
+  // A tenant's share in a commit: see there.
+  struct Share {
+    TenantId tenant = kNobody;
+    std::shared_ptr<PointObserver> observer;
+    EventHandle after = 0;
+    bool asleep = false;
+  };
+  // For a change of several tenants: each one's deferred steps go with its share. InvalidArgument if one has steps and no share, or
+  // two.
+  void commit(const std::vector<Share>& shares);
+  // For a change of one tenant, or where the same holds for all. observer: told of each deferred step, by the worker's thread, unless a later plan takes the step over; kept until the last of
   // them is done. It tells the holder of the layers. nullptr: none is told, so what a Prefetcher holds for the plan
   // stays held.
   // `after`: the worker waits for this event before it touches a mapping (the last kernel that reads the old view, the last
@@ -71,14 +92,19 @@ class Executor {
   // asleep: no pass uses the plan's layers before wake(), so steps that point them away from home wait for that, and none is made
   // for a layer that comes home before: a tenant that lends its layers while it is idle costs no driver call. Until then such a
   // region shows pages that may be another tenant's, as every region does whose step is deferred.
-  // Throws InvalidState if no plan is applied, or if the plan has deferred steps and the worker was stopped. After any error the
-  // plan is applied as before: commit() again or rollback().
+  // Throws InvalidState if no plan is applied, if pages are due, or if the plan has deferred steps and the worker was stopped. After any
+  // error the plan is applied as before: commit() again or rollback().
   void commit(const std::shared_ptr<PointObserver>& observer, EventHandle after = 0, bool asleep = false);
   // The worker begins with the steps of this tenant's regions that sleep, behind `after` (as in commit(); an event that comes
   // behind those of their commits). Nothing to do is no error.
   void wake(TenantId tenant, EventHandle after = 0);
-  // Pre: nothing that the plan gave has been used, except behind Ordering::zero_on in pages that were zeroed there.
+  // Pre: nothing that the change gave has been used, except behind Ordering::zero_on in pages that were zeroed there. InvalidState if no
+  // plan is applied, or zero_due() was called.
   void rollback();
+  // Undoes what came behind `mark`, of mark(); the change goes on. InvalidArgument for a mark that lies ahead.
+  void rollback(std::size_t mark);
+  // The place in the change in progress, in steps; 0 if there is none.
+  std::size_t mark() const;
   // Whether a plan is applied, and neither committed nor rolled back. False when the arena is closed.
   bool undecided() const;
 
@@ -93,7 +119,8 @@ class Executor {
   // and nothing else changes.
   void retry_failed();
   void retry_failed(TenantId tenant);
-  // Forgets the failed and waiting steps of the tenant's regions (detach, close).
+  // Forgets the failed and waiting steps of the tenant's regions (detach, close), and zeroes that are due for it: its pages count as of
+  // unknown bytes.
   void forget(TenantId tenant);
   // Stops the worker, when the step that it is at is done. Called by the destructor too.
   void stop();
@@ -126,12 +153,17 @@ class Executor {
     bool unmaps = false;  // and a stream may still use what it unmaps, or changes at once
     bool leaves = false;  // pages go to other processes
   };
-  Needs admit(const Plan& plan);
+  enum class Part : bool { first, further };
+  Needs admit(const Plan& plan, Part part);
+  Applied apply(const Plan& plan, const Ordering& ordering, Part part);
   void set_owner(const SetOwner& step, Applied& applied);
   void pass_on(const SetOwner& step, Applied& applied);
+  void forget_due(const std::vector<PageId>& pages);
   void point(const Point& step, Applied& applied);
   void set_home(const SetHome& step);
   void zero(const Plan& plan, const Ordering& ordering, Applied& applied);
+  void put_off(const Ordering& ordering, Applied& applied);
+  std::byte* mapped_at(const DirtyPage& page) const;
   Needs validate(const Plan& plan);
   void require_backed(const Plan& plan) const;
   void require_homes(const Plan& plan) const;
@@ -141,7 +173,9 @@ class Executor {
   using Back = std::function<void(const std::vector<PageId>& pages)>;
   template <typename Change>
   void change(Back back, std::vector<PageId> pages, Change&& forth);
-  void undo_all();
+  void undo_to(std::size_t mark);
+  void refuse_rollback() const;
+  void commit_to(const std::function<const Share&(TenantId)>& share_of);
   void end() noexcept;
   void work() noexcept;
   bool await(Fence& fence, std::chrono::nanoseconds timeout) noexcept;
@@ -154,10 +188,17 @@ class Executor {
   void retry(std::list<Job>& jobs);
 
   std::shared_ptr<Arena> arena_;
-  // Guarded by arena_->mutex_, the lock of the tables: the plan between apply() and commit() (Arena::undecided_).
+  // Guarded by arena_->mutex_, the lock of the tables: the change between apply() and commit() (Arena::undecided_).
+  std::uint64_t change_ = 0;            // its number
+  bool zeroing_ = false;                // zero_due() was called
+  struct Due {
+    DirtyPage page;
+    StreamHandle zero_on = 0;
+  };
+  std::vector<Due> due_;  // stale where Page::due says otherwise
   std::vector<Point> deferred_;         // one a region
   std::vector<RegionId> left_to_later_; // theirs, and those of layers that are computed elsewhere from now on
-  std::vector<DirtyPage> dirty_;  // the pages that it has to zero
+  std::vector<DirtyPage> dirty_;  // the pages that its present plan has to zero
   struct Undo {
     Back action;
     std::vector<PageId> pages;  // handed to the action; quarantined if it throws

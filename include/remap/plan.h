@@ -78,7 +78,8 @@ struct Plan {
 struct Applied {
   std::uint64_t epoch = 0;           // the arena's epoch after the plan
   std::size_t pages_moved = 0;       // pages that changed owner
-  std::size_t zeroed_bytes = 0;      // because a page changed tenant
+  std::size_t zeroed_bytes = 0;      // because a page changed tenant; without those that are due
+  std::vector<PageId> due;           // pages to be zeroed at the end of the change: Executor::zero_due
   std::size_t points_done = 0;       // regions re-pointed inside apply()
   std::size_t points_deferred = 0;   // regions left to the worker; started by commit()
 };

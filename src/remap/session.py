@@ -70,7 +70,6 @@ from remap.memory.step import Steps
 from remap.memory.streams import Streams
 from remap.memory.tiers import Tiers
 from remap.memory.trace import Trace
-from remap.memory.undoing import AllOrNothing
 from remap.model.source import LayerSource, model_source, raw_source
 from remap.notebook import table
 from remap.nvtx import annotated
@@ -447,9 +446,9 @@ class Session:
         a pass may begin at once. If there are too few pages, nothing changes: OutOfMemory (fields requested, free, short,
         offered; broker: why none answers).
 
-        Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of
-        a tenant concerned, and the backend's error; nothing changes then. If changes made before a backend error cannot be taken
-        back, some layers may be home, and no tenant is active that was not.
+        Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of a
+        tenant concerned, and the backend's error; nothing changes then. If a tenant without pages has got some of its layers
+        before such an error, the report says so instead: these load, and the tenant is not active.
         """
         require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):
@@ -468,19 +467,12 @@ class Session:
         others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
         for other in others:
             other.require_idle()
-        with self._giving_back(), AllOrNothing(self._changes, self._tenants.values()):
-            if tenant.pages.cold:
-                for other in others:  # now, so that they can give pages
-                    deactivate(self._changes, other)
+        with self._giving_back():
             parts = self._changes, self._lending, self._offers, self._cold
-            report = activate(*parts, tenant, partial, self.clock())
-            for other in others:
-                deactivate(self._changes, other)
-            if report.activated:
-                self._changes.wake(tenant)
-            self._link.certify()
-            entry = Entry(stall=report.predicted_stall_s, reason=report.reason)
-            self._log.add(self._arena.epoch, self._tenants, {name: entry})
+            report = activate(*parts, tenant, partial, self.clock(), others)
+        self._link.certify()
+        entry = Entry(stall=report.predicted_stall_s, reason=report.reason)
+        self._log.add(self._arena.epoch, self._tenants, {name: entry})
         self._tiers.consider()
         made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
         return made
@@ -535,7 +527,7 @@ class Session:
         self._claim()
         tenant = self._core.tenant(name)
         tenant.require_idle()
-        with AllOrNothing(self._changes, self._tenants.values()):
+        with self._changes.part():
             deactivate(self._changes, tenant)
             if pages != "own":
                 self._cold.give_all(tenant, self._cold.first_kept(tenant) if pages == "auto" else 0)
@@ -627,6 +619,8 @@ class Session:
     @outermost
     def _close(self, device: Any) -> None:
         for tenant in self._tenants.values():
+            tenant.leaving = tenant.leaving or tenant.unsettled is not None  # nothing that is due is waited for
+        for tenant in self._tenants.values():
             self._changes.abandon(tenant)
             self._move_out(tenant, device)
             tenant.retire()
@@ -688,10 +682,8 @@ class Session:
         self._release_claims()
 
     def _undo(self) -> None:
-        """Undo the work that a call has begun and not decided; of a change of several plans the decided ones too. Can be called
-        again."""
+        """Undo the work that a call has begun and not decided. Can be called again."""
         self._changes.undo()
-        self._changes.take_back()
         self._arrivals.undo()
         if self._departed:
             self._release_departed()

@@ -233,7 +233,7 @@ def cold(world: Faulty) -> None:
 # Changes of several plans, each one change even if it is interrupted; but a tenant that is detached, and steps: they report what
 # was done by then.
 CASES_OF_PLANS = [
-    Case(name, prepare, change, Faulty, plans=True, whole=not name.startswith(("detach", "a step")))
+    Case(name, prepare, change, Faulty, plans=True, whole=not name.startswith(("detach", "a step", "activate what")))
     for name, prepare, change in (
         ("activate", crowded, lambda w: w.tell(w.session.activate("b"))),
         ("activate alone", crowded, lambda w: w.tell(w.session.activate("b", alone=True))),
@@ -402,8 +402,8 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
             assert isinstance(raised, (ArenaBroken, error)) or forever, f"call {nth}: {raised!r}"
             broken_as_promised(world)
         elif raised is None:  # only what may fail later failed: it shows in a pass, and a later pass tries it again
-            # What one failure stops is taken back, but for what a step has done for others.
-            early = "ended early" in str(getattr(reports[0], "reason", ""))
+            # What one failure stops has not happened, but for what a step has done for others, and first layers that have come.
+            early = "no pages" not in case.name and "ended early" in str(getattr(reports[0], "reason", ""))
             assert forever or "step" in case.name or not early, f"call {nth}: {reports[0]}"
             serve_again(world)
         else:

@@ -181,6 +181,6 @@ def test_a_listener_that_always_raises_ends_no_change_and_no_session() -> None:
         with pytest.raises(RuntimeError, match="listener"):
             world.session.activate("b")
         assert b.tenant.active and inside(b.tenant).lent_pages == 0 and told, "the change that it was told of"
-        assert not world.session._changes._journal and not world.session._changes._takers
+        assert world.session._changes._draft is None
         remap.advanced.check(world.session)
         assert world.session.snapshot().tenants["b"].lent_pages == 0

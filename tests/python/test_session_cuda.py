@@ -453,7 +453,7 @@ def give_back_unused(session: remap.Session, tenant: remap.Tenant) -> None:
     pages = tuple(state.giving[inside(tenant).kv.geometry.giving_index(slot)] for slot in slots)
     pool.drain(slots)
     pool.remove_pages(slots)
-    session._changes.apply_and_settle(state, plan_free_pages(state.pages, pages, give=False))
+    session._changes.apply(state, plan_free_pages(state.pages, pages, give=False))
 
 
 def test_a_ring_that_moves_waits_for_the_copies_into_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -369,7 +369,7 @@ class Arena:
                 lacking = self.kv_pages[taker.name] - _kv_pages(taker)
                 if lacking > 0:
                     plan = plan_free_pages(taker.pages, free_pages_of(core.changes, taker)[:lacking], give=True)
-                    core.changes.apply_and_settle(taker, plan)
+                    core.changes.apply(taker, plan)
             found = {each.name: _kv_pages(each) for each in tenants}
             if found != self.kv_pages:
                 raise Wrong(f"pages of KV cache: {found}, expected {self.kv_pages}")

@@ -21,7 +21,7 @@ that for its own pools (locking.py). Every method survives an interrupt: it has 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
 
@@ -436,6 +436,13 @@ class BlockPool:
         while len(self._news) > saved.news:
             self._news.pop()
         self._silent = False
+
+    def tell_since(self, known: Collection[int]) -> None:
+        """Listeners have heard, last of all, that these ids are open: they are to hear what differs now."""
+        now = self.open_ids()
+        added, withdrawn = tuple(b for b in now if b not in known), tuple(sorted(set(known).difference(now)))
+        if added or withdrawn:
+            self._news.append((added, withdrawn))
 
     def not_telling(self) -> None:
         """Note that no listener is being told: called after an interrupt has ended a call."""

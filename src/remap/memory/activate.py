@@ -17,20 +17,16 @@ Layers that the tenant had given up, or never had pages for, come home first, to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from remap.errors import OutOfBlocks
+from remap.errors import Error, OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.cold import Cold
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.state import TenantState
 from remap.policy import schedule
-
-if TYPE_CHECKING:
-    from remap import _core
 
 __all__ = ["ActivationReport", "activate", "certify", "deactivate"]
 
@@ -76,36 +72,45 @@ def activate(
     tenant: TenantState,
     partial: bool | float,
     now: float,
+    others: Sequence[TenantState] = (),
 ) -> ActivationReport:
     """Bring the lent layers home, and those without pages. Called with the session's lock held, after all checks.
 
     partial: whether layers that cannot come home stream meanwhile; a number: only if a pass then waits for at most this
-    share of its computation.
+    share of its computation. others: they become inactive.
     """
     came: tuple[int, ...] = ()
     tenant.expected = False
     if tenant.pages.cold:
         broker = cold.ask_others(tenant)
-        wanted = cold.want(tenant)
-        if wanted:
-            reason = f"engines are to free live blocks first, {wanted}, for layers of {tenant.name}"
-            return ActivationReport(False, changes.arena.epoch, streamed=tenant.streamed, reason=reason, wanted=wanted)
         try:
-            came, problem = cold.bring(tenant, broker)
+            with changes.part():
+                _take_turns(changes, others)  # now, so that they can give pages
+                wanted = cold.want(tenant)
+                coming = None if wanted else cold.bring(tenant, broker)
         except OutOfBlocks as error:
             preempt: Mapping[str, tuple[int, ...]] = error.fields["preempt"]  # type: ignore[assignment]
+            _take_turns(changes, others)
             offers.activated(tenant, now)
             return ActivationReport(
                 False, changes.arena.epoch, preempt=preempt, streamed=tenant.streamed, reason=str(error)
             )
+        if coming is None:
+            reason = f"engines are to free live blocks first, {wanted}, for layers of {tenant.name}"
+            return ActivationReport(False, changes.arena.epoch, streamed=tenant.streamed, reason=reason, wanted=wanted)
+        came, problem = cold.bring_rest(tenant, coming)
         if problem:
-            reason = f"bringing layers home ended early: {problem}"
-            offers.activated(tenant, now, came)
-            restored = _layers(tenant, came)
-            return ActivationReport(
-                False, changes.arena.epoch, restored=restored, streamed=tenant.streamed, reason=reason
-            )
-    report = _activate(changes.arena, lending, tenant, partial)
+            return _ended_early(changes, offers, tenant, came, now, problem)
+    try:
+        with changes.part():
+            report = _activate(changes, lending, tenant, partial)
+            _take_turns(changes, others)
+            if report.activated:
+                changes.wake(tenant)
+    except Error as error:
+        if not came:
+            raise
+        return _ended_early(changes, offers, tenant, came, now, str(error))
     if came:
         report = _with_cold(tenant, report, came)
     # An activation without success counts as a use as well; a call that raises changes nothing.
@@ -113,18 +118,34 @@ def activate(
     return report
 
 
+def _take_turns(changes: Changes, others: Sequence[TenantState]) -> None:
+    with changes.part():
+        for other in others:
+            deactivate(changes, other)
+
+
+def _ended_early(
+    changes: Changes, offers: Offers, tenant: TenantState, came: tuple[int, ...], now: float, problem: str
+) -> ActivationReport:
+    """Some of its layers have come, and the tenant is inactive."""
+    offers.activated(tenant, now, came)
+    reason = f"bringing layers home ended early: {problem}"
+    restored = _layers(tenant, came)
+    return ActivationReport(False, changes.arena.epoch, restored=restored, streamed=tenant.streamed, reason=reason)
+
+
 def _layers(tenant: TenantState, parts: Iterable[int]) -> tuple[int, ...]:
     """The layers among these parts, ascending."""
     return tuple(sorted(part for part in parts if part < tenant.layers))
 
 
-def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial: bool | float) -> ActivationReport:
-    away = tenant.streamed
+def _activate(changes: Changes, lending: Lending, tenant: TenantState, partial: bool | float) -> ActivationReport:
+    arena, away = changes.arena, tenant.streamed
     own = _own(tenant)
     keep = _certified(tenant, own)
     lent = sum(map(tenant.lends, away))
     if not lent and keep == own:
-        tenant.books = replace(tenant.books, active=True)
+        _awake(changes, tenant)
         return ActivationReport(True, arena.epoch, streamed=away, reason=f"{tenant.name} has lent nothing")
     preempt: Mapping[str, tuple[int, ...]] = {}
     most = max(_most_streamed(tenant, own, partial), _stuck(tenant, own))
@@ -132,33 +153,34 @@ def _activate(arena: _core.Arena, lending: Lending, tenant: TenantState, partial
     # tried.
     for remapped in _candidates(tenant, keep, min(most, tenant.remapped - 1)):
         try:
-            result = lending.bring_home(tenant, remapped, tenant.buffers, "inward")
+            moved = lending.bring_home(tenant, remapped, tenant.buffers, "inward")
         except OutOfBlocks as error:
             preempt = error.fields["preempt"]  # type: ignore[assignment]
             continue
         restored = tuple(layer for layer in away if layer not in tenant.streamed)
         times = tenant.timing.prefill()
         stall = tenant.late_s(times, restored) if times and restored else 0.0
-        if result.problem and partial is not True and tenant.remapped > most:
-            reason = f"bringing layers home ended early: {result.problem}"
-            return ActivationReport(False, arena.epoch, result.moved, reason=reason, streamed=tenant.streamed)
-        tenant.books = replace(tenant.books, active=True)
+        _awake(changes, tenant)
         certify(tenant)
         reason = (
             f"{len(restored)} layers, of {lent} lent ones, come home and load in layer order, which delays the first "
             f"prefill by {stall * 1e3:.3g} ms; {len(tenant.streamed)} stay streamed"
         )
-        return ActivationReport(True, arena.epoch, result.moved, {}, restored, tenant.streamed, stall, reason)
+        return ActivationReport(True, arena.epoch, moved, {}, restored, tenant.streamed, stall, reason)
     blocks = sum(map(len, preempt.values()))
     reason = f"{blocks} live blocks of {', '.join(sorted(preempt))} lie in the pages of {tenant.name}'s layers"
     if not preempt:
         reason = f"other processes have {len(tenant.gone)} pages of {tenant.name}'s layers"
     if most >= tenant.remapped:
-        tenant.books = replace(tenant.books, active=True)
+        _awake(changes, tenant)
         certify(tenant)
         reason += f": {len(away)} layers are streamed through {tenant.buffers} buffers meanwhile"
         return ActivationReport(True, arena.epoch, {}, preempt, (), away, 0.0, reason)
     return ActivationReport(False, arena.epoch, {}, preempt, (), away, 0.0, f"{reason}; free them and activate again")
+
+
+def _awake(changes: Changes, tenant: TenantState) -> None:
+    changes.note(tenant, replace(tenant.books, active=True))
 
 
 def _with_cold(tenant: TenantState, report: ActivationReport, came: tuple[int, ...]) -> ActivationReport:

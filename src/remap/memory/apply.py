@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry out a change: drain, move, apply, publish and settle, in this order, and undo it if a step fails.
+"""Carry out changes. A change is one or more plans, of one tenant or several, and one decision:
 
-    growing     save -> Executor.apply -> pool.add_pages (blocks are usable) -> decided -> tell -> settle
-    shrinking   save -> pool.drain -> move live blocks -> pool.remove_pages -> Executor.apply -> decided -> tell -> settle
-    settle      Prefetcher.configure -> Executor.commit
+    with changes.part():                          a part of a change; within another one it belongs to that
+        drain, move, apply, ...                   the core has the plans, undecided; books and pools are as they will be
+    decided                                       one store (`Draft.decided`), at the end of the outermost part
+    tell, settle                                  listeners hear of it; what is due is done
 
-Executor.apply is the only step that changes mappings or owners. Until settle() has succeeded no other plan is applied.
+    growing     save -> Executor.apply -> pool.add_pages
+    shrinking   save -> pool.drain -> move live blocks -> pool.remove_pages -> Executor.apply
+    settle      Executor.zero_due -> Prefetcher.configure -> Executor.commit, for all tenants of the change
 
-An error or an interrupt (KeyboardInterrupt) can come between any two of these steps, so this module infers nothing from
-how far a call came. `save` records a tenant's state before any of it changes. One store (`_Saved.decided`) says that
-the change has happened. Until then `undo` puts everything back: first the core's plan, if the core says that it is
-undecided, then the bookkeeping. `undo` can be interrupted and called again; it runs when a call ends with an exception,
-and before the next call begins (locking.exclusive). Executor.undecided also says whether a decided plan is not settled;
-the epoch does not, since other calls advance it. Listeners hear of a change when none is open any more, since they may
-call the session.
+Executor.apply, or `extend` for a further plan of the change, is the only step that changes mappings or owners. Until a change is
+settled no other one is applied.
+
+A part that fails goes back to where it began: the core undoes the plans that it has got since, and the books and pools that
+were touched since are as they were saved then (`Place`). What the change has done before stays, and the exception goes on.
+Nothing that is decided is undone. An error or an interrupt (KeyboardInterrupt) can come between any two steps, so this
+module infers nothing from how far a call came: `undo` goes back to the beginning of a change that is not decided, and
+carries on with one that is. It can be interrupted and called again; it runs when a call ends with an exception, and before
+the next call begins (locking.exclusive). Executor.undecided also says whether a decided change is not settled; the epoch
+does not, since other calls advance it. Listeners hear of a change when none is open any more, since they may call the
+session.
+
+What a change writes before it is decided is nobody's: blocks move into free ones, and free pages are zeroed. A page that
+goes from one tenant to another within the change holds the bytes of the first until then, and is zeroed behind the decision;
+the same for a page from which live blocks have moved and that its tenant gets again. The pool gets such pages only then, so
+no block moves there.
 
 A tenant that computes on a stream (streams.py) may have work there that reads what a plan takes away. The host does not
 wait for that work: moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to
@@ -28,16 +40,18 @@ they come home before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
 
 from remap import _core
 from remap.errors import Error, OutOfBlocks
-from remap.kv.pool import BlockPool, SavedPool
+from remap.kv.pool import BlockPool
 from remap.memory.books import Books
-from remap.memory.moves import compose_moves
-from remap.memory.plan import NOBODY, Plan, Point, plan_back, plan_free_pages, run_of
+from remap.memory.draft import Draft, DueWork, Place, restored
+from remap.memory.moves import compose_all
+from remap.memory.plan import NOBODY, Plan, Point, plan_free_pages
 from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
 from remap.memory.streams import Streams
@@ -48,25 +62,22 @@ __all__ = ["Changes"]
 _logger = logging.getLogger("remap.memory")
 
 
-@dataclass
-class _Saved:
-    """A tenant as it was before the change in progress."""
+class _Part:
+    """See `Changes.part`."""
 
-    tenant: TenantState
-    books: Books
-    pool: SavedPool
-    moved: dict[int, int] | None
-    moves: Sequence[tuple[int, int]] = ()  # live blocks that this change moved, (old, new)
-    applying: bool = False  # the plan was handed to the core: if the core has an undecided plan, it is this one
-    decided: bool = False
-    plan: Plan | None = None  # the plan that this change applies
-    planned: Books | None = None  # the books that it was made for: `books`, less the slots that drained until then
+    __slots__ = ("_depth", "_enter", "_leave")
 
+    def __init__(self, enter: Callable[[], int], leave: Callable[[int, bool], None]) -> None:
+        self._enter = enter
+        self._leave = leave
 
-class JournalTaker(Protocol):
-    """The owner of the open journal (undoing.py). take_back: called again if it was interrupted."""
+    def __enter__(self) -> None:
+        self._depth = self._enter()
 
-    def take_back(self) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(self._depth, error is not None)
 
 
 class Changes:
@@ -77,21 +88,15 @@ class Changes:
         self.arena = arena
         self._executor = executor
         self._deferring = arena.mode == _core.Mode.aliased
-        self._unsettled: TenantState | None = None
-        self._open: dict[int, _Saved] = {}  # tenant number -> what undo() goes back to; in the order of saving
-        # Tenants whose engines have their own allocators, and were asked for blocks by the change in progress.
-        self._withdrawn: list[TenantState] = []
+        self._draft: Draft | None = None  # the change in progress
+        self._unsettled: dict[TenantState, DueWork] = {}  # of the last decided change
+        self._settling = False  # nothing but an interrupt keeps it from that
         self._unreported: list[BlockPool] = []  # pools with decided changes that their listeners have not heard of
         # tenant -> {old: new}: live blocks that have moved and are in no report yet. Written where a change is decided,
         # so that a call that raises afterwards cannot lose them.
         self.moved: dict[str, dict[int, int]] = {}
         self._simulator = streams.simulator
-        self.applied = 0  # plans whose effects stand: undoing.py subtracts those that it takes back
-        # The changes that can be taken back, in the order of happening: changes with a plan, of which those that are decided
-        # stand.
-        self._journal: list[_Saved] = []
-        self._raised: Exception | None = None  # by a listener while the journal was open: the first one
-        self._takers: list[JournalTaker] = []  # who will take back since when, unless it ends well; the outermost first
+        self.decisions = 0  # changes with plans or moves that were decided
 
     @property
     def epoch(self) -> int:
@@ -100,82 +105,140 @@ class Changes:
         A plan that is applied and not settled has changed owners, but the arena's epoch changes only when it is
         settled.
         """
+        if self._unsettled or (self._draft is not None and self._draft.applying):
+            return -1
         epoch: int = self.arena.epoch
-        return epoch if self._unsettled is None else -1
+        return epoch
 
     # -- begun, undone, decided -------------------------------------------------------------------------------------
 
-    def save(self, tenant: TenantState) -> _Saved:
-        """Record, before the first step of a change, the state to which `undo` goes back. Changes no earlier record."""
-        saved = self._open.get(tenant.number)
-        if saved is None:
-            saved = _Saved(tenant, tenant.books, tenant.kv.pool.save(), self.moved.get(tenant.name))
-            self._open[tenant.number] = saved
-            tenant.kv.pool.silence()
-        return saved
+    def part(self) -> _Part:
+        """A context manager: what is changed within it is one change, or a part of the one around it. On any exception nothing of
+        it has changed, and the exception goes on; else, at the end of the outermost, the change is decided and settled. Raises a
+        listener's first error then, behind the change. If settling fails, `Tenant.forward` tries again."""
+        return _Part(self._enter, self._leave)
 
-    def undo(self) -> None:
-        """Restore every tenant that is saved and not decided, if there is one. Raises ArenaBroken."""
-        if not (self._open or self._withdrawn or self._unreported):  # in every call: cheap
+    def _enter(self) -> int:
+        draft = self._draft
+        if draft is None:
+            draft = self._draft = Draft()
+            try:
+                self._settle()
+            except Error as error:
+                draft.problem = error
+        mark = self._executor.mark() if draft.applying else None
+        draft.places.append(Place(mark, draft.due, draft.moved))
+        return len(draft.places) - 1
+
+    def _leave(self, depth: int, failed: bool) -> None:
+        draft = self._draft
+        if draft is None or depth >= len(draft.places):
             return
-        while self._open:
-            number = next(reversed(self._open))
-            saved = self._open[number]
-            if not saved.decided:
-                self._restore(saved)
-            else:
-                self._unreported.append(saved.tenant.kv.pool)
-            del self._open[number]
-        while self._withdrawn:
-            tenant = self._withdrawn[-1]
-            if tenant.draining_target is None:
-                self.cancel_draining(tenant)
-            self._withdrawn.pop()
+        if failed:
+            self._go_back(draft, depth)
+        elif depth:
+            draft.join()
+        else:
+            self._decide(draft)
+
+    def _decide(self, draft: Draft) -> None:
+        draft.moves_told = {name: moves for name, moves in compose_all(self.moved, draft.moved).items() if moves}
+        draft.decisions = self.decisions + bool(draft.due or draft.moved)
+        draft.decided = True
+        self._carry_on(draft)
+        try:
+            self.tell()
+        finally:
+            with suppress(Error):  # `Tenant.forward` tries again
+                self._settle()
         self.tell()
 
-    def _restore(self, saved: _Saved) -> None:
-        tenant = saved.tenant
-        if saved.applying:
-            if self._executor.undecided():
-                self._executor.rollback()
-            tenant.unsettled = self._unsettled = None
-        # Layers that were found written meanwhile stay pinned; an earlier change that was settled meanwhile is settled.
-        order = tenant.order_of(saved.books.pages)
-        tenant.books = replace(saved.books, order=order, since=tenant.since)
-        if saved.moved is None:
-            self.moved.pop(tenant.name, None)
-        else:
-            self.moved[tenant.name] = saved.moved
-        tenant.kv.pool.restore(saved.pool)
+    def _carry_on(self, draft: Draft) -> None:
+        """The draft is decided. Can be called again, if it was interrupted."""
+        self.moved, self.decisions = draft.moves_told, draft.decisions
+        if draft.due:
+            self._unsettled, self._settling = draft.due, True
+            for tenant, due in draft.due.items():
+                tenant.unsettled, tenant.coming = due.plan, due.slots
+        for tenant in draft.places[0].before:
+            pool = tenant.kv.pool
+            if pool not in self._unreported:
+                self._unreported.append(pool)
+        self._draft = None
 
-    def _decide(self, saved: _Saved) -> None:
-        """The change of this tenant has happened."""
-        if saved.moves:
-            before = {} if saved.moved is None else saved.moved
-            moved = compose_moves(before, dict(saved.moves))
-            if moved:
-                self.moved[saved.tenant.name] = moved
-            else:  # all are back where they were
-                self.moved.pop(saved.tenant.name, None)
-        saved.decided = True
-        self._unreported.append(saved.tenant.kv.pool)
-        del self._open[saved.tenant.number]
+    def undo(self) -> None:
+        """Restore every tenant as it was before the change in progress, if there is one that is not decided. Raises
+        ArenaBroken."""
+        draft = self._draft
+        if draft is not None:
+            if draft.decided:
+                self._carry_on(draft)
+            elif draft.places:
+                self._go_back(draft, 0)
+            self._draft = None
+        if self._settling:
+            with suppress(Error):
+                self._settle()
+        if self._unreported:  # in every call: cheap
+            self.tell()
+
+    def _go_back(self, draft: Draft, depth: int) -> None:
+        """To the beginning of the part at this depth. Can be called again, if it was interrupted."""
+        place, concerned = draft.places[depth], set[TenantState]()
+        self._await_moves(draft, place)
+        try:
+            if draft.applying and self._executor.undecided():
+                self._executor.rollback(place.mark)
+        finally:  # also of a broken arena
+            while len(draft.places) > depth:
+                last = draft.places[-1]
+                for tenant, (books, pool) in last.before.items():
+                    tenant.books = restored(tenant, books)
+                    tenant.kv.pool.restore(pool)
+                    concerned.add(tenant)
+                draft.due, draft.moved = last.due, last.moved
+                if len(draft.places) == depth + 1:
+                    break
+                draft.places.pop()
+            draft.applying = place.mark is not None
+            for tenant in concerned & draft.told.keys():
+                tenant.kv.pool.tell_since(draft.told[tenant])
+                self._unreported.append(tenant.kv.pool)
+            draft.places.pop()
+            if not draft.places:
+                self._draft = None
+        if self._draft is None and self._unreported:
+            try:
+                self.tell()
+            except Exception as error:  # the call raises already what it went back for
+                _logger.error("a listener raised while a change was undone", exc_info=error)
+
+    @staticmethod
+    def _await_moves(draft: Draft, place: Place) -> None:
+        """Blocks that have moved since may be on their way into pages that are about to be free again, and any tenant's."""
+        for tenant in {tenant for each in draft.places for tenant in each.before}:
+            if draft.moved.get(tenant.name) != place.moved.get(tenant.name):
+                with suppress(Error):  # a stream that has failed copies nothing any more
+                    tenant.compute.wait()
 
     def tell(self) -> None:
         """Tell all pools' listeners of the changes, unless a change is under way. Raises a listener's first error."""
-        if self._open:
+        if self._draft is not None:
             return
         for pool in tuple(self._unreported):
             try:
                 pool.tell()
-            except Exception as error:
-                if not self._takers:
-                    raise
-                self._raised = self._raised or error  # no reason to take back what it was told of: `close_journal`
             finally:
                 # Else it is being told already, further up: this is a listener's call.
                 if not pool.has_news and pool in self._unreported:
                     self._unreported.remove(pool)
+
+    def _save(self, tenant: TenantState) -> Draft:
+        """Before the first step of a part. Returns the change in progress."""
+        draft = self._draft
+        assert draft is not None, "within `part`"
+        draft.save(tenant)
+        return draft
 
     # -- one plan --------------------------------------------------------------------------------------------------
 
@@ -188,19 +251,14 @@ class Changes:
         predicted_stall_s: float | None = None,
         reclaimed: frozenset[int] = frozenset(),
     ) -> None:
-        """Apply, publish and tell. On an error nothing has changed (or the arena is broken, ArenaBroken), and
-        everything that was saved for this change before is undone.
+        """Apply the plan, as a part of a change. On an error nothing has changed (or the arena is broken, ArenaBroken).
 
         plan: a prepared one was prepared for the tenant's present pages. predicted_stall_s: the certificate of what
         streams after it; None: it stays the same. reclaimed: pages that the plan gives back to the tenant, where they
         wait for their layers.
         """
-        try:
+        with self.part():
             self._apply(tenant, plan, predicted_stall_s, reclaimed)
-        except BaseException:
-            self.undo()
-            raise
-        self.tell()
 
     def _apply(
         self,
@@ -214,8 +272,9 @@ class Changes:
             tenant.source.verify({*plan.streamed, *plan.reload})
         if plan.home:  # else the load would hide that a write is lost
             tenant.refuse_lost_writes(replaced=False)  # a tensor that the model has no more harms nothing
-        if self._unsettled is not None:
-            self.settle(self._unsettled)
+        draft = self._save(tenant)
+        if draft.problem is not None:
+            raise draft.problem
         self.retry_failed(tenant)
         self._await_copies(tenant, plan)
         ready = tenant.prepare(plan) if isinstance(given, Plan) else given
@@ -224,22 +283,21 @@ class Changes:
         # tenant's zeroes have to come behind their last use. Growing in aliased mode makes no backend call before the
         # blocks are usable, unless pages have to be zeroed.
         after = tenant.compute.mark() if stream and (ready.frees or not self._deferring) else 0
-        ready.core.epoch = self.arena.epoch  # an earlier plan is settled by now, and all of this is one locked call
+        ready.core.epoch = self.arena.epoch  # an earlier change is settled by now, and all of this is one locked call
         books = self._after(tenant, ready, predicted_stall_s, reclaimed)
-        saved = self.save(tenant)
-        saved.plan, saved.planned = plan, tenant.books
-        if self._takers:
-            self._journal.append(saved)  # before it is decided: an interrupt behind that would lose it
-        saved.applying = True
-        self._executor.apply(ready.core, after, stream)
+        carry_out = self._executor.extend if draft.applying else self._executor.apply
+        draft.applying = True
+        applied = carry_out(ready.core, after, stream)
         tenant.books = books
+        later = frozenset[int]()
         if plan.gained:
-            tenant.kv.pool.add_pages(ready.gained)
+            later = draft.not_yet(plan.gained, applied.due)
+            usable = ready.gained
+            if later:
+                usable = tenant.kv.pool.runs_of(tenant.slots_of([each for each in plan.gained if each not in later]))
+            tenant.kv.pool.add_pages(usable)
         tenant.all_ready = False
-        tenant.unsettled = ready
-        self._unsettled = tenant
-        self._decide(saved)
-        self.applied += 1
+        draft.add_due(tenant, ready, tuple(tenant.slots_of(sorted(later))) if later else ())
 
     @staticmethod
     def _after(
@@ -349,35 +407,62 @@ class Changes:
                     return True
         return False
 
-    @annotated("remap.settle")
     def settle(self, tenant: TenantState) -> None:
-        """Tell the prefetcher which layers stream and start the re-pointing worker. If it raises, the plan stays
-        unsettled: retry."""
-        if tenant.unsettled is None:
-            return
-        ready = tenant.unsettled
-        if self._unsettled is tenant and self._executor.undecided():
-            self._commit(tenant, ready)
+        """Do what is due of the last change, if this tenant is concerned: zero pages that changed tenant, tell the
+        prefetchers which layers stream, and start the re-pointing worker. If it raises, the change stays unsettled:
+        retry."""
+        if tenant.unsettled is not None:
+            self._settle()
+            self.tell()
+
+    def _settle(self) -> None:
+        if self._unsettled:
+            self._settle_all(self._unsettled)
+
+    @annotated("remap.settle")
+    def _settle_all(self, due: dict[TenantState, DueWork]) -> None:
+        if self._executor.undecided():
+            try:
+                self._commit(due)
+            except Error:
+                self._settling = False  # whoever needs it tries again
+                raise
         if self._simulator is not None:
             # In virtual time the worker has its own clock, so letting it finish here costs the host no time. And since
             # no two threads ever run at once, every run makes the same calls in the same order, and all times are the
             # same bits.
             self._executor.drain()
-        if ready.plan.held or ready.plan.reload:
-            stats = tenant.prefetcher.stats()
-            tenant.books = replace(tenant.books, since=(stats.passes - tenant.timing.abandoned, stats.stall_s))
-        tenant.unsettled = None
-        if self._unsettled is tenant:
-            self._unsettled = None
+        for tenant, each in due.items():
+            if tenant.leaving:
+                continue
+            pool = tenant.kv.pool
+            if tenant.coming:
+                owned = set(pool.owned_slots())  # some, if this was interrupted
+                pool.silence()
+                pool.add_pages([slot for slot in each.slots if slot not in owned])
+                self._unreported.append(pool)
+                tenant.coming = ()
+            if each.plan.plan.held or each.plan.plan.reload:
+                stats = tenant.prefetcher.stats()
+                tenant.books = replace(tenant.books, since=(stats.passes - tenant.timing.abandoned, stats.stall_s))
+            tenant.unsettled = None
+        self._unsettled, self._settling = {}, False
 
-    def _commit(self, tenant: TenantState, ready: PreparedPlan) -> None:
-        # Behind the last reader and the last writer of the pages that changed hands, moves and zeroes included.
-        after = tenant.compute.mark()
-        self._configure(tenant, ready, ready.plan.held if self._deferring else (), after)
-        asleep = self._deferring and not tenant.active
-        # Before the commit: waking a tenant that is awake is no error, leaving one asleep would be one.
-        tenant.asleep = tenant.asleep or asleep
-        self._executor.commit(tenant.prefetcher, after, asleep)
+    def _commit(self, due: dict[TenantState, DueWork]) -> None:
+        self._executor.zero_due()
+        shares: list[tuple[int, _core.Prefetcher | None, int, bool]] = []
+        for tenant, each in due.items():
+            if tenant.leaving:  # nothing of it is used any more
+                shares.append((tenant.number, None, 0, False))
+                continue
+            # Behind the last reader and the last writer of the pages that changed hands, moves and zeroes included.
+            after = tenant.compute.mark()
+            self._configure(tenant, each.plan, each.plan.plan.held if self._deferring else (), after)
+            asleep = self._deferring and not tenant.active
+            # Before the commit: waking a tenant that is awake is no error, leaving one asleep would be one.
+            tenant.asleep = tenant.asleep or asleep
+            shares.append((tenant.number, tenant.prefetcher, after, asleep))
+        self._executor.commit_each(shares)
 
     def wake(self, tenant: TenantState) -> None:
         """The tenant serves passes again: the worker begins to re-point the layers that it left while the tenant was inactive.
@@ -391,8 +476,7 @@ class Changes:
     def pass_on(self, pages: Sequence[int], *, out: bool) -> None:
         """Free pages go to other processes (`out`), or theirs come in as free ones. Raises as `settle` does, and then nothing has
         changed, as behind an interrupt."""
-        if self._unsettled is not None:
-            self.settle(self._unsettled)
+        self._settle()
         if out:
             self.await_worker()  # a region may still show them
         plan = _core.Plan(self.arena.epoch)
@@ -406,94 +490,13 @@ class Changes:
                 self._executor.rollback()
             raise
 
-    def apply_and_settle(
-        self,
-        tenant: TenantState,
-        plan: Plan | PreparedPlan,
-        *,
-        predicted_stall_s: float | None = None,
-        reclaimed: frozenset[int] = frozenset(),
-    ) -> None:
-        """Apply, then settle; the blocks are usable in between. If settling fails, `tenant.forward()` tries again."""
-        self.apply(tenant, plan, predicted_stall_s=predicted_stall_s, reclaimed=reclaimed)
-        try:
-            self.settle(tenant)
-        except Error:
-            return
-
-    # -- plans that are taken back ----------------------------------------------------------------------------------
-
-    def journal_end(self) -> int:
-        """The place in the journal of the next change."""
-        if not self._takers:
-            self._journal.clear()
-        return len(self._journal)
-
-    def open_journal(self, taker: JournalTaker) -> None:
-        """From now on plans can be taken back, until `close_journal`."""
-        self._takers.append(taker)
-
-    def close_journal(self, taker: JournalTaker) -> Exception | None:
-        """The changes since `open_journal` stay, or have been taken back. Returns, to the last one, the first error of a
-        listener: it comes behind the change, which it does not end."""
-        del self._takers[self._takers.index(taker) :]
-        if self._takers:
-            return None
-        self._journal.clear()
-        raised, self._raised = self._raised, None
-        return raised
-
-    def take_back(self) -> None:
-        """Let all take back that have opened the journal and were interrupted before they could. Raises ArenaBroken."""
-        while self._takers:
-            try:
-                self._takers[-1].take_back()
-            except Exception:  # a broken arena, or an unforeseen error: changes made by now stay, and calls go on
-                self._takers.clear()
-                self._journal.clear()
-                self._raised = None
-                raise
-            error = self.close_journal(self._takers[-1])
-            if error is not None:  # the call raises already what it was taken back for
-                _logger.error("a listener raised while a change was taken back", exc_info=error)
-
-    def stands_since(self, start: int) -> bool:
-        """Whether a plan stands that was decided since this place in the journal."""
-        return any(saved.decided for saved in self._journal[start:])
-
-    def take_back_last(self) -> None:
-        """Take back the newest plan that stands: its tenant's pages are as before it, and its blocks where they were, with their
-        bytes. If this raises, or is interrupted, the journal has what stands by then."""
-        at = max(at for at, saved in enumerate(self._journal) if saved.decided)
-        saved = self._journal[at]
-        tenant, plan, books = saved.tenant, saved.plan, saved.planned
-        assert plan is not None and books is not None
-        before = books.pages
-        lent = tenant.pages.lent - before.lent
-        if tenant.pages.cold - before.cold:  # what these layers held is free now
-            self.reclaim(tenant, frozenset(before.held.keys() - tenant.pages.held.keys()))
-        elif lent and (plan.tails, plan.ring) != (before.tails, before.ring):
-            self.reclaim(tenant, lent)
-        back = plan_back(tenant.pages, before, plan)
-        # The pool knows nothing of pages that were reclaimed before the plan, or by it.
-        outside = books.reclaimed.intersection(plan.lost)
-        pooled = set(plan.gained)
-        slots = list(tenant.slots_of([page for page in back.lost if page in pooled]))
-        if outside:
-            back = replace(back, gained=run_of(page for page in back.gained if page not in outside))
-        if slots:
-            self.exchange(tenant, back, slots, reclaimed=outside)
-        else:
-            self.apply_and_settle(tenant, back, reclaimed=outside)
-        if saved.moves:
-            self.move_blocks(tenant, [(new, old) for old, new in saved.moves])
-        del self._journal[at:]
+    # -- what some changes begin with -------------------------------------------------------------------------------
 
     def reclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
         """Make free pages of the donor's own layers, or that are to become so, its KV in the arena, which zeroes them. The pool
         is not told."""
         plan = plan_free_pages(donor.pages, sorted(lent), give=True)
-        self.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
+        self.apply(donor, replace(plan, gained=()), reclaimed=lent)
 
     # -- emptying pages, then one plan ---------------------------------------------------------------------------
 
@@ -507,55 +510,43 @@ class Changes:
         drain_to: tuple[int, int, str] | None = None,
         reclaimed: frozenset[int] = frozenset(),
     ) -> dict[int, int] | None:
-        """Empty these slots of the KV region, apply and settle. Returns the moves made, {old: new}. If live blocks stay
-        and `drain_to` is given (see `evacuate`), only withdraws the blocks and returns None."""
-        moves = self.evacuate(tenant, slots, drain_to)
-        if moves is None:
-            return None
-        self.apply(tenant, plan, predicted_stall_s=predicted_stall_s, reclaimed=reclaimed)
-        try:
-            self.settle(tenant)
-        except Error:
-            return dict(moves)  # tenant.forward() tries it again
-        return dict(moves)
+        """Empty these slots of the KV region and apply, as a part of a change. Returns the moves made, {old: new}. Raises
+        OutOfBlocks if live blocks stay. With `drain_to`, the `draining_target` of a change that may wait, the slots are withdrawn
+        then, for `continue_draining`, nothing else is done, and the result is None."""
+        with self.part():
+            moves = self._empty(tenant, slots, drain_to)
+            if moves is None:
+                return None
+            self._apply(tenant, plan, predicted_stall_s, reclaimed)
+            return dict(moves)
 
     def drain_from_engine(self, tenant: TenantState, slots: Sequence[int]) -> None:
-        """Ask an engine with its own allocator for its blocks in these slots of the KV region. By the time this
-        returns, the engine has returned those that it does not use. Do not call this while another tenant's change is
-        open: the engine hears of it at once."""
+        """Ask an engine with its own allocator for its blocks in these slots of the KV region. It hears of it at once, and by
+        the time this returns has returned those that it does not use. If the change is undone, it hears that the blocks are its
+        again."""
         if tuple(slots) == tenant.draining:
             return
-        self.cancel_draining(tenant)
-        self._withdrawn.append(tenant)
-        saved = self.save(tenant)
-        tenant.kv.pool.drain(slots)
-        tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=None)
-        self._decide(saved)
-        self.tell()
+        with self.part():
+            draft = self._save(tenant)
+            pool = tenant.kv.pool
+            if tenant.draining:
+                pool.cancel_drain(tenant.draining)
+            pool.drain(slots)
+            tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=None)
+            draft.told[tenant] = frozenset(pool.open_ids())  # before it hears: an interrupt must not lose that it has
+            try:
+                pool.tell()
+            finally:
+                pool.silence()
 
-    def evacuate(
-        self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int, str] | None = None
-    ) -> list[tuple[int, int]] | None:
-        """Empty and take these slots of the KV region: the first part of a change, which `apply` completes and `undo`
-        takes back.
-
-        Returns the moves made. If live blocks stay: with drain_to, the `draining_target` of a change that may wait, the
-        slots stay withdrawn for `continue_draining`, and the result is None; without it, raises OutOfBlocks, and
-        nothing has changed.
-        """
-        try:
-            return self._evacuate(tenant, slots, drain_to)
-        except BaseException:
-            self.undo()
-            raise
-
-    def _evacuate(
+    def _empty(
         self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int, str] | None
     ) -> list[tuple[int, int]] | None:
+        """`exchange`, without the plan."""
         pool = tenant.kv.pool
         if pool.external:
             self.drain_from_engine(tenant, slots)
-        saved = self.save(tenant)
+        draft = self._save(tenant)
         if tuple(slots) != tenant.draining:
             if tenant.draining:
                 pool.cancel_drain(tenant.draining)
@@ -567,29 +558,15 @@ class Changes:
             if drain_to is None:
                 raise self.no_room(tenant, slots, len(moves))
             tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=drain_to)
-            self._decide(saved)
-            self.tell()
             return None
         tenant.kv.move(moves)
         if moves:  # an engine with its own allocator moves its blocks itself
             pool.commit_moves(moves)
+            draft.emptied.update(map(tenant.giving.__getitem__, tenant.kv.geometry.giving_indices(slots)))
         pool.remove_pages(slots)
-        # The old blocks' bytes stay untouched until the plan is settled: to undo this, it is enough to take the old ids
-        # back.
-        saved.moves = moves
+        # The old blocks' bytes stay untouched until the change is decided: to undo this, it is enough to take the old ids back.
+        draft.add_moves(tenant, dict(moves))
         return moves
-
-    def move_blocks(self, tenant: TenantState, moves: Sequence[tuple[int, int]]) -> None:
-        """Move live blocks within the KV region, (old, new) each: all of them or none."""
-        try:
-            saved = self.save(tenant)
-            tenant.kv.move(moves)
-            tenant.kv.pool.commit_moves(moves)
-            saved.moves = moves
-            self._decide(saved)
-        except BaseException:
-            self.undo()
-            raise
 
     def room(self, tenant: TenantState, lost: Sequence[int], gained: Sequence[int] = ()) -> int:
         """How many live blocks can move out of the `lost` slots of the KV region, once the `gained` ones are there."""
@@ -610,37 +587,29 @@ class Changes:
 
     def cancel_draining(self, tenant: TenantState, *, deactivate: bool = False) -> None:
         """Stop draining: the blocks are needed after all. deactivate: make the tenant inactive in the same change."""
-        if not tenant.draining:
-            tenant.books = replace(tenant.books, draining_target=None, active=tenant.active and not deactivate)
-            return
-        saved = self.save(tenant)
-        tenant.kv.pool.cancel_drain(tenant.draining)
-        tenant.books = replace(tenant.books, draining=(), draining_target=None, active=tenant.active and not deactivate)
-        self._decide(saved)
-        self.tell()
+        with self.part():
+            self._save(tenant)
+            if tenant.draining:
+                tenant.kv.pool.cancel_drain(tenant.draining)
+            active = tenant.active and not deactivate
+            tenant.books = replace(tenant.books, draining=(), draining_target=None, active=active)
 
-    def drain_again(self, tenant: TenantState, slots: tuple[int, ...], target: tuple[int, int, str] | None) -> None:
-        """Drain the slots again that were draining before a change that was taken back, and no others. In between the
-        engine got back the blocks that it had returned, so it is asked for them once more."""
-        saved = self.save(tenant)
-        pool = tenant.kv.pool
-        if tenant.draining != slots:
-            pool.cancel_drain(tenant.draining)
-            pool.drain(slots)
-        tenant.books = replace(tenant.books, draining=slots, draining_target=target)
-        self._decide(saved)
-        self.tell()
+    def note(self, tenant: TenantState, books: Books) -> None:
+        """These are the tenant's books from now on, as a part of a change: nothing of its pages or blocks is different."""
+        with self.part():
+            self._save(tenant)
+            tenant.books = books
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def forget(self, tenant: TenantState) -> None:
-        """For a tenant that goes away: its decided plan becomes final, and is neither settled nor tried again."""
-        if tenant.unsettled is not None:
-            if self._unsettled is tenant and self._executor.undecided():
-                self._executor.commit(None)
-            tenant.unsettled = None
-            if self._unsettled is tenant:
-                self._unsettled = None
+        """For a tenant that goes away: what is due for it is not done any more. Raises the backend's error if it could not
+        be done for others that the same change concerns; call it again."""
+        tenant.leaving = True
+        self._executor.forget(tenant.number)
+        if tenant.unsettled is not None and not self.arena.broken:
+            self._settle()  # others may be concerned as well
+        tenant.unsettled = None
         self.await_worker()
         self._executor.forget(tenant.number)
 

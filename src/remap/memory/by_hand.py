@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from remap.errors import ArenaBroken, Error, InvalidArgument
+from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
-from remap.memory.entries import Entries, Entry, ended_early, merge
-from remap.memory.lend import BroughtHome, Lending
+from remap.memory.entries import Entries, Entry, merge
+from remap.memory.lend import Lending
 from remap.memory.plan import MAX_BUFFERS, plan_free_pages
 from remap.memory.restream import continue_draining, refuse_in_use
 from remap.memory.state import TenantState
-from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
 from remap.policy.slices import tail_for
 from remap.sizes import shown
@@ -70,39 +69,29 @@ def remap_by_hand(
 ) -> Entries:
     """`advanced.remap`, checked already. Returns the entries of its report."""
     before = tenant.kv.usable_blocks
-    reason = f"{layers} layers by hand"
     amount = int(layers)
     if selection == "slices":
         amount = tail_for([tenant.pages.sizes[layer] for layer in tenant.order], layers, buffers)
-    draining = drain and tenant.draining_target == (amount, buffers, selection)
-    applied = changes.applied
-    try:
-        with AllOrNothing(changes, lending.tenants.values()):
-            if draining:  # the same call again: the engine may have returned the withdrawn blocks by now
-                moved = continue_draining(changes, tenant)
-                result = BroughtHome({tenant.name: moved} if moved else {})
-            else:
-                if not drain:
-                    refuse_in_use(changes, tenant, amount, buffers, selection)
-                changes.cancel_draining(tenant)
-                result = lending.bring_home(tenant, amount, buffers, selection, drain=drain)
-    except ArenaBroken:
-        raise
-    except Error as error:
-        if changes.applied == applied:
-            raise
-        result = BroughtHome(problem=str(error))
-    tenant.books = replace(tenant.books, by_hand=bool(tenant.streamed))
+    with changes.part():
+        # The same call again: the engine may have returned the withdrawn blocks by now.
+        if drain and tenant.draining_target == (amount, buffers, selection):
+            moves = continue_draining(changes, tenant)
+            moved = {tenant.name: moves} if moves else {}
+        else:
+            if not drain:
+                refuse_in_use(changes, tenant, amount, buffers, selection)
+            changes.cancel_draining(tenant)
+            moved = lending.bring_home(tenant, amount, buffers, selection, drain=drain)
+        changes.note(tenant, replace(tenant.books, by_hand=bool(tenant.streamed)))
     added = max(0, tenant.kv.usable_blocks - before)
-    report = {tenant.name: Entry(added, 0, tenant.predicted_stall_s, ended_early(reason, result.problem))}
-    merge(report, tenant.name, result.moved)
+    report = {tenant.name: Entry(added, 0, tenant.predicted_stall_s, f"{layers} layers by hand")}
+    merge(report, tenant.name, moved)
     return report
 
 
 def give_back_by_hand(changes: Changes, lending: Lending, tenant: TenantState) -> Entries:
     """`advanced.give_back`, checked already. Returns the entries of its report."""
-    with AllOrNothing(changes, lending.tenants.values()):
-        moved = lending.give_back(tenant)
+    moved = lending.give_back(tenant)
     reason = f"borrowed pages given back by hand; {len(moved)} blocks moved"
     return {tenant.name: Entry(stall=tenant.predicted_stall_s, reason=reason)}
 
@@ -114,33 +103,21 @@ def lend_by_hand(
     report: Entries = {}
     buffers = tenant.buffers or buffers
     if layers < tenant.remapped:
-        result = lending.bring_home(tenant, layers, buffers, "inward")
-        entry = merge(report, tenant.name, result.moved)
-        entry.reason = ended_early(f"{layers} layers stay lent, by hand", result.problem)
+        moved = lending.bring_home(tenant, layers, buffers, "inward")
+        merge(report, tenant.name, moved).reason = f"{layers} layers stay lent, by hand"
         return report
-    entry = merge(report, tenant.name, {})
-    applied = changes.applied
-    try:
-        with AllOrNothing(changes, lending.tenants.values()):
-            pages = lending.lend(tenant, layers, buffers, tenant.growing_by)
-            entry.reason = f"{pages} pages of {layers} layers lent by hand"
-            tenant.books = replace(tenant.books, by_hand=bool(tenant.streamed))
-            if receiver is not None and tenant.pages.lent:
-                report[receiver.name] = _take(changes, tenant, receiver)
-    except ArenaBroken:
-        raise
-    except Error as error:
-        if changes.applied == applied:
-            raise
-        entry.reason = ended_early(entry.reason, str(error))
+    before = 0 if receiver is None else receiver.kv.usable_blocks
+    taken: list[int] = []
+    with changes.part():
+        pages = lending.lend(tenant, layers, buffers, tenant.growing_by)
+        changes.note(tenant, replace(tenant.books, by_hand=bool(tenant.streamed)))
+        lent = tenant.pages.lent
+        if receiver is not None and lent:
+            taken = [page for page in free_pages_of(changes, receiver) if page in lent]
+            if taken:
+                changes.apply(receiver, plan_free_pages(receiver.pages, taken, give=True))
+    merge(report, tenant.name, {}).reason = f"{pages} pages of {layers} layers lent by hand"
+    if receiver is not None and lent:
+        reason = f"{len(taken)} pages of {tenant.name} by hand"
+        report[receiver.name] = Entry(added=receiver.kv.usable_blocks - before, reason=reason)
     return report
-
-
-def _take(changes: Changes, tenant: TenantState, receiver: TenantState) -> Entry:
-    """Give the tenant's free lent pages to the receiver's KV. Returns the receiver's entry of the report."""
-    before = receiver.kv.usable_blocks
-    free = [page for page in free_pages_of(changes, receiver) if page in tenant.pages.lent]
-    if free:
-        changes.apply_and_settle(receiver, plan_free_pages(receiver.pages, free, give=True))
-    reason = f"{len(free)} pages of {tenant.name} by hand"
-    return Entry(added=receiver.kv.usable_blocks - before, reason=reason)

@@ -10,31 +10,31 @@ layers of the models that are needed last, KV of paused ones (which their engine
 layers, down to nothing. Of idle models first the layers behind those whose computation hides the loading of the rest, or leaves
 it time within `ttft_s` (`policy.hidden.first_kept`), while the link has time for that; the first ones of all only then.
 
-Layers come in the order of use, first one, then more at a time: while one is being copied the next ones' pages are zeroed, and
-the first pass, which waits for each layer by itself, begins when the first has come. A call that fails changes nothing.
+Layers come in the order of use, first one, then more at a time: while one is being copied the next ones' pages are zeroed,
+and the first pass, which waits for each layer by itself, begins when the first has come. So bringing them is several
+changes, of which the first, with all that others give, is the one that may be refused; the others take free pages alone.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from remap.errors import ArenaBroken, Error, OutOfBlocks, OutOfMemory
+from remap.errors import Error, OutOfBlocks, OutOfMemory
 from remap.memory.apply import Changes
 from remap.memory.donors import paused
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.plan import Pages, plan_free_pages, plan_homes, run_of
 from remap.memory.state import TenantState
-from remap.memory.undoing import AllOrNothing
 from remap.policy.hidden import first_kept
 from remap.sizes import show_size
 
-__all__ = ["Cold"]
+__all__ = ["Cold", "Coming"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,14 @@ class _Choice:
     kv: Sequence[int]
     homes: Mapping[int, Pages]
     short: int
+
+
+@dataclass(frozen=True)
+class Coming:
+    """Cold layers of which the first is loading. rest: loads the others."""
+
+    layers: Sequence[int]
+    rest: Iterator[None]
 
 
 class Cold:
@@ -81,20 +89,34 @@ class Cold:
             broker = self.supply(short)
         return broker
 
-    def bring(self, tenant: TenantState, broker: str = "") -> tuple[tuple[int, ...], str]:
-        """Give the tenant's cold layers homes, and load them. Returns these layers, ascending, and "". broker: of `ask_others`.
+    def bring(self, tenant: TenantState, broker: str = "") -> Coming:
+        """Give the tenant's cold layers pages, and load the first of them: `bring_rest`, once this is decided. broker: of
+        `ask_others`.
 
         Raises OutOfBlocks (field preempt) if pages can be had only from live blocks of inactive tenants, OutOfMemory (fields
-        requested, free, short, offered) if not even so, and the backend's error; nothing has changed then. If what was done
-        cannot be taken back, the call ends early instead, and the second value says why: some layers may be cold still.
+        requested, free, short, offered) if not even so, and the backend's error; nothing has changed then.
         """
         layers = _cold(tenant)
         self._require_enough(tenant, layers, broker)
+        if tenant.source.verify is not None:  # of all of them, while the call may be refused
+            tenant.source.verify(set(layers))
+        with self._changes.part():
+            self._changes.cancel_draining(tenant)
+            rest = self._load(tenant, layers, self._collect(tenant, layers))
+            next(rest)
+        return Coming(layers, rest)
 
-        def bring() -> None:
-            self._load(tenant, layers, self._collect(tenant, layers))
-
-        return self._come(tenant, layers, bring)
+    @staticmethod
+    def bring_rest(tenant: TenantState, coming: Coming) -> tuple[tuple[int, ...], str]:
+        """Load the others, of which each few are a change. Returns all that have come, in the order of use, and the error that
+        ended it early, if there was one: that layer and those behind it are cold still."""
+        problem = ""
+        try:
+            for _ in coming.rest:
+                pass
+        except Error as error:
+            problem = str(error)
+        return tuple(layer for layer in coming.layers if layer not in tenant.pages.cold), problem
 
     def want(self, tenant: TenantState) -> dict[str, int]:
         """Paused tenant -> live blocks that its engine is to free before `bring`, for pages that neither unused KV nor idle
@@ -120,11 +142,11 @@ class Cold:
         return wanted
 
     def expect(self, tenant: TenantState) -> tuple[tuple[int, ...], str]:
-        """As `bring`, for as many of the first cold layers as find pages that cost no tenant anything: free ones, unused KV, and
-        layers that idle tenants need not keep (`_gifts`). Raises the backend's error alone."""
-        layers = _cold(tenant)
-
-        def bring() -> None:
+        """As `bring` and `bring_rest`, for as many of the first cold layers as find pages that cost no tenant anything: free
+        ones, unused KV, and layers that idle tenants need not keep (`_gifts`). Raises the backend's error alone."""
+        layers, coming = _cold(tenant), None
+        with self._changes.part():
+            self._changes.cancel_draining(tenant)
             short = self._choose(tenant, layers).short
             for give in self._gifts(tenant, spare=True):
                 if short <= 0:
@@ -134,47 +156,28 @@ class Cold:
             # Of more layers, no fewer pages are lacking.
             fit = bisect_right(range(len(layers)), 0, key=lambda n: self._choose(tenant, layers[: n + 1]).short)
             if fit:
-                tenant.expected = True
-                self._load(tenant, layers[:fit], self._choose(tenant, layers[:fit]))
+                coming = Coming(layers, self._load(tenant, layers[:fit], self._choose(tenant, layers[:fit])))
+                next(coming.rest)
+        if coming is None:
+            return (), ""
+        tenant.expected = True
+        return self.bring_rest(tenant, coming)
 
-        return self._come(tenant, layers, bring)
-
-    def _come(
-        self, tenant: TenantState, layers: Sequence[int], bring: Callable[[], None]
-    ) -> tuple[tuple[int, ...], str]:
-        """All that `bring` does or nothing; the layers that have come, and what ended it early and could not be taken back."""
-        applied, problem = self._changes.applied, ""
-        try:
-            with AllOrNothing(self._changes, self._tenants.values()):
-                self._changes.cancel_draining(tenant)
-                self._let_go(tenant)
-                bring()
-        except ArenaBroken:
-            raise
-        except Error as error:
-            if self._changes.applied == applied:
-                raise
-            problem = str(error)
-        return tuple(layer for layer in layers if layer not in tenant.pages.cold), problem
-
-    def _load(self, tenant: TenantState, layers: Sequence[int], choice: _Choice) -> None:
-        changes = self._changes
-        if choice.kv:
-            changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, choice.kv, give=True))
-        tenant.books = replace(tenant.books, kept=choice.kept)
+    def _load(self, tenant: TenantState, layers: Sequence[int], choice: _Choice) -> Iterator[None]:
+        """Blocks and the first layer, then a few layers, then more of them: a change each."""
+        changes, pages = self._changes, choice.kv
         first, count = 0, 1
-        while first < len(layers):
+        while first < len(layers) or first == 0:
             homes = {layer: choice.homes[layer] for layer in layers[first : first + count]}
-            # Two plans, since only as KV a page that another tenant has written becomes zero.
-            changes.reclaim(tenant, frozenset(page for pages in homes.values() for page in pages))
-            changes.apply_and_settle(tenant, plan_homes(tenant.pages, tenant.pages.with_homes(homes), apart="kv"))
-            first, count = first + count, 4 * count
-
-    def _let_go(self, tenant: TenantState) -> None:
-        """Pages that wait for the tenant's layers, since a change that brought them home ended early, are free again."""
-        if tenant.reclaimed:
-            plan = plan_free_pages(tenant.pages, sorted(tenant.reclaimed), give=False)
-            self._changes.apply_and_settle(tenant, plan)
+            with changes.part():
+                if pages:
+                    changes.apply(tenant, plan_free_pages(tenant.pages, pages, give=True))
+                changes.note(tenant, replace(tenant.books, kept=choice.kept))
+                # Two plans, since only as KV a page that another tenant has written becomes zero.
+                changes.reclaim(tenant, frozenset(page for pages in homes.values() for page in pages))
+                changes.apply(tenant, plan_homes(tenant.pages, tenant.pages.with_homes(homes), apart="kv"))
+            yield
+            first, count, pages = first + count, 4 * count, ()
 
     def _collect(self, tenant: TenantState, layers: Sequence[int]) -> _Choice:
         """Let others give pages until there are enough."""
@@ -328,10 +331,10 @@ class Cold:
             given += len(giver.pages.homes[layer])
         if not chosen:
             return
-        self._changes.cancel_draining(giver)
-        self._let_go(giver)
-        there = giver.pages.given_up(chosen)
-        self._changes.apply_and_settle(giver, plan_homes(giver.pages, there, apart="free"))
+        with self._changes.part():
+            self._changes.cancel_draining(giver)
+            there = giver.pages.given_up(chosen)
+            self._changes.apply(giver, plan_homes(giver.pages, there, apart="free"))
 
     def _layers_to_give(self, giver: TenantState) -> list[int]:
         """Not layers that something wrote into: their bytes are nowhere else. All that stream, or none."""
@@ -369,23 +372,18 @@ class Cold:
 
     def give_all(self, giver: TenantState, keep: int = 0) -> None:
         """All layers but the first `keep`, and all blocks, that the tenant can do without become free. It serves no pass. Raises
-        the backend's error if nothing has changed; later ones end the call early."""
-        total, applied = self._changes.arena.total_pages, self._changes.applied
-        try:
-            with AllOrNothing(self._changes, (giver,), partly=True):
-                self.give_layers(giver, total, keep)
-                self._give_blocks(giver, total)
-        except ArenaBroken:
-            raise
-        except Error:
-            if self._changes.applied == applied:
-                raise
+        the backend's error; nothing has changed then."""
+        total = self._changes.arena.total_pages
+        with self._changes.part():
+            self.give_layers(giver, total, keep)
+            self._give_blocks(giver, total)
 
     def open_first(self, tenant: TenantState) -> None:
         """Give a tenant that has just been attached without pages those of its first KV block, for an engine that keeps it."""
         first = tenant.giving[: tenant.kv.geometry.pages_for_blocks(1)]
-        self._changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, first, give=True))
-        tenant.books = replace(tenant.books, kept=frozenset(first))
+        with self._changes.part():
+            self._changes.apply(tenant, plan_free_pages(tenant.pages, first, give=True))
+            self._changes.note(tenant, replace(tenant.books, kept=frozenset(first)))
 
     # -- is it possible ----------------------------------------------------------------------------------------------
 

@@ -4,11 +4,8 @@
     lend     donor: layers -> streamed, their pages -> free          receiver: free -> kv (zeroed: they change tenant)
     return   holder: blocks move out, kv -> free        donor: free -> kv (zeroed) -> params, loaded from the master copy
 
-Each arrow is a plan of its own, since a page goes from one tenant to another only by way of `free`: a failed plan could
-not give one tenant the bytes back that the zeroing for the other has destroyed. Between two plans the books agree and
-every page has one owner. If a later plan fails, the earlier ones are taken back (undoing.py): holders get their pages
-again, and the blocks that had moved out of them move back with their bytes. If that fails too, the pages stay free and
-lent, the call reports it, and the next attempt finds them there.
+Each arrow is a plan; those of a call are one change (apply.py), which happens whole or not at all. A page that goes from one
+tenant to another keeps the bytes of the first until that is decided.
 
 Before anything changes, the call checks that all blocks have room to move. If not, OutOfBlocks names in its field
 `preempt` the blocks to free first.
@@ -18,28 +15,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol, cast
 
-from remap.errors import ArenaBroken, Error, OutOfBlocks
+from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.plan import Streaming, plan_free_pages, plan_streaming
 from remap.memory.restream import find_way, grow, require_places, restream, streamable
 from remap.memory.state import TenantState
-from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
 
-__all__ = ["BroughtHome", "Lending", "Receiver"]
+__all__ = ["Lending", "Moves", "Receiver"]
 
 Moves = dict[str, dict[int, int]]
-
-
-@dataclass
-class BroughtHome:
-    """The result of bringing pages home. moved: tenant -> {old block: new block}. problem: the error that ended it early."""
-
-    moved: Moves = field(default_factory=dict)
-    problem: str = ""
+"""tenant -> {old block: new block}"""
 
 
 class Receiver(Protocol):
@@ -127,32 +116,21 @@ class Lending:
 
         Fewer, or none, if something turns out to have written into layers.
         """
-        before = len(donor.pages.lent)
-        pages = donor.pages
+        changes, pages = self._changes, donor.pages
         buffers = donor.buffers or buffers  # another number of buffers would take pages from live blocks
-        if selection == "suffix" and not pages.ring:
-            # Make the ring of the very last layers: they are the last to come home.
-            last = tuple(sorted(donor.order)[::-1][:buffers])
-            donor.books = replace(donor.books, pages=replace(pages, ring_preference=last))
-        try:
-            with AllOrNothing(self._changes, (donor,)):
-                self._changes.cancel_draining(donor)  # else other layers than intended would come home
-                coming = donor.reclaimed
-                if coming:  # a change that brought them home ended early
-                    self._free(donor, sorted(coming))
-                grow(
-                    self._changes,
-                    donor,
-                    layers,
-                    buffers,
-                    selection=selection,
-                    to="free",
-                    predicted_stall_s=predicted_stall_s,
-                )
-        finally:
+        with changes.part():
+            if selection == "suffix" and not pages.ring:
+                # Make the ring of the very last layers: they are the last to come home.
+                self._prefer(donor, tuple(sorted(donor.order)[::-1][:buffers]))
+            changes.cancel_draining(donor)  # else other layers than intended would come home
+            grow(changes, donor, layers, buffers, selection=selection, to="free", predicted_stall_s=predicted_stall_s)
             # If the donor grows for itself later, its ring should be where the ring's region shows it already.
-            donor.books = replace(donor.books, pages=replace(donor.pages, ring_preference=pages.ring_preference))
-        return len(donor.pages.lent) - before
+            self._prefer(donor, pages.ring_preference)
+        return len(donor.pages.lent) - len(pages.lent)
+
+    def _prefer(self, donor: TenantState, layers: tuple[int, ...]) -> None:
+        pages = replace(donor.pages, ring_preference=layers)
+        self._changes.note(donor, replace(donor.books, pages=pages))
 
     def give_idle(self, donor: TenantState, blocks: int, receiver: TenantState, surplus: int) -> int:
         """Free pages of the donor's unused KV, until there are enough for `blocks` more blocks of the receiver.
@@ -281,12 +259,11 @@ class Lending:
         *,
         predicted_stall_s: float = 0.0,
         drain: bool = False,
-    ) -> BroughtHome:
-        """`restream`, after fetching from their holders the lent pages that come home.
+    ) -> Moves:
+        """`restream`, after fetching from their holders the lent pages that come home. Returns all moves.
 
         Raises OutOfBlocks (field preempt: tenant -> block ids) if live blocks have no room to move, or the backend's
-        error; nothing has changed then. If a change cannot be taken back, the call ends early instead, with the error
-        in `problem`.
+        error; nothing has changed then.
         """
         changes = self._changes
         target = streamable(donor, layers, buffers, selection)
@@ -304,36 +281,16 @@ class Lending:
                 usable=0,
                 preempt={},
             )
-        result = BroughtHome()
-        applied = changes.applied
-        try:
-            with AllOrNothing(changes, self.tenants.values()):
-                if pages.lent or donor.reclaimed:
-                    there = replace(pages, lent=pages.lent - lent)
-                    require_places(donor, plan_streaming(there, target).gained)
-                    extra = self._require_room(donor, target, lent)
-                    self._fetch(donor, lent, extra, result)
-                moves = restream(
-                    changes,
-                    donor,
-                    layers,
-                    buffers,
-                    selection,
-                    predicted_stall_s=predicted_stall_s,
-                    drain=drain,
-                )
-        except ArenaBroken:
-            raise
-        except Error as error:
-            if changes.applied == applied:
-                raise
-            result.problem = str(error)
-            for name in result.moved.keys() - changes.moved.keys():  # these are back
-                del result.moved[name]
-            return result
-        if moves:
-            result.moved[donor.name] = moves
-        return result
+        moved: Moves = {}
+        with changes.part():
+            if pages.lent:
+                there = replace(pages, lent=pages.lent - lent)
+                require_places(donor, plan_streaming(there, target).gained)
+                moved = self._fetch(donor, lent, self._require_room(donor, target, lent))
+            moves = restream(
+                changes, donor, layers, buffers, selection, predicted_stall_s=predicted_stall_s, drain=drain
+            )
+        return moved | {donor.name: moves} if moves else moved
 
     def _require_room(
         self, donor: TenantState, target: Streaming, lent: frozenset[int]
@@ -385,7 +342,7 @@ class Lending:
             pending = tenant.kv.pool.pending(slots)
             return len(pending) - self._changes.room(tenant, slots, more), pending
         pages = replace(donor.pages, lent=donor.pages.lent - lent)
-        way = find_way(self._changes, donor, pages, target, outside=lent | donor.reclaimed, more=more)
+        way = find_way(self._changes, donor, pages, target, outside=lent, more=more)
         return way.short, way.pending
 
     def _fetch(
@@ -393,34 +350,21 @@ class Lending:
         donor: TenantState,
         lent: frozenset[int],
         extra: Mapping[TenantState, Sequence[int]],
-        result: BroughtHome,
-    ) -> None:
-        """Make the lent pages the donor's KV. Adds each holder's moves to the result."""
+    ) -> Moves:
+        """Make the lent pages the donor's KV. Returns the holders' moves."""
         changes = self._changes
-        held = self.holders(donor, lent)
+        held = {self.tenants[name]: pages for name, pages in self.holders(donor, lent).items()}
         for tenant, free in extra.items():
-            plan = plan_free_pages(tenant.pages, free, give=True)
-            changes.apply_and_settle(tenant, plan)
-        slots = {}
-        for name, pages in held.items():
-            tenant = self.tenants[name]
-            slots[name] = list(tenant.slots_of(sorted(pages, key=tenant.index_of.__getitem__)))
-            if tenant.kv.pool.external:  # now, while no change is open: the engine hears of it at once
-                changes.drain_from_engine(tenant, slots[name])
-        # Empty the pages of all holders before the first gives any up: if one holder cannot, nothing has changed.
-        moves = {name: changes.evacuate(self.tenants[name], slots[name]) or [] for name in held}
-        for name, pages in held.items():
-            tenant = self.tenants[name]
-            self._free(tenant, pages)
-            if moves[name]:
-                result.moved[name] = dict(moves[name])
+            changes.apply(tenant, plan_free_pages(tenant.pages, free, give=True))
+        moved = {}
+        for tenant, pages in held.items():
+            slots = list(tenant.slots_of(sorted(pages, key=tenant.index_of.__getitem__)))
+            moves = changes.exchange(tenant, plan_free_pages(tenant.pages, pages, give=False), slots)
+            if moves:
+                moved[tenant.name] = moves
         if lent:
             changes.reclaim(donor, lent)
-
-    def _free(self, tenant: TenantState, pages: Sequence[int]) -> None:
-        """Free KV pages that no block uses any more, and that the pool has given up."""
-        plan = plan_free_pages(tenant.pages, pages, give=False)
-        self._changes.apply_and_settle(tenant, plan)
+        return moved
 
 
 def _out_of_room(preempt: Mapping[str, tuple[int, ...]], room: int) -> OutOfBlocks:

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState
+from remap.errors import InvalidArgument, InvalidState
 from remap.memory.apply import Changes
-from remap.memory.entries import Entries, ended_early, merge
+from remap.memory.entries import Entries, merge
 from remap.memory.lend import Lending
 from remap.memory.plan import Plan, Streaming, TenantPages, plan_filled, plan_held, ring_of
 from remap.memory.restream import require_places
 from remap.memory.state import TenantState
-from remap.memory.undoing import AllOrNothing
 from remap.sizes import shown
 
 __all__ = ["check_place", "fill_layer", "filled", "place", "read_layer"]
@@ -89,45 +88,36 @@ def place(
     """`advanced.place`, checked already. Returns the entries of its report."""
     held = {*range(first, end), *hold}
     computed = None if end - first == tenant.layers else range(first, end)
-    before, usable, applied = tenant.pages.computed, tenant.kv.usable_blocks, changes.applied
+    usable = tenant.kv.usable_blocks
     report: Entries = {}
-    entry = merge(report, tenant.name, {})
     reason = f"layers from {first} to before {end} are computed here, {len(held)} of {tenant.layers} are held"
     lent = any(map(tenant.lends, _leaving(tenant, held)))
-    # Refusals come now: once lent layers have come home, their holders' blocks have moved.
-    there = tenant.pages.at_home() if lent else tenant.pages
-    _require_room(changes, tenant, there, _plans(tenant, there, held, frozenset(fill)))
-    changes.cancel_draining(tenant)
+    before = tenant.pages.computed
     try:
-        if lent:
-            result = lending.bring_home(tenant, 0, tenant.buffers, "inward")
-            merge(report, tenant.name, result.moved)
-            if result.problem:
-                raise InvalidState(result.problem, tenant=tenant.name)
-        plans = _plans(tenant, tenant.pages, held, frozenset(fill))
-        _require_room(changes, tenant, tenant.pages, plans)
-        # Before the first call that can fail: from here on the pages of what waits for bytes and is not to wait any more may
-        # be written to. If that is undone, the layer waits again, and its bytes have to come again.
-        tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}
-        if tenant.handle is not None:
-            tenant.handle.compute_parts()
-        with AllOrNothing(changes, (tenant,)):
+        with changes.part():
+            changes.cancel_draining(tenant)
+            moved = lending.bring_home(tenant, 0, tenant.buffers, "inward") if lent else {}
+            plans = _plans(tenant, tenant.pages, held, frozenset(fill))
+            _require_room(changes, tenant, tenant.pages, plans)
+            # Before the first call that can fail: from here on the pages of what waits for bytes and is not to wait any more may
+            # be written to. If that is undone, the layer waits again, and its bytes have to come again.
+            tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}
+            if tenant.handle is not None:
+                tenant.handle.compute_parts()
             for plan in plans:
                 changes.exchange(tenant, plan, list(tenant.slots_of(plan.lost)))
-            tenant.books = replace(tenant.books, pages=replace(tenant.pages, computed=computed))
-    except ArenaBroken:
-        raise
-    except Error as error:
-        if changes.applied == applied:
-            raise
-        reason = ended_early(reason, str(error))
+            changes.note(tenant, replace(tenant.books, pages=replace(tenant.pages, computed=computed)))
     finally:
         if tenant.pages.computed != before:
             tenant.timing.compute_only(range(first, end))
         if tenant.pages.computed is None and not tenant.pages.gone and tenant.handle is not None:
             tenant.handle.compute_all()
-    added = max(0, tenant.kv.usable_blocks - usable)
-    entry.added, entry.stall, entry.reason = added, tenant.predicted_stall_s, reason
+    entry = merge(report, tenant.name, moved)
+    entry.added, entry.stall, entry.reason = (
+        max(0, tenant.kv.usable_blocks - usable),
+        tenant.predicted_stall_s,
+        reason,
+    )
     return report
 
 
@@ -168,7 +158,7 @@ def filled(changes: Changes, tenant: TenantState, layer: int) -> None:
             come=tuple(come),
             nbytes=nbytes,
         )
-    changes.apply_and_settle(tenant, plan_filled(tenant.pages, layer))
+    changes.apply(tenant, plan_filled(tenant.pages, layer))
     tenant.come.pop(layer, None)
 
 

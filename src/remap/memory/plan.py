@@ -50,7 +50,6 @@ __all__ = [
     "Streaming",
     "TenantPages",
     "copies_of",
-    "plan_back",
     "plan_filled",
     "plan_free_pages",
     "plan_held",
@@ -340,13 +339,10 @@ class Plan:
         return tuple(layer for layer, _, _ in self.home)
 
 
-def plan_streaming(
-    now: TenantPages, target: Streaming, *, to: str = "kv", ring: Ring | None = None, selection: str = ""
-) -> Plan:
+def plan_streaming(now: TenantPages, target: Streaming, *, to: str = "kv", selection: str = "") -> Plan:
     """The plan that makes exactly `target` stream.
 
-    to: the freed pages become the tenant's own "kv", or "free", to be lent to others.
-    ring: the ring's pages, to restore an earlier state. By default they are chosen here, and taken from KV only if
+    to: the freed pages become the tenant's own "kv", or "free", to be lent to others. The ring's pages are taken from KV only if
     nothing else is left: those are in `lost`.
 
     Lent pages that come home must have been reclaimed (they are the tenant's KV, and not in `now.lent`: see
@@ -364,9 +360,7 @@ def plan_streaming(
             streamed=now.streamed,
         )
     _check(target)
-    ring = _choose_ring(now, target) if ring is None else tuple(map(run_of, ring))
-    if ring == now.ring:
-        ring = now.ring  # the same object: the code below compares by identity
+    ring = _present_or_new(now, target)
     moves = _moves(now, target.tails, ring, to)
     regions = _region_points(now, target, ring)
 
@@ -400,13 +394,12 @@ def plan_held(
     layers: Collection[int],
     target: Streaming,
     *,
-    ring: Ring | None = None,
     unfilled: frozenset[int] = frozenset(),
 ) -> Plan:
     """The plan after which the tenant holds exactly these layers, all others are elsewhere, and of those held `target` streams.
     No page of what leaves is lent.
 
-    ring: the ring's pages, to restore an earlier state. unfilled: as in TenantPages, after it. All else that comes home is loaded
+    unfilled: as in TenantPages, after it. All else that comes home is loaded
     (`home`).
     """
     gone = dict(now.elsewhere)
@@ -414,9 +407,7 @@ def plan_held(
     after = {layer: home for layer, home in enumerate(whole.homes) if layer not in layers or layer in unfilled}
     # Of which layers the pages are KV.
     was_kv, is_kv = gone.keys() - now.unfilled, after.keys() - unfilled
-    ring = _choose_ring(now, target) if ring is None else ring
-    if ring == now.ring:
-        ring = now.ring  # the same object: `_moves` compares by identity
+    ring = _present_or_new(now, target)
 
     # To the pages a layer that is elsewhere is one of which all pages have left.
     def tails(of: tuple[int, ...], away: Collection[int]) -> tuple[int, ...]:
@@ -515,21 +506,6 @@ def plan_filled(now: TenantPages, layer: int) -> Plan:
         elsewhere=tuple((each, pages) for each, pages in now.elsewhere if each != layer),
         unfilled=now.unfilled - {layer},
     )
-
-
-def plan_back(now: TenantPages, before: TenantPages, made: Plan) -> Plan:
-    """The plan from `now` to `before`, from which the plan `made` led to `now`: the same layers stream through exactly the same
-    ring, and each page has the owner that it had. Pages that `made` lent have been reclaimed (see `plan_streaming`)."""
-    if now.cold != before.cold:
-        return plan_homes(now, before, apart="kv")
-    if (now.elsewhere, now.unfilled) != (before.elsewhere, before.unfilled):
-        held = set(range(len(before.sizes))) - before.gone
-        return plan_held(now, held, before.streaming, ring=before.ring, unfilled=before.unfilled)
-    if (now.tails, now.ring) != (before.tails, before.ring):
-        return plan_streaming(now, before.streaming, ring=before.ring)
-    (step,) = made.steps
-    assert isinstance(step, SetOwner)
-    return plan_free_pages(now, step.pages, give=step.to_owner == "free")
 
 
 def plan_free_pages(tenant: TenantPages, pages: Iterable[int], *, give: bool) -> Plan:
@@ -710,6 +686,12 @@ def _region_points(now: TenantPages, target: Streaming, ring: Ring) -> list[Poin
         if shows != wanted:
             points.append(Point(now.layer_regions[layer], 0, wanted, deferred=True, layer=layer))
     return points
+
+
+def _present_or_new(now: TenantPages, target: Streaming) -> Ring:
+    """`_choose_ring`; the same object as the present one if it is the same, since plans compare by identity."""
+    ring = _choose_ring(now, target)
+    return now.ring if ring == now.ring else ring
 
 
 def _choose_ring(now: TenantPages, target: Streaming) -> Ring:

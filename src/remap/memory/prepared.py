@@ -9,7 +9,7 @@ the prefetcher's copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from remap import _core
 from remap.kv.pages import SlotRuns
@@ -32,6 +32,38 @@ class PreparedPlan:
     copies: Copies
     ring_changes: bool
     frees: bool  # whether pages become free
+    layer_bytes: Sequence[int]
+    page_bytes: int
+
+    def followed_by(self, later: PreparedPlan) -> PreparedPlan:
+        """The consequences of both, one after the other, as of one plan: what is loaded, re-pointed and streamed after it.
+        Its steps are the later one's: the core has those of both."""
+        after = later.after
+        home: dict[int, tuple[int, int]] = {}  # layer -> pages from, and to before
+        for layer, first, pages in (*self.plan.home, *later.plan.home):
+            begin, end = home.get(layer, (first, first))
+            home[layer] = min(begin, first), max(end, first + pages)
+        found = []
+        for layer, (begin, end) in sorted(home.items()):
+            end = min(end, after.sizes[layer] - after.tails[layer])  # the rest streams again
+            if begin < end and layer not in after.gone:
+                found.append((layer, begin, end - begin))
+        held = tuple(sorted({*self.plan.held, *later.plan.held} - after.gone))
+        plan = replace(later.plan, home=tuple(found), held=held)
+        copies = copies_of(after, plan, self.layer_bytes, self.page_bytes)
+        ring_changes = self.ring_changes or later.ring_changes
+        return PreparedPlan(
+            plan,
+            self.before,
+            after,
+            later.core,
+            later.gained,
+            copies,
+            ring_changes,
+            later.frees,
+            self.layer_bytes,
+            self.page_bytes,
+        )
 
 
 def prepare(
@@ -51,4 +83,5 @@ def prepare(
             core.set_home(step.region, step.pages)
     after = before.after(plan)
     copies = copies_of(after, plan, layer_bytes, page_bytes)
-    return PreparedPlan(plan, before, after, core, gained, copies, plan.ring != before.ring, frees)
+    ring_changes = plan.ring != before.ring
+    return PreparedPlan(plan, before, after, core, gained, copies, ring_changes, frees, layer_bytes, page_bytes)

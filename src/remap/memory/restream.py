@@ -18,7 +18,6 @@ from remap.memory.apply import Changes
 from remap.memory.plan import Plan, Streaming, TenantPages, plan_free_pages, plan_streaming
 from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
-from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
 
 __all__ = [
@@ -43,7 +42,7 @@ def take_free_pages(changes: Changes, tenant: TenantState, blocks: int) -> None:
     """Take enough free pages, in giving order, for `blocks` more usable blocks, or all that there are."""
     free = free_pages_of(changes, tenant, -(-blocks * tenant.kv.spec.block_bytes // changes.arena.page_bytes) + 1)
     if free:
-        changes.apply_and_settle(tenant, plan_free_pages(tenant.pages, free, give=True))
+        changes.apply(tenant, plan_free_pages(tenant.pages, free, give=True))
 
 
 # -- changing what streams ----------------------------------------------------------------------------------------------
@@ -77,7 +76,7 @@ def grow(
                 continue
             ready = tenant.prepare(plan)
         if not ready.plan.lost:  # else the selected set does not contain the streamed layers: no growth
-            changes.apply_and_settle(tenant, ready, predicted_stall_s=predicted_stall_s)
+            changes.apply(tenant, ready, predicted_stall_s=predicted_stall_s)
         return
 
 
@@ -128,8 +127,7 @@ def restream(
 
     Raises InvalidArgument as `plan_streaming` does, or if pages have no place in the KV region (pages, max_blocks);
     OutOfBlocks (field preempt) if live blocks have no room in the remaining pages; the backend's error if the change
-    could not be applied. Nothing changes then, unless `changes.applied` has grown: a step was made on the way and could
-    not be taken back.
+    could not be applied. Nothing changes then.
     """
     target = streamable(tenant, amount, buffers, selection)
     pool = tenant.kv.pool
@@ -147,17 +145,17 @@ def restream(
         drain_to=(amount, buffers, selection) if drain else None,
     )
     if not way.lost:
-        changes.apply_and_settle(tenant, plan, predicted_stall_s=predicted_stall_s)
+        changes.apply(tenant, plan, predicted_stall_s=predicted_stall_s)
         return {}
     if pool.external or (way.short <= 0 and way.first is None) or not plan.gained:
         return exchange(plan, way.lost) or {}
     if way.short > 0:
         raise changes.no_room(tenant, way.lost, len(way.pending) - way.short)
-    with AllOrNothing(changes, (tenant,)):
+    with changes.part():
         if way.first is not None and way.first.steps:
             require_places(tenant, way.first.gained)
             first = replace(way.first, selection=chosen)
-            changes.apply_and_settle(tenant, first, predicted_stall_s=predicted_stall_s)
+            changes.apply(tenant, first, predicted_stall_s=predicted_stall_s)
         plan = plan_streaming(tenant.pages, target, selection=chosen)
         require_places(tenant, plan.gained)
         return exchange(plan, _pooled(tenant, plan, tenant.reclaimed)) or {}

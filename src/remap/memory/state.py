@@ -111,7 +111,8 @@ class TenantState:
     expected: bool = False  # first layers came ahead of its activation, which has not been since
 
     # -- changes that are not finished
-    unsettled: PreparedPlan | None = None  # a plan decided and not settled
+    unsettled: PreparedPlan | None = None  # of a change that is decided and not settled
+    coming: tuple[int, ...] = ()  # of that: slots of the KV region whose pages the pool gets once they are zeroed
     leaving: bool = False  # detaching it has failed: only another try is allowed
     detached: bool = False
 

@@ -24,7 +24,6 @@ from remap.memory.offers import Offers
 from remap.memory.outside import Outside
 from remap.memory.restream import can_restream, continue_draining, grow, restream, take_free_pages
 from remap.memory.state import TenantState
-from remap.memory.undoing import AllOrNothing
 from remap.memory.view import view_of
 from remap.policy.controller import Decision
 from remap.policy.views import NONE, Demand, NeedQuotes, TenantView
@@ -73,7 +72,7 @@ class Steps:
             if not paused(tenant):  # what a paused tenant wanted last, it will want in its next turn
                 tenant.demand = demand.get(name)
         entries: Entries = {}
-        applied = self._changes.applied
+        decisions = self._changes.decisions
         waits, self._waits = self._waits, None
         rest = waits.rest if waits is not None and self._answered(waits, demand) else None
         asked: Sequence[TenantState] = ()  # whose engines are, for other processes
@@ -94,7 +93,7 @@ class Steps:
         except ArenaBroken:
             raise
         except Error as error:
-            if self._changes.applied == applied:
+            if self._changes.decisions == decisions:
                 raise
             # Something has changed, so do not raise: the report tells the changes made, and the next step tries the rest
             # again.
@@ -138,14 +137,14 @@ class Steps:
         """Carry out the decision. Adds the tenant's entry to the report, and those of tenants whose blocks moved. asks: whether
         engines may be asked for live blocks.
 
-        If it raises, `changes.applied` tells whether anything has changed by then; the entry says what.
+        One change: if it raises, nothing of it has happened.
         """
         changes, pool = self._changes, tenant.kv.pool
         before = tenant.kv.usable_blocks
         short = _short(tenant, wanted)
         entry = report[tenant.name] = Entry(short=short, stall=decision.predicted_stall_s, reason=decision.reason)
         try:
-            with AllOrNothing(changes, (tenant,), partly=True):  # the report tells of changes before a failure
+            with changes.part():
                 if decision.action == "grow":
                     changes.cancel_draining(tenant)
                     self._take(tenant, decision, entry, asks)
@@ -173,7 +172,7 @@ class Steps:
         elif lacking := self._lacking(tenant, wanted, claim.get(tenant.name, 0)):
             entry.reason += f"; not done, since {lacking} blocks of the demand would be lacking then"
         else:
-            result = self._lending.bring_home(
+            moved = self._lending.bring_home(
                 tenant,
                 decision.remapped,
                 decision.buffers,
@@ -181,8 +180,7 @@ class Steps:
                 predicted_stall_s=decision.predicted_stall_s,
                 drain=True,
             )
-            merge(report, tenant.name, result.moved)
-            entry.reason = ended_early(decision.reason, result.problem)
+            merge(report, tenant.name, moved)
 
     @staticmethod
     def _lacking(tenant: TenantState, wanted: Demand, lost: int) -> int:
@@ -267,7 +265,7 @@ class Steps:
         if decision is None or lender.lost_writes():  # its next pass says so, or its activation; others go on
             return
         try:
-            result = lending.bring_home(
+            moved = lending.bring_home(
                 lender,
                 decision.remapped,
                 decision.buffers,
@@ -277,9 +275,9 @@ class Steps:
             )
         except OutOfBlocks:  # an engine with its own allocator holds unforeseen blocks: nothing changed
             return
-        entry = merge(report, lender.name, result.moved)
+        entry = merge(report, lender.name, moved)
         entry.stall = decision.predicted_stall_s
-        entry.reason = ended_early(decision.reason, result.problem)
+        entry.reason = decision.reason
         for holder in lost:
             holder.controller.has_lost(self._view(holder), holder.demand.blocks if holder.demand else 0)
 

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The change in progress, until it is decided: what every tenant that it concerns was before, and what is due behind it.
+
+A change is made of parts, one within another (`Changes.part`). The core has all its plans, undecided; the tenants' books and
+pools are as they will be. `Place` is what a part goes back to if it fails: the rest of the change stays. One store,
+`Draft.decided`, makes the whole change final, and from then on it is only carried on with (apply.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from remap.errors import Error
+from remap.kv.pool import SavedPool
+from remap.memory.books import Books
+from remap.memory.moves import compose_moves
+from remap.memory.prepared import PreparedPlan
+from remap.memory.state import TenantState
+
+__all__ = ["Draft", "DueWork", "Place"]
+
+
+@dataclass(frozen=True)
+class DueWork:
+    """What is to be done for one tenant once the change is decided. plan: the consequences of all its plans as of one.
+    slots: of the KV region, whose pages its pool gets when they have been zeroed."""
+
+    plan: PreparedPlan
+    slots: tuple[int, ...] = ()
+
+
+@dataclass
+class Place:
+    """A place in a change. mark: of the core; None: none of the change's plans was applied. before: tenant -> its books and
+    pool, of those that were touched since. due, moved: as in Draft, by then."""
+
+    mark: int | None
+    due: dict[TenantState, DueWork]
+    moved: dict[str, dict[int, int]]
+    before: dict[TenantState, tuple[Books, SavedPool]] = field(default_factory=dict)
+
+
+@dataclass
+class Draft:
+    """due: by tenant. moved: live blocks, tenant -> {old: new}, in this change. emptied: pages from which blocks have moved:
+    no block moves there before the change is decided, since they are where it goes back to. told: tenants whose engines have
+    heard of blocks that were withdrawn -> the open ones, as they know. applying: plans were handed to the core: if it has an
+    undecided change, it is this one. problem: why the last change could not be settled, so that no plan can be applied."""
+
+    places: list[Place] = field(default_factory=list)
+    due: dict[TenantState, DueWork] = field(default_factory=dict)
+    moved: dict[str, dict[int, int]] = field(default_factory=dict)
+    emptied: set[int] = field(default_factory=set)
+    told: dict[TenantState, frozenset[int]] = field(default_factory=dict)
+    applying: bool = False
+    problem: Error | None = None
+    decided: bool = False
+    # What `Changes` has once it is decided.
+    moves_told: dict[str, dict[int, int]] = field(default_factory=dict)
+    decisions: int = 0
+
+    def save(self, tenant: TenantState) -> None:
+        """Record, before the first step in the present part, what that goes back to. Changes no earlier record."""
+        before = self.places[-1].before
+        if tenant not in before:
+            before[tenant] = tenant.books, tenant.kv.pool.save()
+            tenant.kv.pool.silence()
+
+    def join(self) -> None:
+        """The innermost part is done: it is a piece of the one around it. Can be called again, if it was interrupted."""
+        inner, outer = self.places[-1], self.places[-2]
+        for tenant, before in inner.before.items():
+            outer.before.setdefault(tenant, before)
+        self.places.pop()
+
+    def not_yet(self, gained: Sequence[int], due: Collection[int]) -> frozenset[int]:
+        """Those of these pages that no block may use before the change is decided. due: they are to be zeroed then."""
+        if not due and not self.emptied:
+            return frozenset()
+        return frozenset(gained).intersection({*due, *self.emptied})
+
+    def add_due(self, tenant: TenantState, ready: PreparedPlan, slots: tuple[int, ...]) -> None:
+        """A plan of the tenant's was applied."""
+        known = self.due.get(tenant)
+        due = DueWork(ready, slots) if known is None else DueWork(known.plan.followed_by(ready), known.slots + slots)
+        self.due = self.due | {tenant: due}
+
+    def add_moves(self, tenant: TenantState, moves: dict[int, int]) -> None:
+        """Live blocks of the tenant's have moved, {old: new}."""
+        self.moved = self.moved | {tenant.name: compose_moves(self.moved.get(tenant.name, {}), moves)}
+
+
+def restored(tenant: TenantState, books: Books) -> Books:
+    """These books again. Layers that were found written meanwhile stay pinned; an earlier change that was settled meanwhile is
+    settled."""
+    return replace(books, order=tenant.order_of(books.pages), since=tenant.since)
