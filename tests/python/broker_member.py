@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,11 +67,11 @@ def arena_maps(pid: int) -> list[str]:
 
 
 class Process:
-    """The other side of `main`."""
+    """The other side of `listen`. program: this file, or one that goes on with it."""
 
-    def __init__(self, path: str, name: str, layers: int = LAYERS, value: int = 0) -> None:
+    def __init__(self, path: str, name: str, layers: int = LAYERS, value: int = 0, program: str | None = None) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, path, name, str(layers), str(value or VALUES[name])],
+            [sys.executable, program or __file__, path, name, str(layers), str(value or VALUES[name])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -117,11 +118,13 @@ class Member:
             for layer in range(layers)
         ]
         self.session = remap.Session(device=f"unix:{path}")
-        spec = make_spec(layers, min_blocks=8, max_blocks=4000, dim=DIM)
         knobs = remap.advanced.Knobs(reserve_blocks=0, max_layers=0 if layers == LAYERS else None)
-        self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
+        self.tenant = self.session.attach_bytes(self.masters, name=name, kv=self._spec(layers), config=knobs)
         self.blocks: list[int] = []
         self.memory = SessionBytes(self.session)
+
+    def _spec(self, layers: int) -> remap.KVSpec:
+        return make_spec(layers, min_blocks=8, max_blocks=4000, dim=DIM)
 
     def take(self, blocks: int, least: int = -1) -> str:
         """Step until it has so many blocks; none has bytes of another process, and each is written. least: so many come for
@@ -136,17 +139,17 @@ class Member:
             found = self._read(block)
             if not found <= {0, self.value} and not self._own(block):
                 return f"block {block} has bytes {found} of another process"
-            for address, nbytes in self._ranges(block):
+            for address, nbytes in self.ranges(block):
                 self.memory.fill(address, nbytes, self.value)
         self.blocks += got
         return str(len(got))
 
-    def _ranges(self, block: int) -> list[tuple[int, int]]:
+    def ranges(self, block: int) -> list[tuple[int, int]]:
         kv = inside(self.tenant).kv
         return [(kv.address + offset, nbytes) for offset, nbytes in kv.geometry.byte_ranges_of_block(block)]
 
     def _read(self, block: int) -> set[int]:
-        found = b"".join(self.memory.read(address, nbytes) for address, nbytes in self._ranges(block))
+        found = b"".join(self.memory.read(address, nbytes) for address, nbytes in self.ranges(block))
         return set(np.flatnonzero(np.bincount(np.frombuffer(found, dtype=np.uint8))).tolist())
 
     def _own(self, block: int) -> bool:
@@ -267,11 +270,11 @@ class SessionBytes:
 
     def __init__(self, session: remap.Session) -> None:
         self._backend = session._backend
-        self._here = session._device.host_addressable
-        self._stream = 0 if self._here else self._backend.create_stream()
+        self.here = session._device.host_addressable
+        self._stream = 0 if self.here else self._backend.create_stream()
 
     def read(self, address: int, nbytes: int) -> bytes:
-        if self._here:
+        if self.here:
             return ctypes.string_at(address, nbytes)
         host = self._backend.allocate_host(nbytes)
         self._backend.copy(self._stream, host, address, nbytes)
@@ -281,7 +284,7 @@ class SessionBytes:
         return found
 
     def fill(self, address: int, nbytes: int, value: int) -> None:
-        if self._here:
+        if self.here:
             ctypes.memset(address, value, nbytes)
             return
         self._backend.fill(self._stream, address, value, nbytes)
@@ -294,11 +297,12 @@ class SessionBytes:
         self._backend.destroy_event(event)
 
 
-def main(path: str, name: str, layers: str, value: str) -> None:
-    member = Member(path, name, int(layers), int(value))
+def listen(kind: type[Member], path: str, name: str, layers: str, value: str) -> None:
+    """Do what the lines of the input say."""
+    member = kind(path, name, int(layers), int(value))
     say("ready")
-    for line in sys.stdin:
-        verb, *numbers = line.split()
+    for line in FileIO(0):  # no more is read than a line, so that one that waits can be seen
+        verb, *numbers = line.decode().split()
         try:
             said = getattr(member, verb)(*map(int, numbers))
         except (remap.Error, AssertionError) as error:  # for the test to show
@@ -312,4 +316,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    listen(Member, *sys.argv[1:])
