@@ -92,14 +92,22 @@ class AskedSession:
             if session is None or session.closed:  # else `take_in` has given them back
                 self._membership.give(self._membership.arrived())
             raise
+        if self._membership.ahead:
+            session.exclusively(_load_expected)
+
+    def unused(self) -> None:
+        session = self._session()
+        if session is not None and not session.closed:
+            session.exclusively(_give_unused, claims=False)
 
     def returned(self) -> None:
         self.granted()
         self._run("home", _come_home, _come_home)
 
-    def recalled(self, pages: int, layers: bool, keeps: bool) -> None:
+    def recalled(self, pages: int, layers: bool, keeps: bool, ahead: bool) -> None:
         # An engine that takes a step serves: it lends no layers in it.
-        self._run("pages", partial(_give_up, pages, layers, keeps), partial(_give_up, pages, False, False))
+        now, later = (partial(_give_up, pages, *kind, ahead) for kind in ((layers, keeps), (False, False)))
+        self._run("pages", now, later)
 
     def named(self, pages: Sequence[int], gently: bool) -> None:
         call = partial(_give_named, pages, gently)
@@ -172,6 +180,16 @@ def _take_in(core: Core) -> None:
         core.outside.take_arrived()
 
 
+def _load_expected(core: Core) -> None:
+    if core.outside is not None:
+        core.outside.load_expected(core.cold)
+
+
+def _give_unused(core: Core) -> None:
+    if core.outside is not None:
+        core.outside.give_unused()
+
+
 def _recheck(core: Core) -> None:
     if core.outside is not None:
         core.outside.recheck()
@@ -182,16 +200,16 @@ def _come_home(core: Core) -> None:
         core.outside.come_home()
 
 
-def _give_up(pages: int, layers: bool, keeps: bool, core: Core) -> None:
+def _give_up(pages: int, layers: bool, keeps: bool, ahead: bool, core: Core) -> None:
     if core.outside is not None and keeps:
         before = {name: len(tenant.cold_layers) for name, tenant in core.tenants.items()}
-        core.outside.give_for_good(pages, core.cold)
+        core.outside.give_for_good(pages, core.cold, ahead=ahead)
         for name, tenant in core.tenants.items():
             gone = len(tenant.cold_layers) - before[name]
             if gone:
                 _logger.info("%s has given %d layers up: another process needs pages for its own layers", name, gone)
     elif core.outside is not None:
-        core.outside.give_up(pages, layers=layers)
+        core.outside.give_up(pages, layers=layers, ahead=ahead)
 
 
 def _give_named(pages: Sequence[int], gently: bool, core: Core) -> None:

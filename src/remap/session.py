@@ -43,7 +43,7 @@ from remap.arguments import (
     require_module,
     require_options,
 )
-from remap.config import Config, Knobs, invalid, is_amount
+from remap.config import Config, Knobs, invalid, is_amount, is_count
 from remap.errors import Error, InvalidArgument, OutOfMemory
 from remap.joined import AskedSession, membership
 from remap.kv.spec import KVSpec
@@ -488,25 +488,35 @@ class Session:
             raise
 
     @exclusive
-    def expect(self, name: str) -> tuple[int, ...]:
+    def expect(self, name: str, *, blocks: int = 0) -> tuple[int, ...]:
         """On the first sign of a request for a tenant without pages, while others serve: its first layers begin to load, as many
         as find pages that nobody misses: free ones, unused KV, and layers that idle tenants need not keep. `activate` brings the
         rest. It stays inactive, and what has come is given to whoever needs it more; `deactivate(name, pages="none")` gives it
         up at once, if nobody asks after all.
 
+        With a broker's pages other processes are asked for the rest, and give what none of them needs. The call does not wait for
+        it: these layers begin to load when their pages come. blocks: KV blocks that the tenant, active or not, will want soon
+        beyond those that it has: pages for them are asked for in the same way, so that the step that wants them finds free ones.
+        What nobody has used two seconds after it came goes back.
+
         Returns the layers that come, ascending; () for an active tenant, one that lacks none, and where there is no room. Raises
-        InvalidArgument for an unknown tenant, InvalidState inside a pass of it, and the backend's error; nothing changes then.
+        InvalidArgument for an unknown tenant, and a wrong number (field blocks), InvalidState inside a pass of it, and the
+        backend's error; nothing changes then.
         """
+        if not is_count(blocks):
+            raise invalid("blocks", blocks, "an int of at least 0")
         self._passes.check_open()
         self._claim()
         tenant = self._core.tenant(name)
         tenant.require_idle()
-        if tenant.active or not tenant.pages.cold:
-            return ()
-        came, _ = self._cold.expect(tenant)
-        if came:
-            self._changes.wake(tenant)
-        self._link.certify()
+        came: tuple[int, ...] = ()
+        if not tenant.active and tenant.pages.cold:
+            came, _ = self._cold.expect(tenant)
+            if came:
+                self._changes.wake(tenant)
+            self._link.certify()
+        if self._outside is not None:
+            self._outside.expect(tenant, 0 if tenant.active else self._cold.lacking(tenant), blocks)
         return tuple(part for part in came if part < tenant.layers)
 
     @exclusive

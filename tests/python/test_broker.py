@@ -736,7 +736,10 @@ class Deaf:
     def recheck(self) -> None:
         raise AssertionError("nothing was interrupted")
 
-    def recalled(self, pages: int, layers: bool, keeps: bool) -> None:
+    def recalled(self, pages: int, layers: bool, keeps: bool, ahead: bool) -> None:
+        return None
+
+    def unused(self) -> None:
         return None
 
     def named(self, pages: Any, gently: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from remap.broker.ledger import Ledger
 from remap.broker.messages import Recall
 from remap.broker.observer import Observer
 from remap.broker.server import Broker
+from remap.memory.outside import _Lack
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
 MANY = 12
@@ -176,7 +178,10 @@ def test_after_a_want_that_was_met_the_next_one_is_not_put_off(
         assert (membership._serial > serial) == whole
 
 
-def test_pages_that_have_come_and_that_no_step_took_are_given_back(broker: Broker) -> None:
+def test_pages_that_have_come_and_that_no_step_took_are_given_back(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("remap.broker.member.ANSWER_S", 0.0)  # else they may come within the step, on a busy machine
     with opened(broker) as giver:
         asleep(giver)
         with opened(broker) as session:
@@ -191,6 +196,32 @@ def test_pages_that_have_come_and_that_no_step_took_are_given_back(broker: Broke
 
             session.exclusively(step)
         until(lambda: broker.ledger.held.get(2, 0) == 0, "all has come back")
+
+
+def test_a_step_beside_paused_requests_lists_the_free_pages_only_if_some_go(broker: Broker) -> None:
+    """It listed all of the arena's free pages three times in each step while others lacked some."""
+
+    class Counted:
+        """The arena, and how often its free pages were listed."""
+
+        def __init__(self, arena: Any) -> None:
+            self.arena, self.lists = arena, 0
+
+        def __getattr__(self, name: str) -> Any:
+            self.lists += name == "free_pages"
+            return getattr(self.arena, name)
+
+    with opened(broker) as giver:
+        tenant = attached(giver, "giver")
+        tenant.kv.allocate(tenant.kv.free_blocks)
+        giver.deactivate("giver")
+        outside: Any = giver._outside
+        changes = outside._changes
+        arena = changes.arena = Counted(changes.arena)
+        outside.lacks = _Lack(4, time.monotonic(), False)
+        assert outside.meet({}) == []
+        changes.arena = arena.arena
+        assert arena.lists == 0
 
 
 def test_a_step_of_a_member_that_asks_for_nothing_looks_at_nothing_of_the_broker(

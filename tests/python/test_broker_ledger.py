@@ -63,8 +63,8 @@ class World:
         self.pages: dict[int, set[int]] = {}
         self.lent: dict[int, set[int]] = {}  # member -> what it may call home, and does not have
         self.wants: dict[
-            int, tuple[int, bool]
-        ] = {}  # member -> serial of the want that is not over, and whether for good
+            int, tuple[int, bool, bool]
+        ] = {}  # member -> serial of the want that is not over, and whether for good, and whether ahead of need
         self.serials = dict.fromkeys(MEMBERS, 0)
         self.calls = dict.fromkeys(MEMBERS, 0)
         self.recalls: list[tuple[int, int, int]] = []  # (member, recall, pages), not answered yet
@@ -83,7 +83,7 @@ class World:
                 self.pages[member] |= pages
                 heard = heard or at == (member, message.serial)
             if isinstance(message, Grant):
-                serial, keeps = self.wants[member]
+                serial, keeps, _ = self.wants[member]
                 assert message.serial == serial, "an answer to a want that is over"
                 others = set().union(*(lent for each, lent in self.lent.items() if each != member))
                 assert pages <= others if message.lent else not pages & others, (
@@ -104,6 +104,8 @@ class World:
             else:
                 assert isinstance(message, Recall)
                 assert message.pages > 0
+                if message.ahead:  # behind all that is needed
+                    assert all(ahead for _, _, ahead in self.wants.values())
                 self.recalls.append((member, message.recall, message.pages))
                 if message.runs:
                     self.named[message.recall] = set(pages_of(message.runs))
@@ -121,7 +123,7 @@ class World:
         assert ledger.waiting == len(self.wants)
         # Nobody waits while pages are free, or while nobody is asked.
         lent = set().union(*self.lent.values())
-        for _, keeps in self.wants.values():
+        for _, keeps, _ in self.wants.values():
             assert not (free - lent if keeps else free)
             assert ledger.recalling is not None
 
@@ -132,13 +134,13 @@ class World:
         self.pages[member], self.lent[member], self.serials[member], self.calls[member] = set(), set(), 0, 0
         self.hear(self.ledger.joined(member))
 
-    def want(self, member: int, pages: int, keeps: bool = False) -> None:
+    def want(self, member: int, pages: int, keeps: bool = False, ahead: bool = False) -> None:
         if member not in self.pages:
             self.refused(self.ledger.wanted, member, 1, pages)
             return
         self.serials[member] += 1
-        self.wants[member] = self.serials[member], keeps
-        sent = self.ledger.wanted(member, self.serials[member], pages, keeps=keeps)
+        self.wants[member] = self.serials[member], keeps, ahead
+        sent = self.ledger.wanted(member, self.serials[member], pages, keeps=keeps, ahead=ahead)
         assert self.hear(sent, at=(member, self.serials[member])), "it hears at once what it got"
 
     def give(self, member: int, pages: set[int], lent: bool = False) -> None:
@@ -204,7 +206,7 @@ class World:
 SOME = st.sets(st.integers(0, PAGES - 1), min_size=1, max_size=6)
 EVENTS = st.one_of(
     st.tuples(st.just("join"), st.sampled_from(MEMBERS)),
-    st.tuples(st.just("want"), st.sampled_from(MEMBERS), st.integers(0, PAGES), st.booleans()),
+    st.tuples(st.just("want"), st.sampled_from(MEMBERS), st.integers(0, PAGES), st.booleans(), st.booleans()),
     st.tuples(
         st.just("give"),
         st.sampled_from(MEMBERS),
@@ -293,6 +295,28 @@ def test_who_keeps_pages_gets_none_that_is_lent_and_a_lender_that_has_ended_lend
     world.end(1)
     assert world.pages[3] == {0, 1, 4, 8, 9, 10, 11}
     assert not world.wants
+
+
+def test_a_want_ahead_of_need_is_behind_all_others_and_asks_for_what_nobody_needs() -> None:
+    world = World()
+    for member in MEMBERS:
+        world.join(member)
+        world.want(member, 4)
+    world.want(1, 3, ahead=True)
+    assert world.ledger.recalling == (1, 2)
+    world.want(3, 2)  # it waits for no answer to the one ahead of need
+    assert world.ledger.recalling == (2, 2)
+    assert [pages for _, _, pages in world.recalls] == [3, 2], "nobody is asked for what is not needed yet"
+    world.recalls.pop(0)
+    world.give(2, {4, 5, 6})
+    assert world.pages[3] == {4, 5, 8, 9, 10, 11}
+    assert world.pages[1] == {0, 1, 2, 3, 6}, "what is left over"
+    world.want(1, 3)  # now it needs them: all are asked again
+    asked = []
+    while world.wants:
+        asked.append(world.recalls[0][0])
+        world.answer(late=False, gives=False)
+    assert sorted(asked[-4:]) == [2, 2, 3, 3]
 
 
 def test_a_call_that_comes_too_late_is_ignored() -> None:

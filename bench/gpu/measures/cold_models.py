@@ -55,7 +55,7 @@ class Models(SleepingModels):
         kind: Any = Session if self.way == OURS else SleepingModels
         return kind.activate(self, name, alone=alone, partial=partial)
 
-    def expect(self, name: str) -> tuple[int, ...]:
+    def expect(self, name: str, *, blocks: int = 0) -> tuple[int, ...]:
         """As the way has it."""
         return Session.expect(self, name) if self.way == OURS else ()
 

@@ -8,7 +8,7 @@ A page is free or one member's. A want is met by free pages at once, as far as t
 are asked one after the other, the one that wanted something longest ago first: each gives what it can spare and says so, and
 its pages go to the members that wait, in the order of asking. When all have been asked, they are asked once more, for layers of
 tenants that serve no pass, lent ones or, for a member that keeps pages, whole ones for good; then the want ends with what it has
-got, unless pages are unknown: these are waited for.
+got, unless pages are unknown: these are waited for. A want *ahead* of need is behind all others, and asks for what nobody needs.
 
 A page that a member has given as one of its layers' is *lent*: others use it as any other, but not for good.
 When its lender calls it, the member that has it is asked for it by its number, and whenever it is free next it is the lender's.
@@ -43,23 +43,26 @@ _FREE, UNKNOWN = -1, -2
 
 @dataclass
 class _Want:
-    """pages: that are still to come. asked: (layers, member): the one asked for it, and whether for layers. keeps: for good."""
+    """pages: that are still to come. asked: (layers, member): the one asked for it, and whether for layers. keeps: for good.
+    ahead: of need."""
 
     member: int
     serial: int
     pages: int
     keeps: bool = False
+    ahead: bool = False
     asked: set[tuple[bool, int]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class _Recall:
-    """An unanswered one. pages: if these are called; () for one of a want."""
+    """An unanswered one. pages: if these are called; () for one of a want. ahead: see `_Want`."""
 
     number: int
     member: int
     pages: tuple[int, ...] = ()
     gently: bool = False
+    ahead: bool = False
 
 
 class Ledger:
@@ -176,7 +179,7 @@ class Ledger:
         self._unknown, self._unsettled = 0, False
         return sent + self._go_on()
 
-    def wanted(self, member: int, serial: int, pages: int, *, keeps: bool = False) -> Sent:
+    def wanted(self, member: int, serial: int, pages: int, *, keeps: bool = False, ahead: bool = False) -> Sent:
         """It can use `pages` pages more, instead of what it wanted before. It hears at once what it has got."""
         self._require(member, here=True)
         if serial <= self._serials[member] or not 0 <= pages <= self.pages:
@@ -190,9 +193,13 @@ class Ledger:
         before = next((each for each in self._wants if each.member == member), None)
         if before is not None:
             self._wants.remove(before)
-        asked = before.asked if before is not None else ()
-        want = _Want(member, serial, pages, keeps, {(False, member), (True, member), *asked})
+        # Who was asked ahead of need gives more now.
+        asked = before.asked if before is not None and before.ahead <= ahead else ()
+        if self._recall is not None and self._recall.ahead and not ahead:
+            self._recall = None  # this one does not wait for its answer
+        want = _Want(member, serial, pages, keeps, ahead, {(False, member), (True, member), *asked})
         self._wants.append(want)
+        self._wants.sort(key=lambda each: each.ahead)
         return self._go_on(answer=want)
 
     def gave(self, member: int, runs: Sequence[Run], *, lent: bool = False) -> Sent:
@@ -448,13 +455,13 @@ class Ledger:
                     layers = True  # nobody else has anything: one question for what it does not use, then for layers
                     want.asked.add((layers, who))
                 self._recalls += 1
-                self._recall = _Recall(self._recalls, who)
+                self._recall = _Recall(self._recalls, who, ahead=want.ahead)
                 keeps = layers and want.keeps
                 # Lent pages are of no use to a member that keeps some.
-                others = (each for each in self._wants if each.member != who)
+                others = (each for each in self._wants if each.member != who and each.ahead is want.ahead)
                 pages = sum(each.pages for each in others if not layers or each.keeps is keeps)
                 # In front: an answer wakes who waits for it, and on a busy machine that may be instead of the sender.
-                sent.insert(0, (who, Recall(self._recalls, pages, layers=layers, keeps=keeps)))
+                sent.insert(0, (who, Recall(self._recalls, pages, layers=layers, keeps=keeps, ahead=want.ahead)))
         return sent
 
     def _next(self, want: _Want) -> tuple[bool, int] | None:

@@ -7,6 +7,7 @@ reader gives it; so it may hold the session's lock meanwhile. What comes behind 
 the second thread, which gets neither the lock nor the interpreter soon beside a caller that steps without a pause.
 
     want(pages)      now: what is free at the broker; `patient`: what others give as well, for good
+    want_ahead(...)  before there is need: it waits for nothing; what nobody has used `KEEP_S` after it came goes back
     give(pages)      this process does not touch them any more; `lent`: they are of layers, and may be called
     call(pages)      of lent ones: they come by `returned`, when the member that has them has given them; `await_call` waits for
                      the answers
@@ -85,6 +86,8 @@ JOIN_S = 10.0
 ANSWER_S = 0.05
 """How long a call waits for what is free now. The broker answers in well under a millisecond, unless the machine is busy."""
 PATIENT_S = 10.0
+KEEP_S = 2.0
+"""How long pages that were wanted ahead of need are kept for it."""
 AGAIN_S, MOST_AGAIN_S = 0.05, 2.0
 """How long a member waits before it looks for a new broker: twice as long each time, to the most."""
 
@@ -94,25 +97,30 @@ class Asked(Protocol):
 
     def granted(self) -> None: ...
     def returned(self) -> None: ...
-    def recalled(self, pages: int, layers: bool, keeps: bool) -> None: ...
+    def recalled(self, pages: int, layers: bool, keeps: bool, ahead: bool) -> None: ...
     def named(self, pages: Sequence[int], gently: bool) -> None: ...
     def snapshot(self) -> Snapshot: ...
     def events(self) -> tuple[Event, ...]: ...
     def recheck(self) -> None: ...
+    def unused(self) -> None: ...
 
 
 class _Recheck:
     """An interrupt may have lost pages between two lines: the session looks for them."""
 
 
-_Work = Grant | Returned | Recall | Tell | _Recheck
+class _Unused:
+    """What came ahead of need was kept for long enough."""
+
+
+_Work = Grant | Returned | Recall | Tell | _Recheck | _Unused
 
 
 class Membership:
     """Made by `join`. page_bytes, pages: of the broker's. on_device: they are a GPU's. early: what came before all was set up.
     problem: why no broker answers now; "": one does. held: the pages that are the session's as far as the broker knows; the
-    reading thread adds some, `give` takes some. borrowed: of these, those that other members have lent. Each change is one call
-    of a set's, so one step for other threads."""
+    reading thread adds some, `give` takes some. borrowed: of these, those that other members have lent. ahead: those that came
+    ahead of need, `KEEP_S` ago at most. Each change is one call of a set's, so one step for other threads."""
 
     def __init__(
         self,
@@ -141,6 +149,8 @@ class Membership:
         )  # with the join that it came behind
         self.held: set[int] = set()
         self.borrowed: set[int] = set()
+        self.ahead: set[int] = set()
+        self._ahead = 0  # serial of the last want ahead of need
         self._lends: set[int] = set()  # what the broker knows as lent by the session
         self._serial = 0
         self._calls = 0  # as are `_open_calls`: with _calling held
@@ -177,6 +187,17 @@ class Membership:
         if pages <= 0:
             return []
         return self._ask(min(pages, self.pages), PATIENT_S if patient else ANSWER_S, patient)
+
+    def want_ahead(self, pages: int, *, keeps: bool) -> bool:
+        """Ask for `pages` pages before they are needed: what nobody needs. Waits for nothing. Returns whether it has asked: not
+        while more may come for another want. keeps: for good."""
+        with self._choosing:
+            if self.problem or self._open:
+                return False
+            self._serial += 1
+            serial = self._ahead = self._serial
+            self._open, self._lacking, self.stirs = True, pages, True
+        return self._send(Want(serial, min(pages, self.pages), keeps, ahead=True))
 
     def arrived(self) -> list[int]:
         """What has come later than the call that wanted it, once: it goes to a step or to the working thread, whichever has the
@@ -259,6 +280,7 @@ class Membership:
             with self._sending:
                 going = pages_of(runs)
                 self.borrowed.difference_update(going)  # before they can come again
+                self.ahead.difference_update(going)
                 self.held.difference_update(going)
                 self._lends.update(going if lent else ())
                 self._send_now(Give(runs, lent))
@@ -388,6 +410,8 @@ class Membership:
         elif isinstance(message, Grant):
             if message.lent:
                 self.borrowed.update(pages)
+            if message.serial == self._ahead:
+                self.ahead.update(pages)
             with self._choosing:
                 if message.serial == self._serial:
                     self._open = message.more
@@ -478,8 +502,17 @@ class Membership:
         """The working thread."""
         asked = self._asked
         assert asked is not None
-        while (item := self._work.get()) is not None:
+        back_s: float | None = None  # when what came ahead of need goes back, if nobody has used it
+        while True:
+            try:
+                item = self._work.get(timeout=None if back_s is None else max(0.0, back_s - time.monotonic()))
+            except queue.Empty:
+                item, back_s = (0, _Unused()), None
+            if item is None:
+                return
             joins, message = item
+            if isinstance(message, Grant) and self.ahead:
+                back_s = time.monotonic() + KEEP_S
             over = bool(self.problem) or joins != self._joins
             if isinstance(message, Recall | Tell) and over and not self._leaving.is_set():
                 continue  # of a broker that has gone
@@ -489,8 +522,10 @@ class Membership:
                 elif isinstance(message, Returned):
                     asked.returned()
                 elif isinstance(message, Grant):
-                    if self._late:  # else a step was faster
+                    if self._late or self.ahead:  # else a step was faster, and has all that there is to do
                         asked.granted()
+                elif isinstance(message, _Unused):
+                    asked.unused()
                 elif isinstance(message, Tell):
                     for part in events_in(asked.events()) if message.events else ():
                         self._send(part, joins)
@@ -498,7 +533,7 @@ class Membership:
                 elif message.runs:
                     asked.named(pages_of(message.runs), message.gently)
                 else:
-                    asked.recalled(message.pages, message.layers, message.keeps)
+                    asked.recalled(message.pages, message.layers, message.keeps, message.ahead)
             except Error as error:
                 _logger.warning("what the broker asked for was not done: %s", error)
             except Exception:  # a listener's: without this thread nothing would come in, or go out, any more

@@ -70,7 +70,7 @@ __all__ = [
     "runs_of",
 ]
 
-VERSION = 7
+VERSION = 8
 MOST_BYTES = 1 << 16
 """Of a message."""
 MOST_RUNS = 4096
@@ -124,11 +124,12 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
 
 class Want(msgspec.Struct, tag=True, frozen=True):
     """The member can use `pages` pages more. It replaces what it wanted before. serial: larger than that of each earlier one.
-    keeps: for good, so none that is lent."""
+    keeps: for good, so none that is lent. ahead: it has no use for them yet, so nobody gives what it needs itself."""
 
     serial: int
     pages: int
     keeps: bool = False
+    ahead: bool = False
 
 
 class Give(msgspec.Struct, tag=True, frozen=True):
@@ -292,7 +293,7 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
 class Recall(msgspec.Struct, tag=True, frozen=True):
     """Others want `pages` pages: give what can be spared, then say `Done`. layers: of tenants that serve no pass, too, and KV of
     paused ones; keeps: for good, so these have no pages then. runs: they want these, and no others, since they are pages of their
-    layers; gently: see `Home`."""
+    layers; gently: see `Home`. ahead: see `Want`."""
 
     recall: int
     pages: int
@@ -300,6 +301,7 @@ class Recall(msgspec.Struct, tag=True, frozen=True):
     runs: tuple[Run, ...] = ()
     gently: bool = False
     keeps: bool = False
+    ahead: bool = False
 
 
 class Returned(msgspec.Struct, tag=True, frozen=True):

@@ -283,7 +283,7 @@ class Broker:
             member.events.append(message)
             return []
         if isinstance(message, Want):
-            return ledger.wanted(member.number, message.serial, message.pages, keeps=message.keeps)
+            return ledger.wanted(member.number, message.serial, message.pages, keeps=message.keeps, ahead=message.ahead)
         if isinstance(message, Give):
             return ledger.gave(member.number, message.runs, lent=message.lent)
         if isinstance(message, Home):

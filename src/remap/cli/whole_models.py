@@ -46,7 +46,7 @@ class SleepingModels(Session):
                 time.sleep(LOOK_S)
         return report
 
-    def expect(self, name: str) -> tuple[int, ...]:
+    def expect(self, name: str, *, blocks: int = 0) -> tuple[int, ...]:
         """Nothing comes ahead of its turn."""
         return ()
 

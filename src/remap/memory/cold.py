@@ -307,8 +307,14 @@ class Cold:
             plan = plan_free_pages(tenant.pages, freed, give=False)
             self._changes.exchange(tenant, plan, sorted(slot for page in freed for slot in tenant.slots_of([page])))
 
-    def gifts(self, givers: Sequence[TenantState]) -> list[Callable[[int], None]]:
+    def lacking(self, tenant: TenantState) -> int:
+        """Pages that its cold layers lack, beside free ones."""
+        return max(0, self._choose(tenant, _cold(tenant)).short) if tenant.pages.cold else 0
+
+    def gifts(self, givers: Sequence[TenantState], spare: bool = False) -> list[Callable[[int], None]]:
         """What these tenants, all idle, can give other processes: as `_gifts`."""
+        if spare:
+            return [partial(self.give_layers, one, keep=self.first_kept(one)) for one in givers if not one.expected]
         return [
             *(partial(self.give_layers, one, keep=self.first_kept(one)) for one in givers),
             *(partial(self.give_layers, one) for one in givers),

@@ -139,20 +139,20 @@ class Lending:
         region. Returns the number of pages freed.
         """
         wanted = -(-blocks * receiver.kv.spec.block_bytes // self._changes.arena.page_bytes) + 1
-        return self.free_idle(donor, receiver, wanted, surplus)
+        return len(self.free_idle(donor, receiver, wanted, surplus))
 
-    def free_idle(self, donor: TenantState, receiver: Receiver, wanted: int, surplus: int) -> int:
-        """`give_idle`, of at most `wanted` pages."""
+    def free_idle(self, donor: TenantState, receiver: Receiver, wanted: int, surplus: int) -> list[int]:
+        """`give_idle`, of at most `wanted` pages. Returns these."""
         slots = self.idle_slots(donor, receiver, wanted, surplus)
         if not slots:
-            return 0
+            return []
         pages = sorted(map(donor.giving.__getitem__, donor.kv.geometry.giving_indices(slots)))
         plan = plan_free_pages(donor.pages, pages, give=False)
         try:
             self._changes.exchange(donor, plan, slots)
         except OutOfBlocks:  # an engine with its own allocator still holds some of them
-            return 0
-        return len(pages)
+            return []
+        return pages
 
     def idle_slots(self, donor: TenantState, receiver: Receiver, wanted: int, surplus: int) -> list[int]:
         """Region slots of the donor's KV pages that no live block needs and that the receiver can use: at most

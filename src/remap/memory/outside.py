@@ -2,6 +2,7 @@
 """Pages that other processes have: brought in when they are wanted here, handed out when others want them and they can be spared.
 
     a step, or attach, lacks pages    -> bring, supply: ask the broker, which answers with what is free; the rest may come later
+    some will be lacking soon         -> expect: asks, and waits for nothing; load_expected, give_unused
     others lack pages                 -> give_up: free pages, then unused KV of the tenants, as `UnusedKV` counts it; asked for
                                          layers, those of tenants that serve no pass, as `InactiveLayers` counts them
     they lack some for their layers   -> give_for_good: layers of inactive tenants, down to nothing (cold.py)
@@ -42,6 +43,7 @@ from remap.memory.lend import Lending, Receiver
 from remap.memory.offers import Offers
 from remap.memory.state import TenantState
 from remap.memory.trace import Trace
+from remap.memory.view import count_free
 
 __all__ = ["MembershipCalls", "Outside"]
 
@@ -66,11 +68,13 @@ class MembershipCalls(Protocol):
     problem: str
     held: set[int]
     borrowed: set[int]
+    ahead: set[int]
     stirs: bool
 
     @property
     def met(self) -> bool: ...
     def want(self, pages: int, *, patient: bool = False) -> list[int]: ...
+    def want_ahead(self, pages: int, *, keeps: bool) -> bool: ...
     def cancel(self) -> list[int]: ...
     def arrived(self) -> list[int]: ...
     def let_read(self) -> None: ...
@@ -143,6 +147,7 @@ class Outside:
         self._called: dict[int, float] = {}  # page that others have called, and that was not given yet -> when
         self.lacks: _Lack | None = None  # that paused tenants may still give, at the end of a step (`meet`)
         self._stepped = False  # since a step was last waited for
+        self._expecting: dict[str, TenantState] = {}  # tenants whose layers are to come ahead of their activation
         self._looked = -1  # the epoch of the last look
         self._gently: set[int] = set()  # numbers of tenants whose layers come home though they serve no pass
         self._rechecked = False  # pages may come in twice
@@ -180,6 +185,34 @@ class Outside:
             self._membership.recheck()
             raise
         return self.problem
+
+    def expect(self, tenant: TenantState, layers: int, blocks: int) -> None:
+        """Ask for what nobody needs elsewhere: `layers` pages for layers of the tenant, which then load, and pages for so many
+        blocks more than fit into free ones here. Waits for nothing. What nobody has used after a while goes back."""
+        page = self._changes.arena.page_bytes
+        more = max(0, -(-blocks * tenant.kv.spec.block_bytes // page) - count_free(self._changes, tenant))
+        if layers + more <= 0:
+            return
+        if layers:
+            self._expecting[tenant.name] = tenant
+        began = self._trace.now()
+        if self._membership.want_ahead(layers + more, keeps=layers > 0):
+            self._trace.add("ask", tenant.name, began, "ahead of need", wanted_pages=layers + more)
+
+    def load_expected(self, cold: Cold) -> None:
+        """Pages have come ahead of need: layers that they are for begin to load."""
+        for name, tenant in list(self._expecting.items()):
+            if self._tenants.get(name) is not tenant or tenant.active or not tenant.pages.cold:
+                del self._expecting[name]
+            elif not tenant.busy and cold.expect(tenant)[0]:
+                self._changes.wake(tenant)
+
+    def give_unused(self) -> None:
+        """What came ahead of need, and is free still, goes back."""
+        ahead = set(self._membership.ahead)
+        self._membership.ahead.difference_update(ahead)
+        self._expecting.clear()
+        self._hand_out([page for page in self._changes.arena.free_pages() if page in ahead])
 
     @property
     def problem(self) -> str:
@@ -233,11 +266,12 @@ class Outside:
 
     # -- others want some ------------------------------------------------------------------------------------------
 
-    def give_up(self, pages: int, *, layers: bool = False) -> None:
+    def give_up(self, pages: int, *, layers: bool = False, ahead: bool = False) -> None:
         """Others want `pages` pages. layers: of tenants that serve no pass, too. Pages that this session has borrowed come
-        second: a member that wants some for good, as it does where layers are not asked for, has no use for these."""
-        self.lacks = None if layers else self.lacks
-        spare = self._spare(layers)
+        second: a member that wants some for good, as it does where layers are not asked for, has no use for these. ahead: they
+        do not need them yet, and what a paused tenant keeps stays, and what is expected here."""
+        self.lacks = None if layers and not ahead else self.lacks
+        spare = self._spare(layers, ahead)
         for receiver in (self,) if layers else (self._lasting, self):
             for giver in self._tenants.values():
                 short = pages - sum(page in receiver.index_of for page in spare)
@@ -245,7 +279,7 @@ class Outside:
                     break
                 if giver.config.lends and not giver.busy:
                     self._lending.free_idle(giver, receiver, short, self._surplus(giver))
-                    spare = self._spare(layers)
+                    spare = self._spare(layers, ahead)
         changed = []
         if layers and len(spare) < pages:
             for giver, take in self._offers.layers(self, pages - len(spare), self._sleeps):
@@ -253,8 +287,8 @@ class Outside:
                 self._offers.give_layers(self, giver, take)
                 if giver.pages is not before:
                     changed.append(giver)
-            spare = self._spare(layers)
-        if layers and len(spare) < pages:
+            spare = self._spare(layers, ahead)
+        if layers and len(spare) < pages and not ahead:
             self._free_paused(self, pages - len(spare))
             spare = self._spare(layers)
             self.lacks = self._lacking(pages - len(spare), False, time.monotonic())
@@ -264,21 +298,21 @@ class Outside:
             for giver in changed:
                 certify(giver)
 
-    def give_for_good(self, pages: int, cold: Cold) -> None:
+    def give_for_good(self, pages: int, cold: Cold, *, ahead: bool = False) -> None:
         """Others want `pages` pages for layers of theirs. Idle tenants here give their own ones up, which then have no pages:
-        first those behind the ones that hide the others' loading, as for a tenant of this session."""
-        self.lacks = None
-        for give in cold.gifts(self._offers.idle()):
-            short = pages - len(self._for_good())
+        first those behind the ones that hide the others' loading, as for a tenant of this session. ahead: only these."""
+        self.lacks = self.lacks if ahead else None
+        for give in cold.gifts(self._offers.idle(), spare=ahead):
+            short = pages - len(self._for_good(ahead))
             if short <= 0:
                 break
             give(short)
         self.forget_gone()
-        short = pages - len(self._for_good())
-        if short > 0:
+        short = pages - len(self._for_good(ahead))
+        if short > 0 and not ahead:
             self._free_paused(self._lasting, short)
             self.lacks = self._lacking(pages - len(self._for_good()), True, time.monotonic())
-        self._hand_out(self._for_good()[:pages])
+        self._hand_out(self._for_good(ahead)[:pages])
 
     # -- KV of paused tenants ----------------------------------------------------------------------------------------
 
@@ -301,9 +335,9 @@ class Outside:
         if any(giver.kv.outgoing for giver in self._paused()):
             self.lacks = lack
             return []
-        found = self._free_paused(self._lasting if lack.lasting else self, lack.pages)
-        spare = set(self._for_good() if lack.lasting else self._spare(True))
-        going = [page for page in found if page in spare]
+        kept = self._kept_back(not lack.lasting)
+        freed = self._free_paused(self._lasting if lack.lasting else self, lack.pages)
+        going = [page for page in freed if page not in kept]
         self._hand_out(going)
         self.lacks = left = self._lacking(lack.pages - len(going), lack.lasting, lack.since)
         if left is None or report is None:
@@ -333,14 +367,15 @@ class Outside:
 
     def _free_paused(self, receiver: Receiver, pages: int) -> list[int]:
         """Make so many pages free, at most, of KV that paused tenants do not use now. Returns these."""
-        before = set(self._changes.arena.free_pages())
+        freed: list[int] = []
         for giver in self._paused():
-            if pages > 0:
-                pages -= self._lending.free_idle(giver, receiver, pages, self._offers.unused_kv.unused(giver))
-        return [page for page in self._changes.arena.free_pages() if page not in before]
+            if len(freed) < pages:
+                unused = self._offers.unused_kv.unused(giver)
+                freed += self._lending.free_idle(giver, receiver, pages - len(freed), unused)
+        return freed
 
-    def _for_good(self) -> list[int]:
-        return [page for page in self._spare(False) if page not in self.borrowed]
+    def _for_good(self, ahead: bool = False) -> list[int]:
+        return [page for page in self._spare(False, ahead) if page not in self.borrowed]
 
     def give_spare(self, tenant: TenantState | None = None) -> None:
         """All free pages, and what this tenant has of KV beyond its min_blocks: it has given up all else."""
@@ -382,16 +417,18 @@ class Outside:
         streams: its passes have to have waited for every layer (`TenantState.require_seen`)."""
         return not giver.active or (giver.unseen is None and not giver.slicing and self._idle(giver))
 
-    def _spare(self, layers: bool) -> list[int]:
+    def _spare(self, layers: bool, ahead: bool = False) -> list[int]:
         """Free pages, the last ones first: the first ones are where KV grows next. Behind these borrowed ones, then those that a
-        tenant here has lent: only with `layers`, and if it serves no pass."""
-        lent: set[int] = set()
-        for tenant in self._tenants.values():
-            if not (layers and not tenant.busy and self._sleeps(tenant)):
-                lent |= tenant.pages.lent
-        free = [page for page in reversed(self._changes.arena.free_pages()) if page not in lent]
+        tenant here has lent: only with `layers`, and if it serves no pass. ahead: not those that came ahead of need here."""
+        kept = self._kept_back(layers).union(self._membership.ahead if ahead else ())
+        free = [page for page in reversed(self._changes.arena.free_pages()) if page not in kept]
         own = frozenset[int]().union(*(tenant.pages.lent for tenant in self._tenants.values()))
         return sorted(free, key=lambda page: (page in own, page in self.borrowed))
+
+    def _kept_back(self, layers: bool) -> frozenset[int]:
+        """Pages that tenants here have lent, and that stay here for them: `_spare`."""
+        stay = [one for one in self._tenants.values() if not (layers and not one.busy and self._sleeps(one))]
+        return frozenset[int]().union(*(one.pages.lent for one in stay))
 
     # -- a tenant's layers come home -------------------------------------------------------------------------------
 
