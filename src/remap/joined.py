@@ -136,16 +136,16 @@ class AskedSession:
         other recalls: the step goes on. The broker does not wait for those older than `STALE_S`; a member that still wants
         pages asks again."""
         put_off, self._put_off = self._put_off, {}
-        self.waits = not put_off and core.outside is not None and core.outside.lacks is not None
-        if self.waits:  # engines have been asked for KV, and have not freed it yet
-            return
         recent = time.monotonic() - STALE_S
         try:
             for when, call in put_off.values():
                 if when >= recent:
                     _attempt(call, core)
         finally:
-            self._attended.set()
+            # Engines that have been asked for KV, and have not freed it yet, are waited for.
+            self.waits = core.outside is not None and core.outside.lacks is not None
+            if not self.waits:
+                self._attended.set()
 
     def _run(self, kind: str, now: Callable[[Core], None], later: Callable[[Core], None]) -> None:
         """Now, or, if that is an engine's to do, in its next step, for which this waits for a while."""
@@ -156,16 +156,20 @@ class AskedSession:
         self._attended.wait(STEP_S)
 
     def _now_or_later(self, kind: str, now: Callable[[Core], None], later: Callable[[Core], None], core: Core) -> bool:
-        """Whether it is done; else a step will do it, or the rest."""
+        """Whether it is done, or what is left is not waited for; else a step will do it, or the rest."""
         if any(tenant.active and tenant.kv.pool.external for tenant in core.tenants.values()):
             self._put_off[kind] = (time.monotonic(), later)
-            self.waits = True
+            awaited = True
         else:
             now(core)
-            self.waits = kind == "pages" and core.outside is not None and core.outside.await_step()
-        if self.waits:
+            outside = core.outside if kind == "pages" else None
+            if outside is not None and outside.held_up:
+                self._put_off["rest"] = (time.monotonic(), _give_rest)
+            awaited = outside is not None and outside.await_step()
+        self.waits = awaited or bool(self._put_off)
+        if awaited:
             self._attended.clear()
-        return not self.waits
+        return not awaited
 
 
 def _attempt(call: Callable[[Core], None], core: Core) -> None:
@@ -210,6 +214,11 @@ def _give_up(pages: int, layers: bool, keeps: bool, ahead: bool, core: Core) -> 
                 _logger.info("%s has given %d layers up: another process needs pages for its own layers", name, gone)
     elif core.outside is not None:
         core.outside.give_up(pages, layers=layers, ahead=ahead)
+
+
+def _give_rest(core: Core) -> None:
+    if core.outside is not None:
+        core.outside.give_rest()
 
 
 def _give_named(pages: Sequence[int], gently: bool, core: Core) -> None:

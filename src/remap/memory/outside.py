@@ -146,6 +146,8 @@ class Outside:
         self._lent: set[int] = set()  # pages that were given as lent, and may still be
         self._called: dict[int, float] = {}  # page that others have called, and that was not given yet -> when
         self.lacks: _Lack | None = None  # that paused tenants may still give, at the end of a step (`meet`)
+        # Pages that others lack, and that a tenant inside a pass can spare behind it; and whether ahead of need.
+        self._held_up = 0, False
         self._stepped = False  # since a step was last waited for
         self._expecting: dict[str, TenantState] = {}  # tenants whose layers are to come ahead of their activation
         self._looked = -1  # the epoch of the last look
@@ -292,6 +294,7 @@ class Outside:
             self._free_paused(self, pages - len(spare))
             spare = self._spare(layers)
             self.lacks = self._lacking(pages - len(spare), False, time.monotonic())
+        self._look_inside_passes(pages - len(spare), ahead)
         try:
             self._hand_out(spare[:pages])
         finally:  # behind the pages, which somebody waits for
@@ -302,6 +305,7 @@ class Outside:
         """Others want `pages` pages for layers of theirs. Idle tenants here give their own ones up, which then have no pages:
         first those behind the ones that hide the others' loading, as for a tenant of this session. ahead: only these."""
         self.lacks = self.lacks if ahead else None
+        self._held_up = 0, False  # who serves was asked before
         for give in cold.gifts(self._offers.idle(), spare=ahead):
             short = pages - len(self._for_good(ahead))
             if short <= 0:
@@ -314,12 +318,31 @@ class Outside:
             self.lacks = self._lacking(pages - len(self._for_good()), True, time.monotonic())
         self._hand_out(self._for_good(ahead)[:pages])
 
+    def _look_inside_passes(self, short: int, ahead: bool) -> None:
+        """Others lack `short` pages still. What tenants inside a pass do not need goes behind it."""
+        busy = [
+            one for one in self._tenants.values() if short > 0 and one.busy and one.config.lends and not one.leaving
+        ]
+        nbytes = sum(self._surplus(one) * one.kv.spec.block_bytes for one in busy)
+        self._held_up = max(0, min(short, nbytes // self._changes.arena.page_bytes)), ahead
+
+    @property
+    def held_up(self) -> bool:
+        """Whether `give_rest` of the next step gives more."""
+        return self._held_up[0] > 0
+
+    def give_rest(self) -> None:
+        """In a step: what a pass was in the way of when others asked for it."""
+        (pages, ahead), self._held_up = self._held_up, (0, False)
+        if pages:
+            self.give_up(pages, ahead=ahead)
+
     # -- KV of paused tenants ----------------------------------------------------------------------------------------
 
     def await_step(self) -> bool:
-        """Whether the next step is likely to give more: others lack pages, engines could free some, and a step was made since one
-        was waited for last."""
-        if self.lacks is None or not self._stepped:
+        """Whether the next step is likely to give more: others lack pages, engines could free some, or are in a pass, and a step
+        was made since one was waited for last."""
+        if not ((self.lacks is not None or self.held_up) and self._stepped):
             return False
         self._stepped = False
         return True
