@@ -104,6 +104,10 @@ class AskedSession:
         self.granted()
         self._run("home", _come_home, _come_home)
 
+    def prepare(self) -> bool:
+        session = self._session()
+        return session is not None and not session.closed and bool(session.exclusively(_prepare, claims=False))
+
     def recalled(self, pages: int, layers: bool, keeps: bool, ahead: bool) -> None:
         # An engine that takes a step serves: it lends no layers in it.
         now, later = (partial(_give_up, pages, *kind, ahead) for kind in ((layers, keeps), (False, False)))
@@ -192,6 +196,10 @@ def _load_expected(core: Core) -> None:
 def _give_unused(core: Core) -> None:
     if core.outside is not None:
         core.outside.give_unused()
+
+
+def _prepare(core: Core) -> bool:
+    return core.outside is not None and core.outside.prepare()
 
 
 def _recheck(core: Core) -> None:

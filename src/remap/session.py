@@ -541,8 +541,10 @@ class Session:
             deactivate(self._changes, tenant)
             if pages != "own":
                 self._cold.give_all(tenant, self._cold.first_kept(tenant) if pages == "auto" else 0)
-        if pages != "own" and self._outside is not None:
-            self._outside.give_spare(tenant)
+        if self._outside is not None:
+            if pages != "own":
+                self._outside.give_spare(tenant)
+            self._outside.await_question()
         self._link.certify()
         self._tiers.consider()
         if self._asked is not None and self._asked.waits:

@@ -742,6 +742,9 @@ class Deaf:
     def unused(self) -> None:
         return None
 
+    def prepare(self) -> bool:
+        return False
+
     def named(self, pages: Any, gently: bool) -> None:
         return None
 

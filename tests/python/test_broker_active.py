@@ -1,4 +1,4 @@
-"""KV of a process that serves: what its engine does not use goes to others between two of its passes, and none of it to and fro."""
+"""KV of a process that serves: what its engine does not use goes to others between two passes, and nothing to and fro."""
 
 from __future__ import annotations
 

@@ -88,6 +88,8 @@ ANSWER_S = 0.05
 PATIENT_S = 10.0
 KEEP_S = 2.0
 """How long pages that were wanted ahead of need are kept for it."""
+PREPARE_S = 0.02
+"""How long behind an answer the next one is prepared: on a busy machine the broker would wait for it to be done."""
 AGAIN_S, MOST_AGAIN_S = 0.05, 2.0
 """How long a member waits before it looks for a new broker: twice as long each time, to the most."""
 
@@ -103,17 +105,26 @@ class Asked(Protocol):
     def events(self) -> tuple[Event, ...]: ...
     def recheck(self) -> None: ...
     def unused(self) -> None: ...
+    def prepare(self) -> bool: ...
 
 
 class _Recheck:
     """An interrupt may have lost pages between two lines: the session looks for them."""
 
 
+class _Asleep:
+    """A tenant of the session serves nothing now: it may prepare what others will ask for."""
+
+
+class _Prepare:
+    """It does."""
+
+
 class _Unused:
     """What came ahead of need was kept for long enough."""
 
 
-_Work = Grant | Returned | Recall | Tell | _Recheck | _Unused
+_Work = Grant | Returned | Recall | Tell | _Recheck | _Asleep | _Prepare | _Unused
 
 
 class Membership:
@@ -252,6 +263,10 @@ class Membership:
     def recheck(self) -> None:
         """An interrupt came where pages were on their way to the session: `Asked.recheck` looks for them."""
         self._work.put((0, _Recheck()))
+
+    def prepare(self) -> None:
+        """`Asked.prepare` is called, `PREPARE_S` later, and as long as there is nothing else to do."""
+        self._work.put((0, _Asleep()))
 
     def _stop_waiting(self, got: list[int]) -> None:
         """Pages that have come behind the deadline, into `got`; those that come from now on are `granted`."""
@@ -502,17 +517,23 @@ class Membership:
         """The working thread."""
         asked = self._asked
         assert asked is not None
-        back_s: float | None = None  # when what came ahead of need goes back, if nobody has used it
+        due: dict[
+            type[_Prepare | _Unused], float
+        ] = {}  # what is to be done later, and when, if there is nothing else to do
         while True:
+            first = min(due, key=due.__getitem__, default=_Prepare)
             try:
-                item = self._work.get(timeout=None if back_s is None else max(0.0, back_s - time.monotonic()))
+                item = self._work.get(timeout=max(0.0, due[first] - time.monotonic()) if due else None)
             except queue.Empty:
-                item, back_s = (0, _Unused()), None
+                item = 0, first()
+                del due[first]
             if item is None:
                 return
             joins, message = item
             if isinstance(message, Grant) and self.ahead:
-                back_s = time.monotonic() + KEEP_S
+                due[_Unused] = time.monotonic() + KEEP_S
+            if isinstance(message, Recall | _Asleep):
+                due[_Prepare] = time.monotonic() + PREPARE_S
             over = bool(self.problem) or joins != self._joins
             if isinstance(message, Recall | Tell) and over and not self._leaving.is_set():
                 continue  # of a broker that has gone
@@ -530,6 +551,11 @@ class Membership:
                     for part in events_in(asked.events()) if message.events else ():
                         self._send(part, joins)
                     self._send(report_of(asked.snapshot()), joins)
+                elif isinstance(message, _Prepare):
+                    while self._work.empty() and asked.prepare():
+                        pass
+                elif isinstance(message, _Asleep):
+                    pass
                 elif message.runs:
                     asked.named(pages_of(message.runs), message.gently)
                 else:

@@ -20,6 +20,7 @@ Sources: Oneiros section 5.1 (layers of inactive models and of active ones); KV 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Container
 from typing import Protocol, cast
@@ -31,6 +32,7 @@ from remap.memory.view import view_of
 from remap.policy.donors.supply import Kind, Quote
 from remap.policy.schedule import RELATIVE_EPSILON, one_shot_delay
 from remap.policy.views import Take
+from remap.sizes import MOST_BYTES
 
 __all__ = ["ActiveLayers", "Donor", "InactiveLayers", "PausedKV", "Taker", "UnusedKV", "paused"]
 
@@ -214,6 +216,10 @@ class InactiveLayers(_Layers):
     def quotes(self, giver: TenantState, receiver: Taker, need: int, share: float) -> list[Quote]:
         if giver.slicing and giver.pages.streamed:
             return []  # slices of all layers stream: no layer can go whole
+        known = giver.known_quotes
+        if known is not None and share == 0.0 and known[0] == self._key(giver, receiver):
+            covered = itertools.accumulate((quote.blocks for quote in known[1]), initial=0)
+            return known[1][: sum(blocks < need for blocks in covered)]
         buffers = max(1, giver.buffers)
         kind = giver.growing_by
         last = sorted(giver.order, reverse=True)[:buffers]
@@ -234,6 +240,20 @@ class InactiveLayers(_Layers):
             quotes.append(Quote(giver.name, self.kind, blocks, 0.0, copy, share, take))
             need -= blocks
         return quotes
+
+    def prepare(self, giver: TenantState, receiver: Taker) -> bool:
+        """Keep all quotes for this receiver, ahead of its question: they hold while the giver makes no pass and gives nothing.
+        Returns whether it had none."""
+        key = self._key(giver, receiver)
+        if giver.known_quotes is not None and giver.known_quotes[0] == key:
+            return False
+        giver.known_quotes = None
+        giver.known_quotes = (key, self.quotes(giver, receiver, MOST_BYTES, 0.0))
+        return True
+
+    def _key(self, giver: TenantState, receiver: Taker) -> tuple[object, ...]:
+        seconds = giver.timing.copy_seconds()
+        return receiver, giver.pages, giver.order, giver.active, giver.last_pass_s, seconds, self._ahead()
 
 
 class ActiveLayers(_Layers):

@@ -21,7 +21,7 @@ from typing import Protocol, cast
 from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.plan import Streaming, plan_free_pages, plan_streaming
-from remap.memory.restream import find_way, grow, require_places, restream, streamable
+from remap.memory.restream import find_way, grow, require_places, restream, ring_last, streamable
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
 
@@ -119,18 +119,13 @@ class Lending:
         changes, pages = self._changes, donor.pages
         buffers = donor.buffers or buffers  # another number of buffers would take pages from live blocks
         with changes.part():
-            if selection == "suffix" and not pages.ring:
-                # Make the ring of the very last layers: they are the last to come home.
-                self._prefer(donor, tuple(sorted(donor.order)[::-1][:buffers]))
+            changes.note(donor, replace(donor.books, pages=ring_last(donor, buffers, selection)))
             changes.cancel_draining(donor)  # else other layers than intended would come home
             grow(changes, donor, layers, buffers, selection=selection, to="free", predicted_stall_s=predicted_stall_s)
             # If the donor grows for itself later, its ring should be where the ring's region shows it already.
-            self._prefer(donor, pages.ring_preference)
+            there = replace(donor.pages, ring_preference=pages.ring_preference)
+            changes.note(donor, replace(donor.books, pages=there))
         return len(donor.pages.lent) - len(pages.lent)
-
-    def _prefer(self, donor: TenantState, layers: tuple[int, ...]) -> None:
-        pages = replace(donor.pages, ring_preference=layers)
-        self._changes.note(donor, replace(donor.books, pages=pages))
 
     def give_idle(self, donor: TenantState, blocks: int, receiver: TenantState, surplus: int) -> int:
         """Free pages of the donor's unused KV, until there are enough for `blocks` more blocks of the receiver.

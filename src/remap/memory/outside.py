@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from remap.errors import OutOfBlocks
 from remap.memory.activate import certify
@@ -41,9 +41,11 @@ from remap.memory.cold import Cold
 from remap.memory.entries import Entries, Entry
 from remap.memory.lend import Lending, Receiver
 from remap.memory.offers import Offers
+from remap.memory.restream import prepare_lending
 from remap.memory.state import TenantState
 from remap.memory.trace import Trace
 from remap.memory.view import count_free
+from remap.policy.views import Take
 
 __all__ = ["MembershipCalls", "Outside"]
 
@@ -59,6 +61,10 @@ CALL_S = 0.25
 CALLED_S = 1.0
 """For how long a page that others have called is theirs as soon as no live block lies in it; and for how long what others have
 asked for is given when an engine frees KV for it."""
+
+
+PREPARED = 4
+"""So many plans for the next question are made ahead of it: one layer, two, and so on."""
 
 
 class MembershipCalls(Protocol):
@@ -83,6 +89,7 @@ class MembershipCalls(Protocol):
     def await_call(self, calls: Sequence[int], seconds: float) -> None: ...
     def disown(self, pages: Sequence[int]) -> None: ...
     def recheck(self) -> None: ...
+    def prepare(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -336,6 +343,24 @@ class Outside:
         (pages, ahead), self._held_up = self._held_up, (0, False)
         if pages:
             self.give_up(pages, ahead=ahead)
+
+    def prepare(self) -> bool:
+        """While nobody asks: what tenants that are inactive would give next. One thing a call, since it holds the session's lock;
+        it claims no tenant. Returns whether there may be more to do."""
+        for giver in self._tenants.values():
+            if giver.active or giver.leaving or not giver.config.lends:
+                continue
+            if self._offers.inactive.prepare(giver, self):
+                return True
+            for quote in giver.known_quotes[1][:PREPARED] if giver.known_quotes is not None else ():
+                take = cast(Take, quote.step)
+                if prepare_lending(giver, take.remapped, take.buffers, take.selection):
+                    return True
+        return False
+
+    def await_question(self) -> None:
+        """A tenant has become inactive: `prepare` is called, by the membership's thread."""
+        self._membership.prepare()
 
     # -- KV of paused tenants ----------------------------------------------------------------------------------------
 

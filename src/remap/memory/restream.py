@@ -16,7 +16,7 @@ from functools import partial
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
 from remap.memory.plan import Plan, Streaming, TenantPages, plan_free_pages, plan_streaming
-from remap.memory.prepared import PreparedPlan
+from remap.memory.prepared import PreparedPlan, prepare
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
 
@@ -27,6 +27,7 @@ __all__ = [
     "find_way",
     "grow",
     "prepare_growth",
+    "prepare_lending",
     "require_places",
     "restream",
     "streamable",
@@ -67,6 +68,8 @@ def grow(
     for fewer in range(layers, tenant.remapped, -1):
         ahead = fewer == tenant.remapped + 1 and (selection, to) == ("onward", "kv")
         ready = _prepared(tenant, buffers) if ahead else None
+        if to == "free":
+            ready = _prepared_lending(tenant, (fewer, buffers, selection))
         if ready is None:
             try:
                 target = streamable(tenant, fewer, buffers, selection)
@@ -106,6 +109,42 @@ def _prepared(tenant: TenantState, buffers: int) -> PreparedPlan | None:
         return None
     ready = known[3]
     return None if ready is None or _pin_written(tenant, ready.plan.streamed) else ready
+
+
+def ring_last(tenant: TenantState, buffers: int, selection: str) -> TenantPages:
+    """Its pages, of which the very last layers make the ring if a suffix begins to stream: these are the last to come home."""
+    if selection != "suffix" or tenant.pages.ring:
+        return tenant.pages
+    return replace(tenant.pages, ring_preference=tuple(sorted(tenant.order)[::-1][:buffers]))
+
+
+def prepare_lending(tenant: TenantState, layers: int, buffers: int, selection: str) -> bool:
+    """As `prepare_growth`, that `layers` layers' worth of a tenant that serves no pass go to others. Returns whether it was not
+    planned yet."""
+    known, key = tenant.known_lending, (layers, buffers, selection)
+    if known is None or known[0] is not tenant.pages or known[1] is not tenant.order:
+        known = tenant.known_lending = (tenant.pages, tenant.order, {})
+    if key in known[2]:
+        return False
+    ready, pages = None, ring_last(tenant, buffers, selection)
+    try:
+        target = tenant.streaming_at(*key)
+        plan = plan_streaming(pages, target, to="free", selection=_RECORDED.get(selection, selection))
+    except InvalidArgument:
+        pass  # so many cannot stream
+    else:
+        gained = tenant.kv.pool.runs_of(tenant.slots_of(plan.gained))
+        ready = prepare(pages, plan, gained, tenant.layer_bytes, tenant.kv.geometry.page_bytes)
+    known[2][key] = ready
+    return True
+
+
+def _prepared_lending(tenant: TenantState, key: tuple[int, int, str]) -> PreparedPlan | None:
+    """As `_prepared`."""
+    known = tenant.known_lending
+    ready = known[2].get(key) if known is not None and known[1] is tenant.order else None
+    held = ready is not None and ready.before == tenant.pages  # `ring_last` is another value each time
+    return ready if ready is not None and held and not _pin_written(tenant, ready.plan.streamed) else None
 
 
 def restream(

@@ -29,6 +29,7 @@ from remap.model.source import LayerSource
 from remap.policy import kv_stream, schedule
 from remap.policy.controller import Controller
 from remap.policy.cost import LayerTimes
+from remap.policy.donors.supply import Quote
 from remap.policy.link import Neighbour, delayed
 from remap.policy.selection import best_set
 from remap.policy.views import Demand, LayerSeconds
@@ -146,6 +147,9 @@ class TenantState:
     # -- kept answers, each with its key
     # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
     known_growth: tuple[TenantPages, tuple[int, ...], int, PreparedPlan | None] | None = None
+    # (pages, order, by (layers, buffers, selection)): restream.prepare_lending
+    known_lending: tuple[TenantPages, tuple[int, ...], dict[tuple[int, int, str], PreparedPlan | None]] | None = None
+    known_quotes: tuple[tuple[object, ...], list[Quote]] | None = None  # donors.InactiveLayers
     known_free: tuple[int, int] | None = None  # (epoch, pages): view.count_free
     known_homes: tuple[object, frozenset[int], bool] | None = None  # (homes, ...): `_of_homes`
     known_depths: tuple[tuple[int, ...], int, int] | None = None  # (order, ...): view.view_of
