@@ -87,12 +87,12 @@ class AskedSession:
         try:
             if session is None:
                 raise InvalidState("the session is gone; nothing changed")
-            session.exclusively(_take_in, claims=False)
+            expects = session.exclusively(_take_in, claims=False)
         except Error:
             if session is None or session.closed:  # else `take_in` has given them back
                 self._membership.give(self._membership.arrived())
             raise
-        if self._membership.ahead:
+        if expects:
             session.exclusively(_load_expected)
 
     def unused(self) -> None:
@@ -183,9 +183,11 @@ def _attempt(call: Callable[[Core], None], core: Core) -> None:
         _logger.warning("what the broker asked for was not done: %s", error)
 
 
-def _take_in(core: Core) -> None:
+def _take_in(core: Core) -> bool:
+    """Whether some layers wait for that."""
     if core.outside is not None:
         core.outside.take_arrived()
+    return core.outside is not None and core.outside.expects
 
 
 def _load_expected(core: Core) -> None:

@@ -499,24 +499,26 @@ class Session:
         beyond those that it has: pages for them are asked for in the same way, so that the step that wants them finds free ones.
         What nobody has used two seconds after it came goes back.
 
-        Returns the layers that come, ascending; () for an active tenant, one that lacks none, and where there is no room. Raises
-        InvalidArgument for an unknown tenant, and a wrong number (field blocks), InvalidState inside a pass of it, and the
-        backend's error; nothing changes then.
+        Returns the layers that come, ascending; () for an active tenant, which may be inside a pass, for one that lacks none, and
+        where there is no room. Raises InvalidArgument for an unknown tenant, and a wrong number (field blocks), InvalidState for
+        one that is being detached, and the backend's error; nothing changes then.
         """
         if not is_count(blocks):
             raise invalid("blocks", blocks, "an int of at least 0")
         self._passes.check_open()
-        self._claim()
         tenant = self._core.tenant(name)
-        tenant.require_idle()
         came: tuple[int, ...] = ()
+        lacking = 0
         if not tenant.active and tenant.pages.cold:
+            self._claim()
+            tenant.require_idle()
             came, _ = self._cold.expect(tenant)
             if came:
                 self._changes.wake(tenant)
             self._link.certify()
+            lacking = self._cold.lacking(tenant)
         if self._outside is not None:
-            self._outside.expect(tenant, 0 if tenant.active else self._cold.lacking(tenant), blocks)
+            self._outside.expect(tenant, lacking, blocks)
         return tuple(part for part in came if part < tenant.layers)
 
     @exclusive

@@ -106,8 +106,10 @@ class Turns(Member):
             self.engine.add_request(Request(str(self.asked), (0,) * (length - length // 2), sampling))
         return "asked"
 
-    def serve(self, steps: int) -> str:
-        """So many steps, if it has so much to do. How many requests are left."""
+    def serve(self, steps: int, blocks: int = 0) -> str:
+        """So many steps, if it has so much to do. How many requests are left. blocks: for so many it asks ahead of need."""
+        if blocks:
+            self.session.expect(self.name, blocks=blocks)
         for _ in range(steps if self.tenant.active else 0):
             if not self.engine.unfinished:
                 break

@@ -118,8 +118,9 @@ class Turns:
 
     def set_off(self) -> None:
         """The one takes, the others give, all at once."""
+        expects = self._rng.randrange(1, 200) if self._rng.random() < 0.5 else 0
         for name in sorted(self.alive):
-            self.begin(name, *(("serve", 40) if name == self.taker else ("rest",)))
+            self.begin(name, *(("serve", 40, expects) if name == self.taker else ("rest",)))
 
     def kill_one(self) -> str:
         """In the midst of it: a member, by name, or the broker. At a point of its own choice, if it comes there, else at any

@@ -208,6 +208,11 @@ class Outside:
         if self._membership.want_ahead(layers + more, keeps=layers > 0):
             self._trace.add("ask", tenant.name, began, "ahead of need", wanted_pages=layers + more)
 
+    @property
+    def expects(self) -> bool:
+        """Whether `load_expected` has something to do."""
+        return bool(self._expecting)
+
     def load_expected(self, cold: Cold) -> None:
         """Pages have come ahead of need: layers that they are for begin to load."""
         for name, tenant in list(self._expecting.items()):
@@ -345,10 +350,10 @@ class Outside:
             self.give_up(pages, ahead=ahead)
 
     def prepare(self) -> bool:
-        """While nobody asks: what tenants that are inactive would give next. One thing a call, since it holds the session's lock;
-        it claims no tenant. Returns whether there may be more to do."""
+        """While nobody asks: what tenants that serve no pass would give next. One thing a call: it holds the session's lock. It
+        claims no tenant. Returns whether there may be more to do."""
         for giver in self._tenants.values():
-            if giver.active or giver.leaving or not giver.config.lends:
+            if giver.leaving or not (giver.config.lends and self._sleeps(giver)):
                 continue
             if self._offers.inactive.prepare(giver, self):
                 return True
