@@ -13,7 +13,7 @@ from bench.lab import seeds
 from bench.lab.commands import app
 from bench.lab.hybridserve import batches, command, figures
 from bench.lab.hybridserve.batches import SHAREGPT, Batch
-from bench.lab.hybridserve.figures import CLAIMS, GRIDS, NOT_SIMULATED, name_of, runs
+from bench.lab.hybridserve.figures import CLAIMS, GRIDS, NOT_SIMULATED, engine_runs, name_of, runs
 from bench.lab.paper.experiments import headlines
 from typer.testing import CliRunner
 
@@ -46,7 +46,7 @@ def test_every_number_of_the_paper_is_reckoned_from_what_is_run_or_left_out() ->
         assert (batch, system) in run
         return dict.fromkeys(
             ("tokens_per_s", "busy", "weights_gb", "kv_gb", "activations_gb", "activation_share"),
-            {"KV": 1.0, "activations": 2.0}.get(system, 0.5),
+            {"FlexGen": 1.0, "KV": 1.0, "activations": 2.0}.get(system, 0.5),
         )
 
     for one in CLAIMS:
@@ -63,7 +63,7 @@ def test_every_number_of_the_paper_is_reckoned_from_what_is_run_or_left_out() ->
 
 
 def test_bytes_and_seconds_of_a_batch() -> None:
-    found = {system: batches.run(SMALL, system, 0) for system in batches.SYSTEMS}
+    found = {system: batches.run(SMALL, system, 0) for system in figures.FOUR}
     memory = batches.setup(SMALL.machine, SMALL.model).room
     blocks = [17, 18, 19, 20, 21, 22, 23, 24]  # of each request: 256 tokens and the middle of each 16 that are made
     kv = 16 * memory.layers * memory.block.kv * (16 * sum(blocks) - blocks[-1])  # in 127 passes
@@ -106,7 +106,10 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     text = command.run_hybridserve(path, command.QUICK)
     assert path.with_suffix(".md").read_text(encoding="utf-8") == text and "of 2 seeds" in text
     data = json.loads(path.read_text(encoding="utf-8"))
-    assert data["settings"] == command.QUICK.to_json() and set(data["points"]) == set(runs(command.QUICK))
+    assert data["settings"] == command.QUICK.to_json() and set(data["points"]) == {
+        *runs(command.QUICK),
+        *engine_runs(command.QUICK),
+    }
     kept = path.read_bytes()
     lost = name_of(GRIDS["12"].batches[0], "ours", 0)
     del data["points"][lost]
@@ -128,13 +131,15 @@ def test_a_file_that_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
 def test_what_is_stored_is_whole_and_is_what_the_page_says() -> None:
     stored = json.loads(command.RESULTS.read_text(encoding="utf-8"))
     assert stored["settings"] == command.SETTINGS.to_json()
-    assert set(stored["points"]) == set(runs(command.SETTINGS))
+    assert set(stored["points"]) == {*runs(command.SETTINGS), *engine_runs(command.SETTINGS)}
     assert command.page(stored) == command.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_of_what_is_stored_ours_is_never_slower_and_some_runs_are_made_again() -> None:
     stored = json.loads(command.RESULTS.read_text(encoding="utf-8"))["points"]
-    for name, (batch, _, seed) in runs(command.SETTINGS).items():
+    for name, (batch, system, seed) in runs(command.SETTINGS).items():
+        if system not in (*figures.FOUR, "1:1"):
+            continue
         ours = partial(name_of, batch, "ours", seed)
         assert stored[ours()]["answers_s"] <= stored[name]["answers_s"] * (1 + 1e-9), name
         assert stored[name]["least_s"] <= stored[name]["pass_s"] * (1 + 1e-9), name
@@ -175,7 +180,7 @@ def test_what_the_words_say_is_what_is_stored() -> None:
     assert (min(shares("12", "paper", "OPT-66b")), max(shares("12", "paper", "OPT-66b"))) == (38, 42)
     assert (max(shares("12", "ours", "OPT-66b")), min(shares("12", "ours", "OPT-66b"))) == (100, 53)
     for grid, one in GRIDS.items():
-        assert all(ends(gains(grid, base))[0] >= 0 for base in one.systems)
+        assert all(ends(gains(grid, base))[0] >= 0 for base in one.systems if base in figures.FOUR)
     small = [stored[name_of(GRIDS["chats"].batches[0], "paper", seed)]["mini_batches"] for seed in range(5)]
     assert (min(small), max(small)) == (6, 11)
     most = max(
@@ -193,5 +198,28 @@ def test_what_the_words_say_is_what_is_stored() -> None:
     assert ends(gains("others", "KV", on="GH200")) == (0, 4) and ends(gains("others", "KV", on="H100")) == (33, 43)
     alone = [1 / each[0] for each in gains("others", "activations", on="GH200")]
     assert (round(100 * min(alone)), round(100 * max(alone))) == (8, 16)
+    lost = {
+        one: [
+            1 - stored[name_of(batch, "whole", 0)]["tokens_per_s"] / stored[name_of(batch, "ours", 0)]["tokens_per_s"]
+            for batch in GRIDS["12"].batches
+            if batch.model == one
+        ]
+        for one in figures.MODELS
+    }
+    large = [each for one in figures.MODELS[1:] for each in lost[one]]
+    assert (round(100 * min(large)), round(100 * max(large))) == (1, 5)
+    assert (round(100 * min(lost["OPT-6.7b"])), round(100 * max(lost["OPT-6.7b"]))) == (6, 11)
+    held = [
+        stored[name_of(batch, one, 0)]["tokens_per_s"] / stored[name_of(batch, other, 0)]["tokens_per_s"] - 1
+        for batch in GRIDS["12"].batches
+        for one, other in (("whole, held", "whole"), ("ours", "parts"))
+    ]
+    assert (round(100 * min(held)), round(100 * max(held))) == (-1, 2)
+    schedule = [
+        100
+        * (1 - stored[name_of(batch, "FlexGen", 0)]["tokens_per_s"] / stored[name_of(batch, "KV", 0)]["tokens_per_s"])
+        for batch in GRIDS["12"].batches
+    ]
+    assert (round(min(schedule[:5])), round(max(schedule[:5]))) == (2, 17) and round(max(schedule[5:])) in (1, 2)
     here = shares("others", "ours", "OPT-30b", "GH200")
     assert (min(here), max(here)) == (0, 10)

@@ -165,17 +165,15 @@ def test_a_slower_link_makes_passes_as_long_as_certified(
     streamed = sorted(chosen) if len(chosen) > ring else []
     now, lengths = [0.0], []
     clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slow_link, "time", clock)
-        link = slow_link.SlowLink(_Tenant(sizes, streamed, ring, kv_layers), 1.0)
-        for _ in range(6):
-            begun = now[0]
-            with link.forward(phase="decode", tokens=1, streamed=list(range(blocks))):
-                for layer, seconds in enumerate(compute):
-                    link.wait(layer)
-                    now[0] += seconds
-                    link.done(layer)
-            lengths.append(now[0] - begun)
+    link = slow_link.SlowLink(_Tenant(sizes, streamed, ring, kv_layers), 1.0, clock)
+    for _ in range(6):
+        begun = now[0]
+        with link.forward(phase="decode", tokens=1, streamed=list(range(blocks))):
+            for layer, seconds in enumerate(compute):
+                link.wait(layer)
+                now[0] += seconds
+                link.done(layer)
+        lengths.append(now[0] - begun)
     certified = kv_stream.pass_seconds(compute, sizes, streamed, ring, 2.0 * blocks, kv_layers, 2)
     assert max(lengths[3:]) == pytest.approx(certified)
     assert math.fsum(lengths) - 6 * sum(compute) == pytest.approx(link.waited_s)

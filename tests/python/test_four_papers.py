@@ -23,6 +23,8 @@ from bench.lab.four_papers.numbers import (
     pie_of,
 )
 from bench.lab.four_papers.page import PAGE, page
+from bench.lab.hybridserve.figures import FOUR, GRIDS
+from bench.lab.hybridserve.window import window
 from bench.lab.paper.experiment_list import C1, C2, UNEQUAL
 from bench.lab.paper.experiments import FACTORS
 from bench.lab.pie.figures import anytime_of
@@ -105,11 +107,11 @@ def test_numbers_of_the_tables_computed_once_more() -> None:
     for place, system in ((2, "paper"), (3, "ours")):
         gains = [
             hybrid[f"RTX-4090, OPT-{model}, 128 prompts of {prompt}: {system} #0"]["tokens_per_s"]
-            / hybrid[f"RTX-4090, OPT-{model}, 128 prompts of {prompt}: KV #0"]["tokens_per_s"]
+            / hybrid[f"RTX-4090, OPT-{model}, 128 prompts of {prompt}: FlexGen #0"]["tokens_per_s"]
             for model in ("6.7b", "13b", "30b", "66b")
             for prompt in (128, 512, 1024, 1536, 1920)
         ]
-        assert cells("12: tokens/s, KV alone")[place] == f"{geometric_mean(gains):.2f}"
+        assert cells("12: tokens/s, FlexGen")[place] == f"{geometric_mean(gains):.2f}"
 
     pie = points("pie")
 
@@ -160,12 +162,17 @@ def test_what_the_words_claim_of_the_others(stored: Stored) -> None:
     assert all(one != one for one in full)
     full = [runs[f"LongBench, 72B, no end: remap #{seed}"]["full_s"] for seed in range(5)]
     assert sum(one == one for one in full) == 3  # "in three seeds"
-    # HybridServe: "no system that was run is faster with any batch".
+    # HybridServe: no system of Figure 12 is faster with any batch; "2.19 times in the mean is beyond the bound".
     for name, point in stored.hybridserve.items():
         load, seed = name.rpartition(": ")[0], name.rpartition("#")[2]
-        assert point["tokens_per_s"] <= stored.hybridserve[f"{load}: ours #{seed}"]["tokens_per_s"] * (1 + 1e-9), name
+        if name.rpartition(": ")[2].rpartition(" #")[0] in FOUR and not name.startswith("engine"):
+            ours = stored.hybridserve[f"{load}: ours #{seed}"]
+            assert point["tokens_per_s"] <= ours["tokens_per_s"] * (1 + 1e-9), name
+    bounds = [window(batch) for batch in GRIDS["12"].batches]
+    assert geometric_mean(one.seconds(0.0) / one.seconds(one.share) for one in bounds) < 1.6
+    assert sum(one.gain > 1.0 for one in bounds) == 18
     assert 1.4 < over_kv(stored, "12", "RTX-4090") < 2.19
-    # By measurement: all or nothing, activations over a slow link, and no mixture of Algorithm 1 ahead of the better of both.
+    # On a CPU: all or nothing, activations over a slow link, and no mixture of Algorithm 1 ahead of the better of both.
     for case, (share, tokens) in offline_best(stored).items():
         assert share == float("slow link" in case), case
         pure = max(tokens[one] for one in ("KV", "activations", "best"))

@@ -11,6 +11,8 @@ from typing import Any
 
 from bench.lab import ROOT, headline
 from bench.lab.hybridserve import figures as hybridserve
+from bench.lab.hybridserve.batches import Batch
+from bench.lab.hybridserve.window import window
 from bench.lab.kunserve import burst_map
 from bench.lab.kunserve import figures as kunserve
 from bench.lab.paper.experiment_list import EXPERIMENTS
@@ -31,14 +33,26 @@ __all__ = [
     *(
         "Oneiros",
         "Stored",
+        "above_bound",
         "bursts_of",
         "closed_form_less",
+        "engine_gains",
         "flexgen_of",
         "gap_closed",
         "headline_gaps",
         "hybridserve_of",
     ),
-    *("kunserve_of", "mixtures", "number", "offline_best", "over_kv", "pie_at_3c", "pie_of", "preemptions_fewer"),
+    *(
+        "kunserve_of",
+        "mixtures",
+        "number",
+        "offline_best",
+        "over_kv",
+        "parts_worth",
+        "pie_at_3c",
+        "pie_of",
+        "preemptions_fewer",
+    ),
     "times",
 ]
 
@@ -240,6 +254,43 @@ def over_kv(stored: Stored, grid: str, machine: str) -> float:
         for batch in hybridserve.GRIDS[grid].batches
         if batch.machine == machine
     )
+
+
+def above_bound(stored: Stored) -> float:
+    """The most by which a pass of `ours` is longer than the bound, times, in the batches of Figure 12."""
+    points = (
+        (batch, stored.hybridserve[hybridserve.name_of(batch, "ours", 0)]) for batch in hybridserve.GRIDS["12"].batches
+    )
+    return max(point["pass_s"] / window(batch).seconds(point["activation_share"]) for batch, point in points)
+
+
+def parts_worth(stored: Stored) -> float:
+    """The most tokens/s with copies by mini-batch and activations that stay, without both = 1, in the batches of Figure 12."""
+
+    def rate(batch: Batch, system: str) -> float:
+        return stored.hybridserve[hybridserve.name_of(batch, system, 0)]["tokens_per_s"]
+
+    return max(rate(batch, "ours") / rate(batch, "whole") for batch in hybridserve.GRIDS["12"].batches)
+
+
+def engine_gains(stored: Stored) -> list[float]:
+    """Of the loads at which the library's engine chose a mixture in virtual time: its tokens/s by those of the better of KV alone
+    and activations alone, seed by seed; the medians."""
+    gains = []
+    for load in hybridserve.LOADS:
+        seeds = [number for number in range(5) if hybridserve.engine_name(load, "best", number) in stored.hybridserve]
+        rates, mixed = [], False
+        for seed in seeds:
+            runs = {
+                policy: stored.hybridserve[hybridserve.engine_name(load, policy, seed)]
+                for policy in ("KV", "activations", "best")
+            }
+            best = runs.pop("best")
+            mixed |= 0.0 < best["activation_share"] < 1.0
+            rates.append(best["tokens_per_s"] / max(one["tokens_per_s"] for one in runs.values()))
+        if mixed:
+            gains.append(statistics.median(rates))
+    return gains
 
 
 def offline_best(stored: Stored) -> dict[str, tuple[float, dict[str, float]]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from bench.lab.hybridserve import division
+from bench.lab.hybridserve import division, flexgen, orders
 from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
 from bench.lab.hybridserve.layerwise import Part, pass_seconds
 from bench.lab.seeds import Point
@@ -28,7 +28,7 @@ from remap.policy.minibatches import BufferLimits, Mix, first_fit, total
 from remap.sim.loads import SHAREGPT_PAPER
 from remap.sim.roofline import Roofline, prefill_pairs
 
-__all__ = ["SHAREGPT", "SYSTEMS", "Batch", "fits_of", "run", "setup"]
+__all__ = ["SHAREGPT", "SYSTEMS", "Batch", "costs_and_room", "fits_of", "run", "setup"]
 
 BLOCK_TOKENS = 16
 RING = 2
@@ -146,6 +146,8 @@ SYSTEMS: dict[str, Callable[[Passes, Costs, HybridRoom], System]] = {
     "1:1": lambda passes, costs, room: _fixed((1, 1)),
     "paper": lambda passes, costs, room: division.as_in_the_paper,
     "ours": _best,
+    **dict.fromkeys(orders.VARIANTS, _best),
+    **dict.fromkeys(flexgen.SYSTEMS_MOVES, lambda passes, costs, room: _fixed((0, 1))),
 }
 """By name: how a pass is planned, given all passes."""
 
@@ -176,23 +178,44 @@ def _prefill_s(prompts: Sequence[int], plan: HybridPlan, found: Setup) -> float:
     return pass_seconds([weights] * room.layers, [*([row] * (room.layers - 1)), last], RING)
 
 
+def costs_and_room(system: str, found: Setup) -> tuple[LayerwiseCosts, LayerwiseRoom]:
+    """Of a system: `found`'s, unless it has others."""
+    if system in orders.VARIANTS:
+        return orders.variant(system, found)
+    if system in flexgen.SYSTEMS_MOVES:
+        return flexgen.flexgen_costs(found, flexgen.SYSTEMS_MOVES[system]), found.room
+    return found.costs, found.room
+
+
 def run(batch: Batch, system: str, seed: int) -> Point:
-    """One batch under one system.
+    """One batch under one system; in as few smaller ones as its buffers ask for, each of which loads all weights.
 
     tokens_per_s: of all answers, the prompts' pass included. weights_gb, kv_gb, activations_gb: copied to the device while
     answers are made; busy: the share of that time in which the processor computes; activation_share: of all blocks;
-    pass_s, mini_batches: of the middle pass. least_s: what no schedule of the middle pass goes below.
+    pass_s, mini_batches: of the middle pass. least_s: the time that no schedule of the middle pass goes below. batches: of these,
+    one of which all but tokens_per_s and this is of.
     """
-    found = setup(batch.machine, batch.model)
-    costs, room = found.costs, found.room
     prompts = batch.prompts(seed)
+    for count in range(1, len(prompts) + 1):
+        found = _run_of(prompts[: math.ceil(len(prompts) / count)], batch, system)
+        if found is not None:
+            return {**found, "batches": float(count)}
+    raise AssertionError("one request fits")
+
+
+def _run_of(prompts: Sequence[int], batch: Batch, system: str) -> Point | None:
+    """None if the device has no room for the buffers."""
+    found = setup(batch.machine, batch.model)
+    costs, room = costs_and_room(system, found)
     counts = [(first, min(BLOCK_TOKENS, OUTPUT - first)) for first in range(1, OUTPUT, BLOCK_TOKENS)]
     passes = [(count, _blocks(prompts, first + count // 2)) for first, count in counts]
     plan_of = SYSTEMS[system](passes, costs, room)
-    prefill_s = _prefill_s(prompts, plan_of(_blocks(prompts, 1), costs, room), found)
+    first = plan_of(_blocks(prompts, 1), costs, room)
     seconds = busy = weights = kv = activations = 0.0
     for count, blocks in passes:
         plan = plan_of(blocks, costs, room)
+        if math.isinf(plan.seconds):
+            return None
         groups = [total(plan.mixes[at] for at in each) for each in plan.packing]
         all_of = total(plan.mixes)
         copied = len(copied_uses(room.layers, RING, "fixed")) * room.streamed(all_of) * room.weight_bytes
@@ -201,10 +224,11 @@ def run(batch: Batch, system: str, seed: int) -> Point:
         weights += count * copied
         kv += count * room.layers * all_of.kv * room.block.kv
         activations += count * room.layers * all_of.activations * room.block.activations
+    prefill_s = _prefill_s(prompts, first, found)
     there = plan_of(passes[len(passes) // 2][1], costs, room)
     all_of = total(there.mixes)
     return {
-        "tokens_per_s": batch.size * OUTPUT / (prefill_s + seconds),
+        "tokens_per_s": len(prompts) * OUTPUT / (prefill_s + seconds),
         "prefill_s": prefill_s,
         "answers_s": seconds,
         "busy": busy / seconds,

@@ -79,7 +79,8 @@ Simulated, not measured: HybridServe's batches of Figure 12 on an RTX 4090, 128 
 comes ([layerwise.py](../lab/hybridserve/layerwise.py)). Whole: as the library's prefetcher copies, a layer's blocks for all
 mini-batches in one copy ([kv_stream.py](../../src/remap/policy/kv_stream.py)), which is what the engine's certificate counts.
 Then two buffers hold the whole batch's part of a layer. Where the device's 10 % for buffers are too few, the requests are
-served in so many batches one after another.
+served in so many batches one after another. With buffers that take their room from weights instead, as this engine lays out its
+memory, a whole layer's copies cost 1 to 11 % ([hybridserve.md](hybridserve.md)).
 
 {orders}
 """
@@ -89,10 +90,12 @@ Good: in each case `best` chose what was the quickest of the fixed ratios, or wi
 the processor's memory, activations alone over the slower link. There activations give a fifth more tokens/s than KV alone (OPT
 +23 %, Llama +21 %). All tokens are equal.
 
-Bad: elsewhere activations give half as many, since the processor has no time to spare. With host memory for 30 % of the KV, twice
-as many requests run at once with them, and they still give a third fewer. No mixture was better than the better of both alone,
-so Algorithm 1 and `best` hardly differ. The time expected of a pass is within 2 % over the slower link, but up to two fifths too
-short for short requests: their passes have costs that do not grow with their tokens, and these are not counted.
+Bad: elsewhere activations give half as many, since the processor has no time to spare. With host memory for 30 % of the
+KV, twice as many requests run at once with them, and they still give a third fewer. No mixture was better than the
+better of both alone, so Algorithm 1 and `best` hardly differ: these links are outside of the range in which a mixture
+can win, and [inside of it one does](hybridserve.md#where-a-mixture-can-win-and-by-how-much-at-most), in virtual time.
+The time expected of a pass is within 2 % over the slower link, but up to two fifths too short for short requests: their
+passes have costs that do not grow with their tokens, and these are not counted.
 
 """
 

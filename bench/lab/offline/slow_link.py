@@ -20,10 +20,11 @@ __all__ = ["SlowLink"]
 
 
 class SlowLink:
-    """Stands before a runner's tenant. waited_s: what passes have slept."""
+    """Stands before a runner's tenant. clock: `time`, or another with its `perf_counter` and `sleep`. waited_s: what passes
+    have slept."""
 
-    def __init__(self, tenant: Any, bytes_per_s: float) -> None:
-        self._tenant, self._rate = tenant, bytes_per_s
+    def __init__(self, tenant: Any, bytes_per_s: float, clock: Any = time) -> None:
+        self._tenant, self._rate, self._clock = tenant, bytes_per_s, clock
         self._layers = tuple(tenant.streamed)
         ring, count = max(1, inside(tenant).buffers), len(self._layers)
         self._ring = ring
@@ -36,7 +37,7 @@ class SlowLink:
         self._done: set[tuple[int, int]] = set()
         self._weights: dict[tuple[int, int], float] = {}  # (pass, layer) -> when they have come
         self._blocks: list[float] = []
-        self._link = time.perf_counter()
+        self._link = self._clock.perf_counter()
         self.waited_s = 0.0
         self._issue()
 
@@ -71,9 +72,9 @@ class SlowLink:
         come = self._weights.pop((self._turn, layer), 0.0)
         if self._part_s and layer < self._tenant.kv.spec.layers:
             come = max(come, self._blocks[layer])
-        left = come - time.perf_counter()
+        left = come - self._clock.perf_counter()
         if left > 0.0:
-            time.sleep(left)
+            self._clock.sleep(left)
             self.waited_s += left
 
     def done(self, layer: int) -> None:
@@ -90,7 +91,7 @@ class SlowLink:
 
     def _issue(self, layer: int = -1) -> None:
         """All copies that may begin when this layer of the pass is done, as `kv_stream.pass_seconds` issues them."""
-        now = time.perf_counter()
+        now = self._clock.perf_counter()
         while True:
             due = self._part_s and self._parts < self._tenant.kv.spec.layers and self._parts - BUFFERS <= layer
             part = self._parts if due else None
