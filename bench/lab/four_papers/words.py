@@ -76,7 +76,7 @@ requests, weights that stream. `paper` is its Algorithm 1, ours the division wit
 
 {table}
 
-**Holds:** a mixture serves more than the better of KV alone and activations alone in {ahead} of the {batches} batches
+**Holds:** mixtures serve more than KV alone and activations alone in {ahead} of the {batches} batches
 of Fig. 12, by up to {most} times; in the others none can, by a bound. `ours` is within {above} % of it. **Holds
 by measurement**, in virtual time: our engine chose a mixture by its own calibration, and served {engine} times the
 better of both (five seeds). No mixture won on a CPU ([offline.md]({results}/offline.md), {cases} cases), on
