@@ -155,7 +155,7 @@ class TinyInstance:
                 raise kind(self._place.refused.reason)
 
     def describe(self) -> Description:
-        return self._description
+        return replace(self._description, epoch=self._double.epoch)
 
     def prepare(self, plan: GroupPlan) -> None:
         self._command(Prepare(self._double.name, plan))

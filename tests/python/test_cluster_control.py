@@ -360,6 +360,12 @@ def test_requests_go_on_being_routed_while_a_group_is_prepared_and_none_while_it
     assert told(control, "b", phase="exchanging") == [Route("s", "a")]
 
 
+def test_epochs_go_on_above_those_that_instances_were_told_by_another_control() -> None:
+    control = Control(MODEL, NETWORK)
+    for name, told, first in (("a", 7, 8), ("b", 3, 9), ("c", 20, 21)):
+        assert control.on(Joined(replace(description(name), epoch=told)), 0.0) == [Recover(name, first)]
+
+
 def test_layers_come_from_hosts_at_the_least_measured_rate() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a")

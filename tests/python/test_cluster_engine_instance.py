@@ -127,7 +127,7 @@ def test_recovering_forgets_every_request_and_refuses_those_that_were_sent_befor
         with pytest.raises(StalePlan) as stale:
             one.instance.recover(1)
         assert stale.value.fields == {"plan_epoch": 1, "epoch": 1}
-        assert one.instance.recover(7) == ("r",)
+        assert one.instance.recover(7) == ("r",) and one.instance.describe().epoch == 7
         with pytest.raises(InvalidState) as late:
             one.instance.submit(asked("s"), 1, (), 1)
         assert (late.value.fields["epoch"], late.value.fields["recovered"]) == (1, 7)

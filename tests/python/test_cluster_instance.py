@@ -720,6 +720,7 @@ def test_survivors_recover_and_requests_start_again_behind_their_tokens():
             with pytest.raises(StalePlan):
                 cluster.instances[name].recover(cluster.epoch)
         cluster.until(lambda: all(cluster.settled(name, cluster.epoch) for name in cluster.instances))
+        assert {cluster.instances[name].describe().epoch for name in ("i0", "i2")} == {cluster.epoch}
         assert lost == {one.id for one in requests} - set(cluster.ends)
         for _, tenant, _ in cluster.attached.values():
             assert tenant.kv.live_blocks == 0

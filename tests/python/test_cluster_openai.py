@@ -343,3 +343,14 @@ def test_the_tokens_of_a_prompt_and_of_a_chat() -> None:
             found(**wrong)
     with pytest.raises(UnknownModel):
         found(prompt="a", model="other")
+
+
+def test_a_key_makes_the_same_requests_again_and_other_keys_others() -> None:
+    body = json.dumps({"prompt": ["a", "b"], "n": 2, "temperature": 1}).encode()
+    one, again, other = (parse(body, Completion, SERVED, key=key).requests for key in ("k", "k", "l"))
+    assert one == again and len({(each.id, each.sampling.seed) for each in one + other}) == 8
+    assert parse(body, Completion, SERVED).requests != parse(body, Completion, SERVED).requests
+    for key in ("", "k" * 257):
+        with pytest.raises(InvalidArgument) as caught:
+            parse(body, Completion, SERVED, key=key)
+        assert caught.value.fields["param"] == "Idempotency-Key"

@@ -30,7 +30,7 @@ from control_worlds import MODEL, NETWORK, token
 from test_cluster_front import until
 
 from remap.cluster import openai, server
-from remap.cluster.app import make_app
+from remap.cluster.app import make_app, make_shared_app
 from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.front import Front
 from remap.cluster.ledger import Delivery
@@ -335,11 +335,11 @@ def test_a_long_prompt_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) 
     reading, other_done = threading.Event(), threading.Event()
     plain = openai.parse
 
-    def parse(body: bytes, *args: Any) -> Any:
+    def parse(body: bytes, *args: Any, **named: Any) -> Any:
         if b"long" in body:
             reading.set()
             assert other_done.wait(60.0)
-        return plain(body, *args)
+        return plain(body, *args, **named)
 
     monkeypatch.setattr(openai, "parse", parse)
 
@@ -540,7 +540,7 @@ def test_the_server_ends_when_its_front_fails(tmp_path: Path, at_once: None) -> 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_large_body_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
     parsed, sent = [], []
-    monkeypatch.setattr(openai, "parse", lambda *args: parsed.append(args))
+    monkeypatch.setattr(openai, "parse", lambda *args, **named: parsed.append(args))
 
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(1000):
@@ -619,3 +619,48 @@ def test_an_error_of_one_choice_ends_all(tmp_path: Path) -> None:
         assert front.unfinished == 0
 
     serving(tmp_path, body)
+
+
+def test_a_server_of_several_answers_by_the_key_and_shows_the_whole_cluster(tmp_path: Path) -> None:
+    from test_cluster_keeper import World
+
+    async def run() -> None:
+        world = World(tmp_path)
+        await world.begin()
+        servers = [await world.server() for _ in "ab"]
+        clients = [client_of(make_shared_app(each, SERVED)) for each in servers]
+        body = {"prompt": [1, 2, 3], "max_tokens": 9, "temperature": 1, "n": 2}
+        answers = [
+            await each.post("/v1/completions", json=body, headers={"Idempotency-Key": key})
+            for each, key in ((clients[0], "k"), (clients[1], "k"), (clients[1], "l"))
+        ]
+        found = [(each.json()["id"], each.json()["choices"]) for each in answers]
+        assert found[0] == found[1] and found[1][0] != found[2][0] and world.submitted() == 4
+        refused = await clients[1].post(
+            "/v1/completions", json=body | {"max_tokens": 8}, headers={"Idempotency-Key": "k"}
+        )
+        assert refused.status_code == 400 and "another request's" in refused.json()["error"]["message"]
+        plain = [(await clients[0].post("/v1/completions", json=body)).json()["id"] for _ in "ab"]
+        assert len(set(plain)) == 2
+
+        assert (await clients[0].get("/health")).json()["status"] == "ok"
+        assert (await clients[0].get("/cluster")).json()["servers"] == 2
+        text = (await clients[1].get("/metrics")).text
+        assert 'remap_cluster_requests_total{outcome="length"} 4.0' in text and "remap_cluster_up" in text
+        await world.end()
+        assert (await clients[0].get("/cluster")).status_code == 503
+        assert "remap_cluster_up" not in (await clients[0].get("/metrics")).text
+        servers[0]._heard_s -= 11.0
+        assert (await clients[0].get("/health")).status_code == 503
+        await world.begin()
+        assert (await clients[0].post("/v1/completions", json=body)).status_code == 200
+        servers[0].failure = InvalidState("it has ended")
+        assert (await clients[0].get("/health")).status_code == 503
+        for each in servers:
+            await each.close()
+        assert world.keeper is not None
+        await world.keeper.close()
+        for each in world.instances:
+            each.instance.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))

@@ -88,11 +88,12 @@ TRIED = {
             "--model MODEL --instances 2 --memory 3MiB --host-kv 1MiB --policy pipeline --host 127.0.0.1 --port 0 --threads 1 "
             "--max-num-seqs 4 --max-batch-tokens 64 --bandwidth 1GB --latency-ms 0.5 --max-body 1MiB --max-requests 8 "
             "--deadline 600 --allow-host box --access-log --log-level info",
-            "--model MODEL --address auto --ahead",
+            "--model MODEL --address auto --shared many --ahead",
             "--model MODEL --engine vllm --engine-args '{\"max_model_len\": 64}'",
         ),
         parsed="it serves until it is interrupted: test_cluster_command.py runs the first line. --address needs a Ray that "
-        "somebody started, --engine vllm needs vLLM (tests/engines/vllm/test_cluster.py has its instances)",
+        "somebody started (test_cluster_shared.py has one), --engine vllm needs vLLM (tests/engines/vllm/test_cluster.py has its "
+        "instances)",
     ),
     "remap serve-many": Tried(
         (

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from remap.cluster.limits import FrontLimits
     from remap.cluster.prompts import Served
     from remap.cluster.ray_cluster import RayInstances
+    from remap.cluster.ray_keeper import ClusterPlan
     from remap.policy.cluster.pipeline import Network
 
 __all__ = ["app"]
@@ -90,6 +91,13 @@ def serve(
     address: Annotated[
         str | None, typer.Option(help="Of a Ray cluster, such as auto.", show_default="one on this machine")
     ] = None,
+    shared: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of a cluster that several servers share, with the same options; needs --address.",
+            show_default="the cluster ends with this server",
+        ),
+    ] = None,
     max_num_seqs: MaxNumSeqs = 32,
     max_batch_tokens: MaxBatchTokens = 512,
     bandwidth: Annotated[
@@ -121,9 +129,15 @@ def serve(
         from remap.cluster.control import GroupPolicy
         from remap.cluster.guard import hosts_of
         from remap.cluster.limits import FrontLimits
-        from remap.cluster.ray_cluster import RayInstances
         from remap.policy.cluster.foresight import Outlook
 
+        if shared is not None and address is None:
+            raise InvalidArgument(
+                "shared: servers share a cluster in a Ray that outlives each of them; nothing was started; start Ray, and give "
+                "--address",
+                field="shared",
+                value=shared,
+            )
         outlook = Outlook() if ahead else None
         chosen = GroupPolicy(policy, instances, outlook=outlook)  # type: ignore[arg-type]  # it refuses other names
         budget = None if memory is None else parse_size(memory, "memory")
@@ -153,13 +167,22 @@ def serve(
         # Before instances are started, which takes longer than to say that the port is taken.
         with open_socket(host, port) as listening:
             names = [f"i{number}" for number in range(instances)]
+            http = (limits, hosts_of(host, allow_host or ()), access_log)
+            resources = {"CPU": float(threads)}
             try:
-                started = RayInstances(factory, names, common | more, {"CPU": threads}, address=address)
-                try:
-                    http = (limits, hosts_of(host, allow_host or ()), access_log)
-                    asyncio.run(_serve(started, chosen, network, served, listening, console, http))
-                finally:
-                    started.close()
+                if shared is not None:
+                    from remap.cluster.ray_keeper import ClusterPlan
+
+                    plan = ClusterPlan(factory, tuple(names), common | more, resources, chosen, network, TIMEOUT_S)
+                    asyncio.run(_serve_shared(shared, plan, address, served, listening, console, http))
+                else:
+                    from remap.cluster.ray_cluster import RayInstances
+
+                    started = RayInstances(factory, names, common | more, resources, address=address)
+                    try:
+                        asyncio.run(_serve(started, chosen, network, served, listening, console, http))
+                    finally:
+                        started.close()
             except KeyboardInterrupt:
                 text = "interrupted while instances were being started, or ended; nothing is served"
                 Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
@@ -286,3 +309,43 @@ async def _serve(
         )
     finally:
         await front.close()
+
+
+async def _serve_shared(
+    name: str,
+    plan: ClusterPlan,
+    address: str | None,
+    served: Served,
+    listening: socket.socket,
+    console: Console,
+    http: tuple[FrontLimits, frozenset[str] | None, bool],
+) -> None:
+    import ray
+
+    from remap.cluster.app import make_shared_app
+    from remap.cluster.ray_cluster import head_lost
+    from remap.cluster.ray_keeper import NAMESPACE, join_cluster
+    from remap.cluster.server import serve as serve_http
+    from remap.cluster.shared_front import SharedFront
+
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+    try:
+        front = SharedFront(await join_cluster(name, plan), plan.options)
+        try:
+            await front.start()
+            host, port = listening.getsockname()[:2]
+            url = f"http://{host}:{port}"
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGUSR1, front.renew_soon)
+            ready = f"{len(plan.names)} instances of {served.name}, shared as {name}, answer at {url}/v1; remap top --url {url}"
+            await serve_http(
+                front,
+                make_shared_app(front, served, *http),
+                listening,
+                lambda: console.print(ready, markup=False, highlight=False),
+                head_lost,
+            )
+        finally:
+            await front.close()
+    finally:
+        ray.shutdown()

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Response
@@ -33,6 +34,7 @@ from .metrics import ClusterMetrics, RequestMetrics
 from .openai import Chat, Completion
 from .prompts import Catalog, Served
 from .readers import Readers
+from .seen import cluster_state, health_of
 from .tokenize import tokenize
 
 if TYPE_CHECKING:
@@ -43,8 +45,9 @@ if TYPE_CHECKING:
     from remap.engine.request import Request as EngineRequest
 
     from .front import Front
+    from .shared_front import SharedFront
 
-__all__ = ["ServedModels", "cluster_state", "health_of", "make_app", "make_endpoints"]
+__all__ = ["ServedModels", "make_app", "make_endpoints", "make_shared_app"]
 
 GONE = 499
 """The status for a caller that went away, and does not read it (nginx has the number)."""
@@ -90,7 +93,8 @@ class _EventStream(StreamingResponse):
 @dataclass(frozen=True)
 class ServedModels:
     """What the endpoints show of one server. answering(model): what serves it. health: of /health, whose field serving says
-    whether anything is served. figures: the text of /metrics. headers: of an answer, once its first part is there."""
+    whether anything is served. figures: the text of /metrics. headers: of an answer, once its first part is there. keyed: what
+    serves requests with a key; None: keys are ignored."""
 
     served: Served | Catalog
     answering: Callable[[str], Answering]
@@ -98,6 +102,7 @@ class ServedModels:
     health: Callable[[], dict[str, Any]]
     figures: Callable[[], Awaitable[bytes]]
     headers: Callable[[AnswerAsked], dict[str, str]] = lambda asked: {}
+    keyed: Answering | None = None
 
 
 def make_app(
@@ -119,6 +124,32 @@ def make_app(
     @app.get("/cluster")
     async def cluster() -> Response:
         return JSONResponse(cluster_state(front))
+
+    return app
+
+
+def make_shared_app(
+    front: SharedFront,
+    served: Served,
+    limits: FrontLimits = DEFAULT,
+    hosts: Collection[str] | None = None,
+    access_log: bool = False,
+) -> FastAPI:
+    """As `make_app`, of one server of several."""
+    metrics = RequestMetrics("remap_cluster")
+
+    async def figures() -> bytes:
+        return metrics.text() + await front.figures()
+
+    serving = ServedModels(served, lambda model: front, metrics, lambda: front.health, figures, keyed=front.keyed)
+    app = make_endpoints(serving, limits, hosts, access_log)
+
+    @app.get("/cluster")
+    async def cluster() -> Response:
+        try:
+            return JSONResponse(await front.state())
+        except Error as error:
+            return JSONResponse(error_of(error), 503)
 
     return app
 
@@ -158,9 +189,11 @@ def make_endpoints(
                 visit.leave()
 
     async def respond(body: bytes, visit: _Visit, kind: type[Completion | Chat]) -> Response:
-        asked = await visit.unless_gone(readers.run(openai.parse, body, kind))
+        key = None if serving.keyed is None else visit.key
+        asked = await visit.unless_gone(readers.run(partial(openai.parse, key=key), body, kind))
         visit.also(admission.enter(len(asked.requests) - 1))
-        found = pieces(serving.answering(asked.model), served.find(asked.model), metrics, asked, visit.deadline)
+        source = serving.answering(asked.model) if serving.keyed is None or key is None else serving.keyed
+        found = pieces(source, served.find(asked.model), metrics, asked, visit.deadline)
         if not asked.stream:
             answer = await visit.unless_gone(whole(asked, found))
             return JSONResponse(answer, headers=serving.headers(asked))
@@ -227,6 +260,11 @@ class _Visit:
         self._http = http
         self._leaves = [leave]
 
+    @property
+    def key(self) -> str | None:
+        """The caller's name for its request, with which it may come back."""
+        return self._http.headers.get("idempotency-key")
+
     def also(self, leave: Callable[[], None]) -> None:
         """It takes more room, until it leaves."""
         self._leaves.append(leave)
@@ -268,39 +306,3 @@ async def _gone(http: HTTPRequest) -> None:
 
 def _busy(error: Busy) -> Response:
     return JSONResponse(error_of(error), status_of(error), {"Retry-After": str(error.fields["retry_after_s"])})
-
-
-def health_of(front: Front[Any]) -> dict[str, Any]:
-    """status: ok; degraded, when some of the instances do not serve; draining, when no request is taken any more; or that none
-    serves. How many do (0 then), and how many should."""
-    expected = len(front.up)
-    serving = 0 if front.failure is not None or front.draining else sum(front.up.values())
-    status = "draining" if front.draining else "no instance serves"
-    if serving:
-        status = "ok" if serving == expected else "degraded"
-    return {"status": status, "serving": serving, "instances_expected": expected}
-
-
-def cluster_state(front: Front[Any]) -> dict[str, Any]:
-    """How the cluster is now, of JSON's types; `remap top` shows it. kv_tokens of a group are held, kv_capacity have room."""
-    groups = [
-        {
-            "epoch": view.epoch,
-            "changing": view.changing,
-            "phase": view.phase,
-            "stages": [{"instance": part.instance, "first": part.first, "end": part.end} for part in view.stages],
-            "running": view.load.running,
-            "waiting": len(view.load.waiting),
-            "kv_tokens": view.load.tokens,
-            "kv_capacity": view.capacity,
-        }
-        for view in front.groups
-    ]
-    return {
-        "epoch": front.service.control.epoch,
-        "groups": groups,
-        "unfinished": front.unfinished,
-        "restarts": front.restarts,
-        "suspects": front.service.suspects,
-        "rejected": {name: str(error) for name, error in front.rejected.items()},
-    }

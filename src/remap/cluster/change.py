@@ -73,6 +73,13 @@ class InstanceChanges:
         if older is not None:
             older.close()
 
+    @property
+    def newest(self) -> int:
+        """The highest epoch that was committed or aborted here, or is prepared."""
+        with self._lock:
+            prepared = 0 if self._prepared is None else self._prepared.plan.epoch
+            return max(self._committed, self._aborted, prepared)
+
     def pending(self, epoch: int) -> bool:
         """Whether a change is being prepared, is prepared, or is decided and the instance, at this epoch, has not switched."""
         with self._lock:

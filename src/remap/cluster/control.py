@@ -304,6 +304,7 @@ class Control:
         self._returning.discard(name)
         self._leaving.discard(name)
         self._known[name] = description
+        self.epoch = max(self.epoch, description.epoch)
         self._fingerprint = description.fingerprint
         rates = [each.host_bytes_per_s for each in self._known.values() if each.host_bytes_per_s]
         if rates:

@@ -135,7 +135,7 @@ class EngineInstance:
 
     def describe(self) -> Description:
         """The instance's name and capacity."""
-        return replace(self._engine.describe(self.name), pid=os.getpid(), merges=False)
+        return replace(self._engine.describe(self.name), pid=os.getpid(), merges=False, epoch=self._epoch)
 
     def recover(self, epoch: int) -> tuple[str, ...]:
         """See `ServingInstance`. An engine that has failed does not recover: raises InvalidState (field instance) then."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -222,9 +222,9 @@ class Front(Generic[RequestT]):
         """Requests that are not answered yet."""
         return len(self.service.ledger)
 
-    async def generate(self, id: str, request: RequestT) -> AsyncGenerator[Delivery, None]:
-        """The request's tokens as they come; the last delivery has the finish reason. A caller that stops asking for more cancels
-        it.
+    async def generate(self, id: str, request: RequestT, had: Iterable[int] = ()) -> AsyncGenerator[Delivery, None]:
+        """The request's tokens as they come, behind those that the caller had; the last delivery has the finish reason. A
+        caller that stops asking for more cancels it.
 
         Raises InvalidArgument for an id that is in use and for a request that the model cannot serve, NoCopy when no instance is
         left, InvalidState when the server closes.
@@ -234,7 +234,7 @@ class Front(Generic[RequestT]):
         if self._closing or self.draining:
             raise _closing()
         queue = asyncio.Queue[Delivery | Error]()
-        actions = self.service.ask(id, request, self._now())
+        actions = self.service.ask(id, request, self._now(), had)
         self._queues[id] = queue
         try:
             self._carry_out(actions)

@@ -159,6 +159,7 @@ class ClusterInstance:
             self._store.address,
             os.getpid(),
             has.host_bytes_per_s,
+            epoch=self._changes.newest,
         )
 
     def prepare(self, plan: GroupPlan) -> None:

@@ -76,13 +76,14 @@ class RequestLedger(Generic[RequestT]):
     def __contains__(self, id: object) -> bool:
         return id in self._entries
 
-    def add(self, id: str, request: RequestT) -> None:
-        """A new request. Raises InvalidArgument (field id), with nothing changed, if an unfinished one has this id."""
+    def add(self, id: str, request: RequestT, tokens: Iterable[int] = ()) -> None:
+        """A new request; tokens: that its caller has already. Raises InvalidArgument (field id), with nothing changed, if an
+        unfinished one has this id."""
         if id in self._entries:
             raise InvalidArgument(
                 f"request id {id!r} is in use; ids must be unique among unfinished requests; nothing changed", id=id
             )
-        self._entries[id] = _Entry(request)
+        self._entries[id] = _Entry(request, tokens=list(tokens))
 
     def send(self, id: str, instance: str) -> Submission[RequestT] | None:
         """Record that the request goes to this instance, in a new attempt, and return what to submit. Call it before that is

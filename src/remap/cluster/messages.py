@@ -85,7 +85,7 @@ class Description:
     """An instance that is ready. model: its layers, with their bytes and measured seconds. memory_bytes: for layers and KV
     together. rendezvous: where those that merge with it find each other (`ServedStore.address`).
     host_bytes_per_s: at which layers come from the host's master copy, measured; 0: unknown. merges: whether it takes part in
-    changes of groups (`contract.MergingInstance`)."""
+    changes of groups (`contract.MergingInstance`). epoch: the highest that it was told: an earlier control may have had it."""
 
     name: str
     fingerprint: Fingerprint
@@ -95,6 +95,7 @@ class Description:
     pid: int = 0
     host_bytes_per_s: float = 0.0
     merges: bool = True
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

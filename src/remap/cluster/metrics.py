@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from .front import Front
 
-__all__ = ["ClusterMetrics", "RequestMetrics"]
+__all__ = ["ClusterMetrics", "RequestMetrics", "cluster_text"]
 
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
@@ -85,6 +85,13 @@ class ClusterMetrics(RequestMetrics):
     def __init__(self, front: Front[Any]) -> None:
         super().__init__("remap_cluster")
         self.registry.register(_Now(front))
+
+
+def cluster_text(front: Front[Any]) -> bytes:
+    """The state of a cluster's front alone, as Prometheus reads it."""
+    registry = CollectorRegistry()
+    registry.register(_Now(front))
+    return generate_latest(registry)
 
 
 class _Now(Collector):

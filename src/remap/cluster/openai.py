@@ -8,6 +8,7 @@ those that the model ends with), `ignore_eos` (not those) and `token_ids` in eac
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from dataclasses import replace
@@ -32,6 +33,9 @@ MOST_STOPS = 4
 
 MOST_CHOICES = 128
 """Of one body: n choices, or best_of tries, of each of its prompts. OpenAI takes as many of one prompt."""
+
+MOST_KEY = 256
+"""Characters of an Idempotency-Key."""
 
 MOST_BIASES = 1024
 """Tokens of logit_bias: each pass has them all."""
@@ -121,10 +125,18 @@ class Chat(_Body, kw_only=True):
     nothing: ClassVar[dict[str, Any]] = {"tools": [], "tool_choice": "none"}
 
 
-def parse(text: bytes, kind: type[Completion | Chat], served: Served | Catalog, wanted: Wanted = always) -> AnswerAsked:
-    """A body. wanted: asked between steps; CancelledError is raised when no caller waits any more.
+def parse(
+    text: bytes,
+    kind: type[Completion | Chat],
+    served: Served | Catalog,
+    wanted: Wanted = always,
+    key: str | None = None,
+) -> AnswerAsked:
+    """A body. wanted: asked between steps; CancelledError is raised when no caller waits any more. key: the caller's name for it:
+    the same body with the same key asks for the same requests, ids and seeds included.
 
-    Raises InvalidArgument (field param, where one is at fault) for a body that is not as it must be, and UnknownModel.
+    Raises InvalidArgument (field param, where one is at fault) for a body that is not as it must be, or a key of more than
+    MOST_KEY characters; and UnknownModel.
     """
     body = decoded(text, kind)
     served = served.find(body.model)
@@ -140,13 +152,15 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served | Catalog, 
     else:
         prompts, echoes = _prompts(body, tries, served, wanted)
         echo_only = bool(body.echo) and body.max_tokens == 0
-    id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+    own = _own_name(key)
+    id = f"{'chatcmpl' if chat else 'cmpl'}-{own[:24]}"
+    drawn = int(own[24:], 16)
     requests: list[Request] = []
     for prompt in prompts:
         sampling = _sampling(body, len(prompt), served, 0 if logprobs is None and tries > n else logprobs)
         for choice in range(tries):
             # A draw without a given seed is to differ each time, and be the same when the request is started again.
-            seed = secrets.randbits(31) if body.seed is None else _seed(body.seed + choice)
+            seed = (drawn + len(requests)) % 2**31 if body.seed is None else _seed(body.seed + choice)
             name = id if len(prompts) * tries == 1 else f"{id}-{len(requests)}"
             requests.append(Request(name, prompt, replace(sampling, seed=seed)))
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
@@ -166,6 +180,15 @@ def parse(text: bytes, kind: type[Completion | Chat], served: Served | Catalog, 
         logprobs is not None,
         echo_only,
     )
+
+
+def _own_name(key: str | None) -> str:
+    """40 hexadecimal digits: of the key, or drawn."""
+    if key is None:
+        return secrets.token_hex(20)
+    if not 0 < len(key) <= MOST_KEY:
+        raise refused("Idempotency-Key", f"must have 1 to {MOST_KEY} characters, got {len(key)}")
+    return hashlib.sha256(key.encode()).hexdigest()[:40]
 
 
 def decoded(text: bytes, kind: type[BodyT]) -> BodyT:

@@ -16,20 +16,20 @@ import asyncio
 import importlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from remap.errors import Error, InvalidArgument, OutOfMemory
 
 from .front import InstanceFailed, Lost
 
-__all__ = ["GCS_PATIENCE_S", "RayConnection", "RayInstances"]
+__all__ = ["GCS_PATIENCE_S", "RayConnection", "RayInstances", "head_lost"]
 
 GCS_PATIENCE_S = 86_400
 LOOK_S = 2.0
@@ -69,14 +69,15 @@ class _Actor:
 
 
 class RayConnection:
-    """A `front.Connection` to an actor. local: it is of a Ray that this process started, and so on this machine."""
+    """A `front.Connection` to an actor. local: it is of a Ray that this process started, and so on this machine. apart: calls
+    that have threads of their own."""
 
-    def __init__(self, name: str, actor: Any, local: bool) -> None:
+    def __init__(self, name: str, actor: Any, local: bool = False, apart: Iterable[str] = ()) -> None:
         self.name = name
         self._actor = actor
         self._local = local
         self._process: int | None = None  # a descriptor: a number may be another process's by the time of `end`
-        self._apart = {method: actor.call.options(concurrency_group=method) for method in APART}
+        self._apart = {method: actor.call.options(concurrency_group=method) for method in apart}
 
     async def call(self, method: str, *arguments: object) -> Any:
         """See `front.Connection`."""
@@ -116,6 +117,10 @@ class RayConnection:
         """See `front.Connection`."""
         ray.kill(self._actor, no_restart=False)
 
+    def remove(self) -> None:
+        """End its process for good."""
+        ray.kill(self._actor, no_restart=True)
+
     def end(self) -> None:
         """Kill the process, if it still runs: without its raylet no other process does."""
         if self._process is not None:
@@ -145,6 +150,8 @@ class RayInstances:
     {"CPU": 1} or {"GPU": 1}. address: of a Ray cluster; None starts one on this machine, without a dashboard. Where that listens
     is said by the environment that Ray was imported with (docs/cluster.md, "Who can reach it").
 
+    kept: a name, for a process that is in Ray already, and may be started again: actors outlive it, and are found again by this.
+
     Raises InvalidArgument for a name that occurs twice, and OutOfMemory (field resources) if Ray has no room for all of them
     within a minute; then nothing is left behind.
     """
@@ -156,12 +163,15 @@ class RayInstances:
         arguments: Mapping[str, Any],
         resources: Mapping[str, float],
         address: str | None = None,
+        kept: str | None = None,
     ) -> None:
         if len(set(names)) < len(names) or not names:
             raise InvalidArgument(
                 f"instances need names, each its own, got {list(names)}; nothing was started", names=names
             )
-        if address is None:
+        if kept is not None:
+            pass
+        elif address is None:
             ray.init(
                 "local",  # else it joins whatever cluster it finds on this machine
                 num_cpus=max(1, round(sum(resources.get("CPU", 0) for _ in names))),
@@ -174,9 +184,9 @@ class RayInstances:
         else:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         self.connections: list[RayConnection] = []
-        self._shared, self._headless = address is not None, False
+        self._shared, self._headless, self._kept = address is not None, False, kept
         self._patience_s = GONE_S if address is None else AWAY_S
-        self._group = placement_group([dict(resources) for _ in names], strategy="SPREAD")
+        self._group = _placed([dict(resources) for _ in names], kept)
         if not self._group.wait(PLACING_S):
             self.close()
             raise OutOfMemory(
@@ -197,33 +207,27 @@ class RayInstances:
                     max_restarts=-1,
                     max_concurrency=THREADS,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+                    **_outliving(kept, name),
                 ).remote(factory, name, dict(arguments)),
-                address is None,
+                address is None and kept is None,
+                APART,
             )
             for bundle, name in enumerate(names)
         ]
 
     async def head_lost(self) -> str:
-        """Waits until Ray's head process (GCS) has not been there for a while, and returns what is wrong: no instance that dies
-        is started again then."""
-        address = str(ray.get_runtime_context().gcs_address)
-        host, _, port = address.rpartition(":")
-        clock = asyncio.get_running_loop().time
-        seen_s = looked_s = clock()
-        while clock() - seen_s < self._patience_s:
-            await asyncio.sleep(LOOK_S)
-            if clock() - looked_s > 2 * LOOK_S + self._patience_s:
-                seen_s = clock()  # this process did not run
-            looked_s = clock()
-            with suppress(OSError, asyncio.TimeoutError):
-                _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), LOOK_S)
-                writer.close()
-                seen_s = clock()
+        """`head_lost`, as long as this Ray's head process is waited for."""
+        found = await head_lost(self._patience_s)
         self._headless = True
-        return f"Ray's head process (GCS, {address}) has not answered for {self._patience_s:.0f} s"
+        return found
 
     def close(self) -> None:
         """End the actors and this process's part of Ray."""
+        if self._kept is not None:
+            for connection in self.connections:
+                connection.remove()
+            remove_placement_group(self._group)
+            return
         # Ray's head process answers this; without it the call waits until its patience ends, which here is a day. `shutdown` ends
         # what this process started, with or without it.
         if self._shared and not self._headless:
@@ -232,3 +236,35 @@ class RayInstances:
         ray.shutdown()
         for connection in self.connections:
             connection.end()
+
+
+async def head_lost(patience_s: float = AWAY_S) -> str:
+    """Waits until the head process (GCS) of this process's Ray has not been there for patience_s, and returns what is wrong: no
+    actor that dies is started again then."""
+    address = str(ray.get_runtime_context().gcs_address)
+    host, _, port = address.rpartition(":")
+    clock = asyncio.get_running_loop().time
+    seen_s = looked_s = clock()
+    while clock() - seen_s < patience_s:
+        await asyncio.sleep(LOOK_S)
+        if clock() - looked_s > 2 * LOOK_S + patience_s:
+            seen_s = clock()  # this process did not run
+        looked_s = clock()
+        with suppress(OSError, asyncio.TimeoutError):
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), LOOK_S)
+            writer.close()
+            seen_s = clock()
+    return f"Ray's head process (GCS, {address}) has not answered for {patience_s:.0f} s"
+
+
+def _outliving(kept: str | None, name: str) -> dict[str, Any]:
+    """An actor's options by which it outlives the process that made it, and is found again."""
+    return {} if kept is None else {"name": f"{kept}/{name}", "lifetime": "detached", "get_if_exists": True}
+
+
+def _placed(bundles: list[dict[str, float]], kept: str | None) -> Any:
+    if kept is None:
+        return placement_group(bundles, strategy="SPREAD")
+    with suppress(ValueError):  # there is none of this name
+        return get_placement_group(kept)
+    return placement_group(bundles, strategy="SPREAD", name=kept, lifetime="detached")

@@ -19,7 +19,7 @@ the base `TRIAL_TOKENS`) more. Suspects wait for each other's first tokens; no o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -127,9 +127,10 @@ class Service(Generic[RequestT]):
         members = self.control.members(instance)
         return sum(self.ledger.where(id) in members for id in self.ledger.ids)
 
-    def ask(self, id: str, request: RequestT, now_s: float) -> list[Action[RequestT]]:
-        """A new request. Raises InvalidArgument, with nothing changed, if an unfinished one has its id."""
-        self.ledger.add(id, request)
+    def ask(self, id: str, request: RequestT, now_s: float, tokens: Iterable[int] = ()) -> list[Action[RequestT]]:
+        """A new request, which goes on behind these tokens. Raises InvalidArgument, with nothing changed, if an unfinished one
+        has its id."""
+        self.ledger.add(id, request, tokens)
         return self.on(PlacementAsked(id, self._tokens(id)), now_s)
 
     def bounced(self, id: str, attempt: int, now_s: float) -> list[Action[RequestT]]:
