@@ -480,7 +480,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="cluster-late-submission",
         file="src/remap/cluster/instance.py",
-        text="if epoch is not None and epoch < self._recovered:",
+        text="if epoch is not None and epoch < recovered:",
         replacement="if epoch is not None and epoch < 0:",
         breaks="A submission from before a recovery is taken after it, beside the request's next attempt.",
         tests=("test_cluster_instance.py::test_what_was_sent_before_a_recovery_is_refused_after_it",),

@@ -27,6 +27,7 @@ from remap.cluster import beside, change, own_layers, passes  # noqa: E402
 from remap.cluster.exchange import Exchange  # noqa: E402
 from remap.cluster.head import Head  # noqa: E402
 from remap.cluster.instance import ClusterInstance  # noqa: E402
+from remap.cluster.instance_loop import InstanceLoop  # noqa: E402
 from remap.cluster.messages import Part  # noqa: E402
 from remap.cluster.resources import KVLost  # noqa: E402
 from remap.cluster.transport import PeerLost  # noqa: E402
@@ -514,7 +515,7 @@ def test_a_restoration_may_begin_before_the_last_one_is_known_to_be_over(at, aga
 def test_a_stage_hears_to_shrink_for_a_restoration_that_is_over_when_the_next_one_has_begun(monkeypatch):
     monkeypatch.setattr("remap.cluster.throughput.LEAST_BYTES", 1000)
     model, requests = make("llama"), long_requests(5, 6)
-    plain, held, holding = ClusterInstance._from_ring, [], [True]
+    plain, held, holding = InstanceLoop._from_ring, [], [True]
 
     def late(self, epoch, source, header, payload):
         """The ring to i1 stands still from the first Shrink on."""
@@ -523,7 +524,7 @@ def test_a_stage_hears_to_shrink_for_a_restoration_that_is_over_when_the_next_on
         else:
             plain(self, epoch, source, header, payload)
 
-    monkeypatch.setattr(ClusterInstance, "_from_ring", late)
+    monkeypatch.setattr(InstanceLoop, "_from_ring", late)
     with Cluster(model, 2, blocks=120, network=Network(Line(0.0, 0.0), 1e5), kv=RESIDENT) as cluster:
         cluster.change((("i0", 2), ("i1", 6)))
         cluster.submit("i0", requests)
@@ -582,7 +583,7 @@ def test_who_may_wake_waits_while_a_change_is_prepared(monkeypatch):
 
         # In the loop itself, as `exclusively` would be carried out right behind the look.
         plain_exclusively = lambda call: ClusterInstance.exclusively(first, call)  # noqa: E731
-        monkeypatch.setattr(first, "_ask", lambda call: call())
+        monkeypatch.setattr(first._loop, "ask", lambda call: call())
         monkeypatch.setattr(beside, "check", look)
         plans = cluster.plans((("i0", 3), ("i1", 6)))
         assert cluster.prepare(plans) == []
@@ -590,10 +591,10 @@ def test_who_may_wake_waits_while_a_change_is_prepared(monkeypatch):
         with pytest.raises(InvalidState):
             first.exclusively(lambda: session.step({}))
         # Decided, and the loop has not heard of it: its entries come one behind the other.
-        hear = first._inbox.put
+        hear = first._loop.inbox.put
         with monkeypatch.context() as patch:
             later = []
-            patch.setattr(first, "_inbox", SimpleNamespace(put=later.append))
+            patch.setattr(first._loop, "inbox", SimpleNamespace(put=later.append))
             first.commit(plans["i0"].epoch)
             patch.undo()
             with pytest.raises(InvalidState):
@@ -798,9 +799,9 @@ def test_a_loop_that_hangs_is_told_by_poll(monkeypatch):
     with Cluster(model, 1, blocks=20) as cluster:
         one = cluster.instances["i0"]
         monkeypatch.setattr(passes, "launch", stuck)
-        cluster.until(lambda: one._round_s == math.inf)
+        cluster.until(lambda: one._loop.outbox.round_s == math.inf)
         with monkeypatch.context() as patched:
-            patched.setattr("remap.cluster.instance.HUNG", 0)
+            patched.setattr("remap.cluster.outbox.HUNG", 0)
             one.poll(0.05)
             one.submit(requests[0], 1)
             assert hanging.wait(600.0)
@@ -809,7 +810,7 @@ def test_a_loop_that_hangs_is_told_by_poll(monkeypatch):
             assert told.value.fields["busy_s"] > 0.05
         monkeypatch.setattr(passes, "launch", plain)
         go_on.set()
-        cluster.until(lambda: one._round_s == math.inf)
+        cluster.until(lambda: one._loop.outbox.round_s == math.inf)
         assert cluster.answers(requests) == expected_tokens(model, requests)
 
 
@@ -945,9 +946,10 @@ def test_a_connection_that_breaks_is_told_when_nobody_recovers(monkeypatch):
         cluster.change((("i0", 3), ("i1", 6)))
         waited = count(step=1000.0)
         with monkeypatch.context() as patched:
-            patched.setattr("remap.cluster.instance.time", SimpleNamespace(monotonic=lambda: next(waited)))
+            for module in ("outbox", "instance_loop"):
+                patched.setattr(f"remap.cluster.{module}.time", SimpleNamespace(monotonic=lambda: next(waited)))
             # On this clock every round takes a thousand seconds: that is no loop that hangs.
-            patched.setattr("remap.cluster.instance.HUNG", math.inf)
+            patched.setattr("remap.cluster.outbox.HUNG", math.inf)
             patched.setattr(cluster.attached["i1"][1], "forward", lambda **_: (_ for _ in ()).throw(lost))
             cluster.submit("i0", requests)
             with pytest.raises(PeerLost):
@@ -1062,7 +1064,7 @@ def test_who_ends_an_instance_that_hangs_is_told(monkeypatch):
         caller.start()
         assert hanging.wait(600.0)
         with monkeypatch.context() as patched:
-            patched.setattr("remap.cluster.instance.HUNG", 0)
+            patched.setattr("remap.cluster.outbox.HUNG", 0)
             with pytest.raises(InvalidState):
                 one.close()
         go_on.set()

@@ -9,7 +9,8 @@
 These are pure, and the simulator drives control with the same messages. `remap.policy.cluster` decides which instances merge. One
 instance:
 
-    instance   the loop of one instance, and what control asks of it: a stage of a group, always, if only of a group of one
+    instance   what control asks of it: a stage of a group, always, if only of a group of one
+    instance_loop  the thread that computes; outbox: what it has for control; heard: messages of peers; submissions: requests
     change     the changes prepared, committed, aborted; prepared: the links of a group that is to be
     switch     how it becomes a member of the group that was decided
     member     its state between two changes; resources: its own in any group; counts: its work
@@ -24,6 +25,7 @@ instance:
 And what serves:
 
     front         connects the service with instances and callers
+    keeper        the front of several servers, as a Ray actor (ray_keeper); shared_front: as one of these servers has it
     ray_cluster   instances as Ray actors; served_model: the model that they serve
     server        OpenAI's endpoints; openai: their bodies; answer_text: tokens into text; metrics: figures for Prometheus
 """

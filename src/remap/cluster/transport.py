@@ -10,7 +10,7 @@ that lives and is silent is for the control plane to find. A send has one: a pee
 as gone.
 
 Threads: `post` never waits: one daemon thread of the link sends, in the order of posting, and one for each peer that is
-listened to receives from it. They call `deliver`, `then` and `lost`, which only enqueue (instance.py).
+listened to receives from it. They call `deliver`, `then` and `lost`, which only enqueue (instance_loop.py).
 
 None of them may wait in gloo while the interpreter ends: one that wakes then asks for the GIL inside a C++ destructor, and the
 process aborts (pytorch#38228). So at exit their connections are broken, and they are joined.
