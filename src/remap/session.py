@@ -474,7 +474,9 @@ class Session:
         entry = Entry(stall=report.predicted_stall_s, reason=report.reason)
         self._log.add(self._arena.epoch, self._tenants, {name: entry})
         self._tiers.consider()
-        made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
+        made: ActivationReport = self._with_moved(
+            lambda moved: replace(report, epoch=self._arena.epoch, moved=moved)  # the one after the change
+        )
         return made
 
     @contextmanager

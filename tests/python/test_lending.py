@@ -58,7 +58,9 @@ def test_who_is_idle_lends_and_gets_its_layers_back_without_a_call_of_the_driver
             a.poison()
             world.check()
             a.free()
-            assert world.activate("b").activated and not world.engines["b"].tenant.streamed
+            report = world.activate("b")
+            assert report.activated and not world.engines["b"].tenant.streamed
+            assert report.epoch == world.session.snapshot().epoch, "behind the change"
             assert mappings(world) == before or turn == 0
             world.check()
 
