@@ -142,7 +142,9 @@ class Changes:
             self._decide(draft)
 
     def _decide(self, draft: Draft) -> None:
-        draft.moves_told = {name: moves for name, moves in compose_all(self.moved, draft.moved).items() if moves}
+        draft.moves_told = self.moved
+        if draft.moved:
+            draft.moves_told = {name: moves for name, moves in compose_all(self.moved, draft.moved).items() if moves}
         draft.decisions = self.decisions + bool(draft.due or draft.moved)
         draft.decided = True
         self._carry_on(draft)
@@ -587,11 +589,13 @@ class Changes:
 
     def cancel_draining(self, tenant: TenantState, *, deactivate: bool = False) -> None:
         """Stop draining: the blocks are needed after all. deactivate: make the tenant inactive in the same change."""
+        active = tenant.active and not deactivate
+        if not tenant.draining and tenant.draining_target is None and active == tenant.active:
+            return  # as in every growth
         with self.part():
             self._save(tenant)
             if tenant.draining:
                 tenant.kv.pool.cancel_drain(tenant.draining)
-            active = tenant.active and not deactivate
             tenant.books = replace(tenant.books, draining=(), draining_target=None, active=active)
 
     def note(self, tenant: TenantState, books: Books) -> None:

@@ -21,7 +21,7 @@ from remap.memory.state import TenantState
 __all__ = ["Draft", "DueWork", "Place"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DueWork:
     """What is to be done for one tenant once the change is decided. plan: the consequences of all its plans as of one.
     slots: of the KV region, whose pages its pool gets when they have been zeroed."""
@@ -30,7 +30,7 @@ class DueWork:
     slots: tuple[int, ...] = ()
 
 
-@dataclass
+@dataclass(slots=True)
 class Place:
     """A place in a change. mark: of the core; None: none of the change's plans was applied. before: tenant -> its books and
     pool, of those that were touched since. due, moved: as in Draft, by then."""
@@ -41,7 +41,7 @@ class Place:
     before: dict[TenantState, tuple[Books, SavedPool]] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(slots=True)
 class Draft:
     """due: by tenant. moved: live blocks, tenant -> {old: new}, in this change. emptied: pages from which blocks have moved:
     no block moves there before the change is decided, since they are where it goes back to. told: tenants whose engines have
