@@ -839,7 +839,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="            outer.before.setdefault(tenant, before)\n",
         replacement="            pass\n",
         breaks="When bringing layers home fails, a holder does not get back the blocks that it had given up (a lost undo).",
-        tests=("test_fault_sweep.py::test_every_call_fails[activate-aliased-once]",),
+        tests=("test_change_parts.py::test_a_page_goes_from_one_tenant_to_another_in_a_change[aliased-True]",),
     ),
     Mutant(
         name="lending-a-block-moves-where-one-has-moved-away",
@@ -919,7 +919,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="default = False if self._prepares else PARTIAL",
         replacement="default = not self._prepares",
         breaks="A turn's passes stream whole layers over a slow link for as long as others' blocks live.",
-        tests=("test_switching.py::test_passes_do_not_spend_turns_waiting_over_a_slow_link[remap-0.25]",),
+        tests=("test_switching.py::test_passes_do_not_spend_turns_waiting_over_a_slow_link[remap:weights-0.25]",),
     ),
     Mutant(
         name="lending-streams-less-than-it-may",
