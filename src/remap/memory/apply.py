@@ -192,21 +192,16 @@ class Changes:
             if draft.applying and self._executor.undecided():
                 self._executor.rollback(place.mark)
         finally:  # also of a broken arena
-            while len(draft.places) > depth:
-                last = draft.places[-1]
-                for tenant, (books, pool) in last.before.items():
+            for each in reversed(draft.places[depth:]):
+                for tenant, (books, pool) in each.before.items():
                     tenant.books = restored(tenant, books)
                     tenant.kv.pool.restore(pool)
                     concerned.add(tenant)
-                draft.due, draft.moved = last.due, last.moved
-                if len(draft.places) == depth + 1:
-                    break
-                draft.places.pop()
-            draft.applying = place.mark is not None
+            draft.due, draft.moved, draft.applying = place.due, place.moved, place.mark is not None
             for tenant in concerned & draft.told.keys():
                 tenant.kv.pool.tell_since(draft.told[tenant])
                 self._unreported.append(tenant.kv.pool)
-            draft.places.pop()
+            del draft.places[depth:]  # only now: until then all of this can be done again
             if not draft.places:
                 self._draft = None
         if self._draft is None and self._unreported:

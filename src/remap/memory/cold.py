@@ -167,7 +167,7 @@ class Cold:
         """Blocks and the first layer, then a few layers, then more of them: a change each."""
         changes, pages = self._changes, choice.kv
         first, count = 0, 1
-        while first < len(layers) or first == 0:
+        while first < len(layers):
             homes = {layer: choice.homes[layer] for layer in layers[first : first + count]}
             with changes.part():
                 if pages:
