@@ -105,7 +105,7 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_planner.py::test_a_sequence_of_plans_ends_where_each_says",),
     ),
     Mutant(
-        name="planner-ring-pages-not-reclaimed",
+        name="planner-ring-pages-not-fetched",
         file="src/remap/memory/plan.py",
         text="return self.lent - _tail_pages(self.homes, target.tails).difference(*_choose_ring(self, target))",
         replacement="return self.lent - _tail_pages(self.homes, target.tails)",
@@ -928,14 +928,6 @@ MUTANTS: tuple[Mutant, ...] = (
         replacement="    for remapped in range(tenant.remapped - 1, keep, -1):",
         breaks="A waking tenant is refused although all that is away now could be streamed within its caller's share.",
         tests=("test_sharing_controller.py::test_a_waking_tenant_streams_as_much_as_its_caller_allows",),
-    ),
-    Mutant(
-        name="lending-reclaimed-pages-stay-claimed",
-        file="src/remap/memory/apply.py",
-        text="reclaimed=books.reclaimed.difference(plan.lost) | reclaimed,",
-        replacement="reclaimed=books.reclaimed | reclaimed,",
-        breaks="Pages that came home for their layer count as waiting for it for ever (a claim that is not released).",
-        tests=("test_fault_sweep.py::test_every_call_fails[activate-aliased-once]",),
     ),
     Mutant(
         name="lending-one-willing-holder-is-enough",

@@ -75,7 +75,9 @@ Executor::Needs Executor::validate(const Plan& plan) {
         const Page& page = arena.pages_[id];
         if (page.fixed) refuse("Page " + std::to_string(id) + " stands in fixed slots", {{"page", number(id)}});
         const bool dirty = page.dirty != kNobody && page.dirty != after && page.due != after && move.to != Owner::kv;
-        if (after != kNobody && (dirty || (page.tenant != kNobody && page.tenant != after))) refuse_mixing(id, after);
+        // A page that is no KV of its new tenant's is zeroed behind the change, where it stands in that tenant's KV region.
+        const bool zeroed_later = dirty && of_nobody(move.from) && has_place(id, after);
+        if (after != kNobody && ((dirty && !zeroed_later) || (page.tenant != kNobody && page.tenant != after))) refuse_mixing(id, after);
         moved_[id] = {validation_, after, move.to};
       }
       if (strict && !outside && !move.pages.empty()) {
@@ -229,8 +231,13 @@ void Executor::require_backed(const Plan& plan) const {
   }
 }
 
-// Promise 6. A page comes to a tenant as KV, where it is zeroed, or is to be; and by way of `free`, in an earlier plan: a page that a
-// plan zeroes must be no tenant's any more when its change begins, so that undoing it takes no bytes from a tenant.
+bool Executor::has_place(PageId id, TenantId tenant) const {
+  const Region* kv = arena_->kv_region_of(tenant);
+  return kv != nullptr && kv->slot_of[id] != kNoSlot;
+}
+
+// Promise 6. A page comes to a tenant by way of `free`, and zeroed, or it is to be: at once if it was no tenant's when the change
+// began, since undoing that takes no bytes from a tenant; otherwise behind the decision.
 void Executor::refuse_mixing(PageId id, TenantId after) const {
   const Page& page = arena_->pages_[id];
   if (page.tenant != kNobody && page.tenant != after) {
@@ -238,8 +245,8 @@ void Executor::refuse_mixing(PageId id, TenantId after) const {
                std::to_string(after) + " in one plan; free it in a plan of its own",
            {{"page", number(id)}, {"tenant", number(page.tenant)}});
   }
-  refuse("Page " + std::to_string(id) + " may hold another tenant's bytes: it can become KV of tenant " +
-             std::to_string(after) + ", which zeroes it, and nothing else",
+  refuse("Page " + std::to_string(id) + " may hold another tenant's bytes, and has no place in the KV region of tenant " +
+             std::to_string(after) + ", where it would be zeroed",
          {{"page", number(id)}, {"tenant", number(after)}});
 }
 
@@ -310,6 +317,7 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering, Part part) {
   }
   Applied applied;
   dirty_.clear();
+  to_put_off_.clear();
   if (part == Part::first) {
     undo_.clear();
     deferred_.clear();
@@ -420,6 +428,13 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
       }
     }
   }
+  const bool comes_home = after != kNobody && !gains && of_nobody(step.from);
+  if (comes_home) {
+    const Region* its = arena.kv_region_of(after);
+    for (PageId id : step.pages) {
+      if (arena.is_dirty(id, after)) to_put_off_.push_back({0, arena.slot_address(its->view, its->slot_of[id]), id, after});
+    }
+  }
   if (gains) dirty_.reserve(dirty_.size() + step.pages.size());
   // What is due comes first, so that it is undone last: only where a page that is due is given up again.
   if (after == kNobody && !due_.empty()) forget_due(step.pages);
@@ -513,12 +528,15 @@ void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied
   applied.zeroed_bytes = arena.enqueue_zeroing(dirty_, ordering, *enqueued);
 }
 
-// Of the pages to be zeroed, those that were a tenant's before this change: it has them back if the change is undone.
+// Of the pages to be zeroed, those that were a tenant's before this change, which has them back if the change is undone, and those
+// that become no KV, which strict mode maps only when their regions have been pointed.
 void Executor::put_off(const Ordering& ordering, Applied& applied) {
   Arena& arena = *arena_;
   const auto later = std::stable_partition(dirty_.begin(), dirty_.end(),
                                            [&](const DirtyPage& each) { return !arena.pages_[each.page].was_owned; });
-  if (later == dirty_.end()) return;
+  to_put_off_.insert(to_put_off_.end(), later, dirty_.end());
+  dirty_.erase(later, dirty_.end());
+  if (to_put_off_.empty()) return;
   const bool waits = ordering.zero_on == 0 || arena.options_.mode == Mode::strict;
   if (ordering.after != 0) {  // taken in now: by the time of zero_due() it may be recorded anew
     if (waits) {
@@ -527,7 +545,8 @@ void Executor::put_off(const Ordering& ordering, Applied& applied) {
       arena.backend_->stream_wait(ordering.zero_on, ordering.after);
     }
   }
-  const std::vector<DirtyPage> put(later, dirty_.end());
+  const std::vector<DirtyPage> put = std::move(to_put_off_);
+  to_put_off_.clear();
   due_.reserve(due_.size() + put.size());
   const auto back = [this, &arena, put, known = due_.size()](const auto&) {
     due_.resize(known);
@@ -540,7 +559,6 @@ void Executor::put_off(const Ordering& ordering, Applied& applied) {
     }
   });
   for (const DirtyPage& each : put) applied.due.push_back(each.page);
-  dirty_.erase(later, dirty_.end());
 }
 
 // An address at which its tenant has the page mapped. Aliased mode maps it where it stands as KV, whatever it is now; strict mode where
@@ -555,7 +573,7 @@ std::byte* Executor::mapped_at(const DirtyPage& page) const {
       return arena.slot_address(region.view, static_cast<std::size_t>(slot - region.view.shown.begin()));
     }
   }
-  return nullptr;  // it is on its way home, and no region shows it yet
+  return nullptr;
 }
 
 std::size_t Executor::zero_due() {
@@ -569,6 +587,12 @@ std::size_t Executor::zero_due() {
     if (arena.pages_[each.page.page].due != each.page.tenant) continue;
     DirtyPage page = each.page;
     page.at = mapped_at(page);
+    if (page.at == nullptr) {
+      throw Error(ErrorKind::invalid_state,
+                  "Page " + std::to_string(page.page) + " is to be zeroed, and no region of its tenant shows it. Nothing changed; extend the "
+                  "change by a plan that points one there, or roll it back.",
+                  {{"page", number(page.page)}, {"tenant", number(page.tenant)}});
+    }
     pages[each.zero_on].push_back(page);
   }
   zeroing_ = true;

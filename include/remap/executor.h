@@ -168,6 +168,7 @@ class Executor {
   void require_backed(const Plan& plan) const;
   void require_homes(const Plan& plan) const;
   void refuse_mixing(PageId id, TenantId after) const;
+  bool has_place(PageId id, TenantId tenant) const;
   void refuse_registered(const SetOwner& move) const;
   void make_room_to_undo();
   using Back = std::function<void(const std::vector<PageId>& pages)>;
@@ -199,6 +200,7 @@ class Executor {
   std::vector<Point> deferred_;         // one a region
   std::vector<RegionId> left_to_later_; // theirs, and those of layers that are computed elsewhere from now on
   std::vector<DirtyPage> dirty_;  // the pages that its present plan has to zero
+  std::vector<DirtyPage> to_put_off_;  // and those that are due because of it
   struct Undo {
     Back action;
     std::vector<PageId> pages;  // handed to the action; quarantined if it throws

@@ -23,7 +23,8 @@ inline constexpr std::size_t kOwners = 6;
 const char* owner_name(Owner owner) noexcept;
 
 // Step 1: pages change hands. In aliased mode this is bookkeeping, without any backend call (unless a page comes from
-// another tenant and is zeroed). In strict mode the tenant's KV region maps what it gains and unmaps what it loses.
+// another tenant and is zeroed: as KV now, otherwise by Executor::zero_due, where it stands in its tenant's KV region). In strict
+// mode the tenant's KV region maps what it gains and unmaps what it loses.
 struct SetOwner {
   std::vector<PageId> pages;
   Owner from = Owner::free;

@@ -159,6 +159,48 @@ TEST(what_is_due_may_move_on) {
   }
 }
 
+// A page of a layer comes home from `free`: it may hold another tenant's bytes, and is zeroed behind the decision, at once if that
+// fails; where its tenant has no place to zero it, it is refused.
+TEST(a_page_that_comes_home_is_due) {
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    for (std::uint64_t seed = 0; seed < 40; ++seed) {
+      World world(mode, seed);
+      // A's layer `one` streams through its ring, of pages 2 and 3; its own pages are lent, and B has written one of them.
+      world.change({owner({2, 3}, Owner::params, Owner::ring, kA), point(world.ring, {2, 3}, false), point(world.one, {2, 3}, true, 0),
+                    owner({0, 1}, Owner::params, Owner::free, kA)},
+                   {world.behind(world.a), world.a});
+      world.executor->drain();
+      const RegionId more = world.arena->add_kv_region(7, 2);
+      world.arena->designate(more, 0, {0, 1});
+      world.change({owner({0, 1}, Owner::free, Owner::kv, 7)}, {0, world.b});
+      for (int i = 0; i < 3; ++i) world.write(world.b, world.slot(more, 0), 9);
+      world.apply({owner({0, 1}, Owner::kv, Owner::free, 7)}, {world.behind(world.b), world.b});
+      const Applied applied =
+          extend(world, {owner({0, 1}, Owner::free, Owner::params, kA), point(world.one, {0, 1}, true, 0)}, {0, world.a});
+      CHECK(applied.zeroed_bytes == 0 && applied.due == (std::vector<PageId>{0, 1}));
+      CHECK(world.executor->zero_due() == 2 * kPage);
+      world.executor->commit(nullptr, world.behind(world.a));
+      world.read(world.a, mode == Mode::strict ? world.arena->address(world.one) : world.slot(world.kv_a, 6), 0);
+      world.device->finish();
+      world.executor->drain();
+      world.arena->check();
+    }
+    World world(mode);
+    CHECK_ERROR(ErrorKind::invalid_argument, world.apply({owner({8}, Owner::free, Owner::params, 7)}));  // no KV region
+    // Strict mode shows it where it is used, and here it is not: only a region that shows it can be zeroed.
+    world.apply({owner({8}, Owner::free, Owner::params, kB)});
+    if (mode == Mode::strict) {
+      CHECK_ERROR(ErrorKind::invalid_state, world.executor->zero_due());
+      world.executor->rollback();
+    } else {
+      CHECK(world.executor->zero_due() == kPage);
+      world.executor->commit(nullptr);
+    }
+    world.device->finish();
+    world.arena->check();
+  }
+}
+
 // B gives it up again within the change: A may have its own bytes back, and a third sees zeroes.
 TEST(what_is_due_may_be_given_up) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {

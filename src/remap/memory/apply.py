@@ -246,24 +246,16 @@ class Changes:
         plan: Plan | PreparedPlan,
         *,
         predicted_stall_s: float | None = None,
-        reclaimed: frozenset[int] = frozenset(),
     ) -> None:
         """Apply the plan, as a part of a change. On an error nothing has changed (or the arena is broken, ArenaBroken).
 
         plan: a prepared one was prepared for the tenant's present pages. predicted_stall_s: the certificate of what
-        streams after it; None: it stays the same. reclaimed: pages that the plan gives back to the tenant, where they
-        wait for their layers.
+        streams after it; None: it stays the same.
         """
         with self.part():
-            self._apply(tenant, plan, predicted_stall_s, reclaimed)
+            self._apply(tenant, plan, predicted_stall_s)
 
-    def _apply(
-        self,
-        tenant: TenantState,
-        given: Plan | PreparedPlan,
-        predicted_stall_s: float | None,
-        reclaimed: frozenset[int],
-    ) -> None:
+    def _apply(self, tenant: TenantState, given: Plan | PreparedPlan, predicted_stall_s: float | None) -> None:
         plan = given if isinstance(given, Plan) else given.plan
         if tenant.source.verify is not None:
             tenant.source.verify({*plan.streamed, *plan.reload})
@@ -281,7 +273,7 @@ class Changes:
         # blocks are usable, unless pages have to be zeroed.
         after = tenant.compute.mark() if stream and (ready.frees or not self._deferring) else 0
         ready.core.epoch = self.arena.epoch  # an earlier change is settled by now, and all of this is one locked call
-        books = self._after(tenant, ready, predicted_stall_s, reclaimed)
+        books = self._after(tenant, ready, predicted_stall_s)
         carry_out = self._executor.extend if draft.applying else self._executor.apply
         draft.applying = True
         applied = carry_out(ready.core, after, stream)
@@ -297,9 +289,7 @@ class Changes:
         draft.add_due(tenant, ready, tuple(tenant.slots_of(sorted(later))) if later else ())
 
     @staticmethod
-    def _after(
-        tenant: TenantState, ready: PreparedPlan, predicted_stall_s: float | None, reclaimed: frozenset[int]
-    ) -> Books:
+    def _after(tenant: TenantState, ready: PreparedPlan, predicted_stall_s: float | None) -> Books:
         """The tenant's books after this plan (see `apply`)."""
         plan, books = ready.plan, tenant.books
         streams = plan.tails != ready.before.tails  # a plan that only takes or gives free pages leaves this as it was
@@ -307,7 +297,6 @@ class Changes:
             books,
             pages=ready.after,
             order=tenant.order_of(ready.after) if plan.elsewhere is not None else books.order,
-            reclaimed=books.reclaimed.difference(plan.lost) | reclaimed,
             predicted_stall_s=books.predicted_stall_s if predicted_stall_s is None else predicted_stall_s,
             selection=(streams and plan.selection) or books.selection,
             by_hand=books.by_hand and not streams,
@@ -489,14 +478,6 @@ class Changes:
 
     # -- what some changes begin with -------------------------------------------------------------------------------
 
-    def reclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
-        """Make free pages of the donor's own layers, or that are to become so, its KV in the arena, which zeroes them. The pool
-        is not told."""
-        plan = plan_free_pages(donor.pages, sorted(lent), give=True)
-        self.apply(donor, replace(plan, gained=()), reclaimed=lent)
-
-    # -- emptying pages, then one plan ---------------------------------------------------------------------------
-
     def exchange(
         self,
         tenant: TenantState,
@@ -505,7 +486,6 @@ class Changes:
         *,
         predicted_stall_s: float | None = None,
         drain_to: tuple[int, int, str] | None = None,
-        reclaimed: frozenset[int] = frozenset(),
     ) -> dict[int, int] | None:
         """Empty these slots of the KV region and apply, as a part of a change. Returns the moves made, {old: new}. Raises
         OutOfBlocks if live blocks stay. With `drain_to`, the `draining_target` of a change that may wait, the slots are withdrawn
@@ -514,7 +494,7 @@ class Changes:
             moves = self._empty(tenant, slots, drain_to)
             if moves is None:
                 return None
-            self._apply(tenant, plan, predicted_stall_s, reclaimed)
+            self._apply(tenant, plan, predicted_stall_s)
             return dict(moves)
 
     def drain_from_engine(self, tenant: TenantState, slots: Sequence[int]) -> None:

@@ -14,13 +14,12 @@ __all__ = ["Books"]
 class Books:
     """Pages are page ids; slots are pages' places in the KV region; seconds are per pass.
 
-    order: streamable layers, in the order in which the controller gives them away; the key of kept answers. draining:
-    region slots withdrawn, waiting for an engine to empty them; draining_target: amount, buffers and selection of the
-    change that waits for them, as in `TenantState.streaming_at`. reclaimed: lent pages that are the tenant's again and
-    wait for their layers to come home; KV to the arena, but not in the pool. predicted_stall_s: the certificate of what
-    streams. since: completed passes and their stall seconds at the last change. selection: how the streamed layers were
-    chosen; by_hand: they were set by hand, and no certificate bounds them. kept: KV pages that it has for its min_blocks, besides
-    those of `TenantState.reserved`: it got them with its layers (cold.py).
+    order: streamable layers, in the order in which the controller gives them away; the key of kept answers. draining: region
+    slots withdrawn, waiting for an engine to empty them; draining_target: amount, buffers and selection of the change that
+    waits for them, as in `TenantState.streaming_at`. predicted_stall_s: the certificate of what streams. since: completed
+    passes and their stall seconds at the last change. selection: how the streamed layers were chosen; by_hand: they were set
+    by hand, and no certificate bounds them. kept: KV pages that it has for its min_blocks, besides those of
+    `TenantState.reserved`: it got them with its layers (cold.py).
     """
 
     pages: TenantPages
@@ -28,7 +27,6 @@ class Books:
     active: bool = True
     draining: tuple[int, ...] = ()
     draining_target: tuple[int, int, str] | None = None
-    reclaimed: frozenset[int] = frozenset()
     predicted_stall_s: float = 0.0
     since: tuple[int, float] = (0, 0.0)
     selection: str = ""

@@ -2,7 +2,7 @@
 """Layers without pages: tenants that serve no pass give them up, and activation brings them home, to other pages.
 
     give up   giver:  params, ring -> free; they are no tenant's home any more     no copy, and no driver call in aliased mode
-    bring     tenant: free -> kv (zeroed: they change tenant) -> params, a home again; loaded from the master copies
+    bring     tenant: free -> params (zeroed: they change tenant), a home again; loaded from the master copies
 
 Lending (lend.py) keeps a giver's claim on its pages, which come home from the tenants that have them. Here the claim goes as
 well, so any number of models can be attached, and a model that is needed takes what is there: free pages, then unused KV, then
@@ -173,9 +173,7 @@ class Cold:
                 if pages:
                     changes.apply(tenant, plan_free_pages(tenant.pages, pages, give=True))
                 changes.note(tenant, replace(tenant.books, kept=choice.kept))
-                # Two plans, since only as KV a page that another tenant has written becomes zero.
-                changes.reclaim(tenant, frozenset(page for pages in homes.values() for page in pages))
-                changes.apply(tenant, plan_homes(tenant.pages, tenant.pages.with_homes(homes), apart="kv"))
+                changes.apply(tenant, plan_homes(tenant.pages, tenant.pages.with_homes(homes)))
             yield
             first, count, pages = first + count, 4 * count, ()
 
@@ -340,7 +338,7 @@ class Cold:
         with self._changes.part():
             self._changes.cancel_draining(giver)
             there = giver.pages.given_up(chosen)
-            self._changes.apply(giver, plan_homes(giver.pages, there, apart="free"))
+            self._changes.apply(giver, plan_homes(giver.pages, there))
 
     def _layers_to_give(self, giver: TenantState) -> list[int]:
         """Not layers that something wrote into: their bytes are nowhere else. All that stream, or none."""

@@ -2,7 +2,7 @@
 """Pages between tenants: one model's layers become another model's KV cache, and come home again.
 
     lend     donor: layers -> streamed, their pages -> free          receiver: free -> kv (zeroed: they change tenant)
-    return   holder: blocks move out, kv -> free        donor: free -> kv (zeroed) -> params, loaded from the master copy
+    return   holder: blocks move out, kv -> free        donor: free -> params (zeroed), loaded from the master copy
 
 Each arrow is a plan; those of a call are one change (apply.py), which happens whole or not at all. A page that goes from one
 tenant to another keeps the bytes of the first until that is decided.
@@ -21,7 +21,7 @@ from typing import Protocol, cast
 from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.plan import Streaming, plan_free_pages, plan_streaming
-from remap.memory.restream import find_way, grow, require_places, restream, ring_last, streamable
+from remap.memory.restream import find_way, grow, restream, ring_last, streamable
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
 
@@ -91,9 +91,7 @@ class Lending:
         """Tenant (the donor too) -> usable blocks, exactly, that it would lose if the donor streamed this set."""
         pages = donor.pages
         target = donor.streaming_at(layers, buffers, selection)
-        lent = pages.to_reclaim(target)
-        plan = plan_streaming(replace(pages, lent=pages.lent - lent), target)
-        own = [page for page in plan.lost if page not in lent and page not in donor.reclaimed]
+        lent, own = pages.to_fetch(target), plan_streaming(pages, target).lost
         found = {}
         for name, held in {**self.holders(donor, lent), donor.name: own}.items():
             if held:
@@ -263,7 +261,7 @@ class Lending:
         changes = self._changes
         target = streamable(donor, layers, buffers, selection)
         pages = donor.pages
-        lent = pages.to_reclaim(target)
+        lent = pages.to_fetch(target)
         for name in self.holders(donor, lent) if lent else ():
             self.tenants[name].require_idle()
         gone = donor.gone and lent.intersection(self.gone(donor))
@@ -279,8 +277,6 @@ class Lending:
         moved: Moves = {}
         with changes.part():
             if pages.lent:
-                there = replace(pages, lent=pages.lent - lent)
-                require_places(donor, plan_streaming(there, target).gained)
                 moved = self._fetch(donor, lent, self._require_room(donor, target, lent))
             moves = restream(
                 changes, donor, layers, buffers, selection, predicted_stall_s=predicted_stall_s, drain=drain
@@ -336,8 +332,7 @@ class Lending:
             slots = tenant.slots_of(held[tenant])
             pending = tenant.kv.pool.pending(slots)
             return len(pending) - self._changes.room(tenant, slots, more), pending
-        pages = replace(donor.pages, lent=donor.pages.lent - lent)
-        way = find_way(self._changes, donor, pages, target, outside=lent, more=more)
+        way = find_way(self._changes, donor, target, more=more)
         return way.short, way.pending
 
     def _fetch(
@@ -346,7 +341,7 @@ class Lending:
         lent: frozenset[int],
         extra: Mapping[TenantState, Sequence[int]],
     ) -> Moves:
-        """Make the lent pages the donor's KV. Returns the holders' moves."""
+        """Free the lent pages. Returns the holders' moves."""
         changes = self._changes
         held = {self.tenants[name]: pages for name, pages in self.holders(donor, lent).items()}
         for tenant, free in extra.items():
@@ -357,8 +352,6 @@ class Lending:
             moves = changes.exchange(tenant, plan_free_pages(tenant.pages, pages, give=False), slots)
             if moves:
                 moved[tenant.name] = moves
-        if lent:
-            changes.reclaim(donor, lent)
         return moved
 
 

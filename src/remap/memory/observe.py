@@ -195,12 +195,9 @@ def check_books(arena: _core.Arena, tenants: Mapping[str, TenantState]) -> None:
         if arena.broken:
             continue  # quarantined pages are in no pool's books
         owned = tenant.kv.pool.owned_slots()
-        reclaimed = tenant.reclaimed
-        if not reclaimed.isdisjoint(tenant.pages.lent) or not kv_pages.issuperset(reclaimed):
-            raise AssertionError(f"{tenant.name!r}: reclaimed pages are lent, or not its KV: {sorted(reclaimed)}")
         pages = [tenant.giving[tenant.kv.geometry.giving_index(slot)] for slot in owned]
         kv = arena.counts(tenant.number)["kv"]
-        if len(pages) + len(reclaimed) + len(tenant.coming) != kv or not kv_pages.issuperset(pages):
+        if len(pages) + len(tenant.coming) != kv or not kv_pages.issuperset(pages):
             raise AssertionError(
                 f"{tenant.name!r}: the pool owns {len(pages)} pages and is to get {len(tenant.coming)}, {kv} pages are its KV in "
                 "the arena"

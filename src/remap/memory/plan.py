@@ -302,8 +302,8 @@ class TenantPages:
             homes[layer] = pages
         return replace(there, homes=tuple(homes), elsewhere=plan.elsewhere, unfilled=plan.unfilled, sizes=())
 
-    def to_reclaim(self, target: Streaming) -> frozenset[int]:
-        """The lent pages that must be the tenant's KV again before `plan_streaming` can plan the target."""
+    def to_fetch(self, target: Streaming) -> frozenset[int]:
+        """The lent pages that must be free before a plan of `plan_streaming` for the target can be applied: they come home."""
         if not self.lent:
             return frozenset()
         return self.lent - _tail_pages(self.homes, target.tails).difference(*_choose_ring(self, target))
@@ -345,13 +345,12 @@ def plan_streaming(now: TenantPages, target: Streaming, *, to: str = "kv", selec
     to: the freed pages become the tenant's own "kv", or "free", to be lent to others. The ring's pages are taken from KV only if
     nothing else is left: those are in `lost`.
 
-    Lent pages that come home must have been reclaimed (they are the tenant's KV, and not in `now.lent`: see
-    `to_reclaim`). Only pages that come home are loaded (`home`). The caller ensures that tails and buffers fit the
-    layers (`Streaming.of`).
+    Lent pages that come home go from free to their layers, or to the ring (`to_fetch`). Only pages that come home are loaded
+    (`home`). The caller ensures that tails and buffers fit the layers (`Streaming.of`).
 
-    Raises InvalidArgument, and nothing changes: fewer streamed layers than buffers + 1 (fields buffers, streamed),
-    tails too small for the ring (needed_pages, available_pages), lent pages that come home without having been
-    reclaimed (pages). Raises InvalidState (field streamed) if what streams does so for good.
+    Raises InvalidArgument, and nothing changes: fewer streamed layers than buffers + 1 (fields buffers, streamed), tails too
+    small for the ring (needed_pages, available_pages). Raises InvalidState (field streamed) if what streams does so for
+    good.
     """
     if now.for_good:
         raise InvalidState(
@@ -371,6 +370,7 @@ def plan_streaming(now: TenantPages, target: Streaming, *, to: str = "kv", selec
         *_owner_steps(now, moves, last=True),
     )
     freed = joined([pages for (_, becomes), pages in moves.items() if becomes == "free"])
+    lent = _still_lent(now, moves)
     return Plan(
         steps=steps,
         tails=target.tails,
@@ -384,7 +384,7 @@ def plan_streaming(now: TenantPages, target: Streaming, *, to: str = "kv", selec
         gained=joined([pages for (_, becomes), pages in moves.items() if becomes == "kv"]),
         lost=joined([pages for (was, _), pages in moves.items() if was == "kv"]),
         ring_moves=_ring_moves(now, ring),
-        lent=now.lent.union(freed) if freed else now.lent,
+        lent=lent.union(freed) if freed else lent,
         selection=selection,
     )
 
@@ -437,23 +437,22 @@ def plan_held(
         gained=joined([pages for (_, becomes), pages in moves.items() if becomes == "kv"]),
         lost=joined([pages for (was, _), pages in moves.items() if was == "kv"]),
         ring_moves=_ring_moves(now, ring),
-        lent=now.lent,
+        lent=_still_lent(now, moves),
         elsewhere=tuple(after.items()),
         unfilled=unfilled,
     )
 
 
-def plan_homes(now: TenantPages, there: TenantPages, *, apart: str) -> Plan:
+def plan_homes(now: TenantPages, there: TenantPages) -> Plan:
     """The plan from `now` to `there`, which differ in the layers that are cold, and maybe in what streams.
 
-    apart: whose the pages are that layers hold in one of the two and in the other do not: "free" where layers are given up, and
-    "kv" where they come home, or are taken back. These are in no pool then (`Changes.reclaim`). Pages of layers that are the
+    Pages that layers hold in one of the two and in the other do not are free in that one. Pages of layers that are the
     tenant's own KV, or lent, stay as they are.
     """
     was, will = now.held, there.held
     found: dict[tuple[str, str], list[int]] = {}
     for page in sorted(was.keys() | will.keys()):
-        change = was.get(page, apart), will.get(page, apart)
+        change = was.get(page, "free"), will.get(page, "free")
         if change[0] != change[1]:
             found.setdefault(change, []).append(page)
     moves = {change: run_of(pages) for change, pages in found.items()}
@@ -621,15 +620,13 @@ def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[
                 if page in ring_change:
                     was = "ring" if page in was_ring else "lent" if page in now.lent else "kv"
                     move(was, "ring" if page in is_ring else "kv", (page,))
-    found = {change: run_of(joined(runs)) for change, runs in moves.items()}
-    absent = [page for (was, _), pages in found.items() if was == "lent" for page in pages]
-    if absent:
-        raise InvalidArgument(
-            f"{len(absent)} pages that are to come home are lent to other tenants, the first is {absent[0]}; nothing "
-            "was planned; reclaim them first",
-            pages=len(absent),
-        )
-    return found
+    # Lent pages that come home are free by then.
+    return {("free" if was == "lent" else was, becomes): run_of(joined(runs)) for (was, becomes), runs in moves.items()}
+
+
+def _still_lent(now: TenantPages, moves: dict[tuple[str, str], Pages]) -> frozenset[int]:
+    fetched = joined([pages for (was, _), pages in moves.items() if was == "free"])
+    return now.lent.difference(fetched) if fetched else now.lent
 
 
 def _owner_steps(now: TenantPages, moves: dict[tuple[str, str], Pages], *, last: bool) -> list[Step]:
@@ -734,8 +731,7 @@ def ring_of(now: TenantPages, target: Streaming) -> Ring | None:
         (b, at): page for (b, at), page in _by_place(now.ring).items() if page in pages and b < buffers and -at <= depth
     }
     used = set(chosen.values())
-    # Pages that are neither KV nor lent come first: no block has to move for them. Lent and KV pages count the same, so
-    # that reclaiming a page does not change the choice.
+    # Pages that are neither KV nor lent come first: no block has to move for them. Lent and KV pages count the same.
     given = frozenset(chain.from_iterable(map(now.away, now.streamed))).difference(*now.ring)
     # First the layers that the ring's region shows already, then those that give nothing else, then large ones.
     order = sorted(

@@ -9,7 +9,7 @@ in the lost pages have no room, the change takes two plans: gain first, then exc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -170,7 +170,7 @@ def restream(
     """
     target = streamable(tenant, amount, buffers, selection)
     pool = tenant.kv.pool
-    way = find_way(changes, tenant, tenant.pages, target, outside=tenant.reclaimed)
+    way = find_way(changes, tenant, target)
 
     chosen = _RECORDED.get(selection, selection)
     plan = replace(way.plan, selection=chosen)
@@ -197,7 +197,7 @@ def restream(
             changes.apply(tenant, first, predicted_stall_s=predicted_stall_s)
         plan = plan_streaming(tenant.pages, target, selection=chosen)
         require_places(tenant, plan.gained)
-        return exchange(plan, _pooled(tenant, plan, tenant.reclaimed)) or {}
+        return exchange(plan, list(tenant.slots_of(plan.lost))) or {}
 
 
 def refuse_in_use(changes: Changes, tenant: TenantState, amount: int, buffers: int, selection: str) -> None:
@@ -206,7 +206,7 @@ def refuse_in_use(changes: Changes, tenant: TenantState, amount: int, buffers: i
     if not (tenant.draining and tenant.kv.pool.external):
         return
     target = streamable(tenant, amount, buffers, selection)
-    way = find_way(changes, tenant, tenant.pages, target, outside=tenant.reclaimed)
+    way = find_way(changes, tenant, target)
     in_use = sorted(set(tenant.draining).intersection(way.lost))
     if tenant.kv.pool.pending(in_use):
         raise changes.no_room(tenant, in_use, 0)
@@ -239,43 +239,27 @@ class Way:
     short: int
 
 
-def find_way(
-    changes: Changes,
-    tenant: TenantState,
-    pages: TenantPages,
-    target: Streaming,
-    *,
-    outside: Collection[int],
-    more: Sequence[int] = (),
-) -> Way:
-    """How the tenant gets from `pages` (its present or future ones) to the target. outside: its KV pages that are in no
-    pool.
-    more: slots that it will have got by then. Changes nothing; raises InvalidArgument as `plan_streaming` does."""
-    pool = tenant.kv.pool
+def find_way(changes: Changes, tenant: TenantState, target: Streaming, *, more: Sequence[int] = ()) -> Way:
+    """How the tenant gets to the target. more: slots that it will have got by then. Changes nothing; raises InvalidArgument as
+    `plan_streaming` does."""
+    pages, pool = tenant.pages, tenant.kv.pool
 
-    def from_there(pages: TenantPages, plan: Plan, first: Plan | None, gained: Sequence[int]) -> Way:
-        lost = _pooled(tenant, plan, outside)
+    def from_there(plan: Plan, first: Plan | None, gained: Sequence[int]) -> Way:
+        lost = list(tenant.slots_of(plan.lost))
         pending = pool.pending(lost) if lost else ()
         return Way(plan, first, lost, pending, len(pending) - changes.room(tenant, lost, gained) if lost else 0)
 
-    direct = from_there(pages, plan_streaming(pages, target), None, more)
+    direct = from_there(plan_streaming(pages, target), None, more)
     if direct.short <= 0 or not direct.plan.gained or pool.external:
         return direct
     # The ring stays, or loses a buffer, so nothing is lost on the way.
     first = plan_streaming(pages, pages.streaming.beside(target))
     there = replace(pages, tails=first.tails, ring=first.ring, lent=first.lent)
     # From there the best ring may be another one, made of pages that are not at home.
-    if first.lost or there.to_reclaim(target):
+    if first.lost or not there.to_fetch(target) <= pages.to_fetch(target):
         return direct
-    gained = (*more, *tenant.slots_of(first.gained))
-    after = from_there(there, plan_streaming(there, target), first, gained)
+    after = from_there(plan_streaming(there, target), first, (*more, *tenant.slots_of(first.gained)))
     return replace(after, plan=direct.plan)
-
-
-def _pooled(tenant: TenantState, plan: Plan, outside: Collection[int]) -> list[int]:
-    """Slots of the lost pages that may hold blocks: pages reclaimed for this change have never been in the pool."""
-    lost = [page for page in plan.lost if page not in outside] if outside else plan.lost
-    return list(tenant.slots_of(lost))
 
 
 # -- what may stream ----------------------------------------------------------------------------------------------------

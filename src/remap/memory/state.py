@@ -203,10 +203,6 @@ class TenantState:
         return self.books.draining_target
 
     @property
-    def reclaimed(self) -> frozenset[int]:
-        return self.books.reclaimed
-
-    @property
     def predicted_stall_s(self) -> float:
         return self.books.predicted_stall_s
 
@@ -577,9 +573,8 @@ class TenantState:
         return self.regions[layer][1] // self.kv.geometry.page_bytes
 
     def lends(self, layer: int) -> bool:
-        """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""
-        back = self.reclaimed
-        return layer in self.pages.lending or bool(back and not back.isdisjoint(self.pages.homes[layer]))
+        """Whether other tenants have pages of this layer, or may take some."""
+        return layer in self.pages.lending
 
     # -- pages of the KV region ------------------------------------------------------------------------------------
 

@@ -237,7 +237,7 @@ class Steps:
         if tenant.slicing:
             return "slices"
         selection = tenant.config.selection
-        if tenant.pages.lent or tenant.reclaimed or selection == "auto":
+        if tenant.pages.lent or selection == "auto":
             return "inward"
         kind = "uniform" if selection == "uniform" else "nested"
         return kind if tenant.possible(tenant.streaming_at(remapped, buffers, kind)) else "inward"
@@ -289,7 +289,7 @@ class Steps:
         known = lender.known_claim
         if known is None or known[0] != key or epoch < 0:
             gone = lender.gone
-            elsewhere = gone and gone.intersection(lender.pages.to_reclaim(lender.streaming_at(fewer, buffers, kind)))
+            elsewhere = gone and gone.intersection(lender.pages.to_fetch(lender.streaming_at(fewer, buffers, kind)))
             found = None if elsewhere else self._lending.losses(lender, fewer, buffers, kind)
             known = lender.known_claim = (key, found)
         return known[1]
