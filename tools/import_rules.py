@@ -28,7 +28,7 @@ PACKAGE = "remap"
 # Pure: no memory, no torch, no C++ core; the simulator and production run the same code.
 PURE = (
     *("errors", "config", "sizes", "report", "schedule", "policy", "kv.spec", "kv.pages", "kv.pool", "model.pack"),
-    *("memory.plan", "memory.moves", "sim"),
+    *("memory.pages", "memory.plan", "memory.moves", "sim"),
     *("cluster.messages", "cluster.control", "cluster.groups", "cluster.ledger", "cluster.service"),
     *("cluster.lanes", "cluster.slots", "cluster.pool"),
 )

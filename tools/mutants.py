@@ -82,7 +82,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # -- planner: which pages change hands, in which order, from whom ---------------------------------------------------
     Mutant(
         name="planner-tail-of-small-layer",
-        file="src/remap/memory/plan.py",
+        file="src/remap/memory/pages.py",
         text="tails[layer] = min(depth, sizes[layer])",
         replacement="tails[layer] = depth",
         breaks="A layer with fewer pages than the tail is taken to stream more than it has (a lost `min`).",
@@ -90,7 +90,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="planner-ring-one-buffer-too-few",
-        file="src/remap/memory/plan.py",
+        file="src/remap/memory/pages.py",
         text="if len(now.ring) == buffers and now.depth == depth:",
         replacement="if now.ring and now.depth == depth:",
         breaks="A change from one ring buffer to two keeps the ring of one.",
@@ -99,14 +99,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="planner-lost-buffer-does-not-move",
         file="src/remap/memory/plan.py",
-        text="not _by_place(now.ring).items() <= _by_place(ring).items()",
-        replacement="_by_place(now.ring).items().isdisjoint(_by_place(ring).items())",
+        text="not by_place(now.ring).items() <= by_place(there.ring).items()",
+        replacement="by_place(now.ring).items().isdisjoint(by_place(there.ring).items())",
         breaks="A ring that loses a buffer does not count as moving, so copies in flight write into pages that are KV by then.",
         tests=("test_planner.py::test_a_sequence_of_plans_ends_where_each_says",),
     ),
     Mutant(
         name="planner-ring-pages-not-fetched",
-        file="src/remap/memory/plan.py",
+        file="src/remap/memory/pages.py",
         text="return self.lent - _tail_pages(self.homes, target.tails).difference(*_choose_ring(self, target))",
         replacement="return self.lent - _tail_pages(self.homes, target.tails)",
         breaks="Lent pages that the ring needs are not asked back.",
@@ -122,7 +122,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="planner-elsewhere-is-lendable",
-        file="src/remap/memory/plan.py",
+        file="src/remap/memory/pages.py",
         text="gone = [pages for layer, pages in self.elsewhere if layer not in self.unfilled]",
         replacement="gone: list[Pages] = []",
         breaks="Pages of layers that are computed elsewhere count as anybody's KV, and are given to other tenants for good.",
@@ -131,14 +131,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="planner-elsewhere-region-stays",
         file="src/remap/memory/plan.py",
-        text="shown = (NO_PAGE,) * len(home) if layer in is_kv else home",
-        replacement="shown = home",
+        text="wanted = shows or (NO_PAGE,) * len(shown)",
+        replacement="wanted = shows or shown",
         breaks="The region of a layer that is computed elsewhere is to show pages that are KV.",
         tests=("test_place.py::test_what_others_compute_is_kv_and_comes_back",),
     ),
     Mutant(
         name="planner-elsewhere-is-computed",
-        file="src/remap/memory/plan.py",
+        file="src/remap/memory/pages.py",
         text="return layer not in self.gone and (self.computed is None or layer in self.computed)",
         replacement="return True",
         breaks="A pass computes with a layer whose pages are KV.",
@@ -158,8 +158,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="planner-given-up-home-is-kept",
         file="src/remap/memory/plan.py",
-        text="homes.append(SetHome(region, there.homes[layer]))",
-        replacement="pass",
+        text="layers = now.cold ^ there.cold if now.elsewhere or there.elsewhere else ()",
+        replacement="layers: tuple[int, ...] = ()",
         breaks="The core goes on holding pages that a layer gave up for its home, so that no other layer can have them.",
         tests=("test_cold.py::test_more_models_than_memory_take_turns",),
     ),
@@ -312,8 +312,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="planner-what-waits-for-bytes-is-not-loaded",
         file="src/remap/memory/plan.py",
-        text="enumerate(zip(tails(now.tails, gone), tails(target.tails, after)))",
-        replacement="enumerate(zip(tails(now.tails, was_kv), tails(target.tails, is_kv)))",
+        text="before = size if layer in gone else now.tails[layer]",
+        replacement="before = now.absent[layer]",
         breaks="A layer whose bytes were to come from another instance, and do not, is computed without them.",
         tests=("test_place.py::test_layers_whose_bytes_do_not_come_are_loaded_or_go_again",),
     ),

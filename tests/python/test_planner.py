@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
+from remap.memory.pages import Streaming, TenantPages, run_of
 from remap.memory.plan import (
     Plan,
     Point,
+    SetHome,
     SetOwner,
-    Streaming,
-    TenantPages,
     copies_of,
     plan_free_pages,
     plan_streaming,
-    run_of,
 )
 
 TENANT, RING = 7, 99
@@ -57,6 +56,7 @@ class World:
         self.pages = now
         self.owner = {page: "params" for home in now.homes for page in home}
         self.shown = dict(zip(now.layer_regions, now.homes))
+        self.homes = dict(self.shown)
         self.ring: dict[int, int] = {}
         self.loaded = dict.fromkeys(self.owner, True)
 
@@ -77,6 +77,8 @@ class World:
                     assert self.owner[page] == step.from_owner
                     self.owner[page] = step.to_owner
                     self.loaded[page] = False  # whoever has it writes there, or it holds what somebody wrote
+            elif isinstance(step, SetHome):
+                self.homes[step.region] = step.pages
             elif step.layer is None:
                 assert step.region == RING and not step.deferred
                 for index, page in enumerate(step.pages):
@@ -87,13 +89,13 @@ class World:
                 assert step.region == self.pages.layer_regions[step.layer]
                 assert self.shown[step.region] != step.pages, "re-pointed to what it shows"
                 # Strict mode: a layer never shows a page that is KV at that moment.
-                assert all(self.owner[page] not in ("kv", "free") for page in step.pages)
+                assert all(self.owner.get(page) not in ("kv", "free") for page in step.pages)
                 self.shown[step.region] = step.pages
         for layer, first, count in plan.home:
-            for page in self.pages.homes[layer][first : first + count]:
+            for page in plan.there.homes[layer][first : first + count]:
                 assert not self.loaded[page], "loaded though it had not been away"
                 self.loaded[page] = True
-        self.pages = replace(self.pages, tails=plan.tails, ring=plan.ring, lent=plan.lent)
+        self.pages = plan.there
 
     def check(self, target: Streaming) -> None:
         pages, size = self.pages, self.pages.buffer_pages
@@ -181,7 +183,7 @@ def test_a_sequence_of_plans_ends_where_each_says(history: tuple[list[int], int,
         # Pages of the ring stay at their places wherever they can, and the plan says where they could not.
         old, new = (
             {(b, at - len(r)): p for b, r in enumerate(ring) for at, p in enumerate(r)}
-            for ring in (before.ring, plan.ring)
+            for ring in (before.ring, plan.there.ring)
         )
         assert plan.ring_moves == any(new.get(place) != page for place, page in old.items())
         tails = {page for layer in target.layers for page in world.pages.away(layer)}
@@ -195,7 +197,7 @@ def test_a_sequence_of_plans_ends_where_each_says(history: tuple[list[int], int,
             gone = len(old) - kept  # of a ring with fewer buffers
             assert len(plan.lost) == max(0, target.buffers * target.depth - kept - entering - gone)
         if not plan.steps:
-            assert (before.tails, before.ring) == (target.tails, plan.ring)
+            assert (before.tails, before.ring) == (target.tails, plan.there.ring)
         assert plan_streaming(world.pages, target).steps == (), "the same again"
 
 
@@ -212,15 +214,15 @@ def test_a_ring_that_has_to_go_is_said_to_move() -> None:
 def test_lent_pages_that_the_ring_needs_are_asked_back() -> None:
     now = tenant([2] * 6)
     lending = plan_streaming(now, whole(now, (0, 1, 2), 1), to="free")
-    assert lending.ring == (now.homes[0],)
-    there = replace(now, tails=lending.tails, ring=lending.ring, lent=lending.lent)
+    there = lending.there
+    assert there.ring == (now.homes[0],)
     # Layer 0 comes home, and with it the ring: another layer's pages, which are lent, have to take its place.
     target = whole(now, (1, 2), 1)
     assert there.to_fetch(target) == set(now.homes[1])
     back = plan_streaming(there, target)
-    assert back.ring == (now.homes[1],)
+    assert back.there.ring == (now.homes[1],)
     assert SetOwner(now.homes[1], "free", "ring", TENANT) in back.steps
-    assert (back.lost, back.gained, back.lent, back.ring_moves) == ((), (), set(now.homes[2]), True)
+    assert (back.lost, back.gained, back.there.lent, back.ring_moves) == ((), (), set(now.homes[2]), True)
 
 
 @settings(deadline=None, max_examples=examples(100))
@@ -236,7 +238,7 @@ def test_lent_pages_stay_lent_until_they_come_home(history, data) -> None:
     world.carry_out(plan)
     world.check(first)
     assert not plan.gained
-    assert plan.lent == {page for page, owner in world.owner.items() if owner == "free"}
+    assert plan.there.lent == {page for page, owner in world.owner.items() if owner == "free"}
     # What would be lost of it, were it KV.
     before, needed = world.pages.lent, world.pages.to_fetch(then)
     assert needed == set(plan_streaming(replace(world.pages, lent=frozenset()), then).lost)
@@ -244,7 +246,7 @@ def test_lent_pages_stay_lent_until_they_come_home(history, data) -> None:
     fetched = {
         page for step in plan.steps if isinstance(step, SetOwner) and step.from_owner == "free" for page in step.pages
     }
-    assert (fetched, plan.lost) == (needed, ()) and before - needed <= plan.lent
+    assert (fetched, plan.lost) == (needed, ()) and before - needed <= plan.there.lent
     world.carry_out(plan)
     world.check(then)
 
@@ -253,7 +255,7 @@ def test_free_pages_change_hands_and_nothing_else() -> None:
     now = replace(tenant([2, 2, 2]), tails=(2, 2, 0), ring=((0, 1),))
     plan = plan_free_pages(now, [20, 9, 11], give=True)
     assert plan.steps == (SetOwner((20, 9, 11), "free", "kv", TENANT),)
-    assert (plan.gained, plan.lost, plan.tails, plan.ring) == ((20, 9, 11), (), now.tails, now.ring)
+    assert (plan.gained, plan.lost, plan.there) == ((20, 9, 11), (), now)
     assert (plan.home, plan.held, plan.ring_moves) == ((), (), False)
     back = plan_free_pages(now, [9], give=False)
     assert back.steps == (SetOwner(run_of([9]), "kv", "free", TENANT),)
@@ -263,15 +265,15 @@ def test_free_pages_change_hands_and_nothing_else() -> None:
 def test_copies_in_bytes() -> None:
     now = tenant([4, 2, 4])
     plan = plan_streaming(now, slices(now, 3, 1))
-    copies = copies_of(now, plan, (390, 150, 400), 100)
+    copies = copies_of(plan, (390, 150, 400), 100)
     assert copies.offsets == (100, 0, 100)
     assert copies.places == (100, 200, 100)  # tails are aligned to the end of the buffer's four slots
     assert copies.home == ()
-    there = replace(now, tails=plan.tails, ring=plan.ring)
-    assert copies_of(there, plan_streaming(there, slices(now, 1, 1)), (390, 150, 400), 100).home == (
+    there = plan.there
+    assert copies_of(plan_streaming(there, slices(now, 1, 1)), (390, 150, 400), 100).home == (
         (0, 100, 200),
         (1, 0, 100),
         (2, 100, 200),
     )
-    back = copies_of(there, plan_streaming(there, slices(now, 0, 1)), (390, 150, 400), 100)
+    back = copies_of(plan_streaming(there, slices(now, 0, 1)), (390, 150, 400), 100)
     assert back.home == ((0, 100, 290), (1, 0, 150), (2, 100, 300)) and not back.offsets

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planner import histories, tenant
 
-from remap.memory.plan import Plan, Streaming, TenantPages, copies_of, plan_held, plan_streaming
+from remap.memory.pages import Streaming, TenantPages
+from remap.memory.plan import Plan, copies_of, plan_between, plan_streaming
 from remap.memory.prepared import PreparedPlan, prepare
 
 PAGE = 100
@@ -43,14 +44,14 @@ def test_plans_of_one_change_are_as_one(history: tuple[list[int], int, list[Stre
         if layers and (sum(target.tails) < target.buffers * target.depth or len(layers) <= target.buffers):
             continue
         leaves = not layers and not now.gone and len(sizes) > 2 and data.draw(st.booleans())
-        plan = plan_held(now, every[1:] if leaves else every, target)
+        plan = plan_between(now, now.holding(every[1:] if leaves else every, target))
         ready = planned(now, plan, layer_bytes)
         whole = ready if whole is None else whole.followed_by(ready)
-        now = ready.after
+        now = plan.there
         stale |= at_home(before) - at_home(now)
     if whole is None:
         return
-    assert whole.before is before and whole.after == now
+    assert whole.before is before and whole.plan.there == now
     loaded = {now.homes[layer][page] for layer, first, n in whole.plan.home for page in range(first, first + n)}
     assert at_home(now) & stale <= loaded <= at_home(now), (
         "all that came back, and nothing that streams or is elsewhere"
@@ -58,7 +59,7 @@ def test_plans_of_one_change_are_as_one(history: tuple[list[int], int, list[Stre
     assert len(whole.plan.home) == len({layer for layer, _, _ in whole.plan.home})
     changed = {layer for layer in set(every) - now.gone if now.shows(layer) != before.shows(layer)}
     assert changed <= set(whole.plan.held) and not set(whole.plan.held) & now.gone
-    copies = copies_of(now, whole.plan, layer_bytes, PAGE)
+    copies = copies_of(whole.plan, layer_bytes, PAGE)
     assert whole.plan.streamed == now.streamed and whole.copies == copies
     assert whole.ring_changes or before.ring == now.ring
 
@@ -66,9 +67,9 @@ def test_plans_of_one_change_are_as_one(history: tuple[list[int], int, list[Stre
 def test_what_comes_home_and_streams_again_is_not_loaded() -> None:
     now = tenant([2] * 6)
     first = plan_streaming(now, Streaming.of(now.sizes, (0, 1, 2, 3), 1))
-    there = now.after(first)
+    there = first.there
     home = planned(there, plan_streaming(there, Streaming.of(now.sizes, (0, 1), 1)), [200] * 6)
-    again = planned(home.after, plan_streaming(home.after, Streaming.of(now.sizes, (0, 1, 2), 1)), [200] * 6)
+    again = planned(home.plan.there, plan_streaming(home.plan.there, Streaming.of(now.sizes, (0, 1, 2), 1)), [200] * 6)
     both = home.followed_by(again)
     assert {layer for layer, _, _ in home.plan.home} == {2, 3}
     assert both.plan.home == ((3, 0, 2),)

@@ -292,11 +292,13 @@ class Changes:
     def _after(tenant: TenantState, ready: PreparedPlan, predicted_stall_s: float | None) -> Books:
         """The tenant's books after this plan (see `apply`)."""
         plan, books = ready.plan, tenant.books
-        streams = plan.tails != ready.before.tails  # a plan that only takes or gives free pages leaves this as it was
+        streams = (
+            plan.there.tails != ready.before.tails
+        )  # a plan that only takes or gives free pages leaves this as it was
         return replace(
             books,
-            pages=ready.after,
-            order=tenant.order_of(ready.after) if plan.elsewhere is not None else books.order,
+            pages=plan.there,
+            order=tenant.order_of(plan.there) if plan.there.elsewhere != ready.before.elsewhere else books.order,
             predicted_stall_s=books.predicted_stall_s if predicted_stall_s is None else predicted_stall_s,
             selection=(streams and plan.selection) or books.selection,
             by_hand=books.by_hand and not streams,
@@ -307,13 +309,14 @@ class Changes:
         only for layers that came home just now and are still loading."""
         pages, prefetcher = tenant.pages, tenant.prefetcher
         stream = tenant.compute.current()
-        longer = [layer for layer in plan.streamed if plan.tails[layer] > pages.tails[layer]]
-        leaving = [layer for layer, _ in plan.elsewhere or () if layer not in pages.gone]
-        ring_moves = stream and plan.ring != pages.ring and self._ring_is_pointed(plan)
+        there = plan.there
+        longer = [layer for layer in there.streamed if there.tails[layer] > pages.tails[layer]]
+        leaving = there.gone - pages.gone if there.elsewhere else ()
+        ring_moves = stream and there.ring != pages.ring and self._ring_is_pointed(plan)
         if not (
             # A ring that only grows in front keeps its copies; another number of buffers gives layers other buffers.
             plan.ring_moves
-            or (pages.ring and len(plan.ring) != len(pages.ring))
+            or (pages.ring and len(there.ring) != len(pages.ring))
             or ring_moves
             # A layer that streams is never ready: pages of it that came home may still be loading.
             or (any(pages.tails[layer] for layer in longer) and prefetcher.loading())
@@ -353,7 +356,7 @@ class Changes:
         """Tell the prefetcher which layers stream, and which come home."""
         plan, copies = ready.plan, ready.copies
         size = tenant.pages.buffer_pages * self.arena.page_bytes
-        ring = [tenant.ring_address + index * size for index in range(len(plan.ring))]
+        ring = [tenant.ring_address + index * size for index in range(len(plan.there.ring))]
         tenant.prefetcher.configure(
             plan.streamed,
             ring,
@@ -364,7 +367,7 @@ class Changes:
             copies.offsets,
             copies.places,
             copies.home,
-            sorted(ready.after.gone),
+            sorted(plan.there.gone),
         )
 
     def failed_points(self, tenant: TenantState | None = None) -> bool:

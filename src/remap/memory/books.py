@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remap.memory.plan import TenantPages
+from remap.memory.pages import TenantPages
 
 __all__ = ["Books"]
 

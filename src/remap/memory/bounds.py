@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 
-from remap.memory.plan import MAX_BUFFERS, Streaming, TenantPages
+from remap.memory.pages import MAX_BUFFERS, Streaming, TenantPages
 from remap.memory.restream import prepare_growth
 from remap.memory.state import TenantState
 from remap.policy import kv_stream, schedule

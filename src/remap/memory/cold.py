@@ -29,7 +29,8 @@ from remap.memory.apply import Changes
 from remap.memory.donors import paused
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
-from remap.memory.plan import Pages, plan_free_pages, plan_homes, run_of
+from remap.memory.pages import Pages, run_of
+from remap.memory.plan import plan_between, plan_free_pages
 from remap.memory.state import TenantState
 from remap.policy.hidden import first_kept
 from remap.sizes import show_size
@@ -173,7 +174,7 @@ class Cold:
                 if pages:
                     changes.apply(tenant, plan_free_pages(tenant.pages, pages, give=True))
                 changes.note(tenant, replace(tenant.books, kept=choice.kept))
-                changes.apply(tenant, plan_homes(tenant.pages, tenant.pages.with_homes(homes)))
+                changes.apply(tenant, plan_between(tenant.pages, tenant.pages.with_homes(homes)))
             yield
             first, count, pages = first + count, 4 * count, ()
 
@@ -337,8 +338,7 @@ class Cold:
             return
         with self._changes.part():
             self._changes.cancel_draining(giver)
-            there = giver.pages.given_up(chosen)
-            self._changes.apply(giver, plan_homes(giver.pages, there))
+            self._changes.apply(giver, plan_between(giver.pages, giver.pages.given_up(chosen)))
 
     def _layers_to_give(self, giver: TenantState) -> list[int]:
         """Not layers that something wrote into: their bytes are nowhere else. All that stream, or none."""

@@ -20,7 +20,8 @@ from typing import Protocol, cast
 
 from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
-from remap.memory.plan import Streaming, plan_free_pages, plan_streaming
+from remap.memory.pages import Streaming
+from remap.memory.plan import plan_free_pages, plan_streaming
 from remap.memory.restream import find_way, grow, restream, ring_last, streamable
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of

@@ -18,7 +18,8 @@ from remap.errors import InvalidArgument, InvalidState
 from remap.memory.apply import Changes
 from remap.memory.entries import Entries, merge
 from remap.memory.lend import Lending
-from remap.memory.plan import Plan, Streaming, TenantPages, plan_filled, plan_held, ring_of
+from remap.memory.pages import Streaming, TenantPages, ring_of
+from remap.memory.plan import Plan, plan_between, plan_filled
 from remap.memory.restream import require_places
 from remap.memory.state import TenantState
 from remap.sizes import shown
@@ -216,11 +217,12 @@ def _plans(tenant: TenantState, now: TenantPages, held: Collection[int], fill: f
         (at_home.intersection(held), waiting),
         (held, fill),
     ):
-        plan = plan_held(now, layers, _rest(now, layers), unfilled=unfilled)
-        if (plan.elsewhere, plan.unfilled) != (now.elsewhere, now.unfilled):
+        there = now.holding(layers, _rest(now, layers), unfilled=unfilled)
+        if (there.elsewhere, there.unfilled) != (now.elsewhere, now.unfilled):
+            plan = plan_between(now, there)
             require_places(tenant, plan.gained)
             found.append(plan)
-            now = now.after(plan)
+            now = plan.there
     return found
 
 
@@ -237,7 +239,7 @@ def _require_room(changes: Changes, tenant: TenantState, pages: TenantPages, pla
     """Raises OutOfBlocks (field preempt) if live blocks do not fit into the pages that are KV after one of the plans, which
     begin with `pages`."""
     for plan in plans:
-        pages = pages.after(plan)
+        pages = plan.there
         lost = tenant.pages.kv_from_homes - pages.kv_from_homes
         slots = list(tenant.slots_of(sorted(lost)))
         gained = tenant.slots_of(sorted(pages.kv_from_homes - tenant.pages.kv_from_homes))

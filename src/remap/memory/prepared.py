@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from remap import _core
 from remap.kv.pages import SlotRuns
-from remap.memory.plan import Copies, Plan, Point, SetOwner, TenantPages, copies_of
+from remap.memory.pages import TenantPages
+from remap.memory.plan import Copies, Plan, Point, SetOwner, copies_of
 
 __all__ = ["PreparedPlan", "prepare"]
 
@@ -26,7 +27,6 @@ class PreparedPlan:
 
     plan: Plan
     before: TenantPages
-    after: TenantPages
     core: _core.Plan  # its epoch is set when it is applied
     gained: SlotRuns  # slots of the KV region
     copies: Copies
@@ -38,7 +38,7 @@ class PreparedPlan:
     def followed_by(self, later: PreparedPlan) -> PreparedPlan:
         """The consequences of both, one after the other, as of one plan: what is loaded, re-pointed and streamed after it.
         Its steps are the later one's: the core has those of both."""
-        after = later.after
+        after = later.plan.there
         home: dict[int, tuple[int, int]] = {}  # layer -> pages from, and to before
         for layer, first, pages in (*self.plan.home, *later.plan.home):
             begin, end = home.get(layer, (first, first))
@@ -50,12 +50,11 @@ class PreparedPlan:
                 found.append((layer, begin, end - begin))
         held = tuple(sorted({*self.plan.held, *later.plan.held} - after.gone))
         plan = replace(later.plan, home=tuple(found), held=held)
-        copies = copies_of(after, plan, self.layer_bytes, self.page_bytes)
+        copies = copies_of(plan, self.layer_bytes, self.page_bytes)
         ring_changes = self.ring_changes or later.ring_changes
         return PreparedPlan(
             plan,
             self.before,
-            after,
             later.core,
             later.gained,
             copies,
@@ -81,7 +80,6 @@ def prepare(
             core.point(step.region, step.first_slot, step.pages, step.deferred, step.layer or 0)
         else:
             core.set_home(step.region, step.pages)
-    after = before.after(plan)
-    copies = copies_of(after, plan, layer_bytes, page_bytes)
-    ring_changes = plan.ring != before.ring
-    return PreparedPlan(plan, before, after, core, gained, copies, ring_changes, frees, layer_bytes, page_bytes)
+    copies = copies_of(plan, layer_bytes, page_bytes)
+    ring_changes = plan.there.ring != before.ring
+    return PreparedPlan(plan, before, core, gained, copies, ring_changes, frees, layer_bytes, page_bytes)

@@ -15,7 +15,8 @@ from functools import partial
 
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
-from remap.memory.plan import Plan, Streaming, TenantPages, plan_free_pages, plan_streaming
+from remap.memory.pages import Streaming, TenantPages
+from remap.memory.plan import Plan, plan_free_pages, plan_streaming
 from remap.memory.prepared import PreparedPlan, prepare
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
@@ -254,7 +255,7 @@ def find_way(changes: Changes, tenant: TenantState, target: Streaming, *, more: 
         return direct
     # The ring stays, or loses a buffer, so nothing is lost on the way.
     first = plan_streaming(pages, pages.streaming.beside(target))
-    there = replace(pages, tails=first.tails, ring=first.ring, lent=first.lent)
+    there = first.there
     # From there the best ring may be another one, made of pages that are not at home.
     if first.lost or not there.to_fetch(target) <= pages.to_fetch(target):
         return direct

@@ -20,7 +20,8 @@ from remap.kv.cache import TenantKV
 from remap.kv.spec import BUFFERS
 from remap.locking import Turn
 from remap.memory.books import Books
-from remap.memory.plan import Plan, Streaming, TenantPages, ring_of
+from remap.memory.pages import Streaming, TenantPages, ring_of
+from remap.memory.plan import Plan
 from remap.memory.prepared import PreparedPlan, prepare
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
