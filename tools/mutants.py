@@ -145,17 +145,6 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_place.py::test_a_pass_that_computes_what_is_elsewhere_is_refused",),
     ),
     Mutant(
-        name="planner-elsewhere-without-room",
-        file="src/remap/memory/place.py",
-        text="if room < len(tenant.kv.pool.pending(slots)):",
-        replacement="if False:",
-        breaks="Layers leave before it is known that live blocks have room, and the call ends half-way.",
-        tests=(
-            "test_place.py::test_room_is_made_before_layers_come_back",
-            "test_place.py::test_a_call_without_room_makes_no_step",
-        ),
-    ),
-    Mutant(
         name="planner-given-up-home-is-kept",
         file="src/remap/memory/plan.py",
         text="layers = now.cold ^ there.cold if now.elsewhere or there.elsewhere else ()",
@@ -303,11 +292,27 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="planner-overwritten-bytes-count",
-        file="src/remap/memory/place.py",
-        text="            tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}\n",
-        replacement="",
+        file="src/remap/memory/apply.py",
+        text="                    tenant.come[layer] = []\n",
+        replacement="                    pass\n",
         breaks="A layer is computed with KV in its place: a change that was undone had moved blocks over bytes that had come.",
         tests=("test_fault_sweep.py::test_bytes_that_an_undone_place_has_overwritten_do_not_count",),
+    ),
+    Mutant(
+        name="lending-overwritten-layer-is-not-loaded",
+        file="src/remap/memory/apply.py",
+        text="home.append((layer, 0, kept))",
+        replacement="pass",
+        breaks="A layer computes with KV in its place: blocks had moved over it in a change that was undone.",
+        tests=("test_change_parts.py::test_layers_over_which_blocks_have_moved_are_loaded_again",),
+    ),
+    Mutant(
+        name="lending-overwritten-ring-is-kept",
+        file="src/remap/memory/apply.py",
+        text="ready.ring_changes = ring",
+        replacement="pass",
+        breaks="A layer streams from a buffer that blocks had moved over in a change that was undone.",
+        tests=("test_change_parts.py::test_layers_over_which_blocks_have_moved_are_loaded_again",),
     ),
     Mutant(
         name="planner-what-waits-for-bytes-is-not-loaded",
@@ -844,7 +849,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-a-block-moves-where-one-has-moved-away",
         file="src/remap/memory/apply.py",
-        text="            draft.emptied.update(map(tenant.giving.__getitem__, tenant.kv.geometry.giving_indices(slots)))\n",
+        text="            draft.emptied.update(map(giving.__getitem__, geometry.giving_indices(slots)))\n",
         replacement="",
         breaks="Blocks move into pages that a change has emptied: if it is undone, the bytes of those that were there are lost.",
         tests=("test_change_parts.py::test_no_block_moves_where_one_has_moved_away",),
@@ -868,8 +873,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-slices-come-home-as-layers",
         file="src/remap/memory/step.py",
-        text="        kind = self._homewards(lender, fewer, view.buffers)\n",
-        replacement='        kind = "inward"\n',
+        text="lender.streaming_at(fewer, buffers, self._homewards(lender, fewer, buffers))",
+        replacement='lender.streaming_at(fewer, buffers, "inward")',
         breaks="A tenant that lent and then streams slices can never bring them home, and every step is refused (fault 02).",
         tests=("test_lending.py::test_a_tenant_that_lent_and_then_streams_slices_brings_them_home_together",),
     ),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from remap.arguments import require, require_bytes, require_call, require_layer, require_layers, require_range
 from remap.config import Knobs
@@ -67,7 +67,13 @@ Answer = TypeVar("Answer")
 
 
 def remap(
-    session: Session, name: str, layers: float, buffers: int = 1, selection: str = "uniform", *, drain: bool = False
+    session: Session,
+    name: str,
+    layers: float,
+    buffers: int = 1,
+    selection: Literal["uniform", "nested", "slices"] = "uniform",
+    *,
+    drain: bool = False,
 ) -> StepReport:
     """Make `layers` layers' worth of the tenant's pages KV; layers + buffers layers then stream.
 

@@ -13,6 +13,7 @@ import remap
 from remap import _core
 from remap.errors import OutOfBlocks
 from remap.memory.plan import plan_free_pages
+from remap.memory.restream import grow
 
 MODES = ("aliased", "strict")
 SIZES = {"a": [2] * 4, "b": [2] * 4}
@@ -191,3 +192,92 @@ def test_an_engine_hears_that_its_blocks_are_not_withdrawn_after_all(mode: str) 
         made.check()
         a.serve()
         remap.advanced.check(world.session)
+
+
+# (name, what streams first, what is to stream): layers give their pages, or the ring one of its buffers, live blocks move there,
+# and the plan behind that fails.
+OVERWRITTEN = [
+    ("a", (3, 1, "nested"), (4, 1, "uniform")),
+    ("a", (4, 2, "uniform"), (4, 1, "nested")),
+    ("a", (5, 2, "nested"), (4, 1, "nested")),
+    ("b", (4, 2, "uniform"), (2, 1, "nested")),
+    ("a", (5, 2, "nested"), (5, 1, "uniform")),
+    ("b", (1, 2, "nested"), (5, 1, "uniform")),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "first", "then"), OVERWRITTEN)
+def test_layers_over_which_blocks_have_moved_are_loaded_again(
+    name: str, first: Any, then: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Faulty(mode)
+    engine = world.engines[name]
+    world.remap(name, *first)
+    world.settle()
+    engine.serve()
+    engine.fill()
+    changes, applied = world.session._changes, []
+    apply = changes._apply
+
+    def fails(*args: Any) -> None:
+        if applied:
+            raise Stop
+        apply(*args)
+        applied.append(args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(changes, "_apply", fails)
+        before = engine.tenant.streamed
+        with pytest.raises(Stop):
+            world.remap(name, *then)
+    assert engine.tenant.streamed == before
+    world.check()
+    assert world.remap(name, *then).moved[name], "and it can be made, with its moves"
+    world.check()
+    world.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ends", ["decided", "undone", "streams"])
+def test_an_inner_part_that_moved_blocks_over_layers_goes_back_alone(
+    mode: str, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part around it ends, goes back too, or lets these layers stream: what is loaded again is told whichever comes."""
+    world = Faulty(mode)
+    world.remap("a", 3, 1, "nested")
+    world.settle()
+    engine = world.engines["a"]
+    engine.serve()
+    engine.fill()
+    changes, applied = world.session._changes, []
+    apply = changes._apply
+
+    def fails(*args: Any) -> None:
+        if applied:
+            raise Stop
+        apply(*args)
+        applied.append(args)
+
+    def change(core: Any) -> None:
+        tenant = core.tenant("a")
+        epoch = core.changes.decisions
+        with core.changes.part():
+            with monkeypatch.context() as patch, pytest.raises(Stop), core.changes.part():
+                patch.setattr(changes, "_apply", fails)
+                core.lending.bring_home(tenant, tenant.streaming_at(4, 1, "uniform"))
+            assert applied
+            if ends == "streams":
+                grow(core.changes, tenant, 5, 1)
+            if ends == "undone":
+                raise Stop
+        assert core.changes.decisions - epoch == (ends == "streams"), "what is loaded again is no decision"
+
+    if ends == "undone":
+        with pytest.raises(Stop):
+            world.session.exclusively(change)
+    else:
+        world.session.exclusively(change)
+    assert len(engine.tenant.streamed) == (6 if ends == "streams" else 4)
+    world.check()
+    world.close()

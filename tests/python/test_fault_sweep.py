@@ -246,6 +246,8 @@ CASES_OF_PLANS = [
         ("lend more to", crowded, lambda w: w.lend("b", 6, to="a")),
         ("lend as well as stream", full(2, 2, "nested", leave=9), lambda w: w.lend("a", 3, to="c")),
         ("other layers", full(2, 1, "uniform"), lambda w: w.remap("a", 3, 1, "uniform")),
+        ("layers whose pages blocks move to", full(3, 1, "nested"), lambda w: w.remap("a", 4, 1, "uniform")),
+        ("blocks move into the ring", full(4, 2, "uniform"), lambda w: w.remap("a", 4, 1, "nested")),
         ("more buffers", full(1, 1, "nested"), lambda w: w.remap("a", 3, 2, "nested")),
         ("fewer buffers", full(3, 2, "nested", leave=2), lambda w: w.remap("a", 2, 1, "nested")),
         ("fewer slices", full(2.5, 2, "slices", "b", 6), lambda w: w.remap("b", 1, 1, "slices")),

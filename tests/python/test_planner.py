@@ -160,7 +160,7 @@ def test_a_sequence_of_plans_ends_where_each_says(history: tuple[list[int], int,
             needed = target.buffers * target.depth
             assert (caught.value.needed_pages, caught.value.available_pages) == (needed, sum(target.tails))
             continue
-        plan = plan_streaming(before, target, selection="so")
+        plan = plan_streaming(before, replace(target, selection="so"))
         assert plan.selection == "so"
         assert world.pages is before
         world.carry_out(plan)

@@ -25,6 +25,7 @@ from remap.memory.apply import Changes
 from remap.memory.cold import Cold
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
+from remap.memory.restream import choose
 from remap.memory.state import TenantState
 from remap.policy import schedule
 
@@ -153,7 +154,7 @@ def _activate(changes: Changes, lending: Lending, tenant: TenantState, partial: 
     # tried.
     for remapped in _candidates(tenant, keep, min(most, tenant.remapped - 1)):
         try:
-            moved = lending.bring_home(tenant, remapped, tenant.buffers, "inward")
+            moved = lending.bring_home(tenant, choose(tenant, remapped, tenant.buffers, "inward"))
         except OutOfBlocks as error:
             preempt = error.fields["preempt"]  # type: ignore[assignment]
             continue

@@ -22,10 +22,12 @@ the next call begins (locking.exclusive). Executor.undecided also says whether a
 does not, since other calls advance it. Listeners hear of a change when none is open any more, since they may call the
 session.
 
-What a change writes before it is decided is nobody's: blocks move into free ones, and free pages are zeroed. A page that
-goes from one tenant to another within the change holds the bytes of the first until then, and is zeroed behind the decision;
-the same for a page from which live blocks have moved and that its tenant gets again. The pool gets such pages only then, so
-no block moves there.
+What a change writes before it is decided is nobody's, or there is a copy of it: blocks move into free ones, and free pages are
+zeroed. A page that goes from one tenant to another within the change holds the bytes of the first until then, and is zeroed
+behind the decision; the same for a page from which live blocks have moved and that its tenant gets again. The pool gets such
+pages only then, so no block moves there. Blocks do move into pages that the tenant's own layers, or its ring, have given within
+the change: if that goes back, these layers are loaded again, and the ring is filled again (`_overwritten`). It is due, as what
+follows from a decision, and passes wait for it.
 
 A tenant that computes on a stream (streams.py) may have work there that reads what a plan takes away. The host does not
 wait for that work: moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to
@@ -43,6 +45,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from types import TracebackType
 
 from remap import _core
@@ -51,6 +54,7 @@ from remap.kv.pool import BlockPool
 from remap.memory.books import Books
 from remap.memory.draft import Draft, DueWork, Place, restored
 from remap.memory.moves import compose_all
+from remap.memory.pages import Streaming
 from remap.memory.plan import NOBODY, Plan, Point, plan_free_pages
 from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
@@ -145,7 +149,7 @@ class Changes:
         draft.moves_told = self.moved
         if draft.moved:
             draft.moves_told = {name: moves for name, moves in compose_all(self.moved, draft.moved).items() if moves}
-        draft.decisions = self.decisions + bool(draft.due or draft.moved)
+        draft.decisions = self.decisions + bool(draft.applying or draft.moved)
         draft.decided = True
         self._carry_on(draft)
         try:
@@ -158,10 +162,7 @@ class Changes:
     def _carry_on(self, draft: Draft) -> None:
         """The draft is decided. Can be called again, if it was interrupted."""
         self.moved, self.decisions = draft.moves_told, draft.decisions
-        if draft.due:
-            self._unsettled, self._settling = draft.due, True
-            for tenant, due in draft.due.items():
-                tenant.unsettled, tenant.coming = due.plan, due.slots
+        self._owe(draft.due)
         for tenant in draft.places[0].before:
             pool = tenant.kv.pool
             if pool not in self._unreported:
@@ -187,7 +188,7 @@ class Changes:
     def _go_back(self, draft: Draft, depth: int) -> None:
         """To the beginning of the part at this depth. Can be called again, if it was interrupted."""
         place, concerned = draft.places[depth], set[TenantState]()
-        self._await_moves(draft, place)
+        self._await_moves(draft, depth)
         try:
             if draft.applying and self._executor.undecided():
                 self._executor.rollback(place.mark)
@@ -197,26 +198,62 @@ class Changes:
                     tenant.books = restored(tenant, books)
                     tenant.kv.pool.restore(pool)
                     concerned.add(tenant)
-            draft.due, draft.moved, draft.applying = place.due, place.moved, place.mark is not None
+            again = {} if self.arena.broken else self._overwritten(draft, place)
+            draft.due, draft.moved, draft.applying = place.due | again, place.moved, place.mark is not None
             for tenant in concerned & draft.told.keys():
                 tenant.kv.pool.tell_since(draft.told[tenant])
                 self._unreported.append(tenant.kv.pool)
+            if not depth:
+                self._owe(again)
             del draft.places[depth:]  # only now: until then all of this can be done again
             if not draft.places:
                 self._draft = None
+        if self._draft is None and again:
+            with suppress(Error):  # `Tenant.forward` tries again
+                self._settle()
         if self._draft is None and self._unreported:
             try:
                 self.tell()
             except Exception as error:  # the call raises already what it went back for
                 _logger.error("a listener raised while a change was undone", exc_info=error)
 
+    def _overwritten(self, draft: Draft, place: Place) -> dict[TenantState, DueWork]:
+        """Pages are again as at this place. Where blocks have moved over layers, or the ring, which were KV meanwhile: what was
+        due of that tenant by then, and that these are loaded again."""
+        found = {}
+        for tenant, written in draft.written.items():
+            pages = tenant.pages
+            home = []
+            for layer, (own, absent) in enumerate(zip(pages.own, pages.absent)):
+                kept = len(own) - absent
+                if written.isdisjoint(own[:kept]):
+                    continue
+                if layer in pages.unfilled:
+                    tenant.come[layer] = []
+                else:
+                    home.append((layer, 0, kept))
+            ring = not written.isdisjoint(chain.from_iterable(pages.ring))
+            if home or ring:
+                ready = tenant.prepare(Plan(steps=(), there=pages, home=tuple(home)))
+                ready.ring_changes = ring
+                due = place.due.get(tenant)
+                found[tenant] = DueWork(ready, again=True) if due is None else due.then(ready, again=True)
+        return found
+
+    def _owe(self, due: dict[TenantState, DueWork]) -> None:
+        """This is to be settled. Nothing is that an earlier change has left: while something is, no plan can be applied."""
+        if due:
+            self._unsettled, self._settling = due, True
+            for tenant, each in due.items():
+                tenant.unsettled, tenant.coming = each.plan, each.slots
+
     @staticmethod
-    def _await_moves(draft: Draft, place: Place) -> None:
-        """Blocks that have moved since may be on their way into pages that are about to be free again, and any tenant's."""
-        for tenant in {tenant for each in draft.places for tenant in each.before}:
-            if draft.moved.get(tenant.name) != place.moved.get(tenant.name):
-                with suppress(Error):  # a stream that has failed copies nothing any more
-                    tenant.compute.wait()
+    def _await_moves(draft: Draft, depth: int) -> None:
+        """Blocks that have moved since, or began to, may be on their way into pages that are about to be free again, and any
+        tenant's."""
+        for tenant in draft.written.keys() & {tenant for each in draft.places[depth:] for tenant in each.before}:
+            with suppress(Error):  # a stream that has failed copies nothing any more
+                tenant.compute.wait()
 
     def tell(self) -> None:
         """Tell all pools' listeners of the changes, unless a change is under way. Raises a listener's first error."""
@@ -410,8 +447,11 @@ class Changes:
 
     @annotated("remap.settle")
     def _settle_all(self, due: dict[TenantState, DueWork]) -> None:
-        if self._executor.undecided():
+        again = any(each.again for each in due.values())
+        if again or self._executor.undecided():
             try:
+                if not self._executor.undecided():
+                    self._executor.apply(_core.Plan(self.arena.epoch))  # no step: only what is loaded is to be told
                 self._commit(due)
             except Error:
                 self._settling = False  # whoever needs it tries again
@@ -488,7 +528,7 @@ class Changes:
         slots: Sequence[int],
         *,
         predicted_stall_s: float | None = None,
-        drain_to: tuple[int, int, str] | None = None,
+        drain_to: Streaming | None = None,
     ) -> dict[int, int] | None:
         """Empty these slots of the KV region and apply, as a part of a change. Returns the moves made, {old: new}. Raises
         OutOfBlocks if live blocks stay. With `drain_to`, the `draining_target` of a change that may wait, the slots are withdrawn
@@ -520,7 +560,7 @@ class Changes:
                 pool.silence()
 
     def _empty(
-        self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int, str] | None
+        self, tenant: TenantState, slots: Sequence[int], drain_to: Streaming | None
     ) -> list[tuple[int, int]] | None:
         """`exchange`, without the plan."""
         pool = tenant.kv.pool
@@ -539,10 +579,13 @@ class Changes:
                 raise self.no_room(tenant, slots, len(moves))
             tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=drain_to)
             return None
+        geometry, giving = tenant.kv.geometry, tenant.giving
+        places = chain.from_iterable(geometry.slots_of_block(new) for _, new in moves)
+        draft.will_write(tenant, map(giving.__getitem__, geometry.giving_indices(list(places))))
         tenant.kv.move(moves)
         if moves:  # an engine with its own allocator moves its blocks itself
             pool.commit_moves(moves)
-            draft.emptied.update(map(tenant.giving.__getitem__, tenant.kv.geometry.giving_indices(slots)))
+            draft.emptied.update(map(giving.__getitem__, geometry.giving_indices(slots)))
         pool.remove_pages(slots)
         # The old blocks' bytes stay untouched until the change is decided: to undo this, it is enough to take the old ids back.
         draft.add_moves(tenant, dict(moves))

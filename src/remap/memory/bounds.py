@@ -20,7 +20,7 @@ from remap.memory.state import TenantState
 from remap.policy import kv_stream, schedule
 from remap.policy.link import Neighbour, delayed, spared
 from remap.policy.maxplus import copied_uses
-from remap.policy.views import LayerSeconds
+from remap.policy.views import LayerSeconds, Selection
 
 __all__ = ["StallBounds"]
 
@@ -33,7 +33,7 @@ class StallBounds:
     def __init__(self, tenant: TenantState) -> None:
         self._tenant, config = tenant, tenant.config
         self._slowdown = config.slowdown
-        self._kinds: tuple[str, ...] = ("nested", "uniform") if config.selection == "auto" else ("nested",)
+        self._kinds: tuple[Selection, ...] = ("nested", "uniform") if config.selection == "auto" else ("nested",)
         if config.selection == "uniform":
             self._kinds = ("uniform",)
         sizes = tenant.layer_bytes
@@ -42,7 +42,7 @@ class StallBounds:
         self._buffers = range(1, MAX_BUFFERS + 1) if config.buffers == "auto" else (config.buffers,)
         self._asked: tuple[LayerSeconds, tuple[int, ...], bool] | None = None  # the answers' key
         self._bound: tuple[int, int] | None = None
-        self._stalls: dict[tuple[int, int], tuple[float, str]] = {}
+        self._stalls: dict[tuple[int, int], tuple[float, Selection]] = {}
         self._beside: dict[tuple[int, int, int], float] = {}
         # The answer of `streamable_blocks`, with its key.
         self._blocks: tuple[LayerSeconds, Streaming, list[Neighbour], int] | None = None
@@ -68,7 +68,7 @@ class StallBounds:
             known = self._beside[remapped, buffers, blocks] = self._tenant.stall(times, target, blocks)
         return known
 
-    def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> str:
+    def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> Selection:
         """The selection to use: the first allowed one with a stall within the slowdown, else the one of least stall."""
         if times is None:
             return self._kinds_for(remapped, buffers)[0]
@@ -86,7 +86,7 @@ class StallBounds:
             self._possible.clear()
         known = self._possible.get((remapped, buffers))
         if known is None:
-            kinds = ("inward",) if remapped < tenant.remapped else ("onward", *self._kinds)
+            kinds: tuple[Selection, ...] = ("inward",) if remapped < tenant.remapped else ("onward", *self._kinds)
             if tenant.slicing:
                 kinds = ("slices",)
             known = self._possible[remapped, buffers] = any(
@@ -128,7 +128,7 @@ class StallBounds:
     def longest_piece(self, remapped: int, buffers: int) -> float:
         """Seconds of the longest piece that it would copy: by so much each piece of another tenant waits."""
         tenant = self._tenant
-        kinds = ("onward", *self._kinds) if not tenant.slicing else ("slices",)
+        kinds: tuple[Selection, ...] = ("onward", *self._kinds) if not tenant.slicing else ("slices",)
         return max(tenant.longest_piece(tenant.streaming_at(remapped, buffers, kind)) for kind in kinds)
 
     def prepare(self) -> None:
@@ -145,14 +145,14 @@ class StallBounds:
         for more in range(max(1, present), min(present + _AHEAD, most) + 1):
             self._answer(times, more, buffers)
 
-    def _answer(self, times: LayerSeconds, remapped: int, buffers: int) -> tuple[float, str]:
+    def _answer(self, times: LayerSeconds, remapped: int, buffers: int) -> tuple[float, Selection]:
         self._renew(times)
         known = self._stalls.get((remapped, buffers))
         if known is None:
             known = self._stalls[remapped, buffers] = self._compute(times, remapped, buffers)
         return known
 
-    def _compute(self, times: LayerSeconds, remapped: int, buffers: int) -> tuple[float, str]:
+    def _compute(self, times: LayerSeconds, remapped: int, buffers: int) -> tuple[float, Selection]:
         total = math.fsum(times.compute_s)
         kinds = self._kinds_for(remapped, buffers)
         best = (math.inf, kinds[0])
@@ -164,7 +164,7 @@ class StallBounds:
                 break
         return best
 
-    def _kinds_for(self, remapped: int, buffers: int) -> tuple[str, ...]:
+    def _kinds_for(self, remapped: int, buffers: int) -> tuple[Selection, ...]:
         """The allowed selections that a plan can stream; if there are none "nested", which adds to what streams."""
         tenant = self._tenant
         if tenant.slicing:

@@ -16,10 +16,11 @@ from remap.memory.entries import Entries, Entry, merge
 from remap.memory.lend import Lending
 from remap.memory.pages import MAX_BUFFERS
 from remap.memory.plan import plan_free_pages
-from remap.memory.restream import continue_draining, refuse_in_use
+from remap.memory.restream import choose, continue_draining, refuse_in_use
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
 from remap.policy.slices import tail_for
+from remap.policy.views import Selection
 from remap.sizes import shown
 
 __all__ = ["check_by_hand", "give_back_by_hand", "lend_by_hand", "remap_by_hand"]
@@ -65,7 +66,7 @@ def remap_by_hand(
     tenant: TenantState,
     layers: float,
     buffers: int,
-    selection: str,
+    selection: Selection,
     drain: bool = False,
 ) -> Entries:
     """`advanced.remap`, checked already. Returns the entries of its report."""
@@ -74,15 +75,16 @@ def remap_by_hand(
     if selection == "slices":
         amount = tail_for([tenant.pages.sizes[layer] for layer in tenant.order], layers, buffers)
     with changes.part():
+        target = choose(tenant, amount, buffers, selection)
         # The same call again: the engine may have returned the withdrawn blocks by now.
-        if drain and tenant.draining_target == (amount, buffers, selection):
+        if drain and tenant.draining_target == target:
             moves = continue_draining(changes, tenant)
             moved = {tenant.name: moves} if moves else {}
         else:
             if not drain:
-                refuse_in_use(changes, tenant, amount, buffers, selection)
+                refuse_in_use(changes, tenant, target)
             changes.cancel_draining(tenant)
-            moved = lending.bring_home(tenant, amount, buffers, selection, drain=drain)
+            moved = lending.bring_home(tenant, target, drain=drain)
         changes.note(tenant, replace(tenant.books, by_hand=bool(tenant.streamed)))
     added = max(0, tenant.kv.usable_blocks - before)
     report = {tenant.name: Entry(added, 0, tenant.predicted_stall_s, f"{layers} layers by hand")}
@@ -104,7 +106,7 @@ def lend_by_hand(
     report: Entries = {}
     buffers = tenant.buffers or buffers
     if layers < tenant.remapped:
-        moved = lending.bring_home(tenant, layers, buffers, "inward")
+        moved = lending.bring_home(tenant, choose(tenant, layers, buffers, "inward"))
         merge(report, tenant.name, moved).reason = f"{layers} layers stay lent, by hand"
         return report
     before = 0 if receiver is None else receiver.kv.usable_blocks

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,10 +59,10 @@ class _Choice:
 
 @dataclass(frozen=True)
 class Coming:
-    """Cold layers of which the first is loading. rest: loads the others."""
+    """Cold layers of which the first is loading. rest: the homes of the others, a change each."""
 
     layers: Sequence[int]
-    rest: Iterator[None]
+    rest: Sequence[Mapping[int, Pages]]
 
 
 class Cold:
@@ -103,18 +103,15 @@ class Cold:
             tenant.source.verify(set(layers))
         with self._changes.part():
             self._changes.cancel_draining(tenant)
-            rest = self._load(tenant, layers, self._collect(tenant, layers))
-            next(rest)
-        return Coming(layers, rest)
+            return self._begin(tenant, layers, self._collect(tenant, layers))
 
-    @staticmethod
-    def bring_rest(tenant: TenantState, coming: Coming) -> tuple[tuple[int, ...], str]:
+    def bring_rest(self, tenant: TenantState, coming: Coming) -> tuple[tuple[int, ...], str]:
         """Load the others, of which each few are a change. Returns all that have come, in the order of use, and the error that
         ended it early, if there was one: that layer and those behind it are cold still."""
         problem = ""
         try:
-            for _ in coming.rest:
-                pass
+            for homes in coming.rest:
+                self._come(tenant, homes)
         except Error as error:
             problem = str(error)
         return tuple(layer for layer in coming.layers if layer not in tenant.pages.cold), problem
@@ -157,26 +154,27 @@ class Cold:
             # Of more layers, no fewer pages are lacking.
             fit = bisect_right(range(len(layers)), 0, key=lambda n: self._choose(tenant, layers[: n + 1]).short)
             if fit:
-                coming = Coming(layers, self._load(tenant, layers[:fit], self._choose(tenant, layers[:fit])))
-                next(coming.rest)
+                coming = self._begin(tenant, layers[:fit], self._choose(tenant, layers[:fit]))
         if coming is None:
             return (), ""
         tenant.expected = True
         return self.bring_rest(tenant, coming)
 
-    def _load(self, tenant: TenantState, layers: Sequence[int], choice: _Choice) -> Iterator[None]:
-        """Blocks and the first layer, then a few layers, then more of them: a change each."""
-        changes, pages = self._changes, choice.kv
-        first, count = 0, 1
-        while first < len(layers):
-            homes = {layer: choice.homes[layer] for layer in layers[first : first + count]}
-            with changes.part():
-                if pages:
-                    changes.apply(tenant, plan_free_pages(tenant.pages, pages, give=True))
-                changes.note(tenant, replace(tenant.books, kept=choice.kept))
-                changes.apply(tenant, plan_between(tenant.pages, tenant.pages.with_homes(homes)))
-            yield
-            first, count, pages = first + count, 4 * count, ()
+    def _begin(self, tenant: TenantState, layers: Sequence[int], choice: _Choice) -> Coming:
+        """Blocks and the first layer come, as a part of a change; then four layers, then sixteen, and so on."""
+        changes, homes = self._changes, list(choice.homes.items())
+        if choice.kv:
+            changes.apply(tenant, plan_free_pages(tenant.pages, choice.kv, give=True))
+        changes.note(tenant, replace(tenant.books, kept=choice.kept))
+        self._come(tenant, dict(homes[:1]))
+        rest, first, count = [], 1, 4
+        while first < len(homes):
+            rest.append(dict(homes[first : first + count]))
+            first, count = first + count, 4 * count
+        return Coming(layers, rest)
+
+    def _come(self, tenant: TenantState, homes: Mapping[int, Pages]) -> None:
+        self._changes.apply(tenant, plan_between(tenant.pages, tenant.pages.with_homes(homes)))
 
     def _collect(self, tenant: TenantState, layers: Sequence[int]) -> _Choice:
         """Let others give pages until there are enough."""

@@ -8,7 +8,7 @@ pools are as they will be. `Place` is what a part goes back to if it fails: the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from remap.errors import Error
@@ -24,10 +24,16 @@ __all__ = ["Draft", "DueWork", "Place"]
 @dataclass(frozen=True, slots=True)
 class DueWork:
     """What is to be done for one tenant once the change is decided. plan: the consequences of all its plans as of one.
-    slots: of the KV region, whose pages its pool gets when they have been zeroed."""
+    slots: of the KV region, whose pages its pool gets when they have been zeroed. again: layers are loaded again, since blocks
+    were moved over them by plans that are undone, so there may be nothing to decide."""
 
     plan: PreparedPlan
     slots: tuple[int, ...] = ()
+    again: bool = False
+
+    def then(self, later: PreparedPlan, slots: tuple[int, ...] = (), *, again: bool = False) -> DueWork:
+        """This, and what is due of a later plan."""
+        return DueWork(self.plan.followed_by(later), self.slots + slots, self.again or again)
 
 
 @dataclass(slots=True)
@@ -45,7 +51,8 @@ class Place:
 class Draft:
     """due: by tenant. moved: live blocks, tenant -> {old: new}, in this change. emptied: pages from which blocks have moved:
     no block moves there before the change is decided, since they are where it goes back to. told: tenants whose engines have
-    heard of blocks that were withdrawn -> the open ones, as they know. applying: plans were handed to the core: if it has an
+    heard of blocks that were withdrawn -> the open ones, as they know. written: tenant -> pages that its blocks have moved to, or
+    began to: some may have been its layers', or its ring's, before. applying: plans were handed to the core: if it has an
     undecided change, it is this one. problem: why the last change could not be settled, so that no plan can be applied."""
 
     places: list[Place] = field(default_factory=list)
@@ -53,6 +60,7 @@ class Draft:
     moved: dict[str, dict[int, int]] = field(default_factory=dict)
     emptied: set[int] = field(default_factory=set)
     told: dict[TenantState, frozenset[int]] = field(default_factory=dict)
+    written: dict[TenantState, frozenset[int]] = field(default_factory=dict)
     applying: bool = False
     problem: Error | None = None
     decided: bool = False
@@ -83,8 +91,11 @@ class Draft:
     def add_due(self, tenant: TenantState, ready: PreparedPlan, slots: tuple[int, ...]) -> None:
         """A plan of the tenant's was applied."""
         known = self.due.get(tenant)
-        due = DueWork(ready, slots) if known is None else DueWork(known.plan.followed_by(ready), known.slots + slots)
-        self.due = self.due | {tenant: due}
+        self.due = self.due | {tenant: DueWork(ready, slots) if known is None else known.then(ready, slots)}
+
+    def will_write(self, tenant: TenantState, pages: Iterable[int]) -> None:
+        """Blocks of the tenant's are about to move to these pages."""
+        self.written[tenant] = self.written.get(tenant, frozenset()).union(pages)
 
     def add_moves(self, tenant: TenantState, moves: dict[int, int]) -> None:
         """Live blocks of the tenant's have moved, {old: new}."""

@@ -22,9 +22,10 @@ from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.pages import Streaming
 from remap.memory.plan import plan_free_pages, plan_streaming
-from remap.memory.restream import find_way, grow, restream, ring_last, streamable
+from remap.memory.restream import find_way, grow, restream, ring_last
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
+from remap.policy.views import Selection
 
 __all__ = ["Lending", "Moves", "Receiver"]
 
@@ -88,10 +89,9 @@ class Lending:
         asked = list(pages)
         return [page for page, number in zip(asked, self._changes.arena.tenants_of(asked)) if number == holder.number]
 
-    def losses(self, donor: TenantState, layers: int, buffers: int, selection: str) -> dict[str, int]:
-        """Tenant (the donor too) -> usable blocks, exactly, that it would lose if the donor streamed this set."""
+    def losses(self, donor: TenantState, target: Streaming) -> dict[str, int]:
+        """Tenant (the donor too) -> usable blocks, exactly, that it would lose if the donor streamed this."""
         pages = donor.pages
-        target = donor.streaming_at(layers, buffers, selection)
         lent, own = pages.to_fetch(target), plan_streaming(pages, target).lost
         found = {}
         for name, held in {**self.holders(donor, lent), donor.name: own}.items():
@@ -107,7 +107,7 @@ class Lending:
         donor: TenantState,
         layers: int,
         buffers: int,
-        selection: str,
+        selection: Selection,
         *,
         predicted_stall_s: float = 0.0,
     ) -> int:
@@ -247,9 +247,7 @@ class Lending:
     def bring_home(
         self,
         donor: TenantState,
-        layers: int,
-        buffers: int,
-        selection: str,
+        target: Streaming,
         *,
         predicted_stall_s: float = 0.0,
         drain: bool = False,
@@ -260,7 +258,6 @@ class Lending:
         error; nothing has changed then.
         """
         changes = self._changes
-        target = streamable(donor, layers, buffers, selection)
         pages = donor.pages
         lent = pages.to_fetch(target)
         for name in self.holders(donor, lent) if lent else ():
@@ -279,9 +276,7 @@ class Lending:
         with changes.part():
             if pages.lent:
                 moved = self._fetch(donor, lent, self._require_room(donor, target, lent))
-            moves = restream(
-                changes, donor, layers, buffers, selection, predicted_stall_s=predicted_stall_s, drain=drain
-            )
+            moves = restream(changes, donor, target, predicted_stall_s=predicted_stall_s, drain=drain)
         return moved | {donor.name: moves} if moves else moved
 
     def _require_room(

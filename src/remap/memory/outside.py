@@ -546,11 +546,12 @@ class Outside:
             if layer not in ring and not (tenant.lends(layer) and pages.lent.intersection(pages.homes[layer]) <= free)
         ]
         for remapped in range(len(stays) + len(ring) - buffers if stays else 0, tenant.remapped):
-            if remapped and not tenant.possible(tenant.streaming_at(remapped, buffers, "inward")):
+            target = tenant.streaming_at(remapped, buffers, "inward")
+            if not tenant.possible(target):
                 continue
             with suppress(OutOfBlocks):
-                if not self._lending.losses(tenant, remapped, buffers, "inward"):
-                    self._lending.bring_home(tenant, remapped, buffers, "inward")
+                if not self._lending.losses(tenant, target):
+                    self._lending.bring_home(tenant, target)
                     certify(tenant)
                     return
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 
 from remap.errors import InvalidArgument, InvalidState
@@ -85,11 +85,13 @@ def joined(runs: Sequence[Pages]) -> Pages:
 
 @dataclass(frozen=True)
 class Streaming:
-    """The part that streams: how many of each layer's last pages, through `buffers` ring buffers of `depth` pages."""
+    """The part that streams: how many of each layer's last pages, through `buffers` ring buffers of `depth` pages. selection: how
+    these were chosen, for the record; "": as before."""
 
     tails: tuple[int, ...]
     buffers: int
     depth: int
+    selection: str = field(default="", compare=False)
 
     @classmethod
     def of(
@@ -99,17 +101,18 @@ class Streaming:
         buffers: int,
         tail: int | None = None,
         largest: int | None = None,
+        selection: str = "",
     ) -> Streaming:
         """These layers' last `tail` pages (all pages of a smaller layer), through buffers of `tail` pages. None: whole
         layers, through buffers of `largest` pages: the largest of all layers. sizes: pages of every layer."""
         chosen = tuple(layers)
         if not chosen:
-            return cls((0,) * len(sizes), buffers, 0)
+            return cls((0,) * len(sizes), buffers, 0, selection)
         depth = (largest or max(sizes)) if tail is None else min(tail, max(sizes[layer] for layer in chosen))
         tails = [0] * len(sizes)
         for layer in chosen:
             tails[layer] = min(depth, sizes[layer])
-        return cls(tuple(tails), buffers, depth)
+        return cls(tuple(tails), buffers, depth, selection)
 
     @functools.cached_property
     def layers(self) -> tuple[int, ...]:
@@ -119,7 +122,7 @@ class Streaming:
     def beside(self, other: Streaming) -> Streaming:
         """All that streams in either, through the smaller number of buffers: no page comes home on the way there."""
         tails = tuple(map(max, self.tails, other.tails))
-        return Streaming(tails, min(self.buffers, other.buffers), max(self.depth, other.depth))
+        return Streaming(tails, min(self.buffers, other.buffers), max(self.depth, other.depth), other.selection)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ others. Source: KunServe, section 4.1 (dropping) and 4.4 (restoring).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from remap.errors import InvalidArgument, InvalidState
@@ -20,7 +20,7 @@ from remap.memory.entries import Entries, merge
 from remap.memory.lend import Lending
 from remap.memory.pages import Streaming, TenantPages, ring_of
 from remap.memory.plan import Plan, plan_between, plan_filled
-from remap.memory.restream import require_places
+from remap.memory.restream import choose, require_places
 from remap.memory.state import TenantState
 from remap.sizes import shown
 
@@ -97,16 +97,13 @@ def place(
     try:
         with changes.part():
             changes.cancel_draining(tenant)
-            moved = lending.bring_home(tenant, 0, tenant.buffers, "inward") if lent else {}
-            plans = _plans(tenant, tenant.pages, held, frozenset(fill))
-            _require_room(changes, tenant, tenant.pages, plans)
-            # Before the first call that can fail: from here on the pages of what waits for bytes and is not to wait any more may
-            # be written to. If that is undone, the layer waits again, and its bytes have to come again.
-            tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}
+            moved = lending.bring_home(tenant, choose(tenant, 0, tenant.buffers, "inward")) if lent else {}
             if tenant.handle is not None:
                 tenant.handle.compute_parts()
-            for plan in plans:
+            for plan in _plans(tenant, tenant.pages, held, frozenset(fill)):
                 changes.exchange(tenant, plan, list(tenant.slots_of(plan.lost)))
+            # What is undone has them back, unless blocks were moved over them (`Changes`).
+            tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}
             changes.note(tenant, replace(tenant.books, pages=replace(tenant.pages, computed=computed)))
     finally:
         if tenant.pages.computed != before:
@@ -233,16 +230,3 @@ def _rest(now: TenantPages, layers: Collection[int]) -> Streaming:
     if len(rest.layers) > rest.buffers and ring_of(now, rest) is not None:
         return rest
     return Streaming((0,) * len(tails), len(now.ring), 0)
-
-
-def _require_room(changes: Changes, tenant: TenantState, pages: TenantPages, plans: Sequence[Plan]) -> None:
-    """Raises OutOfBlocks (field preempt) if live blocks do not fit into the pages that are KV after one of the plans, which
-    begin with `pages`."""
-    for plan in plans:
-        pages = plan.there
-        lost = tenant.pages.kv_from_homes - pages.kv_from_homes
-        slots = list(tenant.slots_of(sorted(lost)))
-        gained = tenant.slots_of(sorted(pages.kv_from_homes - tenant.pages.kv_from_homes))
-        room = changes.room(tenant, slots, list(gained))
-        if room < len(tenant.kv.pool.pending(slots)):
-            raise changes.no_room(tenant, slots, room)

@@ -125,9 +125,9 @@ def plan_between(now: TenantPages, there: TenantPages, *, to: str = "kv", select
     )
 
 
-def plan_streaming(now: TenantPages, target: Streaming, *, to: str = "kv", selection: str = "") -> Plan:
+def plan_streaming(now: TenantPages, target: Streaming, *, to: str = "kv") -> Plan:
     """`plan_between`, to where exactly `target` streams. Raises as `TenantPages.with_streaming`."""
-    return plan_between(now, now.with_streaming(target), to=to, selection=selection)
+    return plan_between(now, now.with_streaming(target), to=to, selection=target.selection)
 
 
 def plan_filled(now: TenantPages, layer: int) -> Plan:

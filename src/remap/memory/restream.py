@@ -20,10 +20,11 @@ from remap.memory.plan import Plan, plan_free_pages, plan_streaming
 from remap.memory.prepared import PreparedPlan, prepare
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
+from remap.policy.views import Selection
 
 __all__ = [
     "Way",
-    "can_restream",
+    "choose",
     "continue_draining",
     "find_way",
     "grow",
@@ -31,13 +32,8 @@ __all__ = [
     "prepare_lending",
     "require_places",
     "restream",
-    "streamable",
     "take_free_pages",
 ]
-
-
-# The record of a selection that depends on what streams already.
-_RECORDED = {"onward": "nested", "inward": ""}
 
 
 def take_free_pages(changes: Changes, tenant: TenantState, blocks: int) -> None:
@@ -56,7 +52,7 @@ def grow(
     layers: int,
     buffers: int,
     *,
-    selection: str = "onward",
+    selection: Selection = "onward",
     to: str = "kv",
     predicted_stall_s: float = 0.0,
 ) -> None:
@@ -73,8 +69,7 @@ def grow(
             ready = _prepared_lending(tenant, (fewer, buffers, selection))
         if ready is None:
             try:
-                target = streamable(tenant, fewer, buffers, selection)
-                plan = plan_streaming(tenant.pages, target, to=to, selection=_RECORDED.get(selection, selection))
+                plan = plan_streaming(tenant.pages, choose(tenant, fewer, buffers, selection), to=to)
                 require_places(tenant, plan.gained)
             except InvalidArgument:
                 continue
@@ -94,8 +89,7 @@ def prepare_growth(tenant: TenantState, buffers: int) -> None:
     more = tenant.remapped + 1
     if not tenant.slicing and more + buffers <= len(tenant.order):
         try:
-            target = tenant.streaming_at(more, buffers, "onward")
-            plan = plan_streaming(tenant.pages, target, selection=_RECORDED["onward"])
+            plan = plan_streaming(tenant.pages, tenant.streaming_at(more, buffers, "onward"))
             require_places(tenant, plan.gained)
             ready = tenant.prepare(plan)
         except InvalidArgument:
@@ -112,14 +106,14 @@ def _prepared(tenant: TenantState, buffers: int) -> PreparedPlan | None:
     return None if ready is None or _pin_written(tenant, ready.plan.streamed) else ready
 
 
-def ring_last(tenant: TenantState, buffers: int, selection: str) -> TenantPages:
+def ring_last(tenant: TenantState, buffers: int, selection: Selection) -> TenantPages:
     """Its pages, of which the very last layers make the ring if a suffix begins to stream: these are the last to come home."""
     if selection != "suffix" or tenant.pages.ring:
         return tenant.pages
     return replace(tenant.pages, ring_preference=tuple(sorted(tenant.order)[::-1][:buffers]))
 
 
-def prepare_lending(tenant: TenantState, layers: int, buffers: int, selection: str) -> bool:
+def prepare_lending(tenant: TenantState, layers: int, buffers: int, selection: Selection) -> bool:
     """As `prepare_growth`, that `layers` layers' worth of a tenant that serves no pass go to others. Returns whether it was not
     planned yet."""
     known, key = tenant.known_lending, (layers, buffers, selection)
@@ -129,8 +123,7 @@ def prepare_lending(tenant: TenantState, layers: int, buffers: int, selection: s
         return False
     ready, pages = None, ring_last(tenant, buffers, selection)
     try:
-        target = tenant.streaming_at(*key)
-        plan = plan_streaming(pages, target, to="free", selection=_RECORDED.get(selection, selection))
+        plan = plan_streaming(pages, tenant.streaming_at(*key), to="free")
     except InvalidArgument:
         pass  # so many cannot stream
     else:
@@ -140,7 +133,7 @@ def prepare_lending(tenant: TenantState, layers: int, buffers: int, selection: s
     return True
 
 
-def _prepared_lending(tenant: TenantState, key: tuple[int, int, str]) -> PreparedPlan | None:
+def _prepared_lending(tenant: TenantState, key: tuple[int, int, Selection]) -> PreparedPlan | None:
     """As `_prepared`."""
     known = tenant.known_lending
     ready = known[2].get(key) if known is not None and known[1] is tenant.order else None
@@ -151,30 +144,22 @@ def _prepared_lending(tenant: TenantState, key: tuple[int, int, str]) -> Prepare
 def restream(
     changes: Changes,
     tenant: TenantState,
-    amount: int,
-    buffers: int,
-    selection: str,
+    target: Streaming,
     *,
     predicted_stall_s: float = 0.0,
     drain: bool = False,
 ) -> dict[int, int]:
-    """Make the tenant stream what `TenantState.streaming_at` gives for this amount. Returns the blocks that moved,
-    {old: new}.
+    """Make exactly the target, of `choose`, stream. Returns the blocks that moved, {old: new}.
 
     drain: if live blocks cannot move (an engine with its own allocator holds them), drain them and finish when the
-    engine has returned them; otherwise OutOfBlocks. First finds, and pins, layers that something wrote into since
-    attach.
+    engine has returned them; otherwise OutOfBlocks.
 
     Raises InvalidArgument as `plan_streaming` does, or if pages have no place in the KV region (pages, max_blocks);
     OutOfBlocks (field preempt) if live blocks have no room in the remaining pages; the backend's error if the change
     could not be applied. Nothing changes then.
     """
-    target = streamable(tenant, amount, buffers, selection)
-    pool = tenant.kv.pool
-    way = find_way(changes, tenant, target)
-
-    chosen = _RECORDED.get(selection, selection)
-    plan = replace(way.plan, selection=chosen)
+    pool, way = tenant.kv.pool, find_way(changes, tenant, target)
+    plan = way.plan
     require_places(tenant, plan.gained)
     if not plan.steps:
         return {}
@@ -182,7 +167,7 @@ def restream(
         changes.exchange,
         tenant,
         predicted_stall_s=predicted_stall_s,
-        drain_to=(amount, buffers, selection) if drain else None,
+        drain_to=target if drain else None,
     )
     if not way.lost:
         changes.apply(tenant, plan, predicted_stall_s=predicted_stall_s)
@@ -194,19 +179,17 @@ def restream(
     with changes.part():
         if way.first is not None and way.first.steps:
             require_places(tenant, way.first.gained)
-            first = replace(way.first, selection=chosen)
-            changes.apply(tenant, first, predicted_stall_s=predicted_stall_s)
-        plan = plan_streaming(tenant.pages, target, selection=chosen)
+            changes.apply(tenant, way.first, predicted_stall_s=predicted_stall_s)
+        plan = plan_streaming(tenant.pages, target)
         require_places(tenant, plan.gained)
         return exchange(plan, list(tenant.slots_of(plan.lost))) or {}
 
 
-def refuse_in_use(changes: Changes, tenant: TenantState, amount: int, buffers: int, selection: str) -> None:
+def refuse_in_use(changes: Changes, tenant: TenantState, target: Streaming) -> None:
     """Raises OutOfBlocks as `restream` without `drain` will, if that is known already: an engine with its own allocator was asked
     for blocks that are in the way, and still uses some. To end that first would give it back those that it has returned."""
     if not (tenant.draining and tenant.kv.pool.external):
         return
-    target = streamable(tenant, amount, buffers, selection)
     way = find_way(changes, tenant, target)
     in_use = sorted(set(tenant.draining).intersection(way.lost))
     if tenant.kv.pool.pending(in_use):
@@ -214,14 +197,15 @@ def refuse_in_use(changes: Changes, tenant: TenantState, amount: int, buffers: i
 
 
 def continue_draining(changes: Changes, tenant: TenantState) -> dict[int, int]:
-    """Finish a shrink as it was decided, if the blocks that were still live then are gone now."""
+    """Finish a shrink as it was decided, if the blocks that were still live then are gone now. It is called off if something has
+    written into layers that were to stream by then."""
     target = tenant.draining_target
-    if target is None:  # left by a change that was not finished
+    if target is None or _pin_written(tenant, target.layers):  # None: left by a change that was not finished
         changes.cancel_draining(tenant)
         return {}
     if tenant.kv.pool.pending(tenant.draining):
         return {}
-    return restream(changes, tenant, *target, drain=True)
+    return restream(changes, tenant, target, drain=True)
 
 
 # -- how a change can be made -------------------------------------------------------------------------------------------
@@ -266,16 +250,9 @@ def find_way(changes: Changes, tenant: TenantState, target: Streaming, *, more: 
 # -- what may stream ----------------------------------------------------------------------------------------------------
 
 
-def can_restream(tenant: TenantState, amount: int, buffers: int, selection: str) -> bool:
-    """Whether `restream` can stream this, once the layers that something wrote into are known."""
-    try:
-        return tenant.possible(streamable(tenant, amount, buffers, selection))
-    except InvalidArgument:
-        return False
-
-
-def streamable(tenant: TenantState, amount: int, buffers: int, selection: str) -> Streaming:
-    """The layers that are to stream. Checks each of its layers for writes since attach, and pins the written ones.
+def choose(tenant: TenantState, amount: int, buffers: int, selection: Selection) -> Streaming:
+    """What is to stream: `TenantState.streaming_at` for this amount. Checks each of its layers for writes since attach, and
+    pins the written ones.
 
     Raises InvalidArgument (fields layers, streamable, pinned) if too few layers are left, or (field selection) if
     slices stream: then neither can whole layers be added, nor can layers come home one by one.

@@ -33,7 +33,7 @@ from remap.policy.cost import LayerTimes
 from remap.policy.donors.supply import Quote
 from remap.policy.link import Neighbour, delayed
 from remap.policy.selection import best_set
-from remap.policy.views import Demand, LayerSeconds
+from remap.policy.views import Demand, LayerSeconds, Selection
 
 if TYPE_CHECKING:
     from remap import _core
@@ -54,7 +54,7 @@ class Bounds(Protocol):
     """`bounds.StallBounds`, of one tenant."""
 
     def bound(self, times: LayerSeconds) -> tuple[int, int]: ...
-    def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> str: ...
+    def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> Selection: ...
     def plan_growth(self) -> None: ...
 
 
@@ -149,7 +149,9 @@ class TenantState:
     # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
     known_growth: tuple[TenantPages, tuple[int, ...], int, PreparedPlan | None] | None = None
     # (pages, order, by (layers, buffers, selection)): restream.prepare_lending
-    known_lending: tuple[TenantPages, tuple[int, ...], dict[tuple[int, int, str], PreparedPlan | None]] | None = None
+    known_lending: tuple[TenantPages, tuple[int, ...], dict[tuple[int, int, Selection], PreparedPlan | None]] | None = (
+        None
+    )
     known_quotes: tuple[tuple[object, ...], list[Quote]] | None = None  # donors.InactiveLayers
     known_free: tuple[int, int] | None = None  # (epoch, pages): view.count_free
     known_homes: tuple[object, frozenset[int], bool] | None = None  # (homes, ...): `_of_homes`
@@ -157,9 +159,8 @@ class TenantState:
     known_times: tuple[LayerTimes, LayerTimes] | None = None  # (alone, beside others): shared_link.SharedLink
     known_turns: tuple[LayerTimes, float, LayerTimes] | None = None  # (as measured, share, beside switches): SharedLink
     known_piece: tuple[tuple[int, ...], float, float] | None = None  # (tails, rate, seconds): longest_piece
-    known_claim: tuple[tuple[object, ...], dict[str, int] | None] | None = (
-        None  # step.py: the blocks that coming home costs
-    )
+    # step.py: what streams when the next layer has come home, and the blocks that this costs
+    known_home: tuple[tuple[object, ...], Streaming, dict[str, int] | None] | None = None
 
     def __post_init__(self) -> None:
         # Parts with pages: the layers, and behind them what stands before the first and behind the last, if it may go as well.
@@ -200,7 +201,7 @@ class TenantState:
         return self.books.draining
 
     @property
-    def draining_target(self) -> tuple[int, int, str] | None:
+    def draining_target(self) -> Streaming | None:
         return self.books.draining_target
 
     @property
@@ -291,7 +292,7 @@ class TenantState:
         return self.pages.depth if self.slicing else self.remapped
 
     @property
-    def growing_by(self) -> str:
+    def growing_by(self) -> Selection:
         """The selection of the next layers to go: an inactive tenant's last ones, unless others stream already."""
         return "suffix" if not self.active and self.streams_suffix else "onward"
 
@@ -388,7 +389,7 @@ class TenantState:
 
     # -- which layers ----------------------------------------------------------------------------------------------
 
-    def select(self, remapped: int, buffers: int, selection: str) -> tuple[int, ...]:
+    def select(self, remapped: int, buffers: int, selection: Selection) -> tuple[int, ...]:
         """The layers to stream for `remapped` layers' worth, ascending; () for 0.
 
         "nested": a prefix of the nested order, which grows without reloading. "uniform": evenly spaced. "suffix": the
@@ -432,17 +433,19 @@ class TenantState:
         ascending = sorted(order)
         return tuple(ascending[index] for index in schedule.uniform(len(ascending), remapped, buffers))
 
-    def streaming_at(self, amount: int, buffers: int, selection: str) -> Streaming:
+    def streaming_at(self, amount: int, buffers: int, selection: Selection) -> Streaming:
         """The streaming for this amount: whole layers by `select`, or for "slices" the last `amount` pages of every
         streamable layer."""
         sizes = self.pages.sizes
         if selection == "slices":
-            return Streaming.of(sizes, self.order if amount else (), buffers, amount)
-        return self.whole(self.select(amount, buffers, selection), buffers)
+            return Streaming.of(sizes, self.order if amount else (), buffers, amount, selection=selection)
+        # Fewer of what streams were chosen as before, and more as in the nested order.
+        recorded = "" if selection == "inward" else "nested" if selection == "onward" else selection
+        return self.whole(self.select(amount, buffers, selection), buffers, recorded)
 
-    def whole(self, layers: Iterable[int], buffers: int) -> Streaming:
+    def whole(self, layers: Iterable[int], buffers: int, selection: str = "") -> Streaming:
         """The streaming of these whole layers."""
-        return Streaming.of(self.pages.sizes, layers, buffers, largest=self.pages.buffer_pages)
+        return Streaming.of(self.pages.sizes, layers, buffers, largest=self.pages.buffer_pages, selection=selection)
 
     def possible(self, target: Streaming) -> bool:
         """Whether a plan can go from the present streaming to `target`: the tails are large enough for the ring, and

@@ -13,20 +13,22 @@ The step makes the entries of its report (entries.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from remap.errors import ArenaBroken, Error, OutOfBlocks
+from remap.errors import ArenaBroken, Error, InvalidArgument, OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.donors import paused
 from remap.memory.entries import Entries, Entry, ended_early, merge
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.outside import Outside
-from remap.memory.restream import can_restream, continue_draining, grow, restream, take_free_pages
+from remap.memory.pages import Streaming
+from remap.memory.restream import choose, continue_draining, grow, restream, take_free_pages
 from remap.memory.state import TenantState
 from remap.memory.view import view_of
 from remap.policy.controller import Decision
-from remap.policy.views import NONE, Demand, NeedQuotes, TenantView
+from remap.policy.views import NONE, Demand, NeedQuotes, Selection, TenantView
 
 __all__ = ["Steps"]
 
@@ -165,22 +167,20 @@ class Steps:
     def _shrink(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries) -> None:
         """Bring layers home, unless the demand or another process needs their pages: the tenant's entry says so then."""
         entry = report[tenant.name]
-        kind = self._homewards(tenant, decision.remapped, decision.buffers)
-        claim = self._claim(tenant, decision.remapped, decision.buffers, kind)
+        amount, buffers = decision.remapped, decision.buffers
+        target = choose(tenant, amount, buffers, self._homewards(tenant, amount, buffers))
+        claim = self._claim(tenant, target)
         if claim is None:
             entry.reason += "; not done, since other processes have these layers' pages"
         elif lacking := self._lacking(tenant, wanted, claim.get(tenant.name, 0)):
             entry.reason += f"; not done, since {lacking} blocks of the demand would be lacking then"
         else:
-            moved = self._lending.bring_home(
-                tenant,
-                decision.remapped,
-                decision.buffers,
-                kind,
-                predicted_stall_s=decision.predicted_stall_s,
-                drain=True,
+            stall = decision.predicted_stall_s
+            merge(
+                report,
+                tenant.name,
+                self._lending.bring_home(tenant, target, predicted_stall_s=stall, drain=True),
             )
-            merge(report, tenant.name, moved)
 
     @staticmethod
     def _lacking(tenant: TenantState, wanted: Demand, lost: int) -> int:
@@ -208,38 +208,28 @@ class Steps:
 
     def _remap_more(self, tenant: TenantState, decision: Decision) -> None:
         """Remap more of the tenant's own layers."""
-        stall = decision.predicted_stall_s
-        kind = tenant.bounds.kind(tenant.decode_times(), decision.remapped, decision.buffers)
-        if (
-            kind != "nested"
-            and not len(tenant.pages.lent)
-            and can_restream(tenant, decision.remapped, decision.buffers, kind)
-        ):
+        stall, amount, buffers = decision.predicted_stall_s, decision.remapped, decision.buffers
+        kind = tenant.bounds.kind(tenant.decode_times(), amount, buffers)
+        if kind != "nested" and not tenant.pages.lent:
             # Evenly spread at every alpha, as in the paper: layers come home while others leave, and blocks move.
-            try:
-                restream(
-                    self._changes,
-                    tenant,
-                    decision.remapped,
-                    decision.buffers,
-                    kind,
-                    predicted_stall_s=stall,
-                )
-            except OutOfBlocks:  # blocks in layers that come home have no room: only add layers instead
-                pass
-            else:
-                return
+            with suppress(
+                InvalidArgument, OutOfBlocks
+            ):  # too few are left, or blocks have no room: only add layers instead
+                target = choose(tenant, amount, buffers, kind)
+                if tenant.possible(target):
+                    restream(self._changes, tenant, target, predicted_stall_s=stall)
+                    return
         if kind != "slices":
-            grow(self._changes, tenant, decision.remapped, decision.buffers, predicted_stall_s=stall)
+            grow(self._changes, tenant, amount, buffers, predicted_stall_s=stall)
 
-    def _homewards(self, tenant: TenantState, remapped: int, buffers: int) -> str:
+    def _homewards(self, tenant: TenantState, remapped: int, buffers: int) -> Selection:
         """The selection when layers come home: the same as for leaving, if the remaining layers can stream."""
         if tenant.slicing:
             return "slices"
         selection = tenant.config.selection
         if tenant.pages.lent or selection == "auto":
             return "inward"
-        kind = "uniform" if selection == "uniform" else "nested"
+        kind: Selection = "uniform" if selection == "uniform" else "nested"
         return kind if tenant.possible(tenant.streaming_at(remapped, buffers, kind)) else "inward"
 
     def _consider_return(self, lender: TenantState, report: Entries) -> None:
@@ -249,8 +239,7 @@ class Steps:
         lending = self._lending
         view = self._view(lender)
         fewer = lender.controller.fewer(view)
-        kind = self._homewards(lender, fewer, view.buffers)
-        claim = self._claim(lender, fewer, view.buffers, kind)
+        target, claim = self._next_home(lender, fewer, view.buffers)
         decision: Decision | None
         if claim is None:
             decision = lender.controller.may_return(view, holds=True)
@@ -265,14 +254,7 @@ class Steps:
         if decision is None or lender.lost_writes():  # its next pass says so, or its activation; others go on
             return
         try:
-            moved = lending.bring_home(
-                lender,
-                decision.remapped,
-                decision.buffers,
-                kind,
-                predicted_stall_s=decision.predicted_stall_s,
-                drain=True,
-            )
+            moved = lending.bring_home(lender, target, predicted_stall_s=decision.predicted_stall_s, drain=True)
         except OutOfBlocks:  # an engine with its own allocator holds unforeseen blocks: nothing changed
             return
         entry = merge(report, lender.name, moved)
@@ -281,18 +263,24 @@ class Steps:
         for holder in lost:
             holder.controller.has_lost(self._view(holder), holder.demand.blocks if holder.demand else 0)
 
-    def _claim(self, lender: TenantState, fewer: int, buffers: int, kind: str) -> dict[str, int] | None:
-        """Tenant -> blocks that it would lose if the lender kept `fewer` layers away; None if other processes have pages of those
-        that would come home. Computed once per epoch and set of pinned layers, since every step asks while anything is lent."""
+    def _claim(self, lender: TenantState, target: Streaming) -> dict[str, int] | None:
+        """Tenant -> blocks that it would lose if the lender streamed this; None if other processes have pages that would come
+        home."""
+        gone = lender.gone
+        if gone and gone.intersection(lender.pages.to_fetch(target)):
+            return None
+        return self._lending.losses(lender, target)
+
+    def _next_home(self, lender: TenantState, fewer: int, buffers: int) -> tuple[Streaming, dict[str, int] | None]:
+        """What streams if the lender keeps `fewer` of its layers away, and `_claim` of it. Computed once per epoch and set of
+        pinned layers, since every step asks while anything is lent."""
         epoch = self._changes.epoch
-        key = (epoch, lender.order, fewer, buffers, kind)
-        known = lender.known_claim
+        key = (epoch, lender.order, fewer, buffers)
+        known = lender.known_home
         if known is None or known[0] != key or epoch < 0:
-            gone = lender.gone
-            elsewhere = gone and gone.intersection(lender.pages.to_fetch(lender.streaming_at(fewer, buffers, kind)))
-            found = None if elsewhere else self._lending.losses(lender, fewer, buffers, kind)
-            known = lender.known_claim = (key, found)
-        return known[1]
+            target = lender.streaming_at(fewer, buffers, self._homewards(lender, fewer, buffers))
+            known = lender.known_home = (key, target, self._claim(lender, target))
+        return known[1:]
 
     def _view(self, tenant: TenantState) -> TenantView:
         """The controller's view of the tenant, with the demand of this step."""

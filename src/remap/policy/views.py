@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from remap.policy.donors.supply import Kind
     from remap.policy.link import Neighbour
 
-__all__ = ["NONE", "Decision", "Demand", "LayerSeconds", "NeedQuotes", "Take", "TenantView"]
+__all__ = ["NONE", "Decision", "Demand", "LayerSeconds", "NeedQuotes", "Selection", "Take", "TenantView"]
+
+Selection = Literal["nested", "uniform", "best", "suffix", "onward", "inward", "slices"]
+"""How the layers that stream are chosen: `remap.memory.state.TenantState.select`, and "slices", the last pages of each."""
 
 
 class LayerSeconds(Protocol):
@@ -100,7 +103,7 @@ class Take:
     blocks: int
     remapped: int = 0
     buffers: int = 0
-    selection: str = ""
+    selection: Selection = "onward"
     predicted_stall_s: float = 0.0  # of the donor, per pass, at the target
 
 
