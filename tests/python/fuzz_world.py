@@ -90,7 +90,7 @@ def make_walk(seed: str, kind: str, turns: int = TURNS) -> dict[str, Any]:
         "page": page,
         "pages": max(2, pages + rng.choice([0, 0, 2, 7, 20])),
         "config": config,
-        "ops": start + [make_op(rng, kind, page) for _ in range(turns)],
+        "ops": start + [op for _ in range(turns) for op in make_ops(rng, kind, page)],
     }
 
 
@@ -145,6 +145,21 @@ def pages_of(tenant: dict[str, Any], page: int) -> int:
     spec = remap.KVSpec(**tenant["kv"])
     geometry = remap.kv.spec.KVGeometry(spec, page)
     return sum(max(1, -(-n // page)) for n in tenant["layers"]) + int(geometry.pages_for_blocks(spec.min_blocks))
+
+
+def make_ops(rng: random.Random, kind: str, page: int) -> list[Op]:
+    """One operation. Or a few: all blocks of a tenant live when other layers are to stream, so that its blocks move into pages
+    which these give in the same change, and that ends somewhere."""
+    if rng.random() < 0.95:
+        return [make_op(rng, kind, page)]
+    name, kinds = rng.choice(NAMES), ["uniform", "nested", "slices"]
+    ops: list[Op] = [["activate", name, False, False], ["forward", name], ["forward", name]]
+    ops += [["remap", name, rng.random(), rng.choice([1, 2]), rng.choice(kinds), False], ["allocate", name, 1.0]]
+    if kind == "faults":
+        ops.append(["fault", rng.randint(1, 9), rng.random() < 0.2, rng.random() < 0.5])
+    if kind == "interrupts":
+        ops.append(["interrupt", int(rng.random() * 700)])
+    return [*ops, ["remap", name, rng.random(), rng.choice([1, 1, 2]), rng.choice(kinds), False], ["forward", name]]
 
 
 def make_op(rng: random.Random, kind: str, page: int) -> Op:
