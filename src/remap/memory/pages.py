@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
 from remap.errors import InvalidArgument, InvalidState
@@ -91,7 +91,7 @@ class Streaming:
     tails: tuple[int, ...]
     buffers: int
     depth: int
-    selection: str = field(default="", compare=False)
+    selection: str = ""
 
     @classmethod
     def of(
