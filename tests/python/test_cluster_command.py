@@ -334,12 +334,13 @@ def test_without_its_raylet_the_server_ends_and_leaves_no_process(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_without_rays_head_the_server_ends_and_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_rays_head_the_server_ends_and_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
     with served(tmp_path / "model") as (process, _url):
         actors = actors_of(process.pid)
         (head,) = below(process.pid, "gcs_server")
-        os.kill(head, signal.SIGKILL)
+        os.kill(head, how)
         _, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 1 and "Traceback" not in errors, errors
         assert errors.splitlines()[-1].startswith("NoRestarts: Ray's head process"), errors
-        assert not any(map(runs, actors))
+        assert not any(map(runs, [head, *actors]))

@@ -194,3 +194,30 @@ def test_rays_head_is_lost_when_nobody_listens_any_more(monkeypatch: pytest.Monk
         assert context.gcs_address in await lost
 
     asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+def test_a_head_of_ray_that_accepts_and_says_nothing_is_lost_and_so_is_a_silent_keeper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that is stopped: the kernel accepts for it. What waits for it ends."""
+    pytest.importorskip("ray", reason="needs the extra cluster")
+    from remap.cluster import ray_cluster, ray_keeper
+
+    class Silent:
+        async def call(self, method: str, *_: object) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(ray_cluster, "LOOK_S", 0.02)
+    monkeypatch.setattr(ray_keeper, "SILENT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listened:
+        address = f"127.0.0.1:{listened.getsockname()[1]}"
+        monkeypatch.setattr(ray_cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
+
+        async def run() -> None:
+            keeper: Any = Silent()
+            for lost, who in ((ray_cluster.head_lost(0.1), address), (ray_keeper._silent("tiny", keeper), "'tiny'")):
+                with pytest.raises(ray_cluster.RayAway, match=f"{who}.* has not answered for 0 s") as caught:
+                    await ray_cluster.unless_lost(keeper.call("figures"), lost, 0.1)
+                assert (caught.value.address, caught.value.waited_s) == (address, 0.1)
+
+        asyncio.run(asyncio.wait_for(run(), 60.0))

@@ -31,6 +31,10 @@ from test_offline_process import COMMAND
 
 pytestmark = pytest.mark.slow
 
+SOON = """
+from remap.cluster import ray_cluster
+ray_cluster.AWAY_S = 2.0
+"""
 RAY = "from ray.scripts.scripts import main; main()"
 LENGTH = 100
 GREEDY = {"max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
@@ -211,3 +215,21 @@ def test_of_two_servers_one_is_killed_among_streams_and_nothing_is_lost(tmp_path
             assert process.returncode == 0
         until(lambda: not cluster.actors("_Kept") and not cluster.actors("_Actor"))
         assert not any(map(runs, instances))
+
+
+@pytest.mark.parametrize("shared", [(), ("--shared", "tiny")])
+def test_a_server_does_not_wait_for_ever_for_a_ray_that_says_nothing(tmp_path: Path, shared: tuple[str, ...]) -> None:
+    save_model(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        line = f"cluster serve --model {tmp_path} --port 0 --memory 3MiB --address {address}"
+        found = subprocess.run(
+            [sys.executable, "-c", SOON + COMMAND, *line.split(), *shared],
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    assert found.returncode == 1 and "Traceback" not in found.stderr, found.stderr
+    assert f"RayAway: Ray at {address} has not answered for 2 s" in found.stderr

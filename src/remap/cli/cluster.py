@@ -170,7 +170,7 @@ def serve(
             http = (limits, hosts_of(host, allow_host or ()), access_log)
             resources = {"CPU": float(threads)}
             try:
-                if shared is not None:
+                if shared is not None and address is not None:
                     from remap.cluster.ray_keeper import ClusterPlan
 
                     plan = ClusterPlan(factory, tuple(names), common | more, resources, chosen, network, TIMEOUT_S)
@@ -288,11 +288,11 @@ async def _serve(
     from remap.cluster.server import serve as serve_http
     from remap.engine.request import Request
 
-    described = await instances.connections[0].call("describe")
+    described = await instances.reached(instances.connections[0].call("describe"))
     control = Control(described.model, network, policy, TIMEOUT_S)
     front = Front[Request](control, instances.connections, lambda request: len(request.prompt))
     try:
-        await front.start()
+        await instances.reached(front.start())
         for name, error in front.rejected.items():
             console.print(f"{name} does not serve: {error}", style="yellow", markup=False, highlight=False)
         host, port = listening.getsockname()[:2]
@@ -314,25 +314,23 @@ async def _serve(
 async def _serve_shared(
     name: str,
     plan: ClusterPlan,
-    address: str | None,
+    address: str,
     served: Served,
     listening: socket.socket,
     console: Console,
     http: tuple[FrontLimits, frozenset[str] | None, bool],
 ) -> None:
-    import ray
-
     from remap.cluster.app import make_shared_app
-    from remap.cluster.ray_cluster import head_lost
-    from remap.cluster.ray_keeper import NAMESPACE, join_cluster
+    from remap.cluster.ray_cluster import head_lost, join_ray, leave_ray, unless_lost
+    from remap.cluster.ray_keeper import join_cluster
     from remap.cluster.server import serve as serve_http
     from remap.cluster.shared_front import SharedFront
 
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     try:
+        join_ray(address)
         front = SharedFront(await join_cluster(name, plan), plan.options)
         try:
-            await front.start()
+            await unless_lost(front.start(), head_lost())
             host, port = listening.getsockname()[:2]
             url = f"http://{host}:{port}"
             loop = asyncio.get_running_loop()
@@ -348,4 +346,4 @@ async def _serve_shared(
         finally:
             await front.close()
     finally:
-        ray.shutdown()
+        leave_ray()

@@ -13,12 +13,18 @@ than one that can restart (`GCS_PATIENCE_S`). On a cluster that runs already, th
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib
+import logging
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
@@ -29,15 +35,33 @@ from remap.errors import Error, InvalidArgument, OutOfMemory
 
 from .front import InstanceFailed, Lost
 
-__all__ = ["GCS_PATIENCE_S", "RayConnection", "RayInstances", "head_lost"]
+__all__ = [
+    "GCS_PATIENCE_S",
+    "NAMESPACE",
+    "RayAway",
+    "RayConnection",
+    "RayInstances",
+    "head_lost",
+    "in_thread",
+    "join_ray",
+    "leave_ray",
+    "unless_lost",
+]
 
+T = TypeVar("T")
+NAMESPACE = "remap"
 GCS_PATIENCE_S = 86_400
 LOOK_S = 2.0
 """Seconds between two looks whether Ray's head process is there."""
 GONE_S = 10.0
 """A head process that this server started, and that does not answer for so long, does not come back."""
 AWAY_S = 60.0
-"""One of a cluster that ran already may: for so long Ray itself waits for it."""
+"""One of a cluster that ran already may: for so long Ray itself waits for it. So long joining such a cluster waits as well."""
+LEAVE_S = 10.0
+"""Ray's own end of this process's part of it takes so long at most, while its head process answers."""
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How HTTP/2 begins. A head process that runs answers it, or ends the connection (TLS). For one that is stopped, the kernel still
+accepts connections."""
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MiB: nothing large goes through it
 PLACING_S = 60.0
 THREADS = 8
@@ -45,6 +69,10 @@ THREADS = 8
 
 APART = {"poll": 1, "submit": 4}
 """Calls that have threads of their own: however many requests wait for the end of a pass, reports come, and so do commands."""
+
+
+class RayAway(Error):
+    """The Ray at this address did not answer while this process joined it. Fields: address, waited_s."""
 
 
 class _Actor:
@@ -182,12 +210,18 @@ class RayInstances:
                 _system_config={"gcs_rpc_server_reconnect_timeout_s": GCS_PATIENCE_S},
             )
         else:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
+            join_ray(address)
         self.connections: list[RayConnection] = []
         self._shared, self._headless, self._kept = address is not None, False, kept
         self._patience_s = GONE_S if address is None else AWAY_S
-        self._group = _placed([dict(resources) for _ in names], kept)
-        if not self._group.wait(PLACING_S):
+        try:
+            self._group = _answer(lambda: _placed([dict(resources) for _ in names], kept), address, AWAY_S)
+            placed = _answer(lambda: self._group.wait(PLACING_S), address, PLACING_S + AWAY_S)
+        except RayAway:
+            if kept is None:
+                leave_ray()
+            raise
+        if not placed:
             self.close()
             raise OutOfMemory(
                 f"{len(names)} instances need {dict(resources)} each, and Ray did not find that within {PLACING_S:.0f} s; "
@@ -221,6 +255,10 @@ class RayInstances:
         self._headless = True
         return found
 
+    async def reached(self, work: Coroutine[Any, Any, T]) -> T:
+        """`unless_lost`, of this Ray."""
+        return await unless_lost(work, self.head_lost(), self._patience_s)
+
     def close(self) -> None:
         """End the actors and this process's part of Ray."""
         if self._kept is not None:
@@ -228,14 +266,100 @@ class RayInstances:
                 connection.remove()
             remove_placement_group(self._group)
             return
-        # Ray's head process answers this; without it the call waits until its patience ends, which here is a day. `shutdown` ends
-        # what this process started, with or without it.
+        # Ray's head process answers this; without it the call waits until its patience ends, which here is a day. `leave_ray`
+        # ends what this process started, with or without it.
         if self._shared and not self._headless:
             with suppress(RayError):
                 remove_placement_group(self._group)
-        ray.shutdown()
+        leave_ray()
         for connection in self.connections:
             connection.end()
+
+
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """The outcome of a call of Ray. One that does not return holds up neither the caller nor the end of this process."""
+    found = Future[T]()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:  # noqa: BLE001  # raised where the outcome is asked for
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
+
+
+def _answer(call: Callable[[], T], address: str | None, within_s: float) -> T:
+    """The outcome of a call that Ray's head process has to answer. Raises RayAway."""
+    try:
+        return in_thread(call).result(within_s)
+    except TimeoutError:
+        raise _away(f"Ray at {address} has not answered for {within_s:.0f} s", address, within_s) from None
+
+
+def _away(what: str, address: str | None, waited_s: float) -> RayAway:
+    return RayAway(
+        f"{what}; nothing is served; see whether its head process (gcs_server) runs and can be reached from here, and start this "
+        "again, or give another address",
+        address=address,
+        waited_s=waited_s,
+    )
+
+
+def join_ray(address: str) -> None:
+    """This process joins the Ray at this address, until `leave_ray`. Raises RayAway if that does not answer within AWAY_S."""
+    # Ray warns that, in a thread, it cannot end this process at SIGTERM. The server does that itself.
+    logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM" not in record.getMessage())
+    _answer(
+        lambda: ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False),
+        address,
+        AWAY_S,
+    )
+
+
+def leave_ray() -> None:
+    """End this process's part of Ray, and what this process started of it.
+
+    While Ray's head process does not answer, Ray's own end of this does not end. A head process that this process started is
+    killed then. If it is another's, this process's own end, when it comes, is sudden, with code 1: Ray has the same called there
+    once more, and its threads crash without it.
+    """
+    ended = in_thread(ray.shutdown)
+    if not wait([ended], LEAVE_S).done:
+        _kill_head()
+        if not wait([ended], LEAVE_S).done:
+            atexit.register(_end)
+            return
+    ended.result()
+
+
+def _kill_head() -> None:
+    for listed in Path("/proc/self/task").glob("*/children"):
+        for child in listed.read_text().split():
+            if Path(f"/proc/{child}/comm").read_text() == "gcs_server\n":
+                os.kill(int(child), signal.SIGKILL)
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+async def unless_lost(work: Coroutine[Any, Any, T], lost: Coroutine[Any, Any, str], patience_s: float = AWAY_S) -> T:
+    """What this work comes to. Raises RayAway, and ends the work, when that is lost first which the work waits for."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(lost)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        address = str(ray.get_runtime_context().gcs_address)
+        raise _away(tasks[1].result(), address, patience_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def head_lost(patience_s: float = AWAY_S) -> str:
@@ -251,10 +375,19 @@ async def head_lost(patience_s: float = AWAY_S) -> str:
             seen_s = clock()  # this process did not run
         looked_s = clock()
         with suppress(OSError, asyncio.TimeoutError):
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), LOOK_S)
-            writer.close()
+            await asyncio.wait_for(_answers(host.strip("[]"), int(port)), LOOK_S)
             seen_s = clock()
     return f"Ray's head process (GCS, {address}) has not answered for {patience_s:.0f} s"
+
+
+async def _answers(host: str, port: int) -> None:
+    """Returns when the server there says something."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(PREFACE)
+        await reader.read(1)
+    finally:
+        writer.close()
 
 
 def _outliving(kept: str | None, name: str) -> dict[str, Any]:

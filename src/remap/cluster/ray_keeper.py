@@ -24,21 +24,22 @@ from remap.errors import Error
 from .control import Control
 from .front import REJOIN_S, Front, InstanceFailed, Lost
 from .keeper import Keeper
-from .ray_cluster import RayConnection, RayInstances
+from .ray_cluster import NAMESPACE, RayConnection, RayInstances, head_lost, in_thread, unless_lost
 
 if TYPE_CHECKING:
     from remap.policy.cluster.pipeline import Network
 
     from .control import GroupPolicy
 
-__all__ = ["NAMESPACE", "ClusterPlan", "join_cluster"]
+__all__ = ["ClusterPlan", "join_cluster"]
 
 LOG = logging.getLogger(__name__)
-NAMESPACE = "remap"
 CALLS = 4096
 """Of servers at once, most of which wait."""
 TRIES = 25
 """To find a cluster that is just ending, or beginning, under the name: some seconds."""
+SILENT_S = 120.0
+"""A keeper that does not say for so long that it is there does not start. Its process imports torch first."""
 SAID_S = 2.0
 """A cluster that cannot be made says why for so long, to servers that ask."""
 
@@ -80,6 +81,8 @@ class _Kept:
         if self._refused is not None:
             loop.call_later(SAID_S, _end)
             return "error", self._refused
+        if method == "here":
+            return "ok", None
         if self._starting is None:
             self._starting = loop.create_task(self._start())
         try:
@@ -128,10 +131,15 @@ def _end() -> None:
 
 async def join_cluster(name: str, plan: ClusterPlan) -> RayConnection:
     """A connection to the keeper of the cluster of this name in this process's Ray. If there is none it is made, with its
-    instances.
+    instances. These take as long as they need to load, while Ray and the keeper answer.
 
-    Raises, with nothing left behind, OutOfMemory as `RayInstances` does, and what an instance says that cannot be made.
+    Raises, with nothing left behind, OutOfMemory as `RayInstances` does, and what an instance says that cannot be made. Raises
+    RayAway if Ray's head process or the keeper does not answer.
     """
+    return await unless_lost(_keeper(name, plan), head_lost())
+
+
+async def _keeper(name: str, plan: ClusterPlan) -> RayConnection:
     make = ray.remote(_Kept).options(
         name=name,
         namespace=NAMESPACE,
@@ -141,14 +149,28 @@ async def join_cluster(name: str, plan: ClusterPlan) -> RayConnection:
         max_concurrency=CALLS,
         num_cpus=0,
     )
-    for left in reversed(range(TRIES)):
+    left = TRIES
+    while True:
         try:
-            connection = RayConnection("keeper", make.remote(name, plan))
-            await connection.call("figures")
+            made = await asyncio.wrap_future(in_thread(lambda: make.remote(name, plan)))
+            connection = RayConnection("keeper", made)
+            await unless_lost(connection.call("figures"), _silent(name, connection), SILENT_S)
         except (Lost, RayError):
+            left -= 1
             if not left:
                 raise
             await asyncio.sleep(REJOIN_S)
         else:
             return connection
-    raise AssertionError("unreachable: the last try returns or raises")
+
+
+async def _silent(name: str, keeper: RayConnection) -> str:
+    """Returns, with what is wrong, when the keeper has not answered for SILENT_S."""
+    while True:
+        try:
+            await asyncio.wait_for(keeper.call("here"), SILENT_S)
+        except asyncio.TimeoutError:
+            return f"the keeper of the cluster {name!r} has not answered for {SILENT_S:.0f} s"
+        except Error:
+            pass  # the call that waits for it has it as well
+        await asyncio.sleep(REJOIN_S)

@@ -170,8 +170,8 @@ class SharedFront:
         self._polling.cancel()
         await asyncio.gather(self._polling, return_exceptions=True)
         try:
-            await self._keeper.call("leave", self.name)
-        except Error as error:
+            await asyncio.wait_for(self._keeper.call("leave", self.name), AWAY_S)
+        except (Error, asyncio.TimeoutError) as error:
             LOG.info("the cluster does not know that this server ends: %s", error)
 
     def _note_idle(self) -> None:
