@@ -43,6 +43,7 @@ __all__ = [
     "RayInstances",
     "head_lost",
     "in_thread",
+    "in_time",
     "join_ray",
     "leave_ray",
     "unless_lost",
@@ -347,6 +348,18 @@ def _end() -> None:
     os._exit(1)
 
 
+async def in_time(work: Coroutine[Any, Any, T], within_s: float) -> T:
+    """As `asyncio.wait_for`, which before Python 3.12 may take a cancellation for the end of the work, and goes on."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task], timeout=within_s)
+        if task.done():
+            return task.result()
+    finally:
+        task.cancel()
+    raise asyncio.TimeoutError
+
+
 async def unless_lost(work: Coroutine[Any, Any, T], lost: Coroutine[Any, Any, str], patience_s: float = AWAY_S) -> T:
     """What this work comes to. Raises RayAway, and ends the work, when that is lost first which the work waits for."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(lost)
@@ -375,7 +388,7 @@ async def head_lost(patience_s: float = AWAY_S) -> str:
             seen_s = clock()  # this process did not run
         looked_s = clock()
         with suppress(OSError, asyncio.TimeoutError):
-            await asyncio.wait_for(_answers(host.strip("[]"), int(port)), LOOK_S)
+            await in_time(_answers(host.strip("[]"), int(port)), LOOK_S)
             seen_s = clock()
     return f"Ray's head process (GCS, {address}) has not answered for {patience_s:.0f} s"
 

@@ -24,7 +24,7 @@ from remap.errors import Error
 from .control import Control
 from .front import REJOIN_S, Front, InstanceFailed, Lost
 from .keeper import Keeper
-from .ray_cluster import NAMESPACE, RayConnection, RayInstances, head_lost, in_thread, unless_lost
+from .ray_cluster import NAMESPACE, RayConnection, RayInstances, head_lost, in_thread, in_time, unless_lost
 
 if TYPE_CHECKING:
     from remap.policy.cluster.pipeline import Network
@@ -168,7 +168,7 @@ async def _silent(name: str, keeper: RayConnection) -> str:
     """Returns, with what is wrong, when the keeper has not answered for SILENT_S."""
     while True:
         try:
-            await asyncio.wait_for(keeper.call("here"), SILENT_S)
+            await in_time(keeper.call("here"), SILENT_S)
         except asyncio.TimeoutError:
             return f"the keeper of the cluster {name!r} has not answered for {SILENT_S:.0f} s"
         except Error:
