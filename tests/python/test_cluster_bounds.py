@@ -20,31 +20,27 @@ pytest.importorskip("transformers", reason="needs the extras cluster, test-clust
 from test_cluster_server import JSON, SERVED, Scripted, ask_and_leave, client_of, deliveries, events
 
 from remap.cluster.app import make_app
+from remap.cluster.caller import Caller
 from remap.cluster.guard import hosts_of
 from remap.cluster.http_errors import MOST_TEXT
 from remap.cluster.ledger import Delivery
 from remap.cluster.limits import FrontLimits
 from remap.cluster.readers import Readers
 from remap.engine.request import Request
-from remap.errors import Error, InvalidArgument
+from remap.errors import InvalidArgument
 
 ANY = FrontLimits()
 
 
 class Hanging(Scripted):
-    """Behind what it was given nothing comes, until somebody ends the request."""
+    """Behind what it was given nothing comes, until somebody ends the caller's wait."""
 
-    def __init__(self, *script: Delivery | Error) -> None:
-        super().__init__(*script)
-        self.ended = asyncio.Queue[Error]()
-
-    def end(self, id: str, error: Error) -> None:
-        self.ended.put_nowait(error)
-
-    async def generate(self, id: str, request: Request) -> AsyncIterator[Delivery]:
+    async def generate(self, id: str, request: Request, *, caller: Caller | None = None) -> AsyncIterator[Delivery]:
         async for each in super().generate(id, request):
             yield each
-        raise await self.ended.get()
+        assert caller is not None
+        async for each in caller:
+            yield each
 
 
 def asked(body: Any, *, limits: FrontLimits = ANY, front: Any = None, **more: Any) -> tuple[int, Any]:

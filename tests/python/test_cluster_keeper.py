@@ -305,8 +305,8 @@ def test_a_call_takes_each_token_once() -> None:
     assert call.take(Delivery(0, (1, 2), None)) and call.take(Delivery(1, (2, 3), None))
     assert call.take(Delivery(0, (1, 2, 3), None)) and not call.take(Delivery(4, (5,), None))
     assert call.take(Delivery(3, (4,), "length"))
-    assert [call.queue.get_nowait() for _ in range(call.queue.qsize())] == [
-        Delivery(0, (1, 2), None),
-        Delivery(2, (3,), None),
-        Delivery(3, (4,), "length"),
-    ]
+
+    async def run() -> list[Delivery]:
+        return [delivery async for delivery in call.caller]
+
+    assert asyncio.run(run()) == [Delivery(0, (1, 2), None), Delivery(2, (3,), None), Delivery(3, (4,), "length")]

@@ -30,11 +30,15 @@ from control_worlds import MODEL, NETWORK, token
 from test_cluster_front import until
 
 from remap.cluster import openai, server
+from remap.cluster.answers import Deadline, pieces
 from remap.cluster.app import make_app, make_shared_app
+from remap.cluster.asked import AnswerAsked
 from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.front import Front
+from remap.cluster.http_errors import TooLate
 from remap.cluster.ledger import Delivery
 from remap.cluster.limits import FrontLimits
+from remap.cluster.metrics import RequestMetrics
 from remap.cluster.prompts import Served
 from remap.engine.request import Request, TokenLogprobs
 from remap.errors import Error, InvalidState
@@ -252,7 +256,7 @@ class Scripted:
         self._script = script
         self.closed = False
 
-    async def generate(self, id: str, request: Request) -> AsyncIterator[Delivery]:
+    async def generate(self, id: str, request: Request, **_: Any) -> AsyncIterator[Delivery]:
         try:
             for each in self._script:
                 if isinstance(each, Error):
@@ -619,6 +623,28 @@ def test_an_error_of_one_choice_ends_all(tmp_path: Path) -> None:
         assert front.unfinished == 0
 
     serving(tmp_path, body)
+
+
+def test_a_deadline_of_one_caller_ends_no_other_of_its_key(tmp_path: Path) -> None:
+    from test_cluster_keeper import request, shared
+
+    asked = AnswerAsked("same", (request("same", 60),), 1, 1, ("",), (), False, False, False, "tiny", 0)
+
+    async def body(world: Any) -> None:
+        one = await world.server()
+
+        async def answer(deadline_s: float) -> list[int]:
+            found = pieces(one.keyed, SERVED, RequestMetrics("tiny"), asked, Deadline(deadline_s))
+            return [token async for piece in found for token in piece.tokens]
+
+        stays = asyncio.create_task(answer(600.0))
+        await until(lambda: one.unfinished == 1)
+        with pytest.raises(TooLate):
+            await answer(0.0)
+        assert await stays == expected("same", 60)
+        await one.close()
+
+    shared(tmp_path, body)
 
 
 def test_a_server_of_several_answers_by_the_key_and_shows_the_whole_cluster(tmp_path: Path) -> None:

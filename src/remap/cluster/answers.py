@@ -15,6 +15,7 @@ from remap.errors import Error, OutOfBlocks
 
 from .answer_text import AnswerText
 from .asked import AnswerPiece
+from .caller import Caller
 from .http_errors import TooLate, error_of
 from .logprobs import LogprobText, joined
 
@@ -37,8 +38,9 @@ PROMPT_PART = 64
 class Answering(Protocol):
     """What serves a model's requests: a `Front`, or one model of several."""
 
-    def generate(self, id: str, request: EngineRequest) -> AsyncGenerator[Delivery, None]: ...
-    def end(self, id: str, error: Error) -> None: ...
+    def generate(
+        self, id: str, request: EngineRequest, *, caller: Caller | None = None
+    ) -> AsyncGenerator[Delivery, None]: ...
 
 
 class Deadline:
@@ -125,12 +127,14 @@ async def _choice(
     begin = first = last = time.monotonic()
     tokens, outcome = 0, "cancelled"
 
+    caller = Caller()
+
     def late() -> None:
-        source.end(request.id, deadline.error(tokens))
+        caller.put(deadline.error(tokens))
 
     timer = asyncio.get_running_loop().call_at(deadline.at_s, late)
     try:
-        async with aclosing(source.generate(request.id, request)) as deliveries:
+        async with aclosing(source.generate(request.id, request, caller=caller)) as deliveries:
             async for delivery in deliveries:
                 last = time.monotonic()
                 if not tokens and delivery.tokens:

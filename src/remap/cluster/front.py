@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that serves: it connects a `Service` with the instances and with the callers. Asynchronous, without Ray.
 
-One event loop owns the service, with control and ledger, and every queue of a caller; no other thread touches them, so nothing
+One event loop owns the service, with control and ledger, and every caller; no other thread touches them, so nothing
 here is locked. Each instance has one task that asks for its tokens and its report, again and again (a poll waits at the
 instance until there is something); commands go out as tasks of their own, in any order, which the epochs allow for.
 
@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from remap.errors import Error, InvalidArgument, InvalidState
 
+from .caller import Caller
 from .control import Control
 from .groups import GroupView
 from .ledger import Delivery
@@ -115,7 +116,7 @@ class Front(Generic[RequestT]):
         self._looked_s = clock()
         self._asleep_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._queues: dict[str, asyncio.Queue[Delivery | Error]] = {}
+        self._callers: dict[str, Caller] = {}
         self._serving, self._complete = asyncio.Event(), asyncio.Event()
         self._closing = False
         self.draining = False
@@ -143,7 +144,7 @@ class Front(Generic[RequestT]):
     async def drain(self) -> None:
         """Take no new requests; returns when those that are unfinished have ended."""
         self.draining = True
-        if self._queues:
+        if self._callers:
             await self._idle.wait()
 
     async def renew(self, name: str, patience_s: float = RENEW_S) -> None:
@@ -222,9 +223,11 @@ class Front(Generic[RequestT]):
         """Requests that are not answered yet."""
         return len(self.service.ledger)
 
-    async def generate(self, id: str, request: RequestT, had: Iterable[int] = ()) -> AsyncGenerator[Delivery, None]:
+    async def generate(
+        self, id: str, request: RequestT, had: Iterable[int] = (), caller: Caller | None = None
+    ) -> AsyncGenerator[Delivery, None]:
         """The request's tokens as they come, behind those that the caller had; the last delivery has the finish reason. A
-        caller that stops asking for more cancels it.
+        caller that stops asking for more cancels it, and so does an error that is put to `caller`.
 
         Raises InvalidArgument for an id that is in use and for a request that the model cannot serve, NoCopy when no instance is
         left, InvalidState when the server closes.
@@ -233,20 +236,14 @@ class Front(Generic[RequestT]):
             raise InvalidState("the server has failed and serves no request; restart it") from self.failure
         if self._closing or self.draining:
             raise _closing()
-        queue = asyncio.Queue[Delivery | Error]()
         actions = self.service.ask(id, request, self._now(), had)
-        self._queues[id] = queue
+        self._callers[id] = caller = caller or Caller()
         try:
             self._carry_out(actions)
-            while True:
-                found = await queue.get()
-                if isinstance(found, Error):
-                    raise found
-                yield found
-                if found.finish_reason is not None:
-                    return
+            async for delivery in caller:
+                yield delivery
         finally:
-            self._queues.pop(id, None)
+            self._callers.pop(id, None)
             self._note_idle()
             if self.failure is None:
                 self._carry_out(self.service.cancel(id, self._now()))  # does nothing if it is answered
@@ -322,8 +319,8 @@ class Front(Generic[RequestT]):
             # Tokens first: control may act on the report as if they had been delivered.
             for tokens in outputs:
                 delivery = self.service.take(tokens, self._now())
-                if delivery is not None and tokens.id in self._queues:
-                    self._queues[tokens.id].put_nowait(delivery)
+                if delivery is not None and tokens.id in self._callers:
+                    self._callers[tokens.id].put(delivery)
             self.reports[connection.name] = report
             self._event(Reported(report))
             if not self._complete.is_set():
@@ -443,15 +440,15 @@ class Front(Generic[RequestT]):
 
     def end(self, id: str, error: Error) -> None:
         """End a request with this error, which `generate` raises. Unknown ids are ignored: it may have ended."""
-        if id in self._queues:
-            self._queues[id].put_nowait(error)
+        if id in self._callers:
+            self._callers[id].put(error)
 
     def _note_idle(self) -> None:
-        if self.draining and not self._queues:
+        if self.draining and not self._callers:
             self._idle.set()
 
     def _fail_all(self, error: Error) -> None:
-        for id in list(self._queues):
+        for id in list(self._callers):
             self.end(id, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

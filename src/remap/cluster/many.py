@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState, OutOfBlocks
 from remap.inside import inside
 
+from .caller import Caller
 from .ledger import Delivery
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class ManyModels:
         self.rejected: Mapping[str, Error] = {}
         self._shared = shared
         self._questions = queue.SimpleQueue[_Asked | _Cancelled | None]()  # None: end
-        self._queues: dict[str, asyncio.Queue[Delivery | Error]] = {}
+        self._callers: dict[str, Caller] = {}
         self._cold: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
         self._closing = False
         self._idle = asyncio.Event()
@@ -87,13 +88,13 @@ class ManyModels:
     async def drain(self) -> None:
         """Take no new requests; returns when those that are unfinished have ended."""
         self.draining = True
-        if self._queues:
+        if self._callers:
             await self._idle.wait()
 
     def stop(self) -> None:
         """Serve no request any more: unfinished ones are answered with InvalidState, and so are new ones."""
         self._closing = True
-        for id in list(self._queues):
+        for id in list(self._callers):
             self.end(id, _closing())
 
     async def close(self) -> None:
@@ -106,7 +107,7 @@ class ManyModels:
     @property
     def unfinished(self) -> int:
         """Requests that are not answered yet."""
-        return len(self._queues)
+        return len(self._callers)
 
     def cold_s(self, request: Request) -> float:
         """Seconds from the first sign of a request for this one's model, which had no pages for some of its layers then, to the
@@ -118,38 +119,37 @@ class ManyModels:
         """What answers this model's requests."""
         return OneOfMany(self, model)
 
-    async def generate(self, model: str, id: str, request: Request) -> AsyncGenerator[Delivery, None]:
+    async def generate(
+        self, model: str, id: str, request: Request, caller: Caller | None = None
+    ) -> AsyncGenerator[Delivery, None]:
         """As `Front.generate`, of this model."""
         if self.failure is not None:
             raise InvalidState("the server has failed and serves no request; restart it") from self.failure
         if self._closing or self.draining:
             raise _closing()
-        if id in self._queues:
+        if id in self._callers:
             raise InvalidArgument(f"request id {id!r} is in use; ids must be unique; nothing was asked", id=id)
-        waits = self._queues[id] = asyncio.Queue()
+        self._callers[id] = caller = caller or Caller()
         self._questions.put(_Asked(model, request))
         ended = False
         try:
-            while not ended:
-                found = await waits.get()
-                if isinstance(found, Error):
-                    raise found
-                ended = found.finish_reason is not None
-                yield found
+            async for delivery in caller:
+                ended = delivery.finish_reason is not None
+                yield delivery
         finally:
-            del self._queues[id]
+            del self._callers[id]
             self._note_idle()
             if not ended:
                 self._questions.put(_Cancelled(model, id))
 
     def _note_idle(self) -> None:
-        if self.draining and not self._queues:
+        if self.draining and not self._callers:
             self._idle.set()
 
     def end(self, id: str, error: Error) -> None:
         """End a request with this error, which `generate` raises. Unknown ids are ignored: it may have ended."""
-        if id in self._queues:
-            self._queues[id].put_nowait(error)
+        if id in self._callers:
+            self._callers[id].put(error)
 
     # -- in the event loop, from the thread --------------------------------------------------------------------------------------
 
@@ -160,15 +160,15 @@ class ManyModels:
             self.on_cold(model, seconds)
             self._cold.update(dict.fromkeys(requests, seconds))
         for id, found in news:
-            if id in self._queues:
-                self._queues[id].put_nowait(found)
+            if id in self._callers:
+                self._callers[id].put(found)
 
     def _fail(self, error: BaseException) -> None:
         LOG.critical("the engines failed: %s: %s", type(error).__name__, error, exc_info=error)
         self.failure = error
         failed = InvalidState("the server has failed; the request was not finished; restart the server")
         failed.__cause__ = error
-        for id in list(self._queues):
+        for id in list(self._callers):
             self.end(id, failed)
         self.over.set()
 
@@ -275,13 +275,9 @@ class OneOfMany:
     models: ManyModels
     model: str
 
-    def generate(self, id: str, request: Request) -> AsyncGenerator[Delivery, None]:
+    def generate(self, id: str, request: Request, *, caller: Caller | None = None) -> AsyncGenerator[Delivery, None]:
         """As `ManyModels.generate`."""
-        return self.models.generate(self.model, id, request)
-
-    def end(self, id: str, error: Error) -> None:
-        """As `ManyModels.end`."""
-        self.models.end(id, error)
+        return self.models.generate(self.model, id, request, caller)
 
 
 def _closing() -> InvalidState:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap.errors import Error, InvalidState
 
+from .caller import Caller
 from .front import POLL_S, REJOIN_S, InstanceFailed, Lost
 from .keeper import ClusterNews, UnknownServer
 from .ledger import Delivery
@@ -44,7 +45,7 @@ class _Call:
     request: Request
     keyed: bool
     had: Delivery = NOTHING_HAD
-    queue: asyncio.Queue[Delivery | Error] = field(default_factory=asyncio.Queue)
+    caller: Caller = field(default_factory=Caller)
 
     def take(self, came: Delivery) -> bool:
         """Whether it begins where this call is; what is known already is left out."""
@@ -57,7 +58,7 @@ class _Call:
         if new.tokens or new.finish_reason is not None:
             had = self.had
             self.had = Delivery(0, had.tokens + new.tokens, None, had.noted + new.noted, had.prompt or new.prompt)
-            self.queue.put_nowait(new)
+            self.caller.put(new)
         return True
 
 
@@ -124,32 +125,23 @@ class SharedFront:
         """As `Front.renew_soon`, with the next poll."""
         self._renew = True
 
-    async def generate(self, id: str, request: Request, keyed: bool = False) -> AsyncGenerator[Delivery, None]:
+    async def generate(
+        self, id: str, request: Request, keyed: bool = False, caller: Caller | None = None
+    ) -> AsyncGenerator[Delivery, None]:
         """As `Front.generate`."""
         if self.failure is not None or self._closing or self.draining:
             raise _closing()
         number = next(self._numbers)
-        call = self._calls[number] = _Call(id, request, keyed)
+        call = self._calls[number] = _Call(id, request, keyed, caller=caller or Caller())
         try:
             await self._ask(number, call)
-            while True:
-                found = await call.queue.get()
-                if isinstance(found, Error):
-                    raise found
-                yield found
-                if found.finish_reason is not None:
-                    return
+            async for delivery in call.caller:
+                yield delivery
         finally:
             del self._calls[number]
             if not self._closing:  # else `leave` says so of all: callers with a key may come back elsewhere
                 self._left.append(number)
             self._note_idle()
-
-    def end(self, id: str, error: Error) -> None:
-        """As `Front.end`, of all calls for it here."""
-        for call in self._calls.values():
-            if call.id == id:
-                call.queue.put_nowait(error)
 
     def stop(self) -> None:
         """As `Front.stop`."""
@@ -186,7 +178,7 @@ class SharedFront:
         except (Lost, InstanceFailed, UnknownServer):
             self._again = True
         except Error as error:
-            call.queue.put_nowait(error)
+            call.caller.put(error)
 
     async def _poll(self) -> None:
         while True:
@@ -225,7 +217,7 @@ class SharedFront:
                 self._left.append(number)  # it was asked for while its caller went away
                 continue
             if isinstance(found, Error):
-                call.queue.put_nowait(found)
+                call.caller.put(found)
             elif not call.take(found):
                 self._again = True  # an answer of the keeper was lost
         if news.failure is not None:
@@ -240,18 +232,15 @@ class SharedFront:
 
     def _end_all(self, error: Error) -> None:
         for call in self._calls.values():
-            call.queue.put_nowait(error)
+            call.caller.put(error)
 
 
 @dataclass(frozen=True)
 class _Keyed:
     front: SharedFront
 
-    def generate(self, id: str, request: Request) -> AsyncGenerator[Delivery, None]:
-        return self.front.generate(id, request, keyed=True)
-
-    def end(self, id: str, error: Error) -> None:
-        self.front.end(id, error)
+    def generate(self, id: str, request: Request, *, caller: Caller | None = None) -> AsyncGenerator[Delivery, None]:
+        return self.front.generate(id, request, True, caller)
 
 
 def _closing() -> InvalidState:
