@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from remap.errors import InvalidState
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     from .messages import Description, GroupPlan, InstanceReport, Tokens
 
-__all__ = ["MergingInstance", "ServingInstance"]
+__all__ = ["MergingInstance", "ServingInstance", "require_not_recovered"]
 
 
 class ServingInstance(Protocol):
@@ -77,3 +79,16 @@ class MergingInstance(ServingInstance, Protocol):
 
     def fetch(self, epoch: int, copies: Iterable[Copy]) -> None:
         """Bring the layers home that `copies` names for this instance, while it serves."""
+
+
+def require_not_recovered(instance: str, id: str, epoch: int | None, recovered: int) -> None:
+    """For `submit`: a request that was sent before the instance recovered, and comes behind that, has been started again
+    elsewhere since. Raises InvalidState (fields instance, epoch, recovered)."""
+    if epoch is not None and epoch < recovered:
+        raise InvalidState(
+            f"instance {instance!r} has recovered at epoch {recovered}, and request {id!r} was sent to it at {epoch}; nothing "
+            "was queued; submit it again",
+            instance=instance,
+            epoch=epoch,
+            recovered=recovered,
+        )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from remap.errors import Error, InvalidArgument, InvalidState, StalePlan
 from remap.policy.cluster.placement import InstanceLoad
 
+from .contract import require_not_recovered
 from .messages import Description, InstanceReport, Tokens
 from .wire import require_sendable
 
@@ -193,15 +194,7 @@ class EngineInstance:
     # -- in the loop -----------------------------------------------------------------------------------------------------------
 
     async def _submit(self, request: Request, attempt: int, tokens: tuple[int, ...], epoch: int | None) -> None:
-        if epoch is not None and epoch < self._epoch:
-            # It came after `recover`, which was to forget it: the sender has started it again elsewhere since.
-            raise InvalidState(
-                f"instance {self.name!r} has recovered at epoch {self._epoch}, and request {request.id!r} was sent to it "
-                f"at {epoch}; nothing was queued; submit it again",
-                instance=self.name,
-                epoch=epoch,
-                recovered=self._epoch,
-            )
+        require_not_recovered(self.name, request.id, epoch, self._epoch)
         self._require_whole()
         require_sendable(request)
         here = self._here.get(request.id)

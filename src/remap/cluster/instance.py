@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from remap.cluster import beside, outbox, own_layers, submissions
+from remap.cluster.contract import require_not_recovered
 from remap.cluster.instance_loop import InstanceLoop
 from remap.cluster.messages import Description, GroupPlan, InstanceReport, Tokens
 from remap.cluster.resources import Resources
@@ -211,21 +212,12 @@ class ClusterInstance:
     # -- in the loop ----------------------------------------------------------------------------------------------------------
 
     def _submit(self, request: Request, attempt: int, tokens: tuple[int, ...], epoch: int | None) -> None:
-        recovered = self._loop.recovered
         if self._loop.halted:
             raise InvalidState(
                 f"instance {self.name!r} has lost a peer, or failed; nothing was queued; submit elsewhere",
                 instance=self.name,
             )
-        if epoch is not None and epoch < recovered:
-            # It came after `recover`, which was to forget it: the sender has started it again elsewhere since.
-            raise InvalidState(
-                f"instance {self.name!r} has recovered at epoch {recovered}, and request {request.id!r} was sent to it at "
-                f"{epoch}; nothing was queued; submit it again",
-                instance=self.name,
-                epoch=epoch,
-                recovered=recovered,
-            )
+        require_not_recovered(self.name, request.id, epoch, self._loop.recovered)
         submissions.submit(self._loop.now, request, attempt, tokens, self._loop.outbox.put)
 
     def _cancel(self, id: str, attempt: int | None) -> None:
