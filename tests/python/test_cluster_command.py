@@ -30,6 +30,7 @@ pytest.importorskip("prometheus_client", reason="needs the extras cluster and tr
 pytest.importorskip("torch", reason="needs the extras cluster and transformers")
 pytest.importorskip("transformers", reason="needs the extras cluster and transformers")
 
+from bench.lab.cluster.shared import LIMIT_S, below, runs
 from cluster_folder import save_model
 from near_tokens import Near
 from subprocesses import ROOT
@@ -40,7 +41,6 @@ from remap.cli import cluster, smollm2
 from remap.engine import Request as Asked
 from remap.errors import InvalidArgument
 
-LIMIT_S = 600.0
 JSON = {"Content-Type": "application/json"}
 OF_RAY = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 PAGE_OF_GROUPS = {
@@ -197,23 +197,9 @@ def reference(folder: Path, prompt: list[int], count: int, endless: bool = False
     return Near(model, Asked("reference", tuple(prompt)), found)
 
 
-def below(parent: int, *pattern: str) -> list[int]:
-    """Its children, of these names if any is given."""
-    found = subprocess.run(["pgrep", "-P", str(parent), *pattern], capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
-
-
 def actors_of(pid: int) -> list[int]:
     """The processes of the instances: grandchildren, below Ray's own."""
     return [actor for child in below(pid) for actor in below(child, "-f", "ray::_Actor")]
-
-
-def runs(pid: int) -> bool:
-    """Not if it has ended and nobody has asked how."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def listened_at(pid: int) -> set[str]:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
@@ -25,9 +16,9 @@ pytest.importorskip("fastapi", reason="needs the extras cluster and transformers
 pytest.importorskip("uvicorn", reason="needs the extras cluster and transformers")
 pytest.importorskip("transformers", reason="needs the extras cluster and transformers")
 
+from bench.lab.cluster.shared import COMMAND, LIMIT_S, Client, get, ray_with, runs, until
 from cluster_folder import save_model
-from test_cluster_command import LIMIT_S, below, reference, runs
-from test_offline_process import COMMAND
+from test_cluster_command import reference
 
 pytestmark = pytest.mark.slow
 
@@ -35,120 +26,8 @@ SOON = """
 from remap.cluster import ray_cluster
 ray_cluster.AWAY_S = 2.0
 """
-RAY = "from ray.scripts.scripts import main; main()"
 LENGTH = 100
 GREEDY = {"max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
-
-
-def until(holds: Callable[[], Any]) -> Any:
-    """The first true value of this."""
-    begin = time.monotonic()
-    while not (found := holds()):
-        assert time.monotonic() < begin + LIMIT_S
-        time.sleep(0.05)
-    return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
-class Cluster:
-    """A Ray, and what runs in it. Its processes are below `ray`."""
-
-    def __init__(self, model: Path, address: str, ray: int, environment: dict[str, str]) -> None:
-        self.model = model
-        self.address = address
-        self.ray = ray
-        self.environment = environment
-        self.servers: list[subprocess.Popen[str]] = []
-
-    def server(self, *options: str) -> tuple[subprocess.Popen[str], str]:
-        """A process, and where it answers."""
-        line = f"cluster serve --model {self.model} --port 0 --memory 3MiB --address {self.address} --shared tiny"
-        process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *line.split(), *options],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.servers.append(process)
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        return process, said.rpartition(" ")[2].strip() if "answer at" in said else said
-
-    def actors(self, name: str) -> list[int]:
-        return [actor for child in below(self.ray) for actor in below(child, "-f", f"ray::{name}")]
-
-
-@contextmanager
-def ray_with(model: Path) -> Iterator[Cluster]:
-    save_model(model)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": "0" * 64,
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    }
-    address = f"127.0.0.1:{free_port()}"
-    with TemporaryDirectory(prefix="remap") as folder:  # Ray's sockets need a short path
-        line = f"start --head --block --node-ip-address 127.0.0.1 --port {address.rpartition(':')[2]} --num-cpus 2"
-        more = f"--include-dashboard false --object-store-memory 80000000 --temp-dir {folder} --disable-usage-stats"
-        ray = subprocess.Popen(
-            [sys.executable, "-c", RAY, *line.split(), *more.split()],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        cluster = Cluster(model, address, ray.pid, environment)
-        try:
-            assert ray.stdout is not None
-            for text in ray.stdout:
-                if "--block" in text:
-                    break
-            threading.Thread(target=ray.stdout.read, daemon=True).start()
-            yield cluster
-        finally:
-            for process in cluster.servers:
-                process.kill()
-                process.wait()
-            ray.terminate()
-            ray.wait()
-
-
-class Client(threading.Thread):
-    """A stream. What it has is `tokens`; `broken` if the server went away before its end."""
-
-    def __init__(self, url: str, body: dict[str, Any], key: str | None = None) -> None:
-        super().__init__(daemon=True)
-        self.url, self.body, self.key = url, body, key
-        self.tokens: list[int] = []
-        self.id = ""
-        self.broken = False
-        self.start()
-
-    def run(self) -> None:
-        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=LIMIT_S)
-        headers = {"Content-Type": "application/json"} | ({} if self.key is None else {"Idempotency-Key": self.key})
-        try:
-            connection.request("POST", "/v1/completions", json.dumps(self.body | {"stream": True}), headers)
-            answer = connection.getresponse()
-            assert answer.status == 200, answer.read()
-            for line in answer:
-                if line.strip() == b"data: [DONE]":
-                    return
-                if line.startswith(b"data: "):
-                    found = json.loads(line[6:])
-                    self.id = found["id"]
-                    self.tokens += found["choices"][0]["token_ids"]
-        except (OSError, http.client.HTTPException):
-            pass
-        self.broken = True
 
 
 def whole(client: Client) -> list[int]:
@@ -157,13 +36,8 @@ def whole(client: Client) -> list[int]:
     return client.tokens
 
 
-def get(url: str, path: str) -> dict[str, Any]:
-    with urlopen(f"{url}{path}", timeout=LIMIT_S) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-    return found
-
-
 def test_of_two_servers_one_is_killed_among_streams_and_nothing_is_lost(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
     with ray_with(tmp_path / "model") as cluster:
         (first, one), (second, other) = cluster.server(), cluster.server()
         (keeper,), instances = until(lambda: cluster.actors("_Kept")), cluster.actors("_Actor")

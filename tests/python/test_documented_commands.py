@@ -543,11 +543,14 @@ def _pytest(command: Command) -> None:
 
 
 def _kills(command: Command) -> None:
-    """KILLS and RESULT, which its main reads as they stand."""
+    """KILLS and RESULT, and shared, which its main reads as they stand."""
     kills = pytest.importorskip("bench.lab.cluster.kills", reason="needs the extras cluster and transformers")
-    count, path = command.words[3:]
-    with patch.object(kills, "run", lambda number: {"kills": number}):
-        kills.main([count.replace("N", "3"), path])
+    from bench.lab.cluster import shared
+
+    count, path, *more = command.words[3:]
+    where, name = (shared, "run_shared") if more == ["shared"] else (kills, "run")
+    with patch.object(where, name, lambda number: {"kills": number}):
+        kills.main([count.replace("N", "3"), path, *more])
     assert json.loads(Path(path).read_text(encoding="utf-8")) == {"kills": 3}
 
 

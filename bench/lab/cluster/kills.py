@@ -1,6 +1,7 @@
 """Kill instances of a cluster at random while it serves, and look whether a request is lost, answered twice, or otherwise.
 
 python -m bench.lab.cluster.kills [KILLS] [RESULT]      200 kills of three instances of a tiny model, and a line of JSON
+python -m bench.lab.cluster.kills [KILLS] [RESULT] shared      of servers, keepers and instances of a shared cluster: `shared`
 
 Bursts of requests and silences alternate, so that groups merge and part all the time; each answer is compared with that of one
 engine with room for everybody. What is computed again, in another batch, may round otherwise: an answer whose first other token
@@ -243,8 +244,12 @@ def run(kills: int, seed: int = 0) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    """[KILLS] [RESULT(path)]."""
-    found = json.dumps(run(int(arguments[0]) if arguments else 200))
+    """[KILLS] [RESULT(path)] [shared]."""
+    from .shared import run_shared
+
+    kills = run_shared if "shared" in arguments else run
+    arguments = [each for each in arguments if each != "shared"]
+    found = json.dumps(kills(int(arguments[0]) if arguments else 200))
     if len(arguments) > 1:
         Path(arguments[1]).write_text(found + "\n", encoding="utf-8")
     else:
