@@ -142,6 +142,7 @@ def ray_with(model: Path, memory: str = "3MiB") -> Iterator[SharedCluster]:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": "0" * 64,
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_worker_niceness": "0",  # by itself 15: where others compute, what is started again would wait for minutes
             "TMPDIR": str(scratch),
         }
         line = f"start --head --block --node-ip-address 127.0.0.1 --port {address.rpartition(':')[2]} --num-cpus 2"
