@@ -58,7 +58,7 @@ GONE_S = 10.0
 """A head process that this server started, and that does not answer for so long, does not come back."""
 AWAY_S = 60.0
 """One of a cluster that ran already may: for so long Ray itself waits for it. So long joining such a cluster waits as well."""
-LEAVE_S = 10.0
+LEAVE_S = 20.0
 """Ray's own end of this process's part of it takes so long at most, while its head process answers."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """How HTTP/2 begins. A head process that runs answers it, or ends the connection (TLS). For one that is stopped, the kernel still
@@ -293,10 +293,11 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
 
 def _answer(call: Callable[[], T], address: str | None, within_s: float) -> T:
     """The outcome of a call that Ray's head process has to answer. Raises RayAway."""
-    try:
-        return in_thread(call).result(within_s)
-    except TimeoutError:
-        raise _away(f"Ray at {address} has not answered for {within_s:.0f} s", address, within_s) from None
+    found = in_thread(call)
+    if not wait([found], within_s).done:
+        where = "this machine" if address is None else address
+        raise _away(f"Ray at {where} has not answered for {within_s:.0f} s", address, within_s)
+    return found.result()
 
 
 def _away(what: str, address: str | None, waited_s: float) -> RayAway:
@@ -338,8 +339,9 @@ def leave_ray() -> None:
 def _kill_head() -> None:
     for listed in Path("/proc/self/task").glob("*/children"):
         for child in listed.read_text().split():
-            if Path(f"/proc/{child}/comm").read_text() == "gcs_server\n":
-                os.kill(int(child), signal.SIGKILL)
+            with suppress(OSError):  # it has ended meanwhile
+                if Path(f"/proc/{child}/comm").read_text() == "gcs_server\n":
+                    os.kill(int(child), signal.SIGKILL)
 
 
 def _end() -> None:
