@@ -127,6 +127,13 @@ What the twin found out about the library:
   that, parts were so small that P99 TTFT with BurstGPT's lengths was 10 and 16 s instead of 5 and 5 (two seeds, not stored).
 - A load in tokens does not see that blocks are not full: with ShareGPT's lengths no group was ever overloaded, while 240
   requests waited (one run, not stored). Heads have to report whole blocks.
+- Three choices of `remap`, each left out by itself, with the same five seeds (not stored; ratios to what is stored, by seed).
+  Not every partition, but the better of greedy and equal sizes, as with more than eight instances: P99 TTFT is 1.00 to 1.21
+  times as high with LongBench (14B), 0.88 to 1.01 times with BurstGPT, so neither plan is the better one. No ski rental, a
+  group dissolves as soon as its demand and the margin fit: P99 TTFT and tokens/s of LongBench (one burst, and swells) are 0.99 to
+  1.02 times as high (BurstGPT, three seeds: 1.00 to 1.02), and groups are there for 22 and 9 % of the time instead of 39 and
+  27 %, so waiting gains nothing there. No measured passes (`remap-tokens`): more bubbles, and a higher P99 TTFT with LongBench,
+  as said above, so the measurement stays.
 
 """
 
