@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +27,7 @@ from bench.lab.paper.experiments import (
     select,
     setup_of,
 )
-from bench.lab.paper.pictures import picture
+from bench.lab.paper.pictures import picture, save
 from bench.lab.paper.reckoning import METRICS, POINT, Points, Spread, compare, counts, curve, later_gaps, quantiles
 from bench.lab.paper.report import markdown, rows, table, verdict
 from bench.lab.paper.runs import Run, Settings, Store, keys_of, run_all, run_one
@@ -419,6 +421,27 @@ def test_pictures_show_medians_and_ranges(tmp_path: Path) -> None:
     axis = picture(EXPERIMENTS["beyond-reversion"], store).axes[0]
     assert list(axis.lines[0].get_xdata()) == approx([10, 30, 60]) and list(axis.lines[0].get_ydata()) == [0, 0.5, 1]
     assert band(axis.collections[0]) == {(10, 0), (20, 0), (20, 0.5), (50, 0.5), (50, 1), (90, 1)}
+
+
+def test_a_picture_that_is_equal_is_the_same_file_and_stays_as_it_is(tmp_path: Path) -> None:
+    """Also from a machine whose places differ in the last bits, of which matplotlib makes the names of parts."""
+
+    def drawn(by: float) -> Any:
+        figure = import_module("matplotlib.figure").Figure()
+        axis = figure.subplots()
+        axis.set_position((0.1, 0.1, 0.8 * by, 0.8))
+        axis.plot([1.0, 2.0, 3.0], [3.0, 1.0, 2.0], "o-")
+        axis.fill_between([1.0, 3.0], [1.0, 1.0], [2.0, 2.5])
+        return figure
+
+    path = tmp_path / "x.svg"
+    save(drawn(1.0), path)
+    before, made = path.read_text(encoding="utf-8"), path.stat().st_mtime_ns
+    save(drawn(1.0 + 1e-13), path)
+    assert path.stat().st_mtime_ns == made
+    assert set(re.findall(r"(?:#|url\(#)(n\d+)", before)) <= set(re.findall(r'id="(n\d+)"', before)) != set()
+    save(drawn(0.9), path)
+    assert path.read_text(encoding="utf-8") != before
 
 
 def band(collection: Any) -> set[tuple[float, float]]:

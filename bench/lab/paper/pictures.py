@@ -5,7 +5,9 @@ Needs matplotlib (the extra `sim` or `bench`).
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ _ROWS = (
     ("tokens/s", "tokens_per_s", "linear"),
 )
 _BAND = {"alpha": 0.15, "lw": 0}
+_HASHED = "[a-z][0-9a-f]{10}"
+"""A name of a part that others refer to, as matplotlib gives it."""
 _STYLE = {**STYLE, "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 8.5}
 
 
@@ -37,10 +41,20 @@ def picture(experiment: Experiment, store: Store) -> Any | None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """As SVG: the same picture is the same file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """As SVG. The same picture is the same file, on any machine, and a file that is equal stays as it is."""
+    drawn = StringIO()
     with need_matplotlib().rc_context(_STYLE):
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white")
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white")
+    text = _numbered(drawn.getvalue())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def _numbered(svg: str) -> str:
+    """With names of parts by their order. matplotlib's are hashes of unrounded places, whose last bits processors differ in."""
+    names = {found: f"n{place}" for place, found in enumerate(dict.fromkeys(re.findall(rf'\bid="({_HASHED})"', svg)))}
+    return re.sub(rf"\b{_HASHED}\b", lambda found: names.get(found[0], found[0]), svg)
 
 
 def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
