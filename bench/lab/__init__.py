@@ -5,6 +5,7 @@
     machine/      operators, copies and driver calls of this machine, for `remap fit`
     paper/        figures of Oneiros beside those of a simulation (bench/results/paper.md)
     four_papers/  Oneiros, KunServe, HybridServe and Pie on one page (docs/paper-vs-ours.md)
+    beyond/       what the four papers lack, in four figures (bench/results/beyond.md)
     headline.py   the simulated headline of the README, over several seeds
     gap.py        what each policy gets of what memory is worth, over several seeds
     pie/          Pie's figures beside KV that streams, over several seeds

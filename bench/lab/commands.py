@@ -100,6 +100,20 @@ def four_papers(
 
 
 @app.command()
+def beyond(
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write page and pictures from the files.")] = False,
+    page: Annotated[Path | None, typer.Option(help="The page.", show_default="bench/results/beyond.md")] = None,
+) -> None:
+    """What four papers lack: regret, donors over time, lending between processes, exactness. What is stored is not run again."""
+    from .beyond.page import PAGE, run_beyond
+
+    path = page or PAGE
+    with exit_on_error():
+        writable(path)
+        typer.echo(run_beyond(path, report_only=report_only))
+
+
+@app.command()
 def headline(
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,

@@ -146,6 +146,7 @@ TRIED = {
         )
     ),
     "bench.lab four-papers": Tried(("--page page.md",)),
+    "bench.lab beyond": Tried(("--page page.md --report-only",)),
     "bench.lab headline": Tried(_resumed("headline", quick=False)),
     "bench.lab gap": Tried(_resumed("gap")),
     "bench.lab knee": Tried(_resumed("knee")),

@@ -108,8 +108,8 @@ Every size and rate: [pie.md]({results}/pie.md).
 
 ## What none of the four has
 
-Models that lend each other layers, pooled KV, bounds on stalls, other turns: [in figures of their
-own]({results}/paper.md#what-the-paper-does-not-have). How near each policy comes to `ideal`:
-[gap.md]({results}/gap.md); to the best policy: [regret.md]({results}/regret.md); what weights add, by link and rate:
-[map.md]({results}/map.md); measured on our engine: [real.md]({results}/real.md).
+[Four figures]({results}/beyond.md): regret, all donors over time, lending between processes, exactness.
+[More]({results}/paper.md#what-the-paper-does-not-have): models that lend each other layers, bounds on stalls, other turns. How
+near each policy comes to `ideal`: [gap.md]({results}/gap.md); what weights add, by link and rate: [map.md]({results}/map.md);
+measured on our engine: [real.md]({results}/real.md).
 """
