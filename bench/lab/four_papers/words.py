@@ -41,7 +41,7 @@ shorter in C1 at 0.7 and 1 c ({c1_others} % at other rates), {c2_tpot} % in C2 f
 1:4 from 0.3 c on; hardly with Alpaca's, or in Figs 10, 12 and 13. The paper says TBT. **Algorithm 1 as printed**
 (`algorithm-1`) does less: with ShareGPT's lengths, at 0.7 and 1 c, P99 TTFT is {printed_ttft} % lower than under
 `recompute` (`remap:weights`: {ours_ttft}), P99 TPOT {printed_tpot}, as passes wait {printed_waits} % of their time: its
-cap counts alpha layers, and m are copied (our reading). **Fig. 14** holds in direction, but for TBT.
+cap counts alpha layers, and m are copied (our reading). **Fig. 14** holds in direction, but for time between tokens.
 
 All figures with their reasons: [paper.md]({results}/paper.md); [both gaps at every
 rate]({results}/paper.md#one-gap-between-tokens-and-the-mean-gap-of-a-request), [Fig.
@@ -96,13 +96,13 @@ or at any time. `+swap` is `remap:weights+swap`.
 
 {table}
 
-**Against its closed form**, where expanding was free and only copies longer than a pass were waited for, fixed expansions
-of the 13b models serve {starts} % fewer tokens/s, {anytime} % at any time. Still in Pie's favour: only blocks in use are
-copied, larger layers find room for nothing, and its adaptive rule's numbers, which the paper lacks, were chosen for it.
 **Holds:** Fig. 6, if copies begin at any time; waits at 2.2, if not. **Not with more KV:** Fig. 7 has
-{pie_least} to {pie_most} with 3 to 9 GB. **Depends on the link:** models in turns, Pie (closed form) closes
-{nvlink} % of the gap from `recompute` to `ideal` in P99 TTFT on a GH200, and {pcie} % over PCIe to an RTX 4090
-([gap.md]({results}/gap.md)).
+{pie_least} to {pie_most} times the tokens/s with 3 to 9 GB. **Depends on the link:** models in turns, Pie (closed form) closes
+{nvlink} % of the gap from `recompute` to `ideal` in P99 TTFT on a GH200, {pcie} % on an RTX 4090
+([gap.md]({results}/gap.md)). **Against its closed form**, where expanding was free and only copies longer than a pass were
+waited for, fixed expansions of the 13b models serve {starts} % fewer tokens/s, {anytime} % at any time. Still in Pie's favour:
+only blocks in use are copied, larger layers find room for nothing, and its adaptive rule's numbers, which the paper lacks, were
+chosen for it.
 
 Every size and rate: [pie.md]({results}/pie.md).
 
