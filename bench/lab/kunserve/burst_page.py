@@ -236,12 +236,12 @@ def _compared(points: Mapping[str, Point], chosen: BurstMap) -> str:
     runs: list[tuple[float, float]] = []
     before, after, bound, short = [], [], [], []
     for load in plain:
-        of = {
+        by = {
             system: {seed: one["ttft_p99_s"] for seed, one in _p99(points, load, system, chosen).items()}
             for system in ("remap", "remap-ahead", BOUND)
         }
-        runs += [(of["remap"][seed], value) for seed, value in of["remap-ahead"].items() if seed in of["remap"]]
-        worst = {system: max(found.values()) for system, found in of.items()}
+        runs += [(by["remap"][seed], value) for seed, value in by["remap-ahead"].items() if seed in by["remap"]]
+        worst = {system: max(found.values()) for system, found in by.items()}
         if worst["remap"] > 1.1 * worst[BOUND]:
             short.append(load)
             before.append(worst["remap"])
@@ -254,10 +254,14 @@ def _compared(points: Mapping[str, Point], chosen: BurstMap) -> str:
         ]
         for key in ("tpot_p50_s", "tpot_p99_s")
     }
-    few, many = (
-        {system: f"{_p99(points, load, system, chosen)[0]['ttft_p99_s']:.3g}" for system in (BASE, "remap-ahead")}
+    # Of the seeds that have all four.
+    of = {
+        (load, system): _p99(points, load, system, chosen)
         for load in (long, scaled)
-    )
+        for system in (BASE, "remap-ahead")
+    }
+    same = set.intersection(*(set(found) for found in of.values()))
+    late = {key: f"{statistics.median(found[seed]['ttft_p99_s'] for seed in same):.3g}" for key, found in of.items()}
     text = COMPARED_TEXT.format(
         lower=sum(new < old for old, new in runs),
         equal=sum(new == old for old, new in runs),
@@ -269,11 +273,11 @@ def _compared(points: Mapping[str, Point], chosen: BurstMap) -> str:
         bound=", ".join(f"{one:.3g}" for one in bound),
         p50=_signed(more["tpot_p50_s"]),
         p99=_signed(more["tpot_p99_s"]),
-        few=few["remap-ahead"],
-        more=many["remap-ahead"],
-        base_few=few[BASE],
-        base_more=many[BASE],
-        scaled=len(_p99(points, scaled, "remap-ahead", chosen)),
+        few=late[long, "remap-ahead"],
+        more=late[scaled, "remap-ahead"],
+        base_few=late[long, BASE],
+        base_more=late[scaled, BASE],
+        scaled=len(same),
     )
     return fill(" ".join(text.split()), 120)
 
