@@ -90,6 +90,32 @@ until the next pair merges. That is why `remap` and `kunserve` fall short of `{b
 
 {compared_text}
 
+## A rule that was tried and not kept
+
+Deep pipelines do harm where they do not free enough, so control might not merge while no merger would free enough. `remap-ahead`
+with such rules, P99 TTFT in s, by seed from 0 on (27 November 2026; single runs, not stored; –: not run):
+
+| rule | "130 s" | BurstGPT, 14B | LongBench, 14B |
+|---|---|---|---|
+| none | 165, 169, 166 | 4.11, 4.50, 4.21, 4.25, 3.25 | 5.55, 4.09, 5.13, 5.15, 4.76 |
+| no merger while `Control.lacking` is above 0 | 166, –, – | 4.76, 5.57, 5.39, 5.06, 4.07 | – |
+| pairs at most, once 30 s ahead lacks | 161, 156, 151 | 8.44, 13.6, 10.9, 8.38, 8.08 | 5.55, 4.09, 10.2, 5.35, 4.76 |
+| pairs at most, while 10 s ahead lacks | –, 168, – | –, 4.64, 4.21 | – |
+| pairs at most, while 5 s ahead lacks | –, 169, – | –, 4.50, 4.21 | – |
+
+"30 s ahead lacks": by the forecast, demand will be above what all instances have at most, whichever merge; that is when
+`Control.lacking` of a policy with a forecast is above 0. "once": until demand is below 75 % of what they have alone.
+
+The plain rule, the second line, is worse in each seed: mergers wait until the straight line is flatter, and come all the same.
+Without the forecast it would never act: control merges while demand rises, and in 19 runs (all five seeds of both and of "x2,
+26/s", three of "130 s", one of "x4, 18/s") it decided no merger when tokens were lacking at that moment. Pairs at most would be
+right in "130 s": P99 TTFT is about that of `vllm` (147, 159, 164 s), and tokens/s are 5 to 10 % more than without the rule. But
+at the last merger the forecast says as much where the burst ends a few seconds later: 318 to 498 thousand tokens would be
+lacking in 30 s in "BurstGPT, 14B", up to 625 in "LongBench, 14B", 551 to 601 in "130 s"; and without that merger P99 TTFT
+doubles or triples. What tells them apart is how long the burst will last, which nobody knows then. A rule that goes back to
+smaller groups once the lack has come would have to preempt what runs in the room that it gives up. That was not built: what
+helps there is instances.
+
 ## What was not run
 
 {missing}A800 and H800 are taken as their tables have them (`remap plan --machine A800-80GB` prints the sources).
