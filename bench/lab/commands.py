@@ -355,17 +355,19 @@ def offline(
 @app.command()
 def cluster(
     quick: Annotated[bool, typer.Option("--quick", help="Two tiny instances, one round: that it runs.")] = False,
+    duel: Annotated[bool, typer.Option("--duel", help="With and without merging alone, five rounds.")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
     results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/cluster.json")] = None,
 ) -> None:
     """Four instances on this machine under a burst, by policy. What is in the file is not run again."""
-    from .cluster.command import RESULTS, run_cluster
+    from .cluster.command import DUEL_RESULTS, RESULTS, run_cluster
 
     # Other settings begin the file anew, so quick runs have one of their own.
-    path = results or (Path("out/cluster.json") if quick else RESULTS)
+    path = results or (Path("out/cluster.json") if quick else DUEL_RESULTS if duel else RESULTS)
     with exit_on_error():
         writable(path)
-        typer.echo(run_cluster(path, "quick" if quick else "full", report_only=report_only))
+        suite = "quick" if quick else "duel" if duel else "full"
+        typer.echo(run_cluster(path, suite, report_only=report_only))
 
 
 @app.command()

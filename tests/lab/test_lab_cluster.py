@@ -19,7 +19,7 @@ pytest.importorskip("typer")
 import torch
 from bench.lab import rounds
 from bench.lab.cluster import command, kills
-from bench.lab.cluster.cases import FULL, ONE, POLICIES, QUICK, find
+from bench.lab.cluster.cases import COMPARED, DUEL, FULL, ONE, POLICIES, QUICK, SUITES, find
 from bench.lab.cluster.instances import engine_answers
 from bench.lab.cluster.one import serve
 from bench.lab.seeds import AGAINST
@@ -80,10 +80,17 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| tiny | ")]
     assert [row[1] for row in rows] == list(POLICIES)
     assert command.run_cluster(path, "quick", report_only=True) == page and len(asked) == len(POLICIES)
+    asked.clear()
+    page = command.run_cluster(tmp_path / "duel.json", "duel")
+    assert asked == [
+        ("duel", case.name, policy) for _ in range(DUEL.rounds) for case in DUEL.cases for policy in ("alone", "all")
+    ]
+    assert "- Llama, TTFT P99: 1.00 (1.00 to 1.00), n = 5\n" in page and "gap closed" not in page and "--duel`" in page
 
 
 def test_what_is_run() -> None:
-    assert list(POLICIES) == [ONE, "ideal", "recompute", "swap", "pipeline", "kunserve", "remap", "all"]
+    assert COMPARED["full"] == [ONE, "ideal", "recompute", "swap", "pipeline", "kunserve", "remap", "all"]
+    assert set(COMPARED["duel"]) < set(POLICIES) == set(COMPARED["quick"]) and COMPARED.keys() == SUITES.keys()
     assert [case.name for case in FULL.cases] == ["SmolLM2", "Llama"] and FULL.rounds == 3
     assert all(case.instances == 4 for case in FULL.cases)
     with pytest.raises(InvalidArgument) as refused:
@@ -94,7 +101,7 @@ def test_what_is_run() -> None:
 def test_what_the_words_say_is_what_is_stored() -> None:
     data = json.loads(command.RESULTS.read_text(encoding="utf-8"))
     assert data["settings"] == json.loads(json.dumps(FULL.settings()))
-    assert len(data["points"]) == len(FULL.cases) * len(POLICIES) * FULL.rounds
+    assert len(data["points"]) == len(FULL.cases) * len(COMPARED["full"]) * FULL.rounds
 
     def middle(case: str, policy: str, figure: str) -> float:
         found = [data["points"][rounds.run_name(case, policy, number)][figure] for number in range(FULL.rounds)]
@@ -106,13 +113,13 @@ def test_what_the_words_say_is_what_is_stored() -> None:
     ):
         policies = ("remap", "recompute", "swap", "ideal", "kunserve", "all")
         assert tuple(round(middle(case, policy, "ttft_p99_s"), 1) for policy in policies) == seconds
-        rates = {policy: middle(case, policy, "tokens_per_s") for policy in POLICIES}
+        rates = {policy: middle(case, policy, "tokens_per_s") for policy in COMPARED["full"]}
         assert tuple(round(rates[policy] / rates["ideal"], 2) for policy in ("remap", "recompute")) == shares
         figures = ("drop_prepare_s", "exchange_s", "restore_s")
         assert tuple(round(middle(case, "remap", figure), 1) for figure in figures) == steps
         assert middle(case, "remap", "stages") == middle(case, "kunserve", "stages") == 2
         assert 5.9 < middle(case, "all", "layer_bytes") / middle(case, "remap", "layer_bytes") < 20.5
-        assert all(middle(case, policy, "layers_sent_bytes") == 0 for policy in POLICIES)
+        assert all(middle(case, policy, "layers_sent_bytes") == 0 for policy in COMPARED["full"])
         assert middle(case, "all", "swapped_bytes") == 0 < middle(case, "swap", "swapped_bytes")
         assert middle(case, "pipeline", "ttft_p99_s") < middle(case, "remap", "ttft_p99_s")
     assert round(middle("SmolLM2", "remap", "tbt_p99_s") / middle("SmolLM2", "recompute", "tbt_p99_s"), 1) == 1.6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ from remap.cli.shared_world import ModelSpec
 from remap.cluster.control import GroupPolicy as Control
 from remap.engine.request import Request, SamplingParams
 
-__all__ = ["POLICIES", "SUITES", "Case", "Policy", "find"]
+__all__ = ["COMPARED", "POLICIES", "SUITES", "Case", "Policy", "find"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ POLICIES: Mapping[str, Policy] = {
         streams=True,
         swaps=True,
     ),
+    "alone": Policy("`all`, but instances never merge", _ALONE, streams=True, swaps=True),
 }
 
 
@@ -121,5 +122,12 @@ QUICK = Suite(
     ),
     rounds=1,
 )  # fmt: skip
-SUITES: Mapping[str, Suite[Case]] = {"full": FULL, "quick": QUICK}
+DUEL = Suite(FULL.cases, rounds=5)
+SUITES: Mapping[str, Suite[Case]] = {"full": FULL, "quick": QUICK, "duel": DUEL}
+COMPARED: Mapping[str, Sequence[str]] = {
+    "full": [name for name in POLICIES if name != "alone"],
+    "quick": [*POLICIES],
+    "duel": ["alone", "all"],
+}
+"""The policies of each suite."""
 find = partial(find_in, SUITES)

@@ -1,6 +1,7 @@
 """`bench.lab cluster`: a cluster on this machine under a burst, several rounds of the same requests.
 
 python -m bench.lab cluster                  runs what is missing (about an hour on two cores) and writes the page
+python -m bench.lab cluster --duel           with and without merging, five rounds of these two alone
 python -m bench.lab cluster --quick          two instances of a tiny model: that it runs
 python -m bench.lab cluster --report-only    writes the page of what is stored
 """
@@ -8,17 +9,21 @@ python -m bench.lab cluster --report-only    writes the page of what is stored
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from bench.lab import ROOT, rounds, seeds
+from bench.lab.rounds import Suite
 from bench.lab.seeds import AGAINST, Column
 
-from .cases import POLICIES, SUITES
+from .cases import COMPARED, POLICIES, SUITES, Case
 
-__all__ = ["RESULTS", "run_cluster"]
+__all__ = ["DUEL_RESULTS", "RESULTS", "run_cluster"]
 
 RESULTS = ROOT / "bench" / "results" / "cluster.json"
+DUEL_RESULTS = RESULTS.with_name("cluster-duel.json")
 MODULE = "bench.lab.cluster.one"
 BUBBLES = Column("bubble_share", "bubbles, %", 100.0)
 """Of what is stored (`_bubbles`)."""
@@ -48,13 +53,14 @@ COLUMNS = (
     Column("layer_bytes", "layers loaded, MB", 1e-6),
     Column("swapped_bytes", "KV to the host and back, MB", 1e-6),
 )
+GAP = """Gap closed: how far a policy comes
+from recompute (0 %) to ideal (100 %), each round by itself; – where both are within 5 %."""
 PAGE = """# A cluster under a burst, {rounds} rounds
 
 Measured on {machine}. The 1-minute load before the runs was {load}. Instances are processes (Ray actors)
 of {threads} thread each, which share these cores; activations and KV go through gloo over loopback. Greedy, prompts of random
 tokens; the requests of a case are asked for at fixed times and are the same in every run. Each figure is the median of n
-rounds, (worst to best); the policies alternate within a round. Made by `python -m bench.lab cluster`. Gap closed: how far a
-policy comes from recompute (0 %) to ideal (100 %), each round by itself; – where both are within 5 %.
+rounds, (worst to best); the policies alternate within a round. Made by `{command}`. {gap}
 
 {tokens}
 
@@ -93,26 +99,48 @@ def run_cluster(results: Path, suite_name: str = "full", *, report_only: bool = 
     What was run with other settings does not count: the file is begun anew. Raises InvalidArgument (field path) for a
     file of something else or of another machine before anything runs, and what a run raises.
     """
-    suite = SUITES[suite_name]
+    suite, compared, duel = SUITES[suite_name], COMPARED[suite_name], suite_name == "duel"
     data = seeds.read(results, rounds.empty(suite.settings()), "cluster")
     if not report_only:
         cases = [case.name for case in suite.cases]
-        rounds.run_missing(data, results, MODULE, suite_name, cases, list(POLICIES), suite.rounds, suite.threads)
+        rounds.run_missing(data, results, MODULE, suite_name, cases, compared, suite.rounds, suite.threads)
     shown = data | {"points": {name: point | {BUBBLES.key: _bubbles(point)} for name, point in data["points"].items()}}
     text = PAGE.format(
         rounds=suite.rounds,
         machine=rounds.machine_of(data),
         load=rounds.loads_of(data),
         threads=suite.threads,
-        tokens=rounds.said_of_tokens(data, next(iter(POLICIES))),
-        policies="\n".join(f"- `{name}`: {policy.about}" for name, policy in POLICIES.items()),
+        command="python -m bench.lab cluster" + " --duel" * duel,
+        gap="" if duel else GAP,
+        tokens=rounds.said_of_tokens(data, compared[0]),
+        policies="\n".join(f"- `{name}`: {POLICIES[name].about}" for name in compared),
         cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
-        table=rounds.table(shown, suite, list(POLICIES), COLUMNS),
-        text=TEXT if suite_name == "full" else "",
+        table=rounds.table(shown, suite, compared, [each for each in COLUMNS if not (duel and each in AGAINST)]),
+        text=_ratios(data, suite) if duel else TEXT if suite_name == "full" else "",
     )
     results.parent.mkdir(parents=True, exist_ok=True)
     results.with_suffix(".md").write_text(text, encoding="utf-8")
     return text
+
+
+def _ratios(data: Mapping[str, Any], suite: Suite[Case]) -> str:
+    """With merging over without, round by round."""
+    lines = []
+    for case in suite.cases:
+        for column in COLUMNS:
+            if column.key not in ("ttft_p99_s", "tokens_per_s", "tbt_p99_s"):
+                continue
+            pairs = [
+                [data["points"].get(rounds.run_name(case.name, policy, number)) for policy in COMPARED["duel"]]
+                for number in range(suite.rounds)
+            ]
+            found = [merging[column.key] / alone[column.key] for alone, merging in pairs if alone and merging]
+            if found:
+                lines.append(
+                    f"- {case.name}, {column.title.partition(',')[0]}: {statistics.median(found):.2f} ({min(found):.2f} to "
+                    f"{max(found):.2f}), n = {len(found)}"
+                )
+    return "\n".join(["", "`all` over `alone`, each round by itself, median and range:", "", *lines, ""])
 
 
 def _bubbles(point: Mapping[str, float]) -> float:
