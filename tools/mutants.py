@@ -484,7 +484,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-late-submission",
-        file="src/remap/cluster/instance.py",
+        file="src/remap/cluster/contract.py",
         text="if epoch is not None and epoch < recovered:",
         replacement="if epoch is not None and epoch < 0:",
         breaks="A submission from before a recovery is taken after it, beside the request's next attempt.",
