@@ -179,7 +179,7 @@ TRIED = {
         parsed="it measures for half a minute: test_lab.py runs it with --quick",
     ),
     "bench.lab cluster": Tried(
-        ("--quick --report-only --results cluster.json",),
+        ("--quick --report-only --results cluster.json", "--duel --report-only --results duel.json"),
         parsed="test_lab_cluster.py makes a run of --quick and the page",
     ),
     "bench.lab twin": Tried(
