@@ -23,6 +23,7 @@ pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 
 import broker_garbage
 import numpy as np
+import subprocesses
 from arena_worlds import make_spec, read_block, write_block
 from broker_crowd import Crowd
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, files_of, opened, until
@@ -912,3 +913,23 @@ def test_who_is_refused_before_it_has_said_a_word_hears_why(tmp_path: Path, monk
             remap.Session(device=f"unix:{path}")
         answering.join()
     assert caught.value.fields["why"] == "it is full"
+
+
+def test_a_signal_that_does_not_wake_the_waiting_thread_is_heeded_soon(tmp_path: Path) -> None:
+    """It came just before the thread slept, and `remap serve` never ended: seen once."""
+    done = subprocesses.run(
+        f"""
+import _thread, signal, sys, threading
+from remap.broker.server import Broker
+def ends(number, frame):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGTERM, ends)
+with Broker({str(tmp_path / "s")!r}, 4 << 16, 1 << 16, "cpu") as broker:
+    threading.Timer(0.2, _thread.interrupt_main, [signal.SIGTERM]).start()  # noted for the thread, which goes on sleeping
+    try:
+        broker.wait()
+    except KeyboardInterrupt:
+        sys.exit(7)
+"""
+    )
+    assert done.returncode == 7, done.stderr

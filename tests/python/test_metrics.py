@@ -156,13 +156,16 @@ def test_the_command_answers_at_an_address_of_this_machine_alone(tmp_path: Path)
         "0",
     ]
     with subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.PIPE, text=True) as served:
-        assert served.stdout is not None
-        url = served.stdout.readline().split("; ")[-1].strip()
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", url)
-        with urlopen(url, timeout=60) as answer:
-            assert figures(answer.read().decode())["remap_broker_pages", ()] == PAGES
-        served.terminate()
-        assert served.wait(60) == 0
+        try:
+            assert served.stdout is not None
+            url = served.stdout.readline().split("; ")[-1].strip()
+            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", url)
+            with urlopen(url, timeout=60) as answer:
+                assert figures(answer.read().decode())["remap_broker_pages", ()] == PAGES
+            served.terminate()
+            assert served.wait(60) == 0
+        finally:
+            served.kill()  # else a test that fails waits for it for ever
 
 
 def of_vllm() -> tuple[tuple[str, str, bool], ...]:

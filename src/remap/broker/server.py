@@ -72,6 +72,8 @@ RECALL_S = 0.25
 """How long a member is waited for that was asked to give. Pages that it gives later are free then."""
 LOOK_S = 0.25
 """How long an observer waits for the members' reports. Of a member that says nothing for that long, the last one is shown."""
+SIGNAL_S = 1.0
+"""So late at most `Broker.wait` heeds a signal."""
 FRESH_S = 0.1
 """A report that is not older is shown again: however many look, a member makes no more of them."""
 LEFT_S = 0.25
@@ -181,7 +183,9 @@ class Broker:
 
     def wait(self) -> None:
         """Until it is closed by another thread, or a signal's handler raises. Raises InvalidState if it has ended by itself."""
-        self._ended_serving.wait()
+        # Not for ever: a signal that comes just before this thread sleeps does not wake it, and its handler runs only here.
+        while not self._ended_serving.wait(SIGNAL_S):
+            pass
         if not self._closing:
             raise InvalidState(
                 f"the broker at {self.path} has ended by an error, which it has printed; its members serve on with what they "
