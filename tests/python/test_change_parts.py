@@ -206,6 +206,21 @@ OVERWRITTEN = [
 ]
 
 
+def second_plan_fails(patch: pytest.MonkeyPatch, world: Shared) -> list[Any]:
+    """Of what is changed from now on. The list has the first one, once it was applied."""
+    changes, applied = world.session._changes, list[Any]()
+    apply = changes._apply
+
+    def fails(*args: Any) -> None:
+        if applied:
+            raise Stop
+        apply(*args)
+        applied.append(args)
+
+    patch.setattr(changes, "_apply", fails)
+    return applied
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "first", "then"), OVERWRITTEN)
 def test_layers_over_which_blocks_have_moved_are_loaded_again(
@@ -217,20 +232,10 @@ def test_layers_over_which_blocks_have_moved_are_loaded_again(
     world.settle()
     engine.serve()
     engine.fill()
-    changes, applied = world.session._changes, []
-    apply = changes._apply
-
-    def fails(*args: Any) -> None:
-        if applied:
-            raise Stop
-        apply(*args)
-        applied.append(args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(changes, "_apply", fails)
-        before = engine.tenant.streamed
-        with pytest.raises(Stop):
-            world.remap(name, *then)
+    before = engine.tenant.streamed
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        second_plan_fails(patch, world)
+        world.remap(name, *then)
     assert engine.tenant.streamed == before
     world.check()
     assert world.remap(name, *then).moved[name], "and it can be made, with its moves"
@@ -250,21 +255,13 @@ def test_an_inner_part_that_moved_blocks_over_layers_goes_back_alone(
     engine = world.engines["a"]
     engine.serve()
     engine.fill()
-    changes, applied = world.session._changes, []
-    apply = changes._apply
-
-    def fails(*args: Any) -> None:
-        if applied:
-            raise Stop
-        apply(*args)
-        applied.append(args)
 
     def change(core: Any) -> None:
         tenant = core.tenant("a")
         epoch = core.changes.decisions
         with core.changes.part():
             with monkeypatch.context() as patch, pytest.raises(Stop), core.changes.part():
-                patch.setattr(changes, "_apply", fails)
+                applied = second_plan_fails(patch, world)
                 core.lending.bring_home(tenant, tenant.streaming_at(4, 1, "uniform"))
             assert applied
             if ends == "streams":

@@ -219,7 +219,7 @@ class Changes:
 
     def _overwritten(self, draft: Draft, place: Place) -> dict[TenantState, DueWork]:
         """Pages are again as at this place. Where blocks have moved over layers, or the ring, which were KV meanwhile: what was
-        due of that tenant by then, and that these are loaded again."""
+        due of that tenant by then, and that these are loaded again. What had come from another instance has to come again."""
         found = {}
         for tenant, written in draft.written.items():
             pages = tenant.pages
@@ -329,9 +329,8 @@ class Changes:
     def _after(tenant: TenantState, ready: PreparedPlan, predicted_stall_s: float | None) -> Books:
         """The tenant's books after this plan (see `apply`)."""
         plan, books = ready.plan, tenant.books
-        streams = (
-            plan.there.tails != ready.before.tails
-        )  # a plan that only takes or gives free pages leaves this as it was
+        # A plan that only takes or gives free pages leaves what streams, and how it was chosen, as they were.
+        streams = plan.there.tails != ready.before.tails
         return replace(
             books,
             pages=plan.there,
@@ -579,11 +578,11 @@ class Changes:
                 raise self.no_room(tenant, slots, len(moves))
             tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=drain_to)
             return None
-        geometry, giving = tenant.kv.geometry, tenant.giving
-        places = chain.from_iterable(geometry.slots_of_block(new) for _, new in moves)
-        draft.will_write(tenant, map(giving.__getitem__, geometry.giving_indices(list(places))))
-        tenant.kv.move(moves)
         if moves:  # an engine with its own allocator moves its blocks itself
+            geometry, giving = tenant.kv.geometry, tenant.giving
+            places = chain.from_iterable(geometry.slots_of_block(new) for _, new in moves)
+            draft.will_write(tenant, map(giving.__getitem__, geometry.giving_indices(list(places))))
+            tenant.kv.move(moves)
             pool.commit_moves(moves)
             draft.emptied.update(map(giving.__getitem__, geometry.giving_indices(slots)))
         pool.remove_pages(slots)

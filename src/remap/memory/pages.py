@@ -221,12 +221,16 @@ class TenantPages:
         return tuple(gone.get(layer, home) for layer, home in enumerate(self.homes)) if gone else self.homes
 
     @functools.cached_property
+    def hidden(self) -> frozenset[int]:
+        """The layers of `elsewhere` whose regions show nothing: none of their pages is at home."""
+        return self.gone - self.unfilled
+
+    @functools.cached_property
     def absent(self) -> tuple[int, ...]:
         """How many of the last pages of `own` are not the layer's now: they are ring, KV or lent."""
-        gone = self.gone - self.unfilled
-        if not gone:
+        if not self.hidden:
             return self.tails
-        return tuple(len(self.own[layer]) if layer in gone else tail for layer, tail in enumerate(self.tails))
+        return tuple(len(self.own[layer]) if layer in self.hidden else tail for layer, tail in enumerate(self.tails))
 
     @functools.cached_property
     def buffers(self) -> dict[int, Pages]:
@@ -250,9 +254,9 @@ class TenantPages:
 
     def shows(self, layer: int) -> Pages:
         """The pages that the layer's region shows, or will; () if it is elsewhere."""
-        home, tail = self.own[layer], self.tails[layer]
-        if self.absent[layer] != tail:
+        if layer in self.hidden:
             return ()
+        home, tail = self.own[layer], self.tails[layer]
         return joined([run_of(home[: len(home) - tail]), tail_of(self.buffers[layer], tail)]) if tail else home
 
     def computes(self, layer: int) -> bool:

@@ -117,7 +117,7 @@ def plan_between(now: TenantPages, there: TenantPages, *, to: str = "kv", select
         ),
         there=there,
         home=_loads(now, there),
-        held=tuple(point.layer for point in regions if point.layer is not None and there.shows(point.layer)),
+        held=tuple(point.layer for point in regions if point.layer is not None and point.layer not in there.hidden),
         gained=joined([pages for (_, becomes), pages in moves.items() if becomes == "kv"]),
         lost=joined([pages for (was, _), pages in moves.items() if was == "kv"]),
         ring_moves=there.ring is not now.ring and not by_place(now.ring).items() <= by_place(there.ring).items(),
