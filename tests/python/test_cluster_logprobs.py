@@ -37,7 +37,7 @@ from remap.cluster.ledger import RequestLedger
 from remap.cluster.logprobs import LogprobText, joined
 from remap.cluster.messages import Part, Tokens
 from remap.cluster.metrics import ClusterMetrics
-from remap.cluster.openai import Completion, parse
+from remap.cluster.openai import COMPLETION, parse
 from remap.cluster.prompts import Served
 from remap.cluster.vocabulary import Vocabulary, shown
 from remap.engine import Output, Request, SamplingParams, TokenLogprobs
@@ -239,7 +239,7 @@ def test_a_killed_instance_and_a_pipeline_change_no_token_and_no_logprob(tmp_pat
 
     async def stream(front: Front[Request], body: dict[str, Any], then: Callable[[], None]) -> dict[str, Any]:
         """The choice, put together; `then` is called when it has some of its tokens."""
-        asked = parse(json.dumps(body | more).encode(), Completion, served)
+        asked = parse(json.dumps(body | more).encode(), COMPLETION, served)
         text, tokens, parts, called = "", [], [], False
         async for piece in pieces(front, served, ClusterMetrics(front), asked, Deadline(60.0)):
             text, tokens = text + piece.text, tokens + piece.tokens

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from cluster_folder import byte_tokenizer
 from remap.cluster.asked import AnswerAsked, AnswerPiece
 from remap.cluster.control import NoCopy
 from remap.cluster.http_errors import UnknownModel, error_of, status_of
-from remap.cluster.openai import Chat, Completion, parse
+from remap.cluster.openai import CHAT, COMPLETION, parse
 from remap.cluster.prompts import Served
 from remap.cluster.tokenize import tokenize
 from remap.engine.request import SamplingParams
@@ -28,12 +30,12 @@ HELLO = tuple(byte_tokenizer().encode("hello"))
 
 
 def completion(served: Served = SERVED, **body: Any) -> AnswerAsked:
-    return parse(json.dumps({"prompt": "hello"} | body).encode(), Completion, served)
+    return parse(json.dumps({"prompt": "hello"} | body).encode(), COMPLETION, served)
 
 
 def chat(served: Served = SERVED, **body: Any) -> AnswerAsked:
     messages = [{"role": "user", "content": "hi"}]
-    return parse(json.dumps({"messages": messages} | body).encode(), Chat, served)
+    return parse(json.dumps({"messages": messages} | body).encode(), CHAT, served)
 
 
 def test_a_prompt_is_text_or_token_ids() -> None:
@@ -217,7 +219,7 @@ def test_values_that_cannot_be_are_refused(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"prompt": 7}', b"{}", b"\xff"])
 def test_what_is_no_body_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidArgument):
-        parse(text, Completion, SERVED)
+        parse(text, COMPLETION, SERVED)
 
 
 def test_a_model_without_a_tokenizer_or_a_template_says_so() -> None:
@@ -347,10 +349,53 @@ def test_the_tokens_of_a_prompt_and_of_a_chat() -> None:
 
 def test_a_key_makes_the_same_requests_again_and_other_keys_others() -> None:
     body = json.dumps({"prompt": ["a", "b"], "n": 2, "temperature": 1}).encode()
-    one, again, other = (parse(body, Completion, SERVED, key=key).requests for key in ("k", "k", "l"))
+    one, again, other = (parse(body, COMPLETION, SERVED, key=key).requests for key in ("k", "k", "l"))
     assert one == again and len({(each.id, each.sampling.seed) for each in one + other}) == 8
-    assert parse(body, Completion, SERVED).requests != parse(body, Completion, SERVED).requests
+    assert parse(body, COMPLETION, SERVED).requests != parse(body, COMPLETION, SERVED).requests
     for key in ("", "k" * 257):
         with pytest.raises(InvalidArgument) as caught:
-            parse(body, Completion, SERVED, key=key)
+            parse(body, COMPLETION, SERVED, key=key)
         assert caught.value.fields["param"] == "Idempotency-Key"
+
+
+FIRST_BODIES = """
+import json, os, sys, threading
+from remap.cluster.openai import CHAT, COMPLETION, parse
+from remap.cluster.tokenize import tokenize
+from test_cluster_openai import BARE, SERVED
+
+sys.setswitchinterval(1e-6)
+bodies = json.dumps({"prompt": [1, 2]}).encode(), json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+kinds = (
+    lambda: parse(bodies[0], COMPLETION, BARE),
+    lambda: parse(bodies[1], CHAT, SERVED),
+    lambda: tokenize(bodies[1], SERVED),
+)
+
+def many(kind, begin):
+    begin.wait()
+    for _ in range(40):
+        kind()
+
+def life(kind):
+    begin = threading.Barrier(4)
+    threads = [threading.Thread(target=many, args=(kind, begin)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+# A copied process has met no body.
+for kind in kinds * 12:
+    child = os.fork()
+    if not child:
+        life(kind)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print("lived")
+"""
+
+
+def test_the_first_bodies_of_a_server_come_in_several_threads() -> None:
+    found = subprocess.run([sys.executable, "-c", FIRST_BODIES], capture_output=True, text=True, check=False)
+    assert found.stdout == "lived\n", found.stderr

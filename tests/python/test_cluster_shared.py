@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="needs the extras cluster and transformers
 pytest.importorskip("uvicorn", reason="needs the extras cluster and transformers")
 pytest.importorskip("transformers", reason="needs the extras cluster and transformers")
 
-from bench.lab.cluster.shared import COMMAND, LIMIT_S, Client, get, ray_with, runs, until
+from bench.lab.cluster.shared import COMMAND, LIMIT_S, Client, all_begun, get, ray_with, runs, until
 from cluster_folder import save_model
 from test_cluster_command import reference
 
@@ -53,7 +53,7 @@ def test_of_two_servers_one_is_killed_among_streams_and_nothing_is_lost(tmp_path
         mine = [Client(one, body, f"key{number}") for number, body in enumerate(greedy + drawn)]
         plain = Client(one, greedy[0])
         theirs = [Client(other, body) for body in greedy[:3]]
-        until(lambda: all(each.tokens for each in [*mine, plain]))
+        until(lambda: all_begun([*mine, plain]))
         first.send_signal(signal.SIGKILL)
         for each in [*mine, plain]:
             each.join(LIMIT_S)
@@ -76,7 +76,7 @@ def test_of_two_servers_one_is_killed_among_streams_and_nothing_is_lost(tmp_path
         # Another server takes the place of the dead one. Then the keeper's process is killed: streams of both go on.
         first, one = cluster.server()
         streams = [Client((one, other)[number % 2], body) for number, body in enumerate(greedy)]
-        until(lambda: all(each.tokens for each in streams))
+        until(lambda: all_begun(streams))
         os.kill(keeper, signal.SIGKILL)
         for number, each in enumerate(streams):
             assert whole(each) == known[number]

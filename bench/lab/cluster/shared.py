@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import random
 import signal
@@ -19,12 +20,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from socket import create_server
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 from urllib.request import urlopen
 
@@ -36,8 +37,21 @@ from .cases import QUICK
 from .instances import engine_answers
 from .kills import as_good
 
-__all__ = ["COMMAND", "LIMIT_S", "Client", "SharedCluster", "below", "get", "ray_with", "run_shared", "runs", "until"]
+__all__ = [
+    "COMMAND",
+    "LIMIT_S",
+    "Client",
+    "SharedCluster",
+    "all_begun",
+    "below",
+    "get",
+    "ray_with",
+    "run_shared",
+    "runs",
+    "until",
+]
 
+LOG = logging.getLogger(__name__)
 LIMIT_S = 600.0
 RAY = "from ray.scripts.scripts import main; main()"
 COMMAND = """
@@ -46,6 +60,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 runpy.run_module("remap", run_name="__main__", alter_sys=True)
 """
 """`remap`, which an interrupt ends also if what started it ignores interrupts."""
+LINES = 40
 SERVERS = 3
 AT_ONCE = 16
 KINDS = ("server", "instance", "keeper")
@@ -104,23 +119,32 @@ class SharedCluster:
         self.environment = environment
         self.memory = memory
         self.servers: list[subprocess.Popen[str]] = []
+        self._folder = Path(environment["TMPDIR"]).parent
 
     def server(self, *options: str) -> tuple[subprocess.Popen[str], str]:
         """A process, and where it answers."""
         line = (
             f"cluster serve --model {self.model} --port 0 --memory {self.memory} --address {self.address} --shared tiny"
         )
-        process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *line.split(), *options],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        with NamedTemporaryFile(prefix="server-", suffix=".log", dir=self._folder, delete=False) as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND, *line.split(), *options],
+                env=self.environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
         self.servers.append(process)
         assert process.stdout is not None
         said = process.stdout.readline()
         return process, said.rpartition(" ")[2].strip() if "answer at" in said else said
+
+    def said(self) -> str:
+        """The last lines of what its servers and Ray's actors have written."""
+        logs = [*self._folder.glob("server-*.log"), *self._folder.glob("session_latest/logs/worker-*.[eo]*")]
+        return "\n".join(
+            f"== {log.name}\n" + "".join(log.open(errors="replace").readlines()[-LINES:]) for log in sorted(logs)
+        )
 
     def actors(self, name: str) -> list[int]:
         """Processes of Ray's actors of this class."""
@@ -162,6 +186,9 @@ def ray_with(model: Path, memory: str = "3MiB") -> Iterator[SharedCluster]:
                     break
             threading.Thread(target=ray.stdout.read, daemon=True).start()
             yield cluster
+        except BaseException:
+            LOG.error("what the cluster's processes said:\n%s", cluster.said())
+            raise
         finally:
             for process in cluster.servers:
                 process.kill()
@@ -171,13 +198,14 @@ def ray_with(model: Path, memory: str = "3MiB") -> Iterator[SharedCluster]:
 
 
 class Client(threading.Thread):
-    """A stream. What it has is `tokens`; `broken` if the server went away, or said an error, before its end."""
+    """A stream. What it has is `tokens`; `broken` if the server went away, or said an error, before its end: `said`."""
 
     def __init__(self, url: str, body: dict[str, Any], key: str | None = None) -> None:
         super().__init__(daemon=True)
         self.url, self.body, self.key = url, body, key
         self.tokens: list[int] = []
         self.id = ""
+        self.said = b""
         self.broken = False
         self.start()
 
@@ -185,7 +213,7 @@ class Client(threading.Thread):
         """Ask, and take what comes."""
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=LIMIT_S)
         headers = {"Content-Type": "application/json"} | ({} if self.key is None else {"Idempotency-Key": self.key})
-        with suppress(OSError, http.client.HTTPException):
+        try:
             connection.request("POST", "/v1/completions", json.dumps(self.body | {"stream": True}), headers)
             for line in connection.getresponse():
                 if line.strip() == b"data: [DONE]":
@@ -194,7 +222,18 @@ class Client(threading.Thread):
                 if "choices" in found:
                     self.id = found["id"]
                     self.tokens += found["choices"][0]["token_ids"]
+                elif line.strip():
+                    self.said = line
+        except (OSError, http.client.HTTPException) as error:
+            self.said = repr(error).encode()
         self.broken = True
+
+
+def all_begun(clients: Iterable[Client]) -> bool:
+    """Whether each has a token. Raises AssertionError for one that has ended without."""
+    for client in clients:
+        assert client.tokens or not client.broken, client.said
+    return all(client.tokens for client in clients)
 
 
 def _save(folder: Path, model: Any) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Response
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -31,7 +32,7 @@ from .guard import Guard
 from .http_errors import UnknownModel, error_of, status_of
 from .limits import Admission, Busy, FrontLimits, read_body
 from .metrics import ClusterMetrics, RequestMetrics
-from .openai import Chat, Completion
+from .openai import CHAT, COMPLETION
 from .prompts import Catalog, Served
 from .readers import Readers
 from .seen import cluster_state, health_of
@@ -188,9 +189,9 @@ def make_endpoints(
             if not visit.goes_on:
                 visit.leave()
 
-    async def respond(body: bytes, visit: _Visit, kind: type[Completion | Chat]) -> Response:
+    async def respond(body: bytes, visit: _Visit, decoder: msgspec.json.Decoder[Any]) -> Response:
         key = None if serving.keyed is None else visit.key
-        asked = await visit.unless_gone(readers.run(partial(openai.parse, key=key), body, kind))
+        asked = await visit.unless_gone(readers.run(partial(openai.parse, key=key), body, decoder))
         visit.also(admission.enter(len(asked.requests) - 1))
         source = serving.answering(asked.model) if serving.keyed is None or key is None else serving.keyed
         found = pieces(source, served.find(asked.model), metrics, asked, visit.deadline)
@@ -206,11 +207,11 @@ def make_endpoints(
 
     @app.post("/v1/completions")
     async def completions(http: HTTPRequest) -> Response:
-        return await admitted(http, lambda body, visit: respond(body, visit, Completion))
+        return await admitted(http, lambda body, visit: respond(body, visit, COMPLETION))
 
     @app.post("/v1/chat/completions")
     async def chat(http: HTTPRequest) -> Response:
-        return await admitted(http, lambda body, visit: respond(body, visit, Chat))
+        return await admitted(http, lambda body, visit: respond(body, visit, CHAT))
 
     @app.post("/tokenize")
     async def tokens(http: HTTPRequest) -> Response:

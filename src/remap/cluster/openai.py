@@ -22,7 +22,7 @@ from remap.errors import InvalidArgument
 from .asked import AnswerAsked
 from .prompts import Catalog, Served, Wanted, always, encoded, ids_of, refused, still
 
-__all__ = ["Chat", "Completion", "decoded", "messages_text", "parse"]
+__all__ = ["CHAT", "COMPLETION", "Chat", "Completion", "decoded", "messages_text", "parse"]
 
 COMPLETION_TOKENS = 16
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -125,20 +125,27 @@ class Chat(_Body, kw_only=True):
     nothing: ClassVar[dict[str, Any]] = {"tools": [], "tool_choice": "none"}
 
 
+# Decoders are made here, by one thread. By a class alone msgspec would decode as well, and learn it when it meets it first; a
+# second thread that meets it meanwhile takes what is half learnt, and the process dies (msgspec 0.22).
+COMPLETION = msgspec.json.Decoder(Completion)
+CHAT = msgspec.json.Decoder(Chat)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
 def parse(
     text: bytes,
-    kind: type[Completion | Chat],
+    decoder: msgspec.json.Decoder[Any],
     served: Served | Catalog,
     wanted: Wanted = always,
     key: str | None = None,
 ) -> AnswerAsked:
-    """A body. wanted: asked between steps; CancelledError is raised when no caller waits any more. key: the caller's name for it:
-    the same body with the same key asks for the same requests, ids and seeds included.
+    """A body. decoder: COMPLETION or CHAT. wanted: asked between steps; CancelledError is raised when no caller waits any more.
+    key: the caller's name for it: the same body with the same key asks for the same requests, ids and seeds included.
 
     Raises InvalidArgument (field param, where one is at fault) for a body that is not as it must be, or a key of more than
     MOST_KEY characters; and UnknownModel.
     """
-    body = decoded(text, kind)
+    body: Completion | Chat = decoded(text, decoder)
     served = served.find(body.model)
     _require_supported(body, text, served)
     n = 1 if body.n is None else body.n
@@ -191,10 +198,10 @@ def _own_name(key: str | None) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:40]
 
 
-def decoded(text: bytes, kind: type[BodyT]) -> BodyT:
+def decoded(text: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     """Raises InvalidArgument for a text that is no such body."""
     try:
-        return msgspec.json.decode(text, type=kind)
+        return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"the body cannot be read: {error}; nothing was asked", param=None) from error
 
@@ -230,7 +237,7 @@ def _require_supported(body: Completion | Chat, text: bytes, served: Served) -> 
         if value is not None and value != nothing:
             raise refused(name, f"is not supported: it must be left out, or be {nothing!r}, got {value!r}")
     known = set(body.__struct_fields__) | LABELS
-    for name, raw in msgspec.json.decode(text, type=dict[str, msgspec.Raw]).items():
+    for name, raw in _FIELDS.decode(text).items():
         if name in known:
             continue
         value = msgspec.json.decode(raw)

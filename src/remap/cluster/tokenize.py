@@ -25,9 +25,12 @@ class _Body(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool = True
 
 
+_BODY = msgspec.json.Decoder(_Body)  # made by one thread: see `openai`
+
+
 def tokenize(text: bytes, served: Served | Catalog, wanted: Wanted = always) -> dict[str, Any]:
     """The answer to this body. Raises InvalidArgument (field param, where a field is at fault) and UnknownModel."""
-    body = decoded(text, _Body)
+    body = decoded(text, _BODY)
     served = served.find(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("either prompt or messages must be given; nothing was asked", param="prompt")
