@@ -131,9 +131,9 @@ def run_missing(
     rounds: int,
     threads: int,
 ) -> None:
-    """Run what `data` lacks with `python -m MODULE SUITE CASE POLICY`, round by round, and write `path` after each run: a run
-    that is stopped loses one. Every token is compared with those of the first run of the first policy; the figure
-    requests_that_differ counts requests with others.
+    """Run what `data` lacks with `python -m MODULE SUITE CASE POLICY`, round by round, every other one backwards, and write
+    `path` after each run: a run that is stopped loses one. Every token is compared with those of the first run of the first policy; the
+    figure requests_that_differ counts requests with others.
 
     Raises InvalidArgument (field path) for a file of another machine before anything runs, and InvalidState for answers to other
     requests or of other lengths than the first policy's, or a run that fails; what was run before stays in the file then.
@@ -142,7 +142,7 @@ def run_missing(
     cases = tuple(cases)
     for number in range(rounds):
         for case in cases:
-            for policy in policies:
+            for policy in policies[:: -1 if number % 2 else 1]:  # so that none is always the one that comes later
                 name = run_name(case, policy, number)
                 if name in data["points"]:
                     continue

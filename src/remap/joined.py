@@ -111,7 +111,7 @@ class AskedSession:
     def recalled(self, pages: int, layers: bool, keeps: bool, ahead: bool) -> None:
         # An engine that takes a step serves: it lends no layers in it.
         now, later = (partial(_give_up, pages, *kind, ahead) for kind in ((layers, keeps), (False, False)))
-        self._run("pages", now, later)
+        self._run("pages", now, later, pages if keeps and not ahead else 0)
 
     def named(self, pages: Sequence[int], gently: bool) -> None:
         call = partial(_give_named, pages, gently)
@@ -151,17 +151,22 @@ class AskedSession:
             if not self.waits:
                 self._attended.set()
 
-    def _run(self, kind: str, now: Callable[[Core], None], later: Callable[[Core], None]) -> None:
-        """Now, or, if that is an engine's to do, in its next step, for which this waits for a while."""
+    def _run(self, kind: str, now: Callable[[Core], None], later: Callable[[Core], None], layers: int = 0) -> None:
+        """Now, or, if that is an engine's to do, in its next step, for which this waits for a while. layers: pages that are asked
+        for, for layers of others, which an engine that serves does not give."""
         session = self._session()
-        if session is None or session.exclusively(partial(self._now_or_later, kind, now, later)):
+        if session is None or session.exclusively(partial(self._now_or_later, kind, now, later, layers)):
             return
         del session
         self._attended.wait(STEP_S)
 
-    def _now_or_later(self, kind: str, now: Callable[[Core], None], later: Callable[[Core], None], core: Core) -> bool:
+    def _now_or_later(
+        self, kind: str, now: Callable[[Core], None], later: Callable[[Core], None], layers: int, core: Core
+    ) -> bool:
         """Whether it is done, or what is left is not waited for; else a step will do it, or the rest."""
         if any(tenant.active and tenant.kv.pool.external for tenant in core.tenants.values()):
+            if layers and core.outside is not None:
+                core.outside.pass_over(layers)
             self._put_off[kind] = (time.monotonic(), later)
             awaited = True
         else:

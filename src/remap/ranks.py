@@ -25,13 +25,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
+from remap.memory.core import Core
 from remap.memory.observe import AGAIN_S
+from remap.memory.outside import Outside
 from remap.moved import renamed_class
 from remap.policy.controller import Demand
+from remap.policy.turns import TURN_S, PresentTurn, Queue, Turns
 from remap.session import Session
 from remap.tenant import Tenant
 
@@ -102,10 +106,15 @@ class _Seldom:
 class Rank:
     """One rank's tenant. Call its methods between passes."""
 
-    def __init__(self, session: Session, tenant: Tenant, rank: int, cold_s: float | None = None) -> None:
-        """cold_s: after so many seconds asleep it gives its pages up; None: when another process needs them."""
+    def __init__(
+        self, session: Session, tenant: Tenant, rank: int, cold_s: float | None = None, turn_s: float = TURN_S
+    ) -> None:
+        """cold_s: after so many seconds asleep it gives its pages up; None: when another process needs them. turn_s: how long it
+        serves, at least, while another process waits for these (see `turn_over`)."""
         self.session, self.tenant, self.rank = session, tenant, rank
         self._cold_s, self._timer = cold_s, threading.Timer(0.0, self._cold_by_itself)  # of the sleep that began last
+        self._outside = session.exclusively(partial(_asking, tenant.name), claims=False)
+        self._turns, self._turn = Turns(turn_s), PresentTurn("this", time.monotonic())
         self._turning = threading.Lock()  # asleep, or not: the timer's thread must not find it half way
         self._left: Callable[[RankReport], Sequence[int]] | None = None
         self._held: set[int] = set()  # drained; the engine has not returned them yet
@@ -205,6 +214,7 @@ class Rank:
         self._timer.cancel()
         with self._turning:
             if not self.tenant.active:
+                began = time.monotonic()
                 cold = self.session.snapshot().tenants[self.tenant.name].cold
                 try:
                     woken = self.session.activate(self.tenant.name, partial=True)
@@ -214,6 +224,8 @@ class Rank:
                 if not woken.activated:
                     self._warn_of_waiting(woken.reason)
                     return None
+                reload_s = self.session.exclusively(partial(_load_s, self.tenant.name, len(cold)), claims=False)
+                self._turn = PresentTurn("this", began, reload_s)
                 if cold:
                     logger.info("%s is not cold any more: %s", self.tenant.name, woken.reason)
             self._asleep = False
@@ -236,6 +248,33 @@ class Rank:
             self._timer = threading.Timer(self._cold_s, self._cold_by_itself)
             self._timer.daemon = True
             self._timer.start()
+
+    def turn_over(self) -> bool:
+        """Whether another process has waited for pages for its layers for long enough, which this tenant has: the engine is to
+        pause its requests, let go of its blocks, and `give_turn`; then it may `wake`, which waits for its turn.
+
+        A turn lasts for turn_s and the time of its load again, at least, and no longer if others wait (`policy.turns`). Takes no
+        lock. Always False without a broker, and with `Config(lends=False)`.
+        """
+        waiting = None if self._outside is None else self._outside.waiting
+        if waiting is None:
+            return False
+        queues = {"this": Queue(self._turn.begun_s), "others": Queue(waiting.since_s)}
+        return self._turns.decide(time.monotonic(), self._turn, queues).name == "others"
+
+    def give_turn(self) -> None:
+        """`sleep`, and let others have what they wait for at once, however lately this tenant has served."""
+        self.sleep()
+        with self._turning:
+            if self._asleep:
+                pages = self.session.exclusively(partial(_give_turn, self.tenant.name))
+                served_s = time.monotonic() - self._turn.begun_s
+                logger.info(
+                    "%s has served for %.1f s, and gives its turn, and %d pages, to another process; its requests wait",
+                    self.tenant.name,
+                    served_s,
+                    pages,
+                )
 
     def turn_cold(self) -> bool:
         """Give up all that the tenant has but its first blocks, if it sleeps (`Session.deactivate(pages="none")`); `wake` brings
@@ -329,6 +368,20 @@ class Rank:
         memory: Any = self.tenant.kv.memory if new else None
         for first, stop in new:
             memory[first * size : stop * size].zero_()
+
+
+def _asking(name: str, core: Core) -> Outside | None:
+    """The other processes, if this tenant gives them anything."""
+    return core.outside if core.tenant(name).config.lends else None
+
+
+def _give_turn(name: str, core: Core) -> int:
+    return 0 if core.outside is None else core.outside.give_turn(core.tenant(name), core.cold)
+
+
+def _load_s(name: str, layers: int, core: Core) -> float:
+    """Seconds that so many layers of the tenant take to load."""
+    return core.tenant(name).timing.copy_seconds() * layers
 
 
 class RankGroup:

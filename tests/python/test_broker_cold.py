@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,10 +21,11 @@ from broker_member import PAGE, SessionBytes, opened, until
 
 import remap
 from remap.broker.ledger import Ledger
-from remap.broker.messages import Recall
+from remap.broker.messages import Grant, Recall, pages_of, runs_of
 from remap.broker.server import Broker
 from remap.errors import OutOfMemory
 from remap.inside import inside
+from remap.policy.turns import PresentTurn, Turns
 from remap.ranks import Rank, ids
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
@@ -203,9 +205,9 @@ def test_a_want_without_a_broker_says_so(tmp_path: Path, opened_here: ExitStack)
 class Slept:
     """A model whose engine's blocks are its own allocator's, as vLLM's (`remap.ranks`), asleep."""
 
-    def __init__(self, broker: Broker, name: str, value: int, **more: Any) -> None:
+    def __init__(self, broker: Broker, name: str, value: int, turn_s: float = 1e9, **more: Any) -> None:
         self.model = Model(broker, name, value, **more)
-        self.rank = Rank(self.model.session, self.model.tenant, 0)
+        self.rank = Rank(self.model.session, self.model.tenant, 0, turn_s=turn_s)
         self.rank.listen(None)
         self.model.check()
         self.rank.sleep()
@@ -300,3 +302,111 @@ def test_engines_take_turns_down_to_the_last_page(tmp_path: Path, opened_here: E
                 assert idle.rank.wake() is None and idle.pages == 1  # it waits
                 each.model.check()
                 each.rank.sleep()
+
+
+# -- turns, of engines that have requests all the time ---------------------------------------------------------------------
+
+
+def serve_by_turns(engines: list[Slept], turns: int) -> list[str]:
+    """Each asks as vLLM's scheduler does, one after the other. Whose turns came, in their order."""
+    seen: list[str] = []
+    end = time.monotonic() + 120.0
+    while len(seen) < turns:
+        assert time.monotonic() < end, seen
+        for each in engines:
+            if each.model.tenant.active and each.rank.turn_over():
+                each.rank.give_turn()
+            if each.rank.wake() is not None:
+                name = each.model.name
+                seen += [name] if not seen or seen[-1] != name else []
+                each.model.session.step({name: BLOCKS})
+                each.model.check()
+    return seen
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_engines_that_never_pause_take_turns(broker: Broker, opened_here: ExitStack, count: int) -> None:
+    """Each model's pages are the others' before; all of its bytes are right in each turn. None waits for more than the others'
+    turns: whoever waits longest is next."""
+    engines = []
+    for place in range(count):
+        engines.append(Slept(broker, f"m{place}", 40 * place + 10, turn_s=0.0))
+        opened_here.callback(engines[-1].model.session.close)
+        engines[-1].rank.turn_cold()
+    seen = serve_by_turns(engines, 4 * count)
+    assert seen == [f"m{place % count}" for place in range(4 * count)]
+    assert sum(broker.ledger.held.values()) + broker.ledger.free == PAGES
+
+
+def test_a_turn_lasts(broker: Broker, opened_here: ExitStack) -> None:
+    one, other = (Slept(broker, name, value, turn_s=1e6) for name, value in (("one", 10), ("two", 60)))
+    for each in (one, other):
+        opened_here.callback(each.model.session.close)
+    assert one.rank.wake() is not None
+    for _ in range(3):
+        assert other.rank.wake() is None and not one.rank.turn_over()
+    waiting = one.model.session.exclusively(lambda core: core.outside.waiting)
+    assert waiting.pages > 0 and waiting.since_s < waiting.asked_s
+    # It lasts for as long as the load of its model took, too, and is over then.
+    one.rank._turns = Turns(0.0)
+    one.rank._turn = PresentTurn("this", time.monotonic(), 1e6)
+    assert not one.rank.turn_over()
+    one.rank._turn = PresentTurn("this", time.monotonic() - 1.0)
+    assert one.rank.turn_over()
+    one.rank.give_turn()
+    assert not one.rank.turn_over() or one.rank.wake() is None
+    assert other.rank.wake() is not None and one.rank.wake() is None
+    other.model.check()
+
+
+def test_who_lends_nothing_gives_no_turn(broker: Broker, opened_here: ExitStack) -> None:
+    other = Slept(broker, "two", 60)
+    opened_here.callback(other.model.session.close)
+    other.rank.turn_cold()
+    one = Slept(broker, "one", 10, turn_s=0.0, lends=False)
+    opened_here.callback(one.model.session.close)
+    assert one.rank.wake() is not None
+    assert other.rank.wake() is None and not one.rank.turn_over()
+
+
+def test_what_is_free_is_set_aside_for_who_waits_longest() -> None:
+    ledger = Ledger(10)
+    for member in (1, 2, 3):
+        ledger.joined(member)
+    ledger.wanted(1, 1, 6)
+
+    def ask(member: int, serial: int, pages: int, **how: bool) -> int:
+        """Everybody answers that there is nothing. What it got, which it gives back if that is too little."""
+        sent, got = ledger.wanted(member, serial, pages, **how), []
+        while sent:
+            ((to, message), *rest) = sent
+            if isinstance(message, Grant):
+                got += pages_of(message.runs)
+            sent = [*rest, *(ledger.done(to, message.recall) if isinstance(message, Recall) else [])]
+        if len(got) < pages:
+            assert (
+                not [each for each in ledger.gave(member, runs_of(got)[0]) if isinstance(each[1], Grant)]
+                if got
+                else True
+            )
+        return len(got)
+
+    assert ask(2, 1, 7, keeps=True) == 4 and ledger.unmet == (2,)
+    assert ask(3, 1, 3, keeps=True) == 0 and ledger.unmet == (2, 3)  # 4 are free, and member 2 waits for 7
+    assert ask(3, 2, 3, ahead=True) == 0 and ask(3, 3, 3) == 3  # KV may have them meanwhile
+    ledger.gave(3, ((6, 3),))
+    ledger.gave(1, ((0, 5),))  # 9 are free
+    assert ask(3, 4, 3, keeps=True) == 2 and ask(2, 2, 7, keeps=True) == 7
+    assert (
+        ask(2, 3, 2, keeps=True) == 2 and ask(3, 5, 1, keeps=True) == 0
+    )  # more of the same activation: before who came later
+    ledger.gave(2, ((0, 1),))  # it serves, and gives some: if it waits again it is behind
+    assert ledger.unmet == (3,)
+    ledger.forgotten(3)
+    assert ledger.unmet == () and ask(1, 2, 1, keeps=True) == 1
+    for end in (ledger.left, ledger.ended):
+        assert ask(3, 9, 5, keeps=True) == 0 and ledger.unmet == (3,)
+        end(3)
+        assert ledger.unmet == ()
+        ledger.ended(3)
+        ledger.joined(3)

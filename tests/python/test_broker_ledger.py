@@ -71,6 +71,34 @@ class World:
         self.named: dict[int, set[int]] = {}  # recall -> the pages that it names
         self.open_calls: set[tuple[int, int]] = set()
         self.must: set[int] = set()  # pages that go to their lender when they are free next
+        self.wanted: dict[int, list[int]] = {}  # member -> how many it wants, and has got, of the want that is not over
+        self.unmet: dict[int, int] = {}  # member that waits for pages for good -> how many, who waits longest first
+        self.met: set[int] = set()  # of these, those whose last want was met
+
+    def usable(self, member: int, keeps: bool, ahead: bool) -> int:
+        """Free pages that its want may have: not those for members that wait since before it."""
+        lent = set().union(*self.lent.values())
+        free = len(set(range(self.count)).difference(*self.pages.values(), lent if keeps else ()))
+        if not (keeps or ahead):
+            return free
+        waiting = list(self.unmet)
+        before = waiting[: waiting.index(member)] if member in waiting else waiting
+        return max(0, free - sum(self.unmet[each] for each in before if each not in self.met))
+
+    def over(self, member: int) -> None:
+        """Its want is."""
+        _, keeps, ahead = self.wants.pop(member)
+        wanted, got = self.wanted[member]
+        if keeps and not ahead:
+            if got < wanted:
+                self.unmet[member] = max(wanted, self.unmet.get(member, 0))
+                self.met.discard(member)
+            elif member in self.unmet:
+                self.met.add(member)
+
+    def waits_no_more(self, member: int) -> None:
+        self.unmet.pop(member, None)
+        self.met.discard(member)
 
     def hear(self, sent: Sent, *, at: tuple[int, int] | None = None) -> bool:
         """Returns whether `at`, (member, serial), has been answered."""
@@ -80,6 +108,9 @@ class World:
             if isinstance(message, Grant | Returned):
                 pages = set(pages_of(message.runs))
                 assert not pages & set().union(*self.pages.values()), "a page has two owners"
+                if isinstance(message, Grant):
+                    assert len(pages) <= self.usable(member, *self.wants[member][1:]), "it gets what others wait for"
+                    self.wanted[member][1] += len(pages)
                 self.pages[member] |= pages
                 heard = heard or at == (member, message.serial)
             if isinstance(message, Grant):
@@ -94,7 +125,7 @@ class World:
                 self.lent[member] -= pages
                 self.must -= pages
                 if not message.more:
-                    del self.wants[member]
+                    self.over(member)
             elif isinstance(message, Returned):
                 assert pages <= self.lent[member]
                 self.lent[member] -= pages
@@ -122,10 +153,10 @@ class World:
         assert not free & self.must, "free, and its lender has called it"
         assert ledger.waiting == len(self.wants)
         # Nobody waits while pages are free, or while nobody is asked.
-        lent = set().union(*self.lent.values())
-        for _, keeps, _ in self.wants.values():
-            assert not (free - lent if keeps else free)
+        for member, (_, keeps, ahead) in self.wants.items():
+            assert not self.usable(member, keeps, ahead)
             assert ledger.recalling is not None
+        assert ledger.unmet == tuple(self.unmet)
 
     def join(self, member: int) -> None:
         if member in self.pages:
@@ -139,7 +170,9 @@ class World:
             self.refused(self.ledger.wanted, member, 1, pages)
             return
         self.serials[member] += 1
-        self.wants[member] = self.serials[member], keeps, ahead
+        self.wants[member], self.wanted[member] = (self.serials[member], keeps, ahead), [pages, 0]
+        if not pages:
+            self.waits_no_more(member)
         sent = self.ledger.wanted(member, self.serials[member], pages, keeps=keeps, ahead=ahead)
         assert self.hear(sent, at=(member, self.serials[member])), "it hears at once what it got"
 
@@ -151,6 +184,8 @@ class World:
         self.pages[member] -= pages
         if lent:
             self.lent[member] |= pages
+        elif member in self.met:
+            self.waits_no_more(member)
         self.hear(self.ledger.gave(member, all_runs(pages), lent=lent))
 
     def give_half(self, member: int, lent: bool) -> None:
@@ -194,8 +229,13 @@ class World:
         self.pages.pop(member, None)
         self.must -= self.lent.pop(member, set())
         self.wants.pop(member, None)
+        self.waits_no_more(member)
         self.open_calls = {call for call in self.open_calls if call[0] != member}
         self.hear(self.ledger.ended(member))
+
+    def forget(self, member: int) -> None:
+        self.waits_no_more(member)
+        self.hear(self.ledger.forgotten(member))
 
     def refused(self, call: Any, *arguments: object) -> None:
         with pytest.raises(InvalidState, match="nothing changed"):
@@ -218,6 +258,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("disown"), st.sampled_from(MEMBERS)),
     st.tuples(st.just("answer"), st.booleans(), st.booleans()),
     st.tuples(st.just("end"), st.sampled_from(MEMBERS)),
+    st.tuples(st.just("forget"), st.sampled_from(MEMBERS)),
 )
 
 

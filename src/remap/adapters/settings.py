@@ -30,6 +30,8 @@ and does nothing.
     REMAP_LENDS=1             whether other models may use this one's unused KV cache and layers
     REMAP_COLD_S=60           seconds without a request until an engine with a broker gives all of its layers' pages back; by
                               default when another engine needs them for its own layers (vLLM)
+    REMAP_TURN_S=5            seconds that an engine serves, at least, before its requests pause for one of another process that
+                              waits for pages for its layers; with REMAP_LENDS=0 they never do (vLLM)
     REMAP_CPU_LINEAR=exact    exact or packed: kernels of linear layers on a CPU (vLLM; see vllm/cpu_linear.py)
     REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
     REMAP_ARENA=unix:PATH     engines of any process share the pages of the broker there (`remap serve --socket PATH --capacity
@@ -46,6 +48,7 @@ from remap.config import POLICIES, SELECTIONS, Knobs
 from remap.errors import Error, InvalidArgument
 from remap.joined import UNIX
 from remap.moved import present
+from remap.policy.turns import TURN_S
 from remap.sizes import MOST_BYTES, parse_size
 
 __all__ = ["Settings", "enabled"]
@@ -90,6 +93,7 @@ class Settings:
     tbt_s: float | None = None
     lends: bool = _DEFAULTS.lends
     cold_s: float | None = None
+    turn_s: float = TURN_S
 
     @property
     def joins(self) -> bool:
@@ -149,6 +153,7 @@ class Settings:
             tbt_s=_target(environment, "REMAP_TBT_S"),
             lends=_switch(environment, "REMAP_LENDS", _DEFAULTS.lends),
             cold_s=_target(environment, "REMAP_COLD_S"),
+            turn_s=_share(environment, "REMAP_TURN_S", TURN_S),
         )
 
     def controller(self) -> Knobs:

@@ -10,6 +10,11 @@ its pages go to the members that wait, in the order of asking. When all have bee
 tenants that serve no pass, lent ones or, for a member that keeps pages, whole ones for good; then the want ends with what it has
 got, unless pages are unknown: these are waited for. A want *ahead* of need is behind all others, and asks for what nobody needs.
 
+Who keeps pages, and got too few, has a place among those that wait from then on (`unmet`): what is free is set aside for it, so
+that of those that want some for good nobody who came later gets them, nor who wants some ahead of need. KV of others may use
+these pages meanwhile: it is asked back. It loses the place when it gives pages though it has got what it asked for last (one
+activation may ask several times), and when `forgotten` is called: it does not ask any more, or cannot be met.
+
 A page that a member has given as one of its layers' is *lent*: others use it as any other, but not for good.
 When its lender calls it, the member that has it is asked for it by its number, and whenever it is free next it is the lender's.
 
@@ -43,12 +48,13 @@ _FREE, UNKNOWN = -1, -2
 
 @dataclass
 class _Want:
-    """pages: that are still to come. asked: (layers, member): the one asked for it, and whether for layers. keeps: for good.
-    ahead: of need."""
+    """pages: that are still to come, of `wanted`. asked: (layers, member): the one asked for it, and whether for layers. keeps:
+    for good. ahead: of need."""
 
     member: int
     serial: int
     pages: int
+    wanted: int
     keeps: bool = False
     ahead: bool = False
     asked: set[tuple[bool, int]] = field(default_factory=set)
@@ -79,6 +85,8 @@ class Ledger:
         self._last: dict[int, int] = {}  # member -> when it wanted something last, in wants of all
         self._serials: dict[int, int] = {}
         self._wants: list[_Want] = []
+        self._unmet: dict[int, int] = {}  # member that waits for pages for good -> how many, who waits longest first
+        self._met: set[int] = set()  # of these, those that got what they asked for last
         self._recall: _Recall | None = None  # of a want; one at a time
         self._recalls = 0
         self._lender: dict[int, int] = {}  # page that is lent -> its lender, which does not have it now
@@ -121,6 +129,11 @@ class Ledger:
     def waiting(self) -> int:
         """Wants that are not met yet."""
         return len(self._wants)
+
+    @property
+    def unmet(self) -> tuple[int, ...]:
+        """Members with a place among those that wait for pages for good, the one that waits longest first."""
+        return tuple(self._unmet)
 
     @property
     def recalling(self) -> tuple[int, int] | None:
@@ -197,10 +210,20 @@ class Ledger:
         asked = before.asked if before is not None and before.ahead <= ahead else ()
         if self._recall is not None and self._recall.ahead and not ahead:
             self._recall = None  # this one does not wait for its answer
-        want = _Want(member, serial, pages, keeps, ahead, {(False, member), (True, member), *asked})
+        if not pages:
+            self._waits_no_more(member)
+        want = _Want(member, serial, pages, pages, keeps, ahead, {(False, member), (True, member), *asked})
         self._wants.append(want)
-        self._wants.sort(key=lambda each: each.ahead)
+        first = {each: place for place, each in enumerate(self._unmet)}
+        self._wants.sort(
+            key=lambda each: (each.ahead, first.get(each.member, len(first)) if each.keeps else len(first))
+        )
         return self._go_on(answer=want)
+
+    def forgotten(self, member: int) -> Sent:
+        """It waits no more: nothing is set aside for it. If it asks again it is the last one that waits."""
+        self._waits_no_more(member)
+        return self._go_on()
 
     def gave(self, member: int, runs: Sequence[Run], *, lent: bool = False) -> Sent:
         """It has let go of these."""
@@ -210,6 +233,8 @@ class Ledger:
             raise InvalidState(f"member {member} gives pages that are not its own, or lends another's; nothing changed")
         if lent:
             self._lender.update(dict.fromkeys(pages, member))
+        elif member in self._met:
+            self._waits_no_more(member)
         return self._release(member, pages) + self._go_on()
 
     def called(self, member: int, serial: int, runs: Sequence[Run], *, gently: bool = False) -> Sent:
@@ -287,6 +312,7 @@ class Ledger:
         it may join again."""
         self._require(member)
         self._wants = [want for want in self._wants if want.member != member]
+        self._waits_no_more(member)
         self._gone.add(member)
         self._calls_no_more(member)
         return self._asked_no_more(member)
@@ -297,6 +323,7 @@ class Ledger:
             return []
         self._gone.add(member)
         self._wants = [want for want in self._wants if want.member != member]
+        self._waits_no_more(member)
         self._lends_no_more(member)
         sent = self._release(member, self._of(member))
         sent += self._asked_no_more(member)
@@ -401,7 +428,19 @@ class Ledger:
         return [(member, Returned(serial, part, more or part is not parts[-1])) for part in parts]
 
     def _available(self, want: _Want) -> int:
-        return self._free - len(self._away) if want.keeps else self._free
+        free = self._free - len(self._away) if want.keeps else self._free
+        return max(0, free - self._set_aside(want))
+
+    def _set_aside(self, want: _Want) -> int:
+        """Pages for those that wait since before it."""
+        if not (want.keeps or want.ahead):
+            return 0
+        pages = 0
+        for member, count in self._unmet.items():
+            if member == want.member:
+                break
+            pages += 0 if member in self._met else count
+        return pages
 
     def _may_settle(self, want: _Want) -> bool:
         """Whether `settled` may free pages for it."""
@@ -446,6 +485,7 @@ class Ledger:
             want.pages -= count
             if over:
                 self._wants.remove(want)
+                self._note_unmet(want)
         if self._recall is None:
             asked = next(((want, whom) for want in self._wants if (whom := self._next(want)) is not None), None)
             if asked is not None:
@@ -463,6 +503,20 @@ class Ledger:
                 # In front: an answer wakes who waits for it, and on a busy machine that may be instead of the sender.
                 sent.insert(0, (who, Recall(self._recalls, pages, layers=layers, keeps=keeps, ahead=want.ahead)))
         return sent
+
+    def _note_unmet(self, want: _Want) -> None:
+        """It is over."""
+        if not want.keeps or want.ahead:
+            return
+        if want.pages:
+            self._unmet[want.member] = max(want.wanted, self._unmet.get(want.member, 0))
+            self._met.discard(want.member)
+        elif want.member in self._unmet:
+            self._met.add(want.member)
+
+    def _waits_no_more(self, member: int) -> None:
+        self._unmet.pop(member, None)
+        self._met.discard(member)
 
     def _next(self, want: _Want) -> tuple[bool, int] | None:
         """The member to ask next for it, and whether for layers."""

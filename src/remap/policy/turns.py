@@ -32,10 +32,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Next", "PresentTurn", "Queue", "Turns"]
+__all__ = ["TURN_S", "Next", "PresentTurn", "Queue", "Turns"]
 
 MARGIN = 0.1
 """The share of a switch by which a turn ends earlier for the model that is due next, as loads take longer at times."""
+
+
+TURN_S = 5.0
+"""quantum_s between processes, each with one model: KV does not outlive a turn there, so each begins with computing it again."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -154,6 +155,32 @@ def test_servers_whose_models_do_not_fit_together_answer_in_turn(arena: Arena, s
     for model in MODELS:
         said = servers[model].log.read_text()
         assert f"{model} is not cold any more" in said and f"{model} has given" in said
+
+
+def test_servers_that_never_pause_take_turns(arena: Arena, stock: Any) -> None:
+    """Both have requests without a pause, until each has answered some while the other had them; no token differs."""
+    servers = {}
+    for model in MODELS:
+        servers[model] = arena.start(model, REMAP_TURN_S="0.5")
+        servers[model].wait()
+    answered: dict[str, list[bool]] = {model: [] for model in MODELS}
+    enough = threading.Event()
+
+    def ask(model: str, place: int) -> None:
+        while not enough.is_set():
+            answered[model].append(servers[model].answer(PROMPTS[place]) == stock[model][place])
+
+    with ThreadPoolExecutor(2 * len(PROMPTS)) as pool:
+        asked = [pool.submit(ask, model, place) for model in MODELS for place in range(len(PROMPTS))]
+        try:
+            until(lambda: min(map(len, answered.values())) >= 4 * len(PROMPTS), f"both answer: {answered}")
+        finally:
+            enough.set()
+        for each in asked:
+            each.result(300)
+    assert all(map(all, answered.values()))
+    for model in MODELS:
+        assert f"{model} has served for" in servers[model].log.read_text()
 
 
 def test_one_that_has_no_room_starts_cold_and_the_other_sleeps(arena: Arena, stock: Any) -> None:

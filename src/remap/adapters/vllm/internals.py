@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -499,6 +500,15 @@ def nothing_scheduled() -> Any:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     return SchedulerOutput.make_empty()
+
+
+def preempt_all(scheduler: Any) -> None:
+    """Let every running request wait, without a block. No step is in flight. As `reset_prefix_cache(reset_running_requests=True)`
+    does it, but the prefix cache stays."""
+    now = time.monotonic()
+    while scheduler.running:
+        scheduler._preempt_request(scheduler.running.pop(), now)
+    scheduler.prev_step_scheduled_req_ids.clear()  # the model runner is to take them as new
 
 
 def show_blocks(scheduler: Any, visible: int) -> None:

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from remap.joined import UNIX
 from remap.ranks import RankGroup, RankReport, Runs, ids
 
 from . import internals
 
 __all__ = ["PoolIds", "RankLink"]
+
+_LOOK_S = 0.25
+"""How often a worker in another process is asked whether its turn is over: an answer waits for the pass under way."""
 
 
 class PoolIds:
@@ -87,7 +92,9 @@ class RankLink:
         manifest = self._rpc("remap_manifest")[0]
         self.first = max(len(books.opened), manifest["first_blocks"])  # of an engine that starts cold the latter
         self._sharing = bool(manifest["arena"])
+        self._joined = manifest["arena"].startswith(UNIX)
         self._asleep = False
+        self._looked_s = 0.0
         if self._sharing:
             self.rest()  # until its first request
 
@@ -118,6 +125,23 @@ class RankLink:
                 self.books.forget(reports[0].lost)
                 self.books.open_now(opened)
         return True
+
+    def turn_over(self) -> bool:
+        """Whether the requests are to pause, for other processes wait for pages that this engine has (`Rank.turn_over`)."""
+        if not self._joined or self._asleep:
+            return False
+        if self._local is None:
+            now = time.monotonic()
+            if now - self._looked_s < _LOOK_S:
+                return False
+            self._looked_s = now
+        return bool(self._ask("turn_over")[0])
+
+    def give_turn(self) -> None:
+        """No request has a block: the engine sleeps, and others have what they wait for."""
+        self._give_back(self.books.collect())
+        self._ask("give_turn")
+        self._asleep = True
 
     def rest(self) -> None:
         """There are no requests: bring the layers home. In a shared arena other tenants may use their pages instead."""

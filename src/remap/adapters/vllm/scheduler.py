@@ -2,7 +2,8 @@
 """vLLM's scheduler, which asks for the memory of layers before it preempts requests, and gives it back when it can.
 
 schedule            reports the demand of running and waiting requests (`RankLink.step`); leaving blocks drain or move. Of a model
-                    whose layers have no pages nothing is scheduled until there are some
+                    whose layers have no pages nothing is scheduled until there are some, nor while it is the turn of an
+                    engine in another process
 allocation fails    reports the missing blocks; vLLM then tries once more, and preempts only if that fails, too
 last request ends   brings all layers home
 """
@@ -33,6 +34,7 @@ class Scheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         self.remap: RankLink | None = None
         self._step_tokens = max(1, self.block_size)
+        self._in_flight = 0  # steps that are scheduled and have no output yet
 
     def bind(self, executor: Any) -> None:
         """Withhold the blocks that are not usable yet, and listen to changes.
@@ -50,6 +52,11 @@ class Scheduler(AsyncScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         link = self.remap
         if link is not None and self.has_unfinished_requests():
+            if link.turn_over():
+                if self._in_flight:  # their outputs come first: no pass reads a block that has gone
+                    return internals.nothing_scheduled()
+                internals.preempt_all(self)
+                link.give_turn()
             if not link.wake():
                 time.sleep(_AGAIN_S)
                 return internals.nothing_scheduled()
@@ -60,10 +67,13 @@ class Scheduler(AsyncScheduler):
             # matter.
             if link.local or link.group.target[0] or wanted + self._reserve > free:
                 link.step(wanted, free)
-        return super().schedule(*args, **kwargs)
+        scheduled = super().schedule(*args, **kwargs)
+        self._in_flight += scheduled.total_num_scheduled_tokens > 0
+        return scheduled
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().update_from_output(*args, **kwargs)
+    def update_from_output(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        self._in_flight -= scheduled.total_num_scheduled_tokens > 0
+        outputs = super().update_from_output(scheduled, *args, **kwargs)
         link = self.remap
         if link is not None and not self.has_unfinished_requests():
             link.rest()

@@ -281,7 +281,7 @@ class RemapWorker:
             undo.pop_all()
         if settings.link is not None:
             inside(tenant).calibrate_link(settings.link)
-        self.remap_rank = Rank(session, tenant, self.rank, settings.cold_s if settings.joins else None)
+        self.remap_rank = Rank(session, tenant, self.rank, settings.cold_s if settings.joins else None, settings.turn_s)
         internals.around_loading(model, self._remap_load)
         self._remap_gauges = metrics.Writer(internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
         self._remap_manifest = {

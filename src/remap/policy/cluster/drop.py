@@ -132,6 +132,8 @@ def decided(
     A token of room that a drop has not got makes a request wait for its first token until another request has ended; a dear
     offer makes all wait a fraction of a pass longer.
     """
+    if _always_loses_room(placement):
+        return None  # as would come of what follows, which takes milliseconds at each look in a burst
     soon, later = ahead
 
     def has_to(here: Placement) -> bool:
@@ -174,6 +176,18 @@ def _loses_room(after: Placement, before: Placement) -> bool:
         if len(parts) > 1 and group.capacity(model) < sum(max(0, part.capacity(model)) for part in parts.values()):
             return True
     return False
+
+
+def _always_loses_room(placement: Placement) -> bool:
+    """Whether any merged group would have less room than its instances have, with all of their offers: that is known if what all
+    of them hold beside their KV is less than one copy of the weights, which a merged group still has."""
+    model, count = placement.model, len(placement.model.layers)
+    each = model.kv_bytes(0, count)
+    beside = (
+        sum(stage.instance.memory_bytes for stage in group.stages) - each * max(0, group.capacity(model))
+        for group in placement.groups
+    )
+    return sum(max(0, nbytes) for nbytes in beside) < model.weight_bytes(0, count)
 
 
 def greedy(placement: Placement, need: int, network: Network) -> DropPlan:
