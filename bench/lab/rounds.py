@@ -132,8 +132,8 @@ def run_missing(
     threads: int,
 ) -> None:
     """Run what `data` lacks with `python -m MODULE SUITE CASE POLICY`, round by round, every other one backwards, and write
-    `path` after each run: a run that is stopped loses one. Every token is compared with those of the first run of the first policy; the
-    figure requests_that_differ counts requests with others.
+    `path` after each run: a run that is stopped loses one. Every token is compared with those of the first run of the first
+    policy; the figure requests_that_differ counts requests with others.
 
     Raises InvalidArgument (field path) for a file of another machine before anything runs, and InvalidState for answers to other
     requests or of other lengths than the first policy's, or a run that fails; what was run before stays in the file then.

@@ -256,10 +256,10 @@ class Rank:
         A turn lasts for turn_s and the time of its load again, at least, and no longer if others wait (`policy.turns`). Takes no
         lock. Always False without a broker, and with `Config(lends=False)`.
         """
-        waiting = None if self._outside is None else self._outside.waiting
-        if waiting is None:
+        unmet = None if self._outside is None else self._outside.unmet
+        if unmet is None:
             return False
-        queues = {"this": Queue(self._turn.begun_s), "others": Queue(waiting.since_s)}
+        queues = {"this": Queue(self._turn.begun_s), "others": Queue(unmet.since_s)}
         return self._turns.decide(time.monotonic(), self._turn, queues).name == "others"
 
     def give_turn(self) -> None:

@@ -345,8 +345,8 @@ def test_a_turn_lasts(broker: Broker, opened_here: ExitStack) -> None:
     assert one.rank.wake() is not None
     for _ in range(3):
         assert other.rank.wake() is None and not one.rank.turn_over()
-    waiting = one.model.session.exclusively(lambda core: core.outside.waiting)
-    assert waiting.pages > 0 and waiting.since_s < waiting.asked_s
+    unmet = one.model.session.exclusively(lambda core: core.outside.unmet)
+    assert unmet.pages > 0 and unmet.since_s < unmet.asked_s
     # It lasts for as long as the load of its model took, too, and is over then.
     one.rank._turns = Turns(0.0)
     one.rank._turn = PresentTurn("this", time.monotonic(), 1e6)

@@ -6,7 +6,7 @@
     others lack pages                 -> give_up: free pages, then unused KV of the tenants, as `UnusedKV` counts it; asked for
                                          layers, those of tenants that serve no pass, as `InactiveLayers` counts them
     they lack some for their layers   -> give_for_good: layers of inactive tenants, down to nothing (cold.py)
-    who serves was in their way       -> pass_over: `waiting` says so; a tenant whose turn is over gives its layers (give_turn)
+    who serves was in their way       -> pass_over: `unmet` says so; a tenant whose turn is over gives its layers (give_turn)
     they lack some still              -> meet: KV of paused tenants; live blocks once their engines have copied them to host
                                          memory, for which a step's report asks (`StepReport.wanted`)
     a tenant has given all up         -> give_spare
@@ -48,7 +48,7 @@ from remap.memory.trace import Trace
 from remap.memory.view import count_free
 from remap.policy.views import Take
 
-__all__ = ["MembershipCalls", "Outside", "Waiting"]
+__all__ = ["MembershipCalls", "Outside", "UnmetWant"]
 
 IDLE_S = 1.0
 """A tenant without a pass for that long counts as inactive."""
@@ -113,7 +113,7 @@ class _Lack:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class UnmetWant:
     """Another process asks for pages for its layers again and again, and tenants here that serve keep them. pages: that it has
     not got; since_s, asked_s: when it asked first, and last (`time.monotonic`)."""
 
@@ -169,7 +169,7 @@ class Outside:
         # Pages that others lack, and that a tenant inside a pass can spare behind it; and whether ahead of need.
         self._held_up = 0, False
         self._stepped = False  # since a step was last waited for
-        self._waiting: Waiting | None = None  # a value, swapped whole: an engine's thread looks at it without the lock
+        self._unmet: UnmetWant | None = None  # a value, swapped whole: an engine's thread looks at it without the lock
         self._expecting: dict[str, TenantState] = {}  # tenants whose layers are to come ahead of their activation
         self._looked = -1  # the epoch of the last look
         self._gently: set[int] = set()  # numbers of tenants whose layers come home though they serve no pass
@@ -328,22 +328,22 @@ class Outside:
                 certify(giver)
 
     @property
-    def waiting(self) -> Waiting | None:
+    def unmet(self) -> UnmetWant | None:
         """See there; None: no other process waits. Takes no lock."""
-        found = self._waiting
+        found = self._unmet
         return found if found is not None and time.monotonic() - found.asked_s < FORGET_S else None
 
     def pass_over(self, pages: int) -> None:
         """Others lack so many pages for layers of theirs, and no tenant here gives more: 0, none."""
-        now, before = time.monotonic(), self.waiting
-        self._waiting = Waiting(pages, now if before is None else before.since_s, now) if pages > 0 else None
+        now, before = time.monotonic(), self.unmet
+        self._unmet = UnmetWant(pages, now if before is None else before.since_s, now) if pages > 0 else None
 
     def give_turn(self, giver: TenantState, cold: Cold) -> int:
         """This tenant serves no pass from now on, for others wait: what they ask for goes now, however lately it has served.
         Returns how many pages went."""
-        waiting, before = self.waiting, len(self._membership.held)
-        if waiting is not None:
-            self._give_layers_for_good(waiting.pages, cold, [giver])
+        unmet, before = self.unmet, len(self._membership.held)
+        if unmet is not None:
+            self._give_layers_for_good(unmet.pages, cold, [giver])
         return before - len(self._membership.held)
 
     def give_for_good(self, pages: int, cold: Cold, *, ahead: bool = False) -> None:
