@@ -45,6 +45,9 @@ __all__ = ["Rank", "RankGroup", "RankReport", "ids", "runs"]
 
 logger = logging.getLogger("remap.ranks")
 
+ASKS_S = 0.5
+"""Who waits for its layers asks again within this time (vLLM's scheduler every 50 ms)."""
+MOST_LONGER = 64
 _PATIENT_S, _AGAIN_S = 0.25, 0.005
 """How long a step waits for other processes, and how often it looks."""
 
@@ -103,6 +106,15 @@ class _Seldom:
         logger.warning(text + "%s", *values, more)
 
 
+@dataclass(frozen=True)
+class _Gave:
+    """until_s: the tenant asks for no pages before (`time.monotonic`), while others wait. in_use: whether it has asked since, in
+    vain."""
+
+    until_s: float
+    in_use: bool = False
+
+
 class Rank:
     """One rank's tenant. Call its methods between passes."""
 
@@ -114,7 +126,9 @@ class Rank:
         self.session, self.tenant, self.rank = session, tenant, rank
         self._cold_s, self._timer = cold_s, threading.Timer(0.0, self._cold_by_itself)  # of the sleep that began last
         self._outside = session.exclusively(partial(_asking, tenant.name), claims=False)
-        self._turns, self._turn = Turns(turn_s), PresentTurn("this", time.monotonic())
+        self._turn_s, self._turn = turn_s, PresentTurn("this", time.monotonic())
+        self._longer = 1  # times turn_s: turns that were given in vain make the next ones longer
+        self._gave: _Gave | None = None  # its turn, and has not served since
         self._turning = threading.Lock()  # asleep, or not: the timer's thread must not find it half way
         self._left: Callable[[RankReport], Sequence[int]] | None = None
         self._held: set[int] = set()  # drained; the engine has not returned them yet
@@ -215,15 +229,20 @@ class Rank:
         with self._turning:
             if not self.tenant.active:
                 began = time.monotonic()
+                if self._gave is not None and began < self._gave.until_s and self._others_wait():
+                    return None
                 cold = self.session.snapshot().tenants[self.tenant.name].cold
                 try:
                     woken = self.session.activate(self.tenant.name, partial=True)
                 except OutOfMemory as error:
-                    self._warn_of_waiting(str(error))
+                    self._still_waits(str(error))
                     return None
                 if not woken.activated:
-                    self._warn_of_waiting(woken.reason)
+                    self._still_waits(woken.reason)
                     return None
+                if self._gave is not None:
+                    vain = not self._gave.in_use and self._others_wait()
+                    self._longer, self._gave = min(MOST_LONGER, 2 * self._longer) if vain else 1, None
                 reload_s = self.session.exclusively(partial(_load_s, self.tenant.name, len(cold)), claims=False)
                 self._turn = PresentTurn("this", began, reload_s)
                 if cold:
@@ -232,8 +251,14 @@ class Rank:
             lost, self._lost = self._lost, set()
         return replace(self.report(), lost=runs(sorted(lost)))
 
-    def _warn_of_waiting(self, why: str) -> None:
+    def _still_waits(self, why: str) -> None:
+        self._gave = None if self._gave is None else replace(self._gave, in_use=True)
         self._failed.warn("rank %d: requests for %s wait for its layers: %s", self.rank, self.tenant.name, why)
+
+    def _others_wait(self) -> bool:
+        """Whether another process asks for pages for its layers just now."""
+        unmet = None if self._outside is None else self._outside.unmet
+        return unmet is not None and time.monotonic() - unmet.asked_s < ASKS_S
 
     def sleep(self) -> None:
         """Stop serving passes until `wake`: other tenants of the session may use the pages of its layers, and other processes
@@ -253,22 +278,27 @@ class Rank:
         """Whether another process has waited for pages for its layers for long enough, which this tenant has: the engine is to
         pause its requests, let go of its blocks, and `give_turn`; then it may `wake`, which waits for its turn.
 
-        A turn lasts for turn_s and the time of its load again, at least, and no longer if others wait (`policy.turns`). Takes no
-        lock. Always False without a broker, and with `Config(lends=False)`.
+        A turn lasts for turn_s and the time of its load again, at least, and no longer if others wait (`policy.turns`). If the
+        pages were of no use to others (they need those of a third one, which gives none) the next turn lasts twice as long. Takes
+        no lock. Always False without a broker, and with `Config(lends=False)`.
         """
         unmet = None if self._outside is None else self._outside.unmet
         if unmet is None:
             return False
         queues = {"this": Queue(self._turn.begun_s), "others": Queue(unmet.since_s)}
-        return self._turns.decide(time.monotonic(), self._turn, queues).name == "others"
+        turn_s = self._turn_s if self._longer == 1 else max(self._turn_s, 1.0) * self._longer
+        return Turns(turn_s).decide(time.monotonic(), self._turn, queues).name == "others"
 
     def give_turn(self) -> None:
-        """`sleep`, and let others have what they wait for at once, however lately this tenant has served."""
+        """`sleep`, and let others have what they wait for at once, however lately this tenant has served. Until they have it, or
+        for as long as a turn, `wake` does not ask for it: who waits may need the pages of a second engine as well."""
         self.sleep()
         with self._turning:
             if self._asleep:
                 pages = self.session.exclusively(partial(_give_turn, self.tenant.name))
-                served_s = time.monotonic() - self._turn.begun_s
+                now = time.monotonic()
+                self._gave = _Gave(now + max(self._turn_s, ASKS_S))
+                served_s = now - self._turn.begun_s
                 logger.info(
                     "%s has served for %.1f s, and gives its turn, and %d pages, to another process; its requests wait",
                     self.tenant.name,

@@ -78,12 +78,19 @@ class World:
     def usable(self, member: int, keeps: bool, ahead: bool) -> int:
         """Free pages that its want may have: not those for members that wait since before it."""
         lent = set().union(*self.lent.values())
-        free = len(set(range(self.count)).difference(*self.pages.values(), lent if keeps else ()))
+        free, unlent = (
+            len(set(range(self.count)).difference(*self.pages.values(), without))
+            for without in (lent if keeps else (), lent)
+        )
         if not (keeps or ahead):
             return free
         waiting = list(self.unmet)
         before = waiting[: waiting.index(member)] if member in waiting else waiting
-        return max(0, free - sum(self.unmet[each] for each in before if each not in self.met))
+        aside = 0
+        for each in before:
+            if each not in self.met and aside + self.unmet[each] <= unlent:
+                aside += self.unmet[each]
+        return max(0, free - aside)
 
     def over(self, member: int) -> None:
         """Its want is."""

@@ -10,10 +10,10 @@ its pages go to the members that wait, in the order of asking. When all have bee
 tenants that serve no pass, lent ones or, for a member that keeps pages, whole ones for good; then the want ends with what it has
 got, unless pages are unknown: these are waited for. A want *ahead* of need is behind all others, and asks for what nobody needs.
 
-Who keeps pages, and got too few, has a place among those that wait from then on (`unmet`): what is free is set aside for it, so
-that of those that want some for good nobody who came later gets them, nor who wants some ahead of need. KV of others may use
-these pages meanwhile: it is asked back. It loses the place when it gives pages though it has got what it asked for last (one
-activation may ask several times), and when `forgotten` is called: it does not ask any more, or cannot be met.
+Who keeps pages, and got too few, has a place among those that wait from then on (`unmet`): once as many are free as it wants,
+they are set aside for it, so that of those that want some for good nobody who came later gets them, nor who wants some ahead of
+need. KV of others may use these pages meanwhile: it is asked back. It loses the place when it gives pages though it has got what
+it asked for last (one activation may ask several times), and when `forgotten` is called: it does not ask any more.
 
 A page that a member has given as one of its layers' is *lent*: others use it as any other, but not for good.
 When its lender calls it, the member that has it is asked for it by its number, and whenever it is free next it is the lender's.
@@ -432,14 +432,15 @@ class Ledger:
         return max(0, free - self._set_aside(want))
 
     def _set_aside(self, want: _Want) -> int:
-        """Pages for those that wait since before it."""
+        """Pages for those that wait since before it, and could have all that they want now. Where that is not enough for one, who
+        needs fewer is not to wait with it."""
         if not (want.keeps or want.ahead):
             return 0
-        pages = 0
+        pages, free = 0, self._free - len(self._away)
         for member, count in self._unmet.items():
             if member == want.member:
                 break
-            pages += 0 if member in self._met else count
+            pages += 0 if member in self._met or pages + count > free else count
         return pages
 
     def _may_settle(self, want: _Want) -> bool:

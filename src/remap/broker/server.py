@@ -80,9 +80,8 @@ LEFT_S = 0.25
 """How often a broker looks which members of the one before it are left."""
 BRING_S = 5.0
 """How long it waits for the pages of one of them, before it takes another's."""
-FORGET_S, PATIENCE_S = 2.0, 30.0
-"""A member that waits for pages for good asks again many times a second: one that has not for `FORGET_S` does not wait any more.
-What one has not got within `PATIENCE_S` goes to the next that waits."""
+FORGET_S = 2.0
+"""A member that waits for pages for good asks again many times a second: one that has not for so long does not wait any more."""
 MOST_UNSENT = 256
 """Packets that are kept for a member which reads none."""
 
@@ -130,7 +129,9 @@ class Broker:
         self._members: list[_Member] = []
         self._next = 1
         self._deadlines: dict[int, float] = {}  # recall -> when it is late, the first one first
-        self._unmet: dict[int, tuple[float, float]] = {}  # of the ledger -> since when, and when it asked last
+        self._unmet: dict[
+            int, float
+        ] = {}  # member with a place in the ledger -> when it is forgotten, unless it asks again
         self._lookers: dict[_Member, float] = {}  # an observer that waits -> until when, the first one first
         self._pages: SharedPages | None = None
         self._bringing: tuple[_Member, JoinedPages, float] | None = None  # whose pages are on their way, until when
@@ -208,7 +209,7 @@ class Broker:
         while not self._closing:
             firsts = [next(iter(each.values())) for each in (self._deadlines, self._lookers) if each]
             firsts += [self._look_again] if self._looks else []
-            firsts += map(_until, self._unmet.values())
+            firsts += self._unmet.values()
             left = max(0.0, min(firsts) - time.monotonic()) if firsts else None
             for key, mask in self._selector.select(left):
                 if key.data is not None:
@@ -220,7 +221,7 @@ class Broker:
                 self._show(looker)
             if self._looks and now >= self._look_again:
                 self._look_who_is_left(now)
-            for number in [number for number, times in self._unmet.items() if now >= _until(times)]:
+            for number in [number for number, late in self._unmet.items() if now >= late]:
                 self._carry(self.ledger.forgotten(number))
 
     def _admit(self, mask: int) -> None:
@@ -295,7 +296,7 @@ class Broker:
             return []
         if isinstance(message, Want):
             if message.keeps and member.number in self._unmet:
-                self._unmet[member.number] = self._unmet[member.number][0], time.monotonic()
+                self._unmet[member.number] = time.monotonic() + FORGET_S
             return ledger.wanted(member.number, message.serial, message.pages, keeps=message.keeps, ahead=message.ahead)
         if isinstance(message, Give):
             return ledger.gave(member.number, message.runs, lent=message.lent)
@@ -577,7 +578,7 @@ class Broker:
             if member is not None:
                 self._send(member, message)
         now = time.monotonic()
-        self._unmet = {number: self._unmet.get(number, (now, now)) for number in self.ledger.unmet}
+        self._unmet = {number: self._unmet.get(number, now + FORGET_S) for number in self.ledger.unmet}
         recalls = self.ledger.recalls
         for over in self._deadlines.keys() - recalls:
             del self._deadlines[over]
@@ -607,11 +608,6 @@ class Broker:
         key = self._selector.get_key(connection)
         if key.events != wanted:
             self._selector.modify(connection, wanted, key.data)
-
-
-def _until(times: tuple[float, float]) -> float:
-    """When a member that waits since the first time, and asked last at the second, is forgotten."""
-    return min(times[0] + PATIENCE_S, times[1] + FORGET_S)
 
 
 def _require_version(message: Join | Look) -> None:
