@@ -45,9 +45,11 @@ __all__ = ["Rank", "RankGroup", "RankReport", "ids", "runs"]
 
 logger = logging.getLogger("remap.ranks")
 
-ASKS_S = 0.5
-"""Who waits for its layers asks again within this time (vLLM's scheduler every 50 ms)."""
+ASKS_S = 1.0
+"""Who waits for its layers asks again within this time: vLLM's scheduler 50 ms behind each answer, which takes some passes of
+those that serve. Were it longer, an engine that gave its turn would stand still for as long behind the other's last ask."""
 MOST_LONGER = 64
+"""At most so many times `turn_s`: a turn of it costs whoever gave one in vain 2 % of its time then."""
 _PATIENT_S, _AGAIN_S = 0.25, 0.005
 """How long a step waits for other processes, and how often it looks."""
 
@@ -295,7 +297,13 @@ class Rank:
         self.sleep()
         with self._turning:
             if self._asleep:
-                pages = self.session.exclusively(partial(_give_turn, self.tenant.name))
+                try:
+                    pages = self.session.exclusively(partial(_give_turn, self.tenant.name))
+                except ArenaBroken:
+                    raise
+                except Error as error:  # it sleeps, and others ask again
+                    pages = 0
+                    self._failed.warn("rank %d: %s gives no pages: %s", self.rank, self.tenant.name, error)
                 now = time.monotonic()
                 self._gave = _Gave(now + max(self._turn_s, ASKS_S))
                 served_s = now - self._turn.begun_s

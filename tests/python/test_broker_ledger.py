@@ -241,7 +241,8 @@ class World:
         self.hear(self.ledger.ended(member))
 
     def forget(self, member: int) -> None:
-        self.waits_no_more(member)
+        if member not in self.wants:
+            self.waits_no_more(member)
         self.hear(self.ledger.forgotten(member))
 
     def refused(self, call: Any, *arguments: object) -> None:

@@ -221,7 +221,10 @@ class Ledger:
         return self._go_on(answer=want)
 
     def forgotten(self, member: int) -> Sent:
-        """It waits no more: nothing is set aside for it. If it asks again it is the last one that waits."""
+        """It waits no more: nothing is set aside for it. If it asks again it is the last one that waits. While a want of it is
+        open this says nothing."""
+        if any(want.member == member for want in self._wants):
+            return []
         self._waits_no_more(member)
         return self._go_on()
 

@@ -222,6 +222,7 @@ class Broker:
             if self._looks and now >= self._look_again:
                 self._look_who_is_left(now)
             for number in [number for number, late in self._unmet.items() if now >= late]:
+                self._unmet[number] = now + FORGET_S  # where its want is open still
                 self._carry(self.ledger.forgotten(number))
 
     def _admit(self, mask: int) -> None:
