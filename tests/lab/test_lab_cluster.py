@@ -82,8 +82,12 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.run_cluster(path, "quick", report_only=True) == page and len(asked) == len(POLICIES)
     asked.clear()
     page = command.run_cluster(tmp_path / "duel.json", "duel")
+    both = ("alone", "all")  # forwards, and backwards
     assert asked == [
-        ("duel", case.name, policy) for _ in range(DUEL.rounds) for case in DUEL.cases for policy in ("alone", "all")
+        ("duel", case.name, both[place ^ number % 2])
+        for number in range(DUEL.rounds)
+        for case in DUEL.cases
+        for place in (0, 1)
     ]
     assert "- Llama, TTFT P99: 1.00 (1.00 to 1.00), n = 5\n" in page and "gap closed" not in page and "--duel`" in page
 

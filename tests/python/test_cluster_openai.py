@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -397,5 +398,6 @@ print("lived")
 
 
 def test_the_first_bodies_of_a_server_come_in_several_threads() -> None:
-    found = subprocess.run([sys.executable, "-c", FIRST_BODIES], capture_output=True, text=True, check=False)
+    here = Path(__file__).parent
+    found = subprocess.run([sys.executable, "-c", FIRST_BODIES], cwd=here, capture_output=True, text=True, check=False)
     assert found.stdout == "lived\n", found.stderr

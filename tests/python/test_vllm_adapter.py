@@ -198,6 +198,7 @@ def test_what_the_page_says_of_a_feature_has_a_test() -> None:
 
 
 said: list[str] = []
+SCHEDULED = SimpleNamespace(total_num_scheduled_tokens=0)
 
 
 class BaseOffloader:
@@ -222,9 +223,12 @@ class AsyncScheduler(PlainScheduler):
     def _update_request_with_output(self, request: Any, tokens: Any, is_stale: bool = False) -> str:
         return "placeholders"
 
-    def schedule(self) -> str:
+    def schedule(self) -> Any:
         self.scheduled += 1
-        return "scheduled"
+        return SCHEDULED
+
+    def update_from_output(self, scheduled: Any, output: Any) -> Any:
+        return output
 
     def reset_prefix_cache(self) -> bool:
         said.append("reset")
@@ -327,6 +331,9 @@ class OtherProcess:
         self.group = SimpleNamespace(ranks=1, target=(alpha, 1))
         self.books = SimpleNamespace(leaving=set())
 
+    def turn_over(self) -> bool:
+        return False
+
     def wake(self) -> bool:
         return True
 
@@ -343,11 +350,11 @@ def test_one_rank_in_another_process_is_asked_only_if_it_may_matter(
 ) -> None:
     scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
     scheduler.remap = link = OtherProcess(local, alpha)
-    scheduler.running = []
+    scheduler.running, scheduler._in_flight = [], 0
     scheduler.has_unfinished_requests = lambda: True
     scheduler._demand = lambda: wanted
     scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 50))
-    assert scheduler.schedule() == "scheduled"
+    assert scheduler.schedule() is SCHEDULED
     assert link.steps == asked
 
 
@@ -376,7 +383,7 @@ def test_nothing_touches_the_pool_of_a_scheduler_that_sleeps(vllm: Any, asleep: 
 def test_requests_wait_while_the_layers_have_no_pages(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the scheduler is looked at, but whether there are requests."""
     scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
-    scheduler.remap = SimpleNamespace(asleep=True, wake=lambda: False)
+    scheduler.remap = SimpleNamespace(asleep=True, wake=lambda: False, turn_over=lambda: False)
     scheduler.has_unfinished_requests = lambda: True
     waits: list[float] = []
     monkeypatch.setattr(vllm.scheduler, "time", SimpleNamespace(sleep=waits.append))
@@ -385,6 +392,37 @@ def test_requests_wait_while_the_layers_have_no_pages(vllm: Any, monkeypatch: py
     assert [scheduler.schedule() for _ in range(3)] == ["nothing"] * 3
     assert len(waits) == 3 and all(waits)  # no busy loop
     assert not scheduler.reset_prefix_cache() and said == []
+
+
+def test_a_turn_ends_when_no_step_is_in_flight_and_no_request_has_a_block(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
+    over, did = [False], list[str]()
+    link = SimpleNamespace(
+        asleep=False,
+        turn_over=lambda: over[0],
+        wake=lambda: not did,
+        give_turn=lambda: did.append("gives"),
+        local=False,
+    )
+    link.group, link.books = SimpleNamespace(target=(0, 1)), SimpleNamespace(leaving=set())
+    link.rest = lambda: did.append("rests")
+    scheduler.remap, scheduler._in_flight, scheduler._demand = link, 0, lambda: 0
+    scheduler.has_unfinished_requests = lambda: True
+    scheduler.running, scheduler.prev_step_scheduled_req_ids = ["a", "b"], {"a", "b"}
+    scheduler._preempt_request = lambda request, now: did.append(request)
+    scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 50))
+    monkeypatch.setattr(vllm.scheduler, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(internals, "nothing_scheduled", lambda: "nothing")
+    monkeypatch.setattr(SCHEDULED, "total_num_scheduled_tokens", 3)
+    assert scheduler.schedule() is scheduler.schedule() is SCHEDULED
+    over[0] = True
+    for _ in range(2):
+        assert scheduler.schedule() == "nothing" and not did
+        scheduler.update_from_output(SCHEDULED, object())
+    assert scheduler.schedule() == "nothing"
+    assert did == ["b", "a", "gives"] and not scheduler.running and not scheduler.prev_step_scheduled_req_ids
 
 
 @pytest.mark.parametrize("grows", [True, False])
