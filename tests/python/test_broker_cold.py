@@ -3,6 +3,7 @@ pages for its own, and takes others when it is to serve again."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
@@ -133,6 +134,24 @@ def test_one_that_has_just_served_is_left_alone(broker: Broker, opened_here: Exi
     with pytest.raises(OutOfMemory):
         session.attach_bytes(one.masters, name="two", kv=make_spec(LAYERS, min_blocks=BLOCKS, max_blocks=400))
     assert one.cold == 0
+
+
+def test_master_copies_that_another_session_has_page_locked_are_copied(broker: Broker, opened_here: ExitStack) -> None:
+    """Whole OS pages can be page-locked where they are, once in a process."""
+    memory = mmap.mmap(-1, 8 * PAGE)
+    masters = [np.frombuffer(memory, np.uint8, 3 * PAGE, at * PAGE) for at in (0, 4)]
+    for number, master in enumerate(masters):
+        master[:] = number + 1
+    sessions = [opened(broker), opened(broker)]
+    for number, session in enumerate(sessions):
+        opened_here.callback(session.close)
+        tenant = session.attach_bytes(masters, name=f"t{number}", kv=make_spec(2, min_blocks=BLOCKS, max_blocks=400))
+        session.deactivate(tenant.name, pages="none")
+    sessions[0].close()  # it lets go of them
+    assert sessions[1].activate("t1").activated
+    for layer, master in enumerate(masters):
+        address = remap.advanced.layer_address(sessions[1], "t1", layer)
+        assert SessionBytes(sessions[1]).read(address, len(master)) == master.tobytes()
 
 
 def test_first_layers_stay_while_the_others_suffice(broker: Broker, opened_here: ExitStack) -> None:

@@ -13,12 +13,12 @@ import logging
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from remap.errors import Error, LimitExceeded, OutOfMemory
+from remap.errors import Error, InvalidState, LimitExceeded, OutOfMemory
 from remap.kv.host import HostBlocks
 from remap.kv.spec import MOST_BLOCKS, KVGeometry
 from remap.memory.device import host_room, machine_room, stage, use_host
@@ -118,18 +118,21 @@ class HostMemory:
         """Page-lock these bytes of the caller's. Returns their address: `address` itself, or that of a copy.
 
         Only whole OS pages can be locked, and only on some machines does a driver lock read-only memory. So bytes that
-        start inside an OS page, or are read-only, are copied. The caller keeps the bytes alive and unchanged.
+        start inside an OS page, or are read-only, are copied; and those of which somebody else in the process has page-locked a
+        part (another session, torch's pinned tensors): they would not be page-locked any more when that lets go of them. The
+        caller keeps the bytes alive and unchanged.
         """
         if (address, nbytes) in self._registered:
             return address
         separate = all(address >= at + size or at >= address + nbytes for at, size in self._registered)
         if nbytes and writable and separate and address % mmap.PAGESIZE == 0:
-            try:
+            with suppress(InvalidState):
+                try:
+                    return self._register(address, nbytes)
+                except (OutOfMemory, LimitExceeded):
+                    if not self._make_room():
+                        raise
                 return self._register(address, nbytes)
-            except (OutOfMemory, LimitExceeded):
-                if not self._make_room():
-                    raise
-            return self._register(address, nbytes)
         copy = self.reserve(nbytes)
         ctypes.memmove(copy, address, nbytes)
         return copy
