@@ -289,7 +289,8 @@ class Rank:
             return False
         queues = {"this": Queue(self._turn.begun_s), "others": Queue(unmet.since_s)}
         turn_s = self._turn_s if self._longer == 1 else max(self._turn_s, 1.0) * self._longer
-        return Turns(turn_s).decide(time.monotonic(), self._turn, queues).name == "others"
+        # No patience: how long the other has waited ends no turn early, or turns in vain would come every half minute for ever.
+        return Turns(turn_s, math.inf).decide(time.monotonic(), self._turn, queues).name == "others"
 
     def give_turn(self) -> None:
         """`sleep`, and let others have what they wait for at once, however lately this tenant has served. Until they have it, or

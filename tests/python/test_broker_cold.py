@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -462,6 +463,15 @@ def test_a_turn_that_was_given_in_vain_makes_the_next_one_longer(broker: Broker,
     assert longer == [2, 4, 8]
     one.rank._turn = PresentTurn("this", time.monotonic() - 7.0)
     assert asks() and not one.rank.turn_over()
+    # However long the other one has waited: a turn of minutes is one, whether by REMAP_TURN_S or behind vain ones.
+    outside = one.model.session.exclusively(lambda core: core.outside)
+    for turn_s, longer in ((300.0, 1), (5.0, 64)):
+        one.rank._turn_s, one.rank._longer = turn_s, longer
+        for served_s, over in ((turn_s * longer - 10.0, False), (turn_s * longer + 1.0, True)):
+            one.rank._turn = PresentTurn("this", time.monotonic() - served_s)
+            assert asks()
+            outside._unmet = replace(outside._unmet, since_s=time.monotonic() - 200.0)
+            assert one.rank.turn_over() is over
 
 
 def test_one_that_needs_the_pages_of_two_has_them_when_both_have_given_their_turns(
