@@ -37,6 +37,8 @@ PIP_WITH_C := pip>=23.1
 STAMPS := $(VENV)/stamps
 # Some machines forbid byte-code. Without it each start of pytest rewrites the assertions of every test anew, 20 s of a core.
 export PYTHONDONTWRITEBYTECODE :=
+# Where these are set pytest prints whole differences, which of two layers' bytes takes it hours.
+unexport CI BUILD_NUMBER
 # The versions that are tested; `make lock` writes it.
 LOCK := requirements.lock
 # Of `make lint`: an environment with ruff alone.
@@ -57,7 +59,8 @@ CORE := .venv-core
 CORE_SUITES := tests/python/core_suites.txt
 # The small models of the tests gain nothing from torch's own threads, which on a busy machine wait for each other.
 ONE_THREAD := OMP_NUM_THREADS=1
-PARALLEL := -n $(JOBS) --dist worksteal
+# A test that hangs fails, instead of sitting until the machine is taken away (pyproject.toml says after how long).
+PARALLEL := -n $(JOBS) --dist worksteal -o faulthandler_exit_on_timeout=true
 HOST_PYTEST := env -u REMAP_DEVICE -u REMAP_LIBCUDA $(ONE_THREAD) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest $(PARALLEL)
 # An empty list would mean every file to pytest. What is slow or marked `host` ran on the host, and runs here in `make test-long`.
 RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" && \

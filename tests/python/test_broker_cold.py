@@ -39,6 +39,18 @@ WHOLE = LAYERS * LAYER_PAGES + KV
 PAGES = WHOLE + 7  # room for one model and a bit
 
 
+def check_layers(session: remap.Session, tenant: remap.Tenant, masters: list[np.ndarray]) -> None:
+    """A pass finds every layer's bytes. (Outside of one, layers that were asked back may still be loading.)"""
+    remap.advanced.check(session)
+    memory = SessionBytes(session)
+    with tenant.forward():
+        for layer, master in enumerate(masters):
+            tenant.wait(layer)
+            address = remap.advanced.layer_address(session, tenant.name, layer)
+            assert memory.read(address, len(master)) == master.tobytes()
+            tenant.done(layer)
+
+
 class Model:
     """A session of its own, with one tenant."""
 
@@ -49,7 +61,6 @@ class Model:
         knobs = remap.advanced.Knobs(reserve_blocks=0, min_idle=0.0 if idle else 1e9, **more)
         spec = make_spec(LAYERS, min_blocks=BLOCKS, max_blocks=4 * PAGES)
         self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
-        self.memory = SessionBytes(self.session)
 
     @property
     def cold(self) -> int:
@@ -62,14 +73,7 @@ class Model:
         return self.session.activate(self.name)
 
     def check(self) -> None:
-        """A pass finds every layer's bytes."""
-        remap.advanced.check(self.session)
-        with self.tenant.forward():
-            for layer, master in enumerate(self.masters):
-                self.tenant.wait(layer)
-                address = remap.advanced.layer_address(self.session, self.name, layer)
-                assert self.memory.read(address, len(master)) == master.tobytes()
-                self.tenant.done(layer)
+        check_layers(self.session, self.tenant, self.masters)
 
 
 @pytest.fixture
@@ -144,15 +148,16 @@ def test_master_copies_that_another_session_has_page_locked_are_copied(broker: B
     for number, master in enumerate(masters):
         master[:] = number + 1
     sessions = [opened(broker), opened(broker)]
+    tenants = []
     for number, session in enumerate(sessions):
         opened_here.callback(session.close)
-        tenant = session.attach_bytes(masters, name=f"t{number}", kv=make_spec(2, min_blocks=BLOCKS, max_blocks=400))
-        session.deactivate(tenant.name, pages="none")
+        tenants.append(
+            session.attach_bytes(masters, name=f"t{number}", kv=make_spec(2, min_blocks=BLOCKS, max_blocks=400))
+        )
+        session.deactivate(f"t{number}", pages="none")
     sessions[0].close()  # it lets go of them
     assert sessions[1].activate("t1").activated
-    for layer, master in enumerate(masters):
-        address = remap.advanced.layer_address(sessions[1], "t1", layer)
-        assert SessionBytes(sessions[1]).read(address, len(master)) == master.tobytes()
+    check_layers(sessions[1], tenants[1], masters)
 
 
 def test_first_layers_stay_while_the_others_suffice(broker: Broker, opened_here: ExitStack) -> None:
