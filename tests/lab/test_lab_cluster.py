@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ pytest.importorskip("typer")
 import torch
 from bench.lab import rounds
 from bench.lab.cluster import command, kills
-from bench.lab.cluster.cases import COMPARED, DUEL, FULL, ONE, POLICIES, QUICK, SUITES, find
+from bench.lab.cluster.cases import AGAIN, COMPARED, DUEL, FULL, ONE, POLICIES, QUICK, SUITES, find
 from bench.lab.cluster.instances import engine_answers
 from bench.lab.cluster.one import serve
 from bench.lab.seeds import AGAINST
@@ -75,26 +76,32 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "run_apart", pretended)
     path = tmp_path / "cluster.json"
     page = command.run_cluster(path, "quick")
-    assert asked == [("quick", "tiny", policy) for policy in POLICIES]
+    quick = COMPARED["quick"]
+    assert asked == [("quick", "tiny", policy) for policy in quick]
     assert page == path.with_suffix(".md").read_text(encoding="utf-8") and str(QUICK.cases[0]) in page
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| tiny | ")]
-    assert [row[1] for row in rows] == list(POLICIES)
-    assert command.run_cluster(path, "quick", report_only=True) == page and len(asked) == len(POLICIES)
+    assert [row[1] for row in rows] == quick
+    assert command.run_cluster(path, "quick", report_only=True) == page and len(asked) == len(quick)
     asked.clear()
     page = command.run_cluster(tmp_path / "duel.json", "duel")
-    both = ("alone", "all")  # forwards, and backwards
+    forwards = ["alone", "all", AGAIN]
     assert asked == [
-        ("duel", case.name, both[place ^ number % 2])
+        ("duel", case.name, policy)
         for number in range(DUEL.rounds)
         for case in DUEL.cases
-        for place in (0, 1)
+        for policy in (forwards[::-1] if number % 2 else forwards)
     ]
-    assert "- Llama, TTFT P99: 1.00 (1.00 to 1.00), n = 5\n" in page and "gap closed" not in page and "--duel`" in page
+    same = "1.00 (1.00 to 1.00), n = 5"
+    assert (
+        f"- Llama, TTFT P99: `all` {same}; `again` {same}\n" in page and "gap closed" not in page and "--duel`" in page
+    )
 
 
 def test_what_is_run() -> None:
     assert COMPARED["full"] == [ONE, "ideal", "recompute", "swap", "pipeline", "kunserve", "remap", "all"]
-    assert set(COMPARED["duel"]) < set(POLICIES) == set(COMPARED["quick"]) and COMPARED.keys() == SUITES.keys()
+    assert set(POLICIES) == {AGAIN, *COMPARED["quick"]} == {*COMPARED["duel"], *COMPARED["quick"]}
+    assert COMPARED.keys() == SUITES.keys()
+    assert POLICIES[AGAIN] == replace(POLICIES["alone"], about=POLICIES[AGAIN].about)
     assert [case.name for case in FULL.cases] == ["SmolLM2", "Llama"] and FULL.rounds == 3
     assert all(case.instances == 4 for case in FULL.cases)
     with pytest.raises(InvalidArgument) as refused:

@@ -13,7 +13,7 @@ from remap.cli.shared_world import ModelSpec
 from remap.cluster.control import GroupPolicy as Control
 from remap.engine.request import Request, SamplingParams
 
-__all__ = ["COMPARED", "POLICIES", "SUITES", "Case", "Policy", "find"]
+__all__ = ["AGAIN", "COMPARED", "POLICIES", "SUITES", "Case", "Policy", "find"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Policy:
 
 
 _ALONE = Control("alone")
-ONE = "one"
+ONE, AGAIN = "one", "again"
 POLICIES: Mapping[str, Policy] = {
     ONE: Policy("one instance with memory for all requests at once", _ALONE, instances=1, ample=True),
     "ideal": Policy("each instance has memory for all requests at once", _ALONE, ample=True),
@@ -47,6 +47,7 @@ POLICIES: Mapping[str, Policy] = {
         swaps=True,
     ),
     "alone": Policy("`all`, but instances never merge", _ALONE, streams=True, swaps=True),
+    AGAIN: Policy("`alone` once more: how far two equal runs differ", _ALONE, streams=True, swaps=True),
 }
 
 
@@ -125,9 +126,9 @@ QUICK = Suite(
 DUEL = Suite(FULL.cases, rounds=5)
 SUITES: Mapping[str, Suite[Case]] = {"full": FULL, "quick": QUICK, "duel": DUEL}
 COMPARED: Mapping[str, Sequence[str]] = {
-    "full": [name for name in POLICIES if name != "alone"],
-    "quick": [*POLICIES],
-    "duel": ["alone", "all"],
+    "full": [name for name in POLICIES if name not in ("alone", AGAIN)],
+    "quick": [name for name in POLICIES if name != AGAIN],
+    "duel": ["alone", "all", AGAIN],
 }
 """The policies of each suite."""
 find = partial(find_in, SUITES)

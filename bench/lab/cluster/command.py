@@ -1,7 +1,7 @@
 """`bench.lab cluster`: a cluster on this machine under a burst, several rounds of the same requests.
 
 python -m bench.lab cluster                  runs what is missing (about an hour on two cores) and writes the page
-python -m bench.lab cluster --duel           with and without merging, five rounds of these two alone
+python -m bench.lab cluster --duel           with and without merging, and without once more, five rounds
 python -m bench.lab cluster --quick          two instances of a tiny model: that it runs
 python -m bench.lab cluster --report-only    writes the page of what is stored
 """
@@ -124,23 +124,26 @@ def run_cluster(results: Path, suite_name: str = "full", *, report_only: bool = 
 
 
 def _ratios(data: Mapping[str, Any], suite: Suite[Case]) -> str:
-    """With merging over without, round by round."""
+    """With merging over without, round by round; and what two equal runs differ by."""
+    first, *others = COMPARED["duel"]
     lines = []
     for case in suite.cases:
         for column in COLUMNS:
             if column.key not in ("ttft_p99_s", "tokens_per_s", "tbt_p99_s"):
                 continue
-            pairs = [
-                [data["points"].get(rounds.run_name(case.name, policy, number)) for policy in COMPARED["duel"]]
-                for number in range(suite.rounds)
-            ]
-            found = [merging[column.key] / alone[column.key] for alone, merging in pairs if alone and merging]
-            if found:
-                lines.append(
-                    f"- {case.name}, {column.title.partition(',')[0]}: {statistics.median(found):.2f} ({min(found):.2f} to "
-                    f"{max(found):.2f}), n = {len(found)}"
-                )
-    return "\n".join(["", "`all` over `alone`, each round by itself, median and range:", "", *lines, ""])
+            said = []
+            for policy in others:
+                both = [
+                    [data["points"].get(rounds.run_name(case.name, each, number)) for each in (first, policy)]
+                    for number in range(suite.rounds)
+                ]
+                found = [one[column.key] / base[column.key] for base, one in both if base and one]
+                if found:
+                    middle, least, most = statistics.median(found), min(found), max(found)
+                    said.append(f"`{policy}` {middle:.2f} ({least:.2f} to {most:.2f}), n = {len(found)}")
+            if said:
+                lines.append(f"- {case.name}, {column.title.partition(',')[0]}: {'; '.join(said)}")
+    return "\n".join(["", f"Over `{first}`, each round by itself, median and range:", "", *lines, ""])
 
 
 def _bubbles(point: Mapping[str, float]) -> float:
