@@ -116,7 +116,7 @@ doubles or triples. What tells them apart is how long the burst will last, which
 smaller groups once the lack has come would have to preempt what runs in the room that it gives up. That was not built: what
 helps there is instances.
 
-## What was not run
+## What was not measured
 
 {missing}A800 and H800 are taken as their tables have them (`remap plan --machine A800-80GB` prints the sources).
 """
