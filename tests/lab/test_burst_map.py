@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from bench.lab.kunserve import burst_map
 from bench.lab.kunserve.burst_map import (
+    CLAIMED,
     COMPARED,
     FULL,
     PAPERS,
@@ -24,9 +26,10 @@ from bench.lab.kunserve.burst_map import (
     most_share,
     picture,
     place,
+    places_of,
     table,
 )
-from bench.lab.kunserve.burst_page import page, run_burst_map, said
+from bench.lab.kunserve.burst_page import page, run_burst_map, said, steady
 from bench.lab.kunserve.figures import SETUPS, Settings, Setup, name_of
 from bench.lab.kunserve.twin.loads import LENGTHS, bursts
 from bench.lab.kunserve.twin.results import Sample
@@ -60,7 +63,7 @@ def test_answers_are_longer_and_prompts_are_not() -> None:
 
 
 def test_bursts_of_other_lengths_bring_as_many_requests() -> None:
-    plain, ten, seven, three, long, two = (len(one.requests(0)) for one in (FULL.loads[5], *FULL.shapes))
+    plain, ten, seven, three, long, two, *_ = (len(one.requests(0)) for one in (FULL.loads[5], *FULL.shapes))
     assert abs(seven / plain - 1) < 0.05 and abs(three / plain - 1) < 0.05 and ten < 0.8 * plain < long < two
     by_demand, in_turn = FULL.dispatched
     assert by_demand.requests(0) == in_turn.requests(0) == FULL.loads[5].requests(0)
@@ -153,6 +156,22 @@ def test_what_follows_is_told_of_loads_that_reach_the_paper_and_of_those_that_do
     assert "20 times" in " ".join(text.split()) and "In the other (97 % busy) it is 4 and 8" in " ".join(text.split())
     assert "In the other" not in said([at(of_paper, 1.5, 0.9), at(longer[0], 20.0, 0.8)])
     assert said([at(longer[0], 20.0, 0.8)]) == ""
+
+
+def test_long_runs_are_told_by_whether_dropping_frees_what_they_ask_for() -> None:
+    _, points = burst_map.read(RESULTS, FULL)
+    shapes = places_of(points, FULL, FULL.shapes)
+    high, *others = sorted((one for one in shapes if len(one.load.at) > 1), key=lambda one: -one.load.rate)
+    most = most_share(CLUSTER_A)
+    assert high.peak > most > max(one.peak for one in others) and min(one.peak for one in others) > 1.0
+    text = " ".join(steady(shapes, points, FULL).split())
+    assert all(f"at {one.load.rate:g}/s, {one.peak:.2f} times the KV" in text for one in others)
+    # What the last sentence says: beyond the edge they are gone, and below it with a seed.
+    below, above = sorted(others, key=lambda one: one.peak)
+    for system in ("kunserve", "remap"):
+        assert statistics.median(below.times[system]) > CLAIMED[0] > statistics.median(above.times[system])
+        assert min(below.times[system]) < 1.0
+    assert steady([high], points, FULL) == ""
 
 
 def test_the_page_is_what_is_stored() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.lab import ROOT
 from bench.lab.hybridserve import figures as hybridserve
-from bench.lab.kunserve import burst_page
+from bench.lab.kunserve import burst_map, burst_page
 from bench.lab.kunserve import figures as kunserve
 from bench.lab.paper.experiment_list import C1, C2, UNEQUAL
 from bench.lab.paper.experiments import ALGORITHM_1, BASELINE, FACTORS, IDEAL, Headline, headlines
@@ -247,6 +247,9 @@ def kunserve_(stored: Stored) -> str:
         table=_table(("Fig.: what", "KunServe", "`kunserve`, simulated", "`remap`", "why they differ"), rows),
         map=_table(titles, places),
         map_text=burst_page.said(bursts),
+        steady_text=burst_page.steady(
+            burst_map.places_of(stored.burst_map, loads=burst_map.FULL.shapes), stored.burst_map, burst_map.FULL
+        ),
         preemptions=number(preemptions_fewer(stored)),
     )
 

@@ -63,6 +63,7 @@ P99 TTFT, times lower than vLLM's, by demand and work:
 **Holds, in direction.** With the paper's policy P99 TTFT is lower than with every baseline in all four loads, and
 preemptions fall by {preemptions} % or more. **The size is a question of load.**
 {map_text}
+{steady_text}
 **Does not hold here:** lookahead hardly changes bubbles or tokens/s, restoring not the median first token.
 
 Every step: [kunserve.md]({results}/kunserve.md). The map, a forecast with which `remap` reaches `ideal`, and a burst in which
