@@ -59,9 +59,10 @@ CORE := .venv-core
 CORE_SUITES := tests/python/core_suites.txt
 # The small models of the tests gain nothing from torch's own threads, which on a busy machine wait for each other.
 ONE_THREAD := OMP_NUM_THREADS=1
-# A test that hangs fails, instead of sitting until the machine is taken away (pyproject.toml says after how long).
-PARALLEL := -n $(JOBS) --dist worksteal -o faulthandler_exit_on_timeout=true
-HOST_PYTEST := env -u REMAP_DEVICE -u REMAP_LIBCUDA $(ONE_THREAD) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest $(PARALLEL)
+# A test that hangs fails, instead of sitting until the machine is taken away (pyproject.toml says after how long); but in
+# `make test-long`, where one may take as long.
+PARALLEL = -n $(JOBS) --dist worksteal $(if $(REMAP_TEST_LONG),,-o faulthandler_exit_on_timeout=true)
+HOST_PYTEST = env -u REMAP_DEVICE -u REMAP_LIBCUDA $(ONE_THREAD) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest $(PARALLEL)
 # An empty list would mean every file to pytest. What is slow or marked `host` ran on the host, and runs here in `make test-long`.
 RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" && \
   $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(if $(REMAP_TEST_LONG),,-m 'not slow and not host') $(PYTEST_ARGS) $$files && \

@@ -39,10 +39,9 @@ WHOLE = LAYERS * LAYER_PAGES + KV
 PAGES = WHOLE + 7  # room for one model and a bit
 
 
-def check_layers(session: remap.Session, tenant: remap.Tenant, masters: list[np.ndarray]) -> None:
+def check_layers(session: remap.Session, tenant: remap.Tenant, masters: list[np.ndarray], memory: SessionBytes) -> None:
     """A pass finds every layer's bytes. (Outside of one, layers that were asked back may still be loading.)"""
     remap.advanced.check(session)
-    memory = SessionBytes(session)
     with tenant.forward():
         for layer, master in enumerate(masters):
             tenant.wait(layer)
@@ -61,6 +60,7 @@ class Model:
         knobs = remap.advanced.Knobs(reserve_blocks=0, min_idle=0.0 if idle else 1e9, **more)
         spec = make_spec(LAYERS, min_blocks=BLOCKS, max_blocks=4 * PAGES)
         self.tenant = self.session.attach_bytes(self.masters, name=name, kv=spec, config=knobs)
+        self.memory = SessionBytes(self.session)
 
     @property
     def cold(self) -> int:
@@ -73,7 +73,7 @@ class Model:
         return self.session.activate(self.name)
 
     def check(self) -> None:
-        check_layers(self.session, self.tenant, self.masters)
+        check_layers(self.session, self.tenant, self.masters, self.memory)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_master_copies_that_another_session_has_page_locked_are_copied(broker: B
         session.deactivate(f"t{number}", pages="none")
     sessions[0].close()  # it lets go of them
     assert sessions[1].activate("t1").activated
-    check_layers(sessions[1], tenants[1], masters)
+    check_layers(sessions[1], tenants[1], masters, SessionBytes(sessions[1]))
 
 
 def test_first_layers_stay_while_the_others_suffice(broker: Broker, opened_here: ExitStack) -> None:

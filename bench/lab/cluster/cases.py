@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.lab.rounds import Suite, find_in
@@ -31,6 +31,7 @@ class Policy:
 
 
 _ALONE = Control("alone")
+_STREAMING = Policy("`all`, but instances never merge", _ALONE, streams=True, swaps=True)
 ONE, AGAIN = "one", "again"
 POLICIES: Mapping[str, Policy] = {
     ONE: Policy("one instance with memory for all requests at once", _ALONE, instances=1, ample=True),
@@ -46,8 +47,8 @@ POLICIES: Mapping[str, Policy] = {
         streams=True,
         swaps=True,
     ),
-    "alone": Policy("`all`, but instances never merge", _ALONE, streams=True, swaps=True),
-    AGAIN: Policy("`alone` once more: how far two equal runs differ", _ALONE, streams=True, swaps=True),
+    "alone": _STREAMING,
+    AGAIN: replace(_STREAMING, about="`alone` once more: how far two equal runs differ"),
 }
 
 

@@ -120,7 +120,8 @@ helps there is instances.
 
 `remap` looks at every partition of up to eight instances, and dissolves a group by ski rental. With each replaced, the loads of
 the first table and two of [kunserve.md](kunserve.md), P99 TTFT over that of `remap`, five seeds each, median (lowest to highest)
-(28 November 2026; not stored):
+(28 November 2026; not stored; with `EXACT` of [drop.py](../../src/remap/policy/cluster/drop.py) 0, stages still
+tried in as many orders as for eight, and with `Control._pays` of "kunserve"):
 
 | load | the better of greedy and equal sizes | below half of the KV (the paper's) |
 |---|---|---|
@@ -132,9 +133,10 @@ the first table and two of [kunserve.md](kunserve.md), P99 TTFT over that of `re
 | LongBench, 14B, two bursts | – | 1.00 (0.92 to 1.13) |
 | LongBench, 72B, no end | – | 1.00 |
 
-Neither is worth much here. Searching stays for its worst seed, where one look costs twice the P99 TTFT; ski rental for what it
-bounds, a demand that stays between half of the KV and all of it, in which the paper's rule never goes back. With two bursts that
-rule has a P50 TTFT of 0.93 (0.87 to 1.07) times, and a P50 TPOT of 0.97 (0.96 to 1.02) times.
+Neither is worth much here: without the search medians are better once and worse once, without ski rental they are equal. The
+search stays for its worst seeds (without it P99 TTFT was twice as high in one of LongBench, 72B, and at best 12 % lower), and ski
+rental for what it bounds: where demand stays between half of the KV and all of it the paper's rule never goes back. No load here
+is of that kind. With two bursts the paper's rule has a P50 TTFT of 0.93 (0.87 to 1.07) times, a P50 TPOT of 0.97 (0.96 to 1.02).
 
 ## What was not measured
 
@@ -160,11 +162,11 @@ SHAPES = """As many requests in a shorter burst ask for as much KV, and prompts 
 harm**: in 130 s demand is {peak} times the KV, eight instances as one group have {most} times, and P99 TTFT is {kunserve} s with
 `kunserve` and {remap} s with `remap`, where `vllm` has {base}: pipelines are slower, and requests are preempted all the same."""
 STEADY = """**A burst at 45 s meets few that run.** Answers x4 stay for about {stay} s with `ideal`, so at {high} requests/s
-demand goes on rising behind the burst, and would be above the KV without one. In the paper's 640 s, with its second burst at
-440 s, it is {peak} times the KV, beyond what dropping frees, and P99 TTFT under `vllm` is {times} times that of `kunserve` and
-`remap`. At rates at which KV is short in bursts alone it is a matter of how short: {rates}. **So in long runs the paper's
-times are near the edge of what dropping frees**: a little beyond it they are gone, and seeds differ in which side they are
-on."""
+demand goes on rising behind the burst: with seeds 0 and 1 it is 0.3 times the KV when the burst begins, and 1.3 and 1.5 times at
+439 s, long after it (not stored). In the paper's 640 s, with its second burst at 440 s, it is {peak} times the KV at most, beyond
+what dropping frees, and P99 TTFT under `vllm` is {times} times that of `kunserve` and `remap`. At rates at which KV is short in
+bursts alone it is a matter of how short: {rates}. **So in long runs the paper's times are near the edge of what dropping
+frees**: a little beyond it they are gone, and seeds differ in which side they are on."""
 STEADY_RATE = (
     "at {rate:g}/s, {peak:.2f} times the KV, {kunserve} with `kunserve`, {remap} with `remap` and {ideal} with `ideal`"
 )
