@@ -29,7 +29,7 @@ from bench.lab.kunserve.burst_map import (
     places_of,
     table,
 )
-from bench.lab.kunserve.burst_page import page, run_burst_map, said, steady
+from bench.lab.kunserve.burst_page import edge, page, run_burst_map, said, steady
 from bench.lab.kunserve.figures import SETUPS, Settings, Setup, name_of
 from bench.lab.kunserve.twin.loads import LENGTHS, bursts
 from bench.lab.kunserve.twin.results import Sample
@@ -151,9 +151,9 @@ def test_what_follows_is_told_of_loads_that_reach_the_paper_and_of_those_that_do
         return Place(load, 1.2, work, [10.0], {"kunserve": [times], "remap": [2 * times], "ideal": [3 * times]})
 
     of_paper, *longer = FULL.loads[0], *FULL.loads[-2:]
-    text = said([at(of_paper, 1.5, 0.9), at(longer[0], 20.0, 0.8), at(longer[1], 4.0, 0.97)])
+    text = " ".join(said([at(of_paper, 1.5, 0.9), at(longer[0], 20.0, 0.8), at(longer[1], 4.0, 0.97)]).split())
     assert "90 % busy; six times the KV brings 4.5 times" in text and "in 1 of 2 loads" in text
-    assert "20 times" in " ".join(text.split()) and "In the other (97 % busy) it is 4 and 8" in " ".join(text.split())
+    assert "20 times" in text and "In the other (97 % busy) seeds differ: `kunserve` 4, `remap` 8." in text
     assert "In the other" not in said([at(of_paper, 1.5, 0.9), at(longer[0], 20.0, 0.8)])
     assert said([at(longer[0], 20.0, 0.8)]) == ""
 
@@ -172,6 +172,10 @@ def test_long_runs_are_told_by_whether_dropping_frees_what_they_ask_for() -> Non
         assert statistics.median(below.times[system]) > CLAIMED[0] > statistics.median(above.times[system])
         assert min(below.times[system]) < 1.0
     assert steady([high], points, FULL) == ""
+    assert all("x4" in one.load.name for one in (high, below, above))
+    medians = [statistics.median(one.times["kunserve"]) for one in (below, above, high)]
+    said_times = "{:.2g}, {:.2g} and {:.2g} times".format(*medians)
+    assert said_times in " ".join(edge(shapes).split())
 
 
 def test_the_page_is_what_is_stored() -> None:

@@ -30,10 +30,36 @@ def test_a_mixture_wins_only_where_the_pipelines_cross(w: float, k: float, d: fl
     assert one.seconds(one.share) <= one.seconds(share) * (1 + 1e-9)
     crosses = one.kv_alone_s > f and f + g > one.kv_alone_s - k / 2
     assert (one.gain > 1 + 1e-9) <= crosses
-    assert one.gain <= (1.5 if d <= w else 2.0) * (1 + 1e-9)
+    assert one.gain <= one.most * (1 + 1e-9)
+    if d <= w:
+        assert one.most <= 1.5 * (1 + 1e-9)
+    elif w + k / 2 >= d:
+        assert one.most <= 2.0 * (1 + 1e-9)
     low, high = one.rates
     faster = replace(one, weights_s=w / 2, kv_s=k / 2, kept_s=d / 2)  # twice the link
     assert faster.rates == pytest.approx((low / 2, high / 2))
+
+
+@given(seconds, seconds, st.floats(0.0, 300.0))
+def test_a_processor_that_takes_as_long_as_the_link_reaches_the_bound(w: float, k: float, d: float) -> None:
+    one = Window(w, k, d, 0.0, max(0.0, w + k - d))
+    assert one.gain == pytest.approx(one.most) if one.recompute_s > 1e-9 else True
+
+
+@pytest.mark.parametrize(
+    ("one", "gain"),
+    [
+        (
+            Window(0.5, 2.0, 2.0, 0.0625, 0.5),
+            2.4,
+        ),  # the device holds a quarter of K and V as activations: 0.21 s, not 0.5
+        (Window(1.0, 1.0, 1.0, 0.0, 1.0), 1.5),
+        (Window(1.0, 2.0, 2.0, 0.0, 1.0), 2.0),
+        (Window(1.0, 2.0, 5.0, 0.5, 1.0), 1.0),  # KV alone copies nothing
+    ],
+)
+def test_gains_by_hand(one: Window, gain: float) -> None:
+    assert one.gain == pytest.approx(gain)
 
 
 def test_no_stored_pass_is_below_the_bound() -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from effort import examples
+from effort import LONG, examples
 from fixtures import emulated
 from hypothesis import settings
 
 __all__ = ["emulated"]
 
 # No test depends on how long something takes: an example may be slow on a busy machine.
-settings.register_profile("remap", deadline=None, max_examples=examples(100))
+settings.register_profile("remap", deadline=None, max_examples=examples(100), derandomize=not LONG)
 settings.load_profile("remap")
 
 

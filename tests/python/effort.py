@@ -1,10 +1,10 @@
 """How many like cases a test tries: some in `make test` and `make test-all`, all of them with REMAP_TEST_LONG=1
 (`make test-long`, and `make mutants`).
 
-What a test looks at is the same in both; drawn examples are others in each run, so that many short runs are a long one. Of
-sweeps over places the short form keeps each place once: an interrupt comes to every line, at its first visit or its last by turns
-(test_engine_interrupts.py). Of sweeps over calls it spreads the cases evenly, and other calls fail once and for ever, on the host
-and on a device (test_fault_sweep.py).
+What a test looks at is the same in both. Hypothesis draws the same examples in each short run, so that none turns red of itself,
+and others in each long one. Of sweeps over places the short form keeps each place once: an interrupt comes to every line, at its
+first visit or its last by turns (test_engine_interrupts.py). Of sweeps over calls it spreads the cases evenly, and other calls
+fail once and for ever, on the host and on a device (test_fault_sweep.py).
 """
 
 from __future__ import annotations

@@ -247,9 +247,7 @@ def kunserve_(stored: Stored) -> str:
         table=_table(("Fig.: what", "KunServe", "`kunserve`, simulated", "`remap`", "why they differ"), rows),
         map=_table(titles, places),
         map_text=burst_page.said(bursts),
-        steady_text=burst_page.steady(
-            burst_map.places_of(stored.burst_map, loads=burst_map.FULL.shapes), stored.burst_map, burst_map.FULL
-        ),
+        edge_text=burst_page.edge(burst_map.places_of(stored.burst_map, loads=burst_map.FULL.shapes)),
         preemptions=number(preemptions_fewer(stored)),
     )
 

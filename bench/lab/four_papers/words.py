@@ -7,9 +7,9 @@ BEFORE = """# Four papers and ours
 Four papers turn memory that holds weights, or memory of the host, into room for KV. This page says where their claims
 hold in our simulation, under which load and metric, and where not. The library's own planner, arena and controller run
 in it; time is virtual, and passes take what a roofline fitted to published measurements says. The papers print few
-rates, so most comparisons are over a grid of them.
+rates, so most comparisons are over grids.
 
-Numbers of ours are medians of {seeds} seeds; ranges, loads and constants are beside the data. A minus is worse than the
+Ours are medians of {seeds} seeds; ranges, loads and constants are beside the data. A minus is worse than the
 baseline. `recompute` is vLLM's preemption, c the rate at which it is saturated. `ideal` is `recompute` with six times
 the memory: the bound for first tokens and tokens/s, not for gaps between tokens, as more memory lets more requests run
 at once. –: not run, or meaningless. TTFT is the time to the first token, TBT one gap between tokens, TPOT the mean gap
@@ -35,7 +35,7 @@ more at 2 c, long beside short requests {mixed_tokens} % more at c; at lower rat
 memory is no sure remedy: in {worse} of the {loads} loads of [headline.md]({results}/headline.md)
 `ideal` has a *longer* P99 gap than `recompute`, by {worse_least} to {worse_most} %. With 500 requests it has a P99 gap
 that is 1 % shorter, or more, in {ideal_better} of {ideal_loads} loads and rates, and such a P99 TPOT in {ideal_tpot}.
-More requests run at once and wait for each other, in C1 for turns of 1 s; `kv-pool+swap`, where weights stay, has gaps
+More run at once and wait for each other, in C1 for turns of 1 s; `kv-pool+swap`, where weights stay, has gaps
 {pool_c2} % shorter in C2. A request's mean gap (P99 TPOT) has the paper's sign with ShareGPT's lengths: {c1_tpot} %
 shorter in C1 at 0.7 and 1 c ({c1_others} % at other rates), {c2_tpot} % in C2 from 0.2 c on, {fig9_tpot} % in Fig. 9 at
 1:4 from 0.3 c on; hardly with Alpaca's, or in Figs 10, 12 and 13. The paper says TBT. **Algorithm 1 as printed**
@@ -43,7 +43,7 @@ shorter in C1 at 0.7 and 1 c ({c1_others} % at other rates), {c2_tpot} % in C2 f
 `recompute` (`remap:weights`: {ours_ttft}), P99 TPOT {printed_tpot}, as passes wait {printed_waits} % of their time: its
 cap counts alpha layers, and m are copied (our reading). **Fig. 14** holds in direction, but for time between tokens.
 
-All figures with their reasons: [paper.md]({results}/paper.md); [both gaps at every
+All figures: [paper.md]({results}/paper.md); [both gaps at every
 rate]({results}/paper.md#one-gap-between-tokens-and-the-mean-gap-of-a-request), [Fig.
 4]({results}/paper.md#oneiros-fig-4-computation-of-a-pass-against-the-loading-of-layers).
 """
@@ -63,11 +63,11 @@ P99 TTFT, times lower than vLLM's, by demand and work:
 **Holds, in direction.** With the paper's policy P99 TTFT is lower than with every baseline in all four loads, and
 preemptions fall by {preemptions} % or more. **The size is a question of load.**
 {map_text}
-{steady_text}
+{edge_text}
 **Does not hold here:** lookahead hardly changes bubbles or tokens/s, restoring not the median first token.
 
-Every step: [kunserve.md]({results}/kunserve.md). The map, a forecast with which `remap` reaches `ideal`, and a burst in which
-dropping does harm: [kunserve-map.md]({results}/kunserve-map.md).
+Every step: [kunserve.md]({results}/kunserve.md). A forecast with which `remap` reaches `ideal`, bursts in which dropping does
+harm: [kunserve-map.md]({results}/kunserve-map.md).
 """
 
 HYBRIDSERVE = """## HybridServe
@@ -86,7 +86,7 @@ its attention moves K and V three times. **Not the size:** with one link for bot
 beyond the bound. **Not where computing is scarce:** on a GH200 mixtures gain at most {gh200} %. **Hardly
 needed:** activations that stay (weights that stay do as much), copies by mini-batch ({parts} % at most).
 
-Every batch, the bound, and the engine: [hybridserve.md]({results}/hybridserve.md).
+Every batch and the bound: [hybridserve.md]({results}/hybridserve.md).
 """
 
 PIE = """## Pie
@@ -110,7 +110,7 @@ Every size and rate: [pie.md]({results}/pie.md).
 ## What none of the four has
 
 [Four figures]({results}/beyond.md): regret, all donors over time, lending between processes, exactness.
-[More]({results}/paper.md#what-the-paper-does-not-have): models that lend each other layers, bounds on stalls, other turns. How
-near each policy comes to `ideal`: [gap.md]({results}/gap.md); what weights add, by link and rate: [map.md]({results}/map.md);
-measured on our engine: [real.md]({results}/real.md).
+[More]({results}/paper.md#what-the-paper-does-not-have): models that lend each other layers, bounds on stalls. How near
+policies come to `ideal`: [gap.md]({results}/gap.md); what weights add, by link and rate: [map.md]({results}/map.md);
+on our engine: [real.md]({results}/real.md).
 """

@@ -89,7 +89,8 @@ BOUND = """At a share s of activations no schedule of a pass takes less than T(s
 the link's seconds for weights and for all K and V, less what the device keeps of either, and the processor's for all
 but recomputation and to make all K and V again ([window.py](../lab/hybridserve/window.py)). So a mixture is faster than
 KV alone and activations alone if and only if the link is the longer one with KV alone and the processor with
-activations alone. It gains at most 1.5 times then, if the device keeps no more than weights, and never more than 2.
+activations alone. It gains at most 1 + K / 2 (W + K - D) times then: 1.5 if the device keeps no more than weights, 2 if
+activations alone still copy something, and more only where the device holds the rest of K and V before.
 (Gain, ideal: of schedules that hide all they can. Real ones may gain more, as what they do not hide differs.)
 **Activations that stay on the device are worth no more than weights that stay**: either byte saves a byte on the link.
 Link: by how much slower or faster it may be for a mixture to win. Passes of `ours` take {least} to {most} times the

@@ -10,9 +10,11 @@ KV alone is T(0), activations alone T(1). The first term falls in s and the seco
 only if they cross in between: the link is the longer one with KV alone (W + K - D > F), and the processor with activations alone
 (F + G > W + K / 2 - D). So there is a lowest and a highest rate of the link between which a mixture can win.
 
-At the crossing, with A = W + K - D, T = (G A + F K / 2) / (G + K / 2). The gain over the better one is at most 1 + K /
-2 A: F only lessens it, and with F = 0 it is 1 + K / 2 G where A <= G and (G + K / 2) / A where G <= A. So it is at most
-1.5 where the device keeps no more than weights (D <= W), and never more than 2, as activations alone then copy nothing.
+With A = W + K - D they cross at T = (G A + F K / 2) / (G + K / 2), and min(A, F + G) / T is what is gained over the better one.
+That grows with G while KV alone is the slower one (F + G < A) and falls from there on. Where both are equal, G = A - F, it falls
+as F grows (its slope in F has the sign of -K ** 2), and without F it is 1 + K / 2 A. So the gain is at most that: 1.5 where the
+device keeps no more than weights (D <= W, so K <= A), 2 where it does not hold all activations (K / 2 <= A), and more only where
+it holds what is left of K and V before all of it is activations.
 """
 
 from __future__ import annotations
@@ -62,6 +64,11 @@ class Window:
     def gain(self) -> float:
         """Of the best mixture over the better of KV alone and activations alone; 1: none is faster."""
         return min(self.seconds(0.0), self.seconds(1.0)) / self.seconds(self.share)
+
+    @property
+    def most(self) -> float:
+        """No gain is more than this, whatever processor there is; infinite where KV alone copies nothing."""
+        return 1.0 + self.kv_s / (2.0 * self.kv_alone_s) if self.kv_alone_s else math.inf
 
 
 def window(batch: Batch) -> Window:
