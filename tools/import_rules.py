@@ -61,7 +61,7 @@ OPTIONAL_PACKAGES = (
 
 # What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, engine,
 # cluster, sim, cli) may import any of it; nothing here may import them.
-BASE = ("errors", "config", "sizes", "locking", "moved", "notebook", "nvtx", "report", "extras")
+BASE = ("errors", "config", "sizes", "locking", "moved", "notebook", "nvtx", "report", "extras", "seldom")
 CORE = (
     *(
         "policy",
@@ -79,6 +79,7 @@ CORE = (
         "joined",
         "shown",
         "ranks",
+        "process_turn",
     ),
     "_core",
 )

@@ -19,7 +19,6 @@ the engine has returned.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,11 +30,11 @@ from typing import Any
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
 from remap.memory.core import Core
-from remap.memory.observe import AGAIN_S
-from remap.memory.outside import Outside
 from remap.moved import renamed_class
 from remap.policy.controller import Demand
-from remap.policy.turns import TURN_S, PresentTurn, Queue, Turns
+from remap.policy.turns import TURN_S
+from remap.process_turn import ProcessTurn
+from remap.seldom import Seldom
 from remap.session import Session
 from remap.tenant import Tenant
 
@@ -45,11 +44,6 @@ __all__ = ["Rank", "RankGroup", "RankReport", "ids", "runs"]
 
 logger = logging.getLogger("remap.ranks")
 
-ASKS_S = 1.0
-"""Who waits for its layers asks again within this time: vLLM's scheduler 50 ms behind each answer, which takes some passes of
-those that serve. Were it longer, an engine that gave its turn would stand still for as long behind the other's last ask."""
-MOST_LONGER = 64
-"""At most so many times `turn_s`: a turn of it costs whoever gave one in vain 2 % of its time then."""
 _PATIENT_S, _AGAIN_S = 0.25, 0.005
 """How long a step waits for other processes, and how often it looks."""
 
@@ -92,31 +86,6 @@ def ids(found: Runs) -> set[int]:
     return {each for first, stop in found for each in range(first, stop)}
 
 
-class _Seldom:
-    """Says a warning, and again only `AGAIN_S` seconds later: steps come by the hundred a second. One writer."""
-
-    def __init__(self) -> None:
-        self._next_s, self._left_out = -math.inf, 0
-
-    def warn(self, text: str, *values: object) -> None:
-        now = time.monotonic()
-        if now < self._next_s:
-            self._left_out += 1
-            return
-        more = f" (and {self._left_out} times since this was said last)" if self._left_out else ""
-        self._next_s, self._left_out = now + AGAIN_S, 0
-        logger.warning(text + "%s", *values, more)
-
-
-@dataclass(frozen=True)
-class _Gave:
-    """until_s: the tenant asks for no pages before (`time.monotonic`), while others wait. in_use: whether it has asked since, in
-    vain."""
-
-    until_s: float
-    in_use: bool = False
-
-
 class Rank:
     """One rank's tenant. Call its methods between passes."""
 
@@ -127,10 +96,7 @@ class Rank:
         serves, at least, while another process waits for these (see `turn_over`)."""
         self.session, self.tenant, self.rank = session, tenant, rank
         self._cold_s, self._timer = cold_s, threading.Timer(0.0, self._cold_by_itself)  # of the sleep that began last
-        self._outside = session.exclusively(partial(_asking, tenant.name), claims=False)
-        self._turn_s, self._turn = turn_s, PresentTurn("this", time.monotonic())
-        self._longer = 1  # times turn_s: turns that were given in vain make the next ones longer
-        self._gave: _Gave | None = None  # its turn, and has not served since
+        self.turn = ProcessTurn(session, (tenant.name,), turn_s)
         self._turning = threading.Lock()  # asleep, or not: the timer's thread must not find it half way
         self._left: Callable[[RankReport], Sequence[int]] | None = None
         self._held: set[int] = set()  # drained; the engine has not returned them yet
@@ -140,7 +106,7 @@ class Rank:
         self._patient_again_s = 0.0
         self._lost: set[int] = set()  # while it sleeps, of an engine in another process
         self._told = False  # the step under way has changed the open ids
-        self._failed = _Seldom()
+        self._failed = Seldom(logger)
 
     def listen(self, left: Callable[[RankReport], Sequence[int]] | None) -> None:
         """Hand the blocks of rank 0 to the engine's allocator, and zero the open ones.
@@ -231,7 +197,7 @@ class Rank:
         with self._turning:
             if not self.tenant.active:
                 began = time.monotonic()
-                if self._gave is not None and began < self._gave.until_s and self._others_wait():
+                if not self.turn.may_begin():
                     return None
                 cold = self.session.snapshot().tenants[self.tenant.name].cold
                 try:
@@ -242,11 +208,8 @@ class Rank:
                 if not woken.activated:
                     self._still_waits(woken.reason)
                     return None
-                if self._gave is not None:
-                    vain = not self._gave.in_use and self._others_wait()
-                    self._longer, self._gave = min(MOST_LONGER, 2 * self._longer) if vain else 1, None
-                reload_s = self.session.exclusively(partial(_load_s, self.tenant.name, len(cold)), claims=False)
-                self._turn = PresentTurn("this", began, reload_s)
+                load_s = self.session.exclusively(partial(_load_s, self.tenant.name, len(cold)), claims=False)
+                self.turn.begun(began, load_s)
                 if cold:
                     logger.info("%s is not cold any more: %s", self.tenant.name, woken.reason)
             self._asleep = False
@@ -254,13 +217,8 @@ class Rank:
         return replace(self.report(), lost=runs(sorted(lost)))
 
     def _still_waits(self, why: str) -> None:
-        self._gave = None if self._gave is None else replace(self._gave, in_use=True)
+        self.turn.refused()
         self._failed.warn("rank %d: requests for %s wait for its layers: %s", self.rank, self.tenant.name, why)
-
-    def _others_wait(self) -> bool:
-        """Whether another process asks for pages for its layers just now."""
-        unmet = None if self._outside is None else self._outside.unmet
-        return unmet is not None and time.monotonic() - unmet.asked_s < ASKS_S
 
     def sleep(self) -> None:
         """Stop serving passes until `wake`: other tenants of the session may use the pages of its layers, and other processes
@@ -277,43 +235,17 @@ class Rank:
             self._timer.start()
 
     def turn_over(self) -> bool:
-        """Whether another process has waited for pages for its layers for long enough, which this tenant has: the engine is to
-        pause its requests, let go of its blocks, and `give_turn`; then it may `wake`, which waits for its turn.
-
-        A turn lasts for turn_s and the time of its load again, at least, and no longer if others wait (`policy.turns`). If the
-        pages were of no use to others (they need those of a third one, which gives none) the next turn lasts twice as long. Takes
-        no lock. Always False without a broker, and with `Config(lends=False)`.
-        """
-        unmet = None if self._outside is None else self._outside.unmet
-        if unmet is None:
-            return False
-        queues = {"this": Queue(self._turn.begun_s), "others": Queue(unmet.since_s)}
-        turn_s = self._turn_s if self._longer == 1 else max(self._turn_s, 1.0) * self._longer
-        # No patience: how long the other has waited ends no turn early, or turns in vain would come every half minute for ever.
-        return Turns(turn_s, math.inf).decide(time.monotonic(), self._turn, queues).name == "others"
+        """Whether the engine is to pause its requests, let go of its blocks, and `give_turn`, for another process waits
+        (`ProcessTurn.over`); then it may `wake`, which waits for its turn. Takes no lock."""
+        return self.turn.over()
 
     def give_turn(self) -> None:
-        """`sleep`, and let others have what they wait for at once, however lately this tenant has served. Until they have it, or
-        for as long as a turn, `wake` does not ask for it: who waits may need the pages of a second engine as well."""
+        """`sleep`, and let others have what they wait for at once (`ProcessTurn.give`). Until they have it, or for as long as a
+        turn, `wake` does not ask for it."""
         self.sleep()
         with self._turning:
             if self._asleep:
-                try:
-                    pages = self.session.exclusively(partial(_give_turn, self.tenant.name))
-                except ArenaBroken:
-                    raise
-                except Error as error:  # it sleeps, and others ask again
-                    pages = 0
-                    self._failed.warn("rank %d: %s gives no pages: %s", self.rank, self.tenant.name, error)
-                now = time.monotonic()
-                self._gave = _Gave(now + max(self._turn_s, ASKS_S))
-                served_s = now - self._turn.begun_s
-                logger.info(
-                    "%s has served for %.1f s, and gives its turn, and %d pages, to another process; its requests wait",
-                    self.tenant.name,
-                    served_s,
-                    pages,
-                )
+                self.turn.give()
 
     def turn_cold(self) -> bool:
         """Give up all that the tenant has but its first blocks, if it sleeps (`Session.deactivate(pages="none")`); `wake` brings
@@ -409,15 +341,6 @@ class Rank:
             memory[first * size : stop * size].zero_()
 
 
-def _asking(name: str, core: Core) -> Outside | None:
-    """The other processes, if this tenant gives them anything."""
-    return core.outside if core.tenant(name).config.lends else None
-
-
-def _give_turn(name: str, core: Core) -> int:
-    return 0 if core.outside is None else core.outside.give_turn(core.tenant(name), core.cold)
-
-
 def _load_s(name: str, layers: int, core: Core) -> float:
     """Seconds that so many layers of the tenant take to load."""
     return core.tenant(name).timing.copy_seconds() * layers
@@ -446,7 +369,7 @@ class RankGroup:
         self.target = first.target
         self.opened = first.open
         self.refusals = 0  # changes that a rank could not follow
-        self._refused = _Seldom()
+        self._refused = Seldom(logger)
 
     def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> RankReport | None:
         """`Session.step` for all ranks; see `Rank.step`. Returns None if nothing has changed."""

@@ -180,7 +180,9 @@ def test_kunserve() -> None:
     assert f"seeds differ: {', '.join(differ)}." in WORDS
     long = [f"BurstGPT, 14B, answers x4, {each}/s, 640 s, two bursts" for each in ("13.5", "14", "16.2")]
     *before, last = (short(median(times(load, "kunserve"))) for load in long)
-    assert f"In the paper's 640 s (answers x4) it is {', '.join(before)} and {last} times at 13.5, 14 and 16.2/s" in WORDS
+    assert (
+        f"In the paper's 640 s (answers x4) it is {', '.join(before)} and {last} times at 13.5, 14 and 16.2/s" in WORDS
+    )
     # "lookahead hardly changes bubbles or tokens/s, restoring not the median first token" (for the better).
     steps = {
         step: {key: median(of("LongBench, 14B", step, key)) for key in ("tokens_per_s", "bubble_share")}

@@ -279,6 +279,25 @@ def test_an_engine_turns_cold_by_itself_unless_it_wakes_before(broker: Broker, o
     assert not rank.turn_cold()
 
 
+def test_an_inactive_model_for_which_others_have_too_little_starts_without_pages(
+    broker: Broker, opened_here: ExitStack
+) -> None:
+    """By itself, as in a session of its own: it was refused."""
+    one = Model(broker, "one", 10)
+    opened_here.callback(one.session.close)
+    one.check()
+    session = opened(broker)
+    opened_here.callback(session.close)
+    masters = [np.zeros(LAYER_PAGES * PAGE, dtype=np.uint8)] * LAYERS
+    kv = make_spec(LAYERS, min_blocks=BLOCKS, max_blocks=4 * PAGES)
+    session.attach_bytes(masters, name="two", kv=kv, active=False)
+    assert len(session.snapshot().tenants["two"].cold) == LAYERS
+    with pytest.raises(OutOfMemory):
+        session.attach_bytes(masters, name="three", kv=kv)  # one that serves at once
+    one.session.deactivate("one", pages="none")
+    assert session.activate("two").activated
+
+
 def test_a_member_that_keeps_pages_asks_for_layers_last() -> None:
     ledger = Ledger(4)
     for member in (1, 2, 3):
@@ -375,10 +394,10 @@ def test_a_turn_lasts(broker: Broker, opened_here: ExitStack) -> None:
     unmet = one.model.session.exclusively(lambda core: core.outside.unmet)
     assert unmet.pages > 0 and unmet.since_s < unmet.asked_s
     # It lasts for as long as the load of its model took, too, and is over then.
-    one.rank._turn_s = 0.0
-    one.rank._turn = PresentTurn("this", time.monotonic(), 1e6)
+    one.rank.turn.turn_s = 0.0
+    one.rank.turn.present = PresentTurn("this", time.monotonic(), 1e6)
     assert not one.rank.turn_over()
-    one.rank._turn = PresentTurn("this", time.monotonic() - 1.0)
+    one.rank.turn.present = PresentTurn("this", time.monotonic() - 1.0)
     assert one.rank.turn_over()
     one.rank.give_turn()
     assert one.rank.wake() is None  # the other one has not asked since
@@ -458,22 +477,22 @@ def test_a_turn_that_was_given_in_vain_makes_the_next_one_longer(broker: Broker,
 
     longer = []
     for _ in range(3):
-        one.rank._turn = PresentTurn("this", time.monotonic() - 100.0)
+        one.rank.turn.present = PresentTurn("this", time.monotonic() - 100.0)
         until(lambda: asks() and one.rank.turn_over(), "its turn is over")
         one.rank.give_turn()
         assert asks() and one.rank.wake() is None
         until(lambda: asks() and one.rank.wake() is not None, "it serves again")
         one.model.check()
-        longer.append(one.rank._longer)
+        longer.append(one.rank.turn.longer)
     assert longer == [2, 4, 8]
-    one.rank._turn = PresentTurn("this", time.monotonic() - 7.0)
+    one.rank.turn.present = PresentTurn("this", time.monotonic() - 7.0)
     assert asks() and not one.rank.turn_over()
     # However long the other one has waited: a turn of minutes is one, whether by REMAP_TURN_S or behind vain ones.
     outside = one.model.session.exclusively(lambda core: core.outside)
     for turn_s, longer in ((300.0, 1), (5.0, 64)):
-        one.rank._turn_s, one.rank._longer = turn_s, longer
+        one.rank.turn.turn_s, one.rank.turn.longer = turn_s, longer
         for served_s, over in ((turn_s * longer - 10.0, False), (turn_s * longer + 1.0, True)):
-            one.rank._turn = PresentTurn("this", time.monotonic() - served_s)
+            one.rank.turn.present = PresentTurn("this", time.monotonic() - served_s)
             assert asks()
             outside._unmet = replace(outside._unmet, since_s=time.monotonic() - 200.0)
             assert one.rank.turn_over() is over

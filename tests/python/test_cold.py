@@ -463,3 +463,34 @@ def test_anything_in_any_order(seed: int) -> None:
             session.detach(name)
         assert session.snapshot().pages.free == session.snapshot().pages.total
         session.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("freed", [3, 5])
+def test_a_model_whose_kv_lies_where_its_layers_were_frees_some_to_come_back(mode: str, freed: int) -> None:
+    """The small model needs less than the large one: behind its turn the large one's live blocks leave too little for the large
+    one's layers, and the activation names them. It raised OutOfMemory, and the requests of the model ended."""
+    with session_of(12, mode, reserve_blocks=0) as session:
+        large = Model(session, "large", [SIZE] * LAYERS, 1)
+        small = Model(session, "small", [SIZE] * 2, 2, active=False, pages="none")
+        engines = {"large": large, "small": small}
+        forward(session, large.tenant, large.data)
+        remap.advanced.remap(session, "large", 3, 1)
+        session.step({"large": remap.Demand(1000, 0)})
+        large.poison()
+        large.allocate(large.kv.free_blocks)
+        session.deactivate("large")
+        assert session.activate("small", alone=True).preempt.keys() == {"large"}
+        per_page = large.kv.usable_blocks // 10
+        large.free(sorted(large.held)[-freed * per_page :])
+        assert session.activate("small", alone=True).activated
+        forward(session, small.tenant, small.data)
+        check(session, engines)
+        refused = session.activate("large", alone=True)
+        assert not refused.activated and set(refused.preempt["large"]) == set(large.held)
+        assert "large" in refused.reason
+        check(session, engines)
+        large.free()
+        assert session.activate("large", alone=True).activated
+        forward(session, large.tenant, large.data)
+        check(session, engines)

@@ -319,3 +319,47 @@ def test_the_certified_first_layers_hide_the_loading_of_the_rest(compute_s: floa
         assert certified_s <= 1.2 * warm_s < load_s and 0 < kept < layers, (kept, certified_s, warm_s)
         late = lateness_beyond([compute_s] * layers, [nbytes / rate] * layers)
         assert late[kept - kept // 4 - 1] > 0.0
+
+
+@pytest.mark.parametrize("host_kv", [0, "auto"])
+def test_a_model_that_grew_into_its_own_layers_comes_back_behind_a_small_one(host_kv: Any) -> None:
+    """What a small one leaves is too little for the large one's layers beside its live KV: some of its requests give theirs up.
+    Their model's turn raised OutOfMemory, and a server ended them all."""
+    large, small = make("llama"), make("qwen3", seed=1)
+    small.model.layers = small.model.layers[:1]
+    small.config.num_hidden_layers = 1
+    rng = random.Random(5)
+    asked = {
+        name: [
+            Request(
+                f"{name}{number}", tuple(rng.randrange(3, 50) for _ in range(20)), SamplingParams(max_tokens=tokens)
+            )
+            for number in range(count)
+        ]
+        for name, count, tokens in (("large", 8, 24), ("small", 3, 3))
+    }
+
+    def served(memory: int, engines_asked: Any) -> Any:
+        knobs = remap.advanced.Knobs(min_idle=0.0, reserve_blocks=0, slowdown=100.0)
+        with remap.Session(memory, page_bytes=4096, config=knobs, host_kv=host_kv) as session:
+            engines = {}
+            for name, model in (("large", large), ("small", small)):
+                spec = kv_spec(model, min_blocks=8, max_blocks=4000, layers=len(model.model.layers))
+                tenant = session.attach(model, name=name, kv=spec, active=False, pages="none", hooks=False)
+                engines[name] = LLMEngine(model, tenant, session=session, max_num_seqs=8, max_batch_tokens=64)
+            shared = SharedEngines(session, engines, quantum_s=0.0)
+            away = 0
+
+            def look(*_: Any) -> None:
+                nonlocal away
+                away = max(away, int(engines["large"].tenant.remapped))
+
+            result = shared.run(engines_asked, look)
+            remap.advanced.check(session)
+            return result.tokens(), away
+
+    expected, _ = served(64 << 20, asked)
+    weights = sum(parameter.nbytes for parameter in large.parameters())
+    found, away = served((weights // 4096 + 28) * 4096, asked)
+    assert away > 0
+    assert found == expected

@@ -7,7 +7,6 @@ engines hear of changes by reports, "local" ones from within the change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from hypothesis import strategies as st
 from sharing_worlds import set_times, times_of
 
 import remap
-from remap import _core, ranks
+from remap import _core
 from remap.errors import InvalidState
 from remap.inside import inside
-from remap.memory.observe import AGAIN_S
 from remap.ranks import Rank, RankGroup, RankReport, ids, runs
 
 pytest.importorskip("torch")
@@ -243,19 +241,6 @@ def test_rank_0_whose_driver_fails_serves_on(worlds: Any, caplog: Any, count: in
     assert world.group.target == grown
     world.check()
     world.home()
-
-
-def test_what_happens_at_every_step_is_said_now_and_then(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [5.0]
-    monkeypatch.setattr("remap.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))
-    seldom = ranks._Seldom()
-    for seconds in (0.0, 1.0, 1.0, AGAIN_S, 1.0):
-        now[0] += seconds
-        seldom.warn("rank %d stays", 1)
-    assert [each.getMessage() for each in caplog.records] == [
-        "rank 1 stays",
-        "rank 1 stays (and 2 times since this was said last)",
-    ]
 
 
 def test_a_rank_cannot_have_what_rank_0_has(worlds: Any) -> None:

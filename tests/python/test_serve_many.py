@@ -9,6 +9,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +89,8 @@ def least(folders: dict[str, str]) -> int:
 def serving(folders: dict[str, str], memory: int, world: World, config: remap.Config | None = None) -> None:
     async def run() -> None:
         plans, page = plan_many(folders, memory, page_bytes=PAGE)
-        session, shared = make_many(plans, memory, page, config=config)
+        session = remap.Session(memory // page * page, page_bytes=page)
+        shared = make_many(plans, session, config=config)
         front = ManyModels(shared)
         try:
             catalog = Catalog([Served(name, byte_tokenizer(), plan.positions) for name, plan in plans.items()])
@@ -275,6 +279,55 @@ def test_the_command_serves_and_ends(folders: dict[str, str], expected: dict[str
             server.send_signal(signal.SIGINT)
             rest = server.stdout.read()
             assert server.wait(60) == 0 and "ended" in rest, "".join(lines) + rest
+
+
+def test_two_servers_share_a_brokers_pages(
+    folders: dict[str, str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Memory for the largest of three models, in two processes: each answers with the pages that the other one had."""
+    pytest.importorskip("msgspec")
+    from remap.broker.server import Broker
+
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with Broker(tmp_path / "s", least(folders) + 8 * PAGE, PAGE) as broker, ExitStack() as stack:
+        urls, servers = {}, []
+        for number, names in enumerate((("a", "b"), ("c",))):
+            command = [sys.executable, "-m", "remap", "serve-many", *(f"{name}={folders[name]}" for name in names)]
+            options = f"--device unix:{broker.path} --port 0 --threads 1"
+            pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            server = stack.enter_context(subprocess.Popen([*command, *options.split()], env=env, **pipes))
+            servers.append(server)
+            stack.callback(server.kill)
+            assert server.stdout is not None
+            lines = []
+            for line in server.stdout:
+                lines.append(line)
+                if line.startswith("ready: "):
+                    break
+            assert lines[-1].startswith("ready: "), (number, "".join(lines))
+            urls |= dict.fromkeys(names, lines[-1].removeprefix("ready: ").strip())
+        for name in "abcacbcc":
+            answer = httpx.post(f"{urls[name]}/completions", json=body(name), timeout=60.0)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["token_ids"] == expected[name]
+        with ThreadPoolExecutor(9) as pool:  # all at once: the answers of each server end its turn
+            names = "abcabcabc"
+            answers = pool.map(
+                lambda name: httpx.post(f"{urls[name]}/completions", json=body(name), timeout=60.0), names
+            )
+            for name, answer in zip(names, answers, strict=True):
+                assert answer.status_code == 200 and answer.json()["choices"][0]["token_ids"] == expected[name]
+        for server in servers:
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 0
+        assert broker.ledger.free == broker.ledger.pages
+
+
+def test_the_memory_of_a_broker_is_its_own(folders: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "remap", "serve-many", f"a={folders['a']}", "--port", "0"]
+    for options in (["--device", f"unix:{tmp_path / 's'}", "--memory", "1GiB"], ["--device", "cpu"]):
+        found = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+        assert found.returncode == 2 and "nothing was started" in found.stderr and "Traceback" not in found.stderr
 
 
 @pytest.mark.parametrize("models", [["x=/none"], ["a={a}", "a={b}"], ["=x"]])

@@ -76,6 +76,8 @@ class ArenaDouble:
     anybody's blocks, and `move` says how often.
     """
 
+    broker = ""
+
     def __init__(self, tenants, *, weights=0, pot=0, move=0.0, seed=0):
         self.tenants = tenants
         self.weights = weights

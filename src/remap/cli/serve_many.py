@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -48,9 +49,15 @@ def serve_many(
         ),
     ],
     memory: Annotated[
-        str, typer.Option(help="Memory of all models together, for weights and KV cache, such as 16GiB.")
-    ],
-    device: Annotated[str, typer.Option(help="Where they compute: cpu or cuda:N.")] = "cpu",
+        str | None,
+        typer.Option(
+            help="Memory of all models together, for weights and KV cache, such as 16GiB.", show_default="a broker's"
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(help="Where they compute: cpu or cuda:N, or a broker's socket, unix:PATH, whose pages they use."),
+    ] = "cpu",
     ttft: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds within which first tokens are due.", show_default="none")
     ] = None,
@@ -86,33 +93,53 @@ def serve_many(
         from remap.cluster.prompts import Catalog, Served
         from remap.cluster.served_model import ends_of, tokenizer_of
         from remap.config import Config
+        from remap.session import Session
 
-        size = parse_size(memory, "memory")
+        _require_memory(device, memory)
         limits = FrontLimits(parse_size(max_body, "max-body"), max_requests, deadline_s=deadline)
         config = Config(ttft_s=ttft, tbt_s=tbt)
         folders = _folders(models)
         if threads is not None:
             torch.set_num_threads(threads)
-        plans, page_bytes = plan_many(folders, size, device)
-        served = []
-        for name, folder in folders.items():
-            tokenizer = tokenizer_of(folder)
-            served.append(Served(name, tokenizer, plans[name].positions, ends_of(folder, tokenizer)))
-        with open_socket(host, port) as listening:
+        with ExitStack() as stack:
+            if memory is None:
+                session = stack.enter_context(closing(Session(device=device)))
+                size, page_bytes = session.capacity_bytes, session.snapshot().page_bytes
+                plans, _ = plan_many(folders, size, session.device, page_bytes)
+            else:
+                size = parse_size(memory, "memory")
+                plans, page_bytes = plan_many(folders, size, device)
+            served = []
+            for name, folder in folders.items():
+                tokenizer = tokenizer_of(folder)
+                served.append(Served(name, tokenizer, plans[name].positions, ends_of(folder, tokenizer)))
+            listening = stack.enter_context(open_socket(host, port))
             began = time.perf_counter()
-            session, shared = make_many(plans, size, page_bytes, device, config, max_num_seqs, max_batch_tokens)
-            try:
-                weights = sum(plan.weights for plan in plans.values())
-                text = (
-                    f"{len(plans)} models of {show_size(weights)} on {show_size(size)} of {session.device}, loaded in "
-                    f"{time.perf_counter() - began:.1f} s: {', '.join(plans)}"
-                )
-                console.print(text, markup=False, highlight=False)
-                http = (limits, hosts_of(host, allow_host or ()), access_log)
-                asyncio.run(_serve(session, shared, Catalog(served), listening, console, http))
-            finally:
-                session.close()
+            if memory is not None:
+                whole = size // page_bytes * page_bytes
+                session = stack.enter_context(closing(Session(whole, device=device, page_bytes=page_bytes)))
+            shared = make_many(plans, session, config, max_num_seqs, max_batch_tokens)
+            weights = sum(plan.weights for plan in plans.values())
+            text = (
+                f"{len(plans)} models of {show_size(weights)} on {show_size(size)} of {session.broker or session.device}, "
+                f"loaded in {time.perf_counter() - began:.1f} s: {', '.join(plans)}"
+            )
+            console.print(text, markup=False, highlight=False)
+            http = (limits, hosts_of(host, allow_host or ()), access_log)
+            asyncio.run(_serve(session, shared, Catalog(served), listening, console, http))
     console.print("ended", highlight=False)
+
+
+def _require_memory(device: str, memory: str | None) -> None:
+    """A broker's pages have their own size. Raises InvalidArgument (fields field, value)."""
+    joined = device.startswith("unix:")
+    if joined is (memory is not None):
+        what = f"{device}: the memory is the broker's" if joined else "a device needs --memory"
+        raise InvalidArgument(
+            f"memory: {what}; nothing was started; {'leave it out' if joined else 'give it, such as 16GiB'}",
+            field="memory",
+            value=memory,
+        )
 
 
 def _folders(models: list[str]) -> dict[str, str]:

@@ -74,33 +74,27 @@ def _least(plan: ModelPlan, page_bytes: int) -> int:
 
 def make_many(
     plans: Mapping[str, ModelPlan],
-    memory: int,
-    page_bytes: int,
-    device: str = "cpu",
+    session: remap.Session,
     config: remap.Config | None = None,
     max_num_seqs: int = 32,
     max_batch_tokens: int = 512,
-) -> tuple[remap.Session, SharedEngines]:
-    """The session, and its engines. Models are loaded one after another, so host memory never holds two copies of more than one.
+) -> SharedEngines:
+    """The session's engines. Models are loaded one after another, so host memory never holds two copies of more than one.
 
-    Raises what `served_model.load` and `Session.attach` raise; nothing is left then.
+    Raises what `served_model.load` and `Session.attach` raise; the session keeps the models that were attached before.
     """
-    session = remap.Session(memory // page_bytes * page_bytes, device=device, page_bytes=page_bytes)
-    try:
-        engines: dict[str, LLMEngine] = {}
-        for name, plan in plans.items():
-            model: nn.Module = load(plan.folder)
-            options: dict[str, Any] = {
-                "weights": weights_of(plan.folder),
-                "hooks": False,
-                "active": False,
-                "config": config,
-            }
-            tenant = session.attach(model, name=name, kv=plan.spec, **options)
-            engines[name] = LLMEngine(
-                model, tenant, session=session, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens
-            )
-        return session, SharedEngines(session, engines)
-    except BaseException:
-        session.close()
-        raise
+    engines: dict[str, LLMEngine] = {}
+    for name, plan in plans.items():
+        model: nn.Module = load(plan.folder)
+        options: dict[str, Any] = {
+            "weights": weights_of(plan.folder),
+            "hooks": False,
+            "active": False,
+            "pages": "none" if session.broker else "auto",  # others may serve with what this one has no request for
+            "config": config,
+        }
+        tenant = session.attach(model, name=name, kv=plan.spec, **options)
+        engines[name] = LLMEngine(
+            model, tenant, session=session, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens
+        )
+    return SharedEngines(session, engines)

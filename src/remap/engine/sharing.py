@@ -6,22 +6,28 @@ temporal   one tenant is active at a time, in turns: Oneiros, section 7.2. The o
            that memory has no room for, the one whose tokens are due first is next, and turns pay for their switch (policy.turns).
 spatial    all tenants are active, and each runs a pass in every round: Oneiros, section 7.3.
 
+On pages of a broker other processes may wait for what the active tenants have. Then the turn ends for these (process_turn.py): no
+tenant is active, and no pass runs, until the pages are to be had again.
+
 Without a session this is the recompute baseline: each tenant has the KV cache that it was attached with, turns and rounds are
 the same, and nothing but requests moves.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from remap.engine.reports import Reports
 from remap.engine.shared_metrics import Activation, SharedResult, SharedSample, TenantSample
 from remap.errors import InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
-from remap.policy.turns import PresentTurn, Queue, Turns
+from remap.policy.turns import TURN_S, PresentTurn, Queue, Turns
+from remap.process_turn import ProcessTurn
+from remap.seldom import Seldom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,10 +37,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedEngines", "latest_first"]
 
+logger = logging.getLogger("remap.turns")
+
 MODES = ("temporal", "spatial")
 PARTIAL = 0.25
 """By which share of their computation a turn's passes may wait for layers whose place live blocks of others have taken. Over a
 slow link whole layers would cost many times a pass, in every turn, for as long as these blocks live."""
+AGAIN_S, LATER_S = 0.05, 0.5
+"""After how long a tenant asks again for pages that other processes keep: while no tenant here runs, and while one does, which
+has to stop for it. Within `process_turn.ASKS_S`."""
 
 
 @dataclass
@@ -75,6 +86,8 @@ class SharedEngines:
     first, and the layers come home. None: `PARTIAL`, unless all engines swap: then to preempt costs a copy, nothing is
     recomputed, and all come home.
 
+    turn_s: with a broker's pages, how long the engines serve, at least, while another process waits for these pages.
+
     Raises InvalidArgument for an unknown mode, no engines, a name that is not its tenant's, or an engine of another session.
     """
 
@@ -87,6 +100,7 @@ class SharedEngines:
         quantum_s: float = 1.0,
         partial: bool | float | None = None,
         turns: Turns | None = None,
+        turn_s: float = TURN_S,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -122,6 +136,10 @@ class SharedEngines:
         if turns is None and session is not None and any(inside(each.tenant).cold for each in engines.values()):
             turns = Turns(quantum_s)
         self._turns = turns if mode == "temporal" else None
+        joined = session is not None and session.broker
+        self._process = ProcessTurn(session, tuple(engines), turn_s) if joined else None
+        self._lacking: dict[str, float] = {}  # tenants whose layers' pages other processes keep -> when these ask again
+        self._waits_said = Seldom(logger)
         self._waits: dict[str, float] = {}  # with `turns`: the tenants that have work and not the turn, since when
         self._pass_s: dict[str, float] = {}  # with `turns`: what each one's last pass took
         self._turn_cost_s = 0.0  # of the present turn's beginning
@@ -143,9 +161,9 @@ class SharedEngines:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The tenants that run in the present turn: one (none before the first), or all."""
+        """The tenants that run in the present turn: one, or all; none before the first, and while other processes have theirs."""
         if self.mode == "spatial":
-            return tuple(self.engines)
+            return tuple(self.engines) if self._all_active else ()
         return () if self._active is None else (self._active,)
 
     @property
@@ -168,14 +186,18 @@ class SharedEngines:
     def step(self) -> dict[str, StepOutput]:
         """One round: the tenants whose turn it is ask the session, in one call, and run at most one pass each.
 
-        Returns what each of them did; empty if no engine has work: then only the session acted. Exceptions of the model or the
-        session pass through, and `step` may be called again.
+        Returns what each of them did; empty if no engine has work, or other processes have the pages: then only the session
+        acted. Exceptions of the model or the session pass through, and `step` may be called again.
         """
         self.beginning = None
-        if self.mode == "spatial":
-            self._activate_all()
-        else:
-            self._take_turns()
+        others_turn = self._process is not None and not self._may_run(self._process)
+        if not others_turn:
+            if self.mode == "spatial":
+                self._activate_all()
+            else:
+                self._take_turns()
+        if not self.active and (others_turn or self._lacking):
+            self._wait()
         self._rebalance()
         done: dict[str, StepOutput] = {}
         begun = self._clock()
@@ -264,7 +286,7 @@ class SharedEngines:
             return
         names = list(self.engines)
         if self._active is None:
-            busy = [name for name in names if self.engines[name].unfinished]
+            busy = [name for name in names if self._has_work(name)]
             if busy:
                 self._switch(busy[0])
             return
@@ -273,7 +295,7 @@ class SharedEngines:
         if not over and left > 0 and (self._prepared is not None or not self._prepares):
             return
         place = names.index(self._active)
-        others = (name for name in (*names[place + 1 :], *names[:place]) if self.engines[name].unfinished)
+        others = (name for name in (*names[place + 1 :], *names[:place]) if self._has_work(name))
         follower = next(others, None)
         if not over and left > 0:
             if follower is not None:
@@ -292,10 +314,13 @@ class SharedEngines:
         for name, engine in self.engines.items():
             if not engine.unfinished:
                 self._waits.pop(name, None)
+                self._lacking.pop(name, None)
             elif name != self._active:
                 if name not in self._waits:
                     self._waits[name] = now
                     self._expect(name)
+                if not self._has_work(name):
+                    continue
                 queues[name] = self._queue(name, self._waits[name], self._reload_s(name))
             elif not self._idle_step:  # else it gets nothing done: others may
                 queues[name] = self._queue(name, now, 0.0)
@@ -363,28 +388,60 @@ class SharedEngines:
             former, self._active, self._prepared = self._active, None, None
             if former is not None:
                 self.engines[former].pause()
+            asked_s, load_s = time.monotonic(), reload_s or self._reload_s(name)
             try:
                 entry = self._activate(name, alone=True)
-            except Exception:
+            except Exception as error:
                 if former is not None:
-                    self._activate(former, alone=True)
-                    self._active = former
+                    self._go_on(former)
                 self.beginning = name
-                raise
+                if self._process is None or not self._kept_elsewhere(error):
+                    raise
+                self._refused(self._process, name, error)
+                return
+            if self._process is not None and former is None:
+                self._process.begun(asked_s, load_s)
+            self._lacking.pop(name, None)
         self._end_pending(None)
         self._active, self._turn_began, self._idle_step = name, self._clock(), False
         self._turn_cost_s = self._turn_began - begun + reload_s
         self._waits.pop(name, None)
         self._pending_turn = _Begun(name, begun, self._turn_began - begun, entry)
 
+    def _go_on(self, name: str) -> None:
+        """The turn of `name` could not end."""
+        try:
+            self._activate(name, alone=True)
+        except Exception as error:
+            if self._process is None or not self._kept_elsewhere(error):
+                raise
+            self._refused(self._process, name, error)
+        else:
+            self._active = name
+
     def _activate_all(self) -> None:
         if self.session is None or self._all_active:
+            self._all_active = True
             return
+        if self._process is not None and not self.unfinished:
+            return  # other processes may have the pages until there is a request
+        asked_s, load_s = time.monotonic(), sum(map(self._reload_s, self.engines))
         tenants = self.session.snapshot().tenants
         for name in self.engines:
-            if not tenants[name].active:
+            if tenants[name].active:
+                continue
+            try:
                 self._activate(name, alone=False)
+            except Exception as error:
+                if self._process is None or not self._kept_elsewhere(error):
+                    raise
+                self._rest()  # who waits keeps nothing from others
+                self._refused(self._process, name, error)
+                return
         self._all_active = True
+        self._lacking.clear()
+        if self._process is not None:
+            self._process.begun(asked_s, load_s)
 
     def _activate(self, name: str, alone: bool) -> dict[str, Any]:
         """`session.activate`, and what it asks for: that number of others' blocks is freed first, of their youngest requests.
@@ -420,6 +477,51 @@ class SharedEngines:
             tenant=name,
             preempted=preempted,
         )
+
+    # -- other processes -------------------------------------------------------------------------------------------
+
+    def _has_work(self, name: str) -> bool:
+        """And may ask for its pages now."""
+        again_s = self._lacking.get(name)
+        return self.engines[name].unfinished > 0 and (again_s is None or self._clock() >= again_s)
+
+    def _may_run(self, process: ProcessTurn) -> bool:
+        """Whether passes may run, or begin: the turn of this process, if it has one, ends here where others have waited for long
+        enough, or wait and no request is here."""
+        if self.active and (process.over() if self.unfinished else process.others_wait()):
+            self._rest()
+            process.give()
+        return bool(self.active) or process.may_begin()
+
+    def _rest(self) -> None:
+        """No tenant is active any more."""
+        # Written down before: behind an interrupt in between the next step begins a turn.
+        active, self._active, self._prepared, self._all_active = self.active, None, None, False
+        for name in active:
+            self.engines[name].pause()
+        self._end_pending(None)
+        for name, engine in self.engines.items():
+            # KV for which host memory has no room is computed again: no process keeps some while it waits for others' pages.
+            engine.preempt(engine.tenant.kv.live_blocks - engine.releasable())
+            if engine.tenant.active:
+                self.session.deactivate(name)
+
+    @staticmethod
+    def _kept_elsewhere(error: Exception) -> bool:
+        """Whether an activation lacks no more pages than other processes have."""
+        fields = error.fields if isinstance(error, OutOfMemory) else {}
+        return "outside" in fields and cast("int", fields["short"]) <= cast("int", fields["outside"])
+
+    def _refused(self, process: ProcessTurn, name: str, error: Exception) -> None:
+        self.beginning = None
+        process.refused()
+        self._lacking[name] = self._clock() + (LATER_S if self.active else AGAIN_S)
+        self._waits_said.warn("requests for %s wait for its layers: %s", name, error)
+
+    def _wait(self) -> None:
+        """Other processes have the pages. They get what engines free for them meanwhile."""
+        self._reports.ask(lambda: self.session.step())
+        self._sleep(AGAIN_S)
 
     def _end_pending(self, first_pass_s: float | None) -> None:
         turn, self._pending_turn = self._pending_turn, None

@@ -198,19 +198,23 @@ class Attaching:
         first_pages = geometry.pages_for_blocks(kv.min_blocks)
         window = geometry.buffer_pages
         needed = sum(home_pages) + ring_pages + rest_pages + first_pages + window
+        broker = ""
         lent = self._lent(others)
         free = arena.counts()["free"] - len(lent)
         if for_good or not any(source.layer_bytes):
             cold = False
-        elif cold is None:
-            cold = needed > free and self.supply is None
+        if cold is None:
+            if needed > free and self.supply is not None:
+                broker = self.supply(needed - free)
+                lent = self._lent(others)
+                free = arena.counts()["free"] - len(lent)
+            cold = needed > free
         if cold:
             # Layers without bytes have nothing to load, and keep their page.
             home_pages = [0 if source.layer_bytes[layer] else 1 for layer in range(len(sizes))]
             first_pages = 0
             sink_pages = 1 if source.modules else 0
             needed = sum(home_pages) + rest_pages + sink_pages + window
-        broker = ""
         if needed > free and self.supply is not None:
             broker = self.supply(needed - free)
             lent = self._lent(others)

@@ -94,8 +94,8 @@ class Cold:
         """Give the tenant's cold layers pages, and load the first of them: `bring_rest`, once this is decided. broker: of
         `ask_others`.
 
-        Raises OutOfBlocks (field preempt) if pages can be had only from live blocks of inactive tenants, OutOfMemory (fields
-        requested, free, short, offered) if not even so, and the backend's error; nothing has changed then.
+        Raises OutOfBlocks (field preempt) if pages can be had only from live blocks, of inactive tenants or its own, OutOfMemory
+        (fields requested, free, short, offered, outside) if not even so, and the backend's error; nothing has changed then.
         """
         layers = _cold(tenant)
         self._require_enough(tenant, layers, broker)
@@ -298,6 +298,13 @@ class Cold:
         slot_of = {slot: page for page in pages for slot in tenant.slots_of([page])}
         return [slot_of[slot] for slot in tenant.kv.pool.vacant(slot_of)]
 
+    def _own_live(self, tenant: TenantState) -> int:
+        """How many pages of its own KV its layers could have if no block of it were live."""
+        if tenant.kv.pool.external or tenant.draining:
+            return 0
+        kept = self._choose(tenant, ()).kept
+        return sum(page not in kept for page in self._plain(tenant)) - len(self._own_unused(tenant))
+
     def _give_own(self, tenant: TenantState, pages: int) -> None:
         freed = sorted(self._own_unused(tenant)[:pages])
         if freed:
@@ -397,7 +404,13 @@ class Cold:
         offered, blocked = self._offered(tenant)
         if short <= sum(offered.values()):
             return
-        if short <= sum(offered.values()) + sum(blocked.values()):
+        outside = 0 if self.supply is None else self._changes.arena.counts()["outside"]
+        later = 0
+        if short > sum(offered.values()) + max(sum(blocked.values()), outside) and (own := self._own_live(tenant)):
+            # Its KV lies where its layers were, and the pages that it had besides are another's by now. Only if those that other
+            # processes keep do not suffice: it waits for these.
+            blocked[tenant.name], later = own, outside
+        if short <= sum(offered.values()) + sum(blocked.values()) + later:
             preempt = {name: self._tenants[name].kv.pool.live_ids() for name in blocked}
             raise OutOfBlocks(
                 f"activating {tenant.name!r} takes {short} pages more than are free, others can give {sum(offered.values())}, "
@@ -448,7 +461,8 @@ class Cold:
         page_bytes = tenant.kv.geometry.page_bytes
         needed = sum(map(tenant.pages_of, layers))
         offered, _ = self._offered(tenant)
-        free = self._changes.arena.counts()["free"]
+        counts = self._changes.arena.counts()
+        free = counts["free"]
         givers = ", ".join(f"{name} {count}" for name, count in offered.items()) or "no tenant"
         elsewhere = "" if self.supply is None else "wait until other processes serve less, "
         return OutOfMemory(
@@ -461,6 +475,7 @@ class Cold:
             short=short,
             offered=offered,
             broker=broker,
+            outside=counts["outside"],
             page_bytes=page_bytes,
         )
 

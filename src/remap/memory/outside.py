@@ -338,12 +338,12 @@ class Outside:
         now, before = time.monotonic(), self.unmet
         self._unmet = UnmetWant(pages, now if before is None else before.since_s, now) if pages > 0 else None
 
-    def give_turn(self, giver: TenantState, cold: Cold) -> int:
-        """This tenant serves no pass from now on, for others wait: what they ask for goes now, however lately it has served.
+    def give_turn(self, givers: Sequence[TenantState], cold: Cold) -> int:
+        """These tenants serve no pass from now on, for others wait: what they ask for goes now, however lately they have served.
         Returns how many pages went."""
         unmet, before = self.unmet, len(self._membership.held)
         if unmet is not None:
-            self._give_layers_for_good(unmet.pages, cold, [giver])
+            self._give_layers_for_good(unmet.pages, cold, givers)
         return before - len(self._membership.held)
 
     def give_for_good(self, pages: int, cold: Cold, *, ahead: bool = False) -> None:

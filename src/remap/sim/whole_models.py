@@ -27,6 +27,8 @@ class WholeModels:
     follow: told of blocks that have moved, before anything else moves.
     """
 
+    broker = ""
+
     def __init__(self, session: remap.Session, layers: Mapping[str, int], follow: Callable[[Moved], None]) -> None:
         self._session, self._layers, self._follow = session, dict(layers), follow
         self.swaps = 0
