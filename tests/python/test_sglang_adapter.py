@@ -6,6 +6,7 @@ What they do inside the engine is tested in tests/engines/sglang.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -125,9 +126,12 @@ class World:
             chunked_req=None,
             page_size=page_size,
             max_total_num_tokens=0,
+            is_fully_idle=lambda: not self.used and not self.waiting,
+            running_batch="the batch that runs",
             **{part: SimpleNamespace(max_total_num_tokens=0) for part in parts},
         )
         self.used: list[int] = []
+        self.waiting = 0  # requests in the queue
 
     def allocate(self, runner: Any) -> None:
         adapter = hooks.current()
@@ -646,3 +650,135 @@ def test_in_a_brokers_arena_it_has_room_for_one_request_and_grows_by_what_others
                 world.iterate()
             assert theirs.kv.usable_blocks > 1
         world.adapter.session.close()
+
+
+class Turns:
+    """The world in a broker's arena, and another process with a model whose layers need its pages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, broker: Any, **more: Any) -> None:
+        for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.mem_cache"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        for name, content in {
+            "managers.io_struct": {
+                "PauseGenerationReqInput": SimpleNamespace,
+                "ContinueGenerationReqInput": SimpleNamespace,
+            },
+            "managers.schedule_batch": {"NextBatchPlan": SimpleNamespace},
+            "mem_cache.base_prefix_cache": {"EvictParams": SimpleNamespace},
+        }.items():
+            module = ModuleType(name)
+            module.__dict__.update(content)
+            monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
+            package, _, last = name.partition(".")
+            monkeypatch.setattr(sys.modules[f"sglang.srt.{package}"], last, module, raising=False)
+        monkeypatch.setattr(hooks, "_AGAIN_S", 0.0)
+        self.world = world = World(monkeypatch, capacity=None, arena=f"unix:{broker.path}", **more)
+        self.paused: list[str] = []
+        world.scheduler.pause_generation = self.pause
+        world.scheduler.continue_generation = lambda request: self.paused.append("continues")
+        world.tree.evict_for_alloc = self.evict
+        self.other = remap.Session(device=f"unix:{broker.path}")
+        data = [bytes([7 + layer]) * (40 * PAGE) for layer in range(4)]
+        spec = remap.KVSpec(
+            layers=4, kv_heads=1, head_dim=64, block_tokens=16, dtype="uint8", min_blocks=1, max_blocks=4000
+        )
+        self.other.attach_bytes(data, name="other", kv=spec, active=False, pages="none")
+
+    def pause(self, request: Any) -> None:
+        """SGLang's requests go back to its queue; what they computed is in the prefix cache."""
+        self.paused.append(request.mode)
+        self.world.waiting += bool(self.world.used)
+        self.world.tree.ids += self.world.used
+        self.world.used = []
+
+    def evict(self, params: Any) -> None:
+        tree = self.world.tree
+        gone, tree.ids = tree.ids[: params.num_tokens], tree.ids[params.num_tokens :]
+        self.world.allocator.free(gone)
+
+    def others_turn(self) -> bool:
+        try:
+            return bool(self.other.activate("other").activated)
+        except remap.OutOfMemory:
+            return False
+
+    def iterate(self) -> Any:
+        """One iteration of SGLang's scheduler. Its plan: "scheduled", or one that runs nothing."""
+        plan = hooks.around_next_batch(lambda scheduler: "scheduled", self.world.scheduler)
+        self.world.check() if not self.world.adapter.asleep else remap.advanced.check(self.world.adapter.session)
+        return plan
+
+    def close(self) -> None:
+        self.other.close()
+        self.world.adapter.session.close()
+
+
+@pytest.fixture
+def broker(tmp_path: Path):
+    pytest.importorskip("msgspec", reason="messages between processes need msgspec")
+    from remap.broker.server import Broker
+
+    with Broker(tmp_path / "s", 322 * PAGE, PAGE) as made:
+        yield made
+
+
+def until(holds: Any) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+
+
+def test_its_turn_ends_for_another_process_and_its_requests_wait(monkeypatch: pytest.MonkeyPatch, broker: Any) -> None:
+    turns = Turns(monkeypatch, broker, turn_s=1e9)
+    world = turns.world
+    before = world.forward()
+    for _ in range(3):
+        world.adapter.rank.turn.turn_s = 1e9
+        had = world.adapter.tokens
+        world.used = world.allocator.alloc(8)
+        assert turns.iterate() == "scheduled" and turns.paused == []
+        assert not turns.others_turn()
+        world.adapter.rank.turn.turn_s = 0.0
+        plan = turns.iterate()
+        assert plan.batch_to_run is None and plan.running_batch == "the batch that runs"
+        assert turns.paused == ["retract", "continues"] and world.adapter.asleep and world.waiting == 1
+        free = world.allocator.free_pages.tolist()
+        assert world.adapter.tokens == had == len(free)  # as SGLang knows them, whatever goes
+        until(turns.others_turn)
+        for _ in range(3):
+            assert turns.iterate().batch_to_run is None
+        assert world.allocator.free_pages.tolist() == free
+        done, why = load_other(world, seed=5)
+        assert done is False and "other processes" in why
+        turns.other.deactivate("other", pages="none")
+        until(lambda: turns.iterate() == "scheduled")
+        assert not world.adapter.asleep
+        world.waiting = 0
+        assert torch.equal(world.forward(), before)
+        turns.paused.clear()
+    turns.close()
+
+
+def test_without_requests_it_gives_its_pages_at_once_and_asks_for_none(
+    monkeypatch: pytest.MonkeyPatch, broker: Any
+) -> None:
+    turns = Turns(monkeypatch, broker, turn_s=1e9)
+    world = turns.world
+    before = world.forward()
+    world.tree.ids = world.allocator.alloc(20)
+    world.used = world.allocator.alloc(4)
+    assert not turns.others_turn()
+    assert turns.iterate() == "scheduled" and not world.adapter.asleep  # a turn lasts, while there are requests
+    world.finish()
+    # It is told to schedule: there is nothing.
+    until(lambda: not turns.others_turn() and turns.iterate() == "scheduled" and world.adapter.asleep)
+    assert world.tree.ids == []
+    until(turns.others_turn)
+    hooks.around_idle(lambda scheduler: None, world.scheduler)
+    assert turns.iterate() == "scheduled" and world.adapter.asleep
+    turns.other.deactivate("other")  # it keeps its pages until they are asked for
+    world.waiting = 1
+    until(lambda: turns.iterate() == "scheduled" and not world.adapter.asleep)
+    world.waiting = 0
+    assert torch.equal(world.forward(), before)
+    turns.close()

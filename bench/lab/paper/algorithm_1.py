@@ -70,6 +70,8 @@ class AlgorithmOne:
     """A session as `SharedEngines` sees it, decided by Algorithm 1. follow: told of blocks that have moved, before anything else
     moves. refused: changes that the library could not carry out; the step goes on without them."""
 
+    broker = ""
+
     def __init__(self, session: Any, follow: Callable[[Mapping[str, Mapping[int, int]]], None]) -> None:
         self._session, self._follow = session, follow
         self._used: dict[str, int] = {}

@@ -138,6 +138,7 @@ class SharedEngines:
         self._turns = turns if mode == "temporal" else None
         joined = session is not None and session.broker
         self._process = ProcessTurn(session, tuple(engines), turn_s) if joined else None
+        self._resting = False  # spatial only: other processes have the pages, or may have them
         self._lacking: dict[str, float] = {}  # tenants whose layers' pages other processes keep -> when these ask again
         self._waits_said = Seldom(logger)
         self._waits: dict[str, float] = {}  # with `turns`: the tenants that have work and not the turn, since when
@@ -163,7 +164,7 @@ class SharedEngines:
     def active(self) -> tuple[str, ...]:
         """The tenants that run in the present turn: one, or all; none before the first, and while other processes have theirs."""
         if self.mode == "spatial":
-            return tuple(self.engines) if self._all_active else ()
+            return () if self._resting else tuple(self.engines)
         return () if self._active is None else (self._active,)
 
     @property
@@ -421,10 +422,10 @@ class SharedEngines:
 
     def _activate_all(self) -> None:
         if self.session is None or self._all_active:
-            self._all_active = True
             return
         if self._process is not None and not self.unfinished:
-            return  # other processes may have the pages until there is a request
+            self._resting = True  # until there is a request
+            return
         asked_s, load_s = time.monotonic(), sum(map(self._reload_s, self.engines))
         tenants = self.session.snapshot().tenants
         for name in self.engines:
@@ -438,7 +439,7 @@ class SharedEngines:
                 self._rest()  # who waits keeps nothing from others
                 self._refused(self._process, name, error)
                 return
-        self._all_active = True
+        self._all_active, self._resting = True, False
         self._lacking.clear()
         if self._process is not None:
             self._process.begun(asked_s, load_s)
@@ -496,7 +497,8 @@ class SharedEngines:
     def _rest(self) -> None:
         """No tenant is active any more."""
         # Written down before: behind an interrupt in between the next step begins a turn.
-        active, self._active, self._prepared, self._all_active = self.active, None, None, False
+        active, self._active, self._prepared = self.active, None, None
+        self._all_active, self._resting = False, True
         for name in active:
             self.engines[name].pause()
         self._end_pending(None)

@@ -86,11 +86,13 @@ class Engines:
             check=False,
         )
 
-    def serve(self, engine: dict[str, Any], rounds: list[dict[str, Any]], **more: str) -> Served:
-        """Start an engine, let it answer, stop it. more: environment variables."""
-        out = self.work / "answers.json"
+    def serve(
+        self, engine: dict[str, Any], rounds: list[dict[str, Any]], model: str = "tiny", name: str = "", **more: str
+    ) -> Served:
+        """Start an engine, let it answer, stop it. name: of its answers, if others run beside it. more: environment variables."""
+        out = self.work / f"answers{name}.json"
         out.unlink(missing_ok=True)
-        job = {"engine": {"model_path": str(self.work / "tiny"), **engine}, "rounds": rounds}
+        job = {"engine": {"model_path": str(self.work / model), **engine}, "rounds": rounds}
         done = self.run(str(HERE / "serve.py"), json.dumps(job), str(out), **more)
         answers = json.loads(out.read_text()) if out.exists() else {"tokens": [], "capacity": [], "updated": []}
         return Served(log=done.stdout, returncode=done.returncode, **answers)

@@ -13,12 +13,16 @@ versions.
     update_weights_...     the layers come home, SGLang writes into them, and the master copies get what it wrote; so do the
                            begin and the end of several updates
 
+With a broker's pages get_next_batch_to_run also ends the engine's turn when another process waits for its pages: SGLang retracts
+its requests, which wait in its queue, and schedules none until the pages are to be had again (`Adapter.may_run`).
+
 All of them run on the scheduler's thread, between passes or around them. A process serves one model.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,11 +35,13 @@ from remap.adapters.hooks import attach_hooks
 from remap.adapters.settings import Settings
 from remap.adapters.touched import prove
 from remap.config import Knobs
-from remap.errors import InvalidState
+from remap.errors import InvalidState, OutOfMemory
 from remap.inside import inside
 from remap.kv.spec import KVGeometry
 from remap.model.bind import find_layers, resolve_layers
 from remap.model.footprint import footprint
+from remap.ranks import Rank
+from remap.seldom import Seldom
 
 from . import trial, versions
 
@@ -46,6 +52,10 @@ _CPU_PAGE = 64 << 10  # layer-major blocks come in groups of 2 x layers pages, s
 _PADDING = 0  # the page that padded tokens write into
 _NO_TOKEN = "NO_TOKEN"
 _TRIES = 3  # changes for one shortage, at most
+_AGAIN_S = 0.05
+"""How long requests of a model whose layers have no pages wait until these are asked for again."""
+START_S = 300.0
+"""For how long an engine that starts waits for the pages of its layers."""
 
 logger = logging.getLogger("remap.adapters.sglang")
 
@@ -83,6 +93,7 @@ class Adapter:
         shape |= {"layout": "layer_major", "max_blocks": blocks + 1}  # and the padding page
         geometry = KVGeometry(remap.KVSpec(**shape, min_blocks=0), page_bytes)
         self.runner = runner
+        self._waits = Seldom(logger)
         self.allocator: Any = None
         self.scheduler: Any = None
         self.pool: Any = None
@@ -119,13 +130,32 @@ class Adapter:
             groups = min(-(-pages // geometry.ranges) * geometry.ranges, geometry.giving_pages)
             shape["max_blocks"] = min(geometry.blocks_for_pages(groups) + 1, shape["max_blocks"])
         spec = remap.KVSpec(**shape, min_blocks=first)
-        self.tenant = self.session.attach(runner.model, name=NAME, kv=spec, hooks=False)
+        self.tenant = self._patiently(lambda: self.session.attach(runner.model, name=NAME, kv=spec, hooks=False))
         self.watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
         self._hooks = attach_hooks(layers, self.tenant)
         if settings.link is not None:
             inside(self.tenant).calibrate_link(settings.link)
         self.spec = spec
         self.held = HeldIds(reserved=[_PADDING])
+        self.rank = Rank(self.session, self.tenant, 0, turn_s=settings.turn_s) if settings.joins else None
+        self.asleep = False
+        """Other processes have the pages, or may have them: no request holds a block, and none runs."""
+
+    def _patiently(self, attach: Callable[[], remap.Tenant]) -> remap.Tenant:
+        """attach(). Where other processes have the pages it is tried again until they have ended their turns: SGLang computes
+        while it starts, so it starts with all that it needs. Raises what the last try raises."""
+        give_up_s = time.monotonic() + START_S
+        while True:
+            try:
+                return attach()
+            except OutOfMemory as error:
+                page, wanted = error.fields.get("page_bytes"), error.fields.get("minimum_bytes")
+                if not (self.session.broker and page and wanted) or time.monotonic() >= give_up_s:
+                    raise
+                if int(str(wanted)) > self.session.capacity_bytes:
+                    raise
+                self._waits.warn("it starts when other processes give the pages of its layers: %s", error)
+            time.sleep(_AGAIN_S)
 
     # -- the pool --------------------------------------------------------------------------------------------------
 
@@ -164,6 +194,10 @@ class Adapter:
         self._publish()
 
     def _changed(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
+        if self.asleep:
+            # In the thread that answers the broker: SGLang's lists stay as they are. They are made anew when it wakes.
+            self.tenant.kv.returned(list(withdrawn))
+            return
         new = self.held.changed(added, withdrawn)
         if new:
             versions.append_free(self.allocator, new)
@@ -228,8 +262,14 @@ class Adapter:
 
     def rewrite(self, write: Callable[[], Any]) -> Any:
         """write(), which writes the model's weights; then the master copies have them, too. Raises InvalidState (fields tenant,
-        layers) if layers cannot come home, since requests use their pages; nothing is written then.
+        layers) if layers cannot come home, since requests use their pages, or other processes have them; nothing is written then.
         """
+        if self.rank is not None and self.asleep and not self._wake(self.rank):
+            raise InvalidState(
+                f"other processes have the pages of {NAME}'s layers; nothing was written; update the weights when it serves",
+                tenant=NAME,
+                layers=list(self.session.snapshot().tenants[NAME].cold),
+            )
         self._home()
         return remap.advanced.rewrite(self.session, NAME, write)
 
@@ -266,6 +306,39 @@ class Adapter:
             logger.info(
                 "remapped layers %d, tokens %d, bytes streamed %d: %s", self.tenant.remapped, self.tokens, copied, why
             )
+
+    # -- other processes -------------------------------------------------------------------------------------------
+
+    def may_run(self, scheduler: Any) -> bool:
+        """Whether SGLang may schedule now. The engine's turn ends here when another process has waited for long enough, or waits
+        and no request is here."""
+        if self.rank is None:
+            return True
+        idle = bool(scheduler.is_fully_idle())
+        if not self.asleep and (self.rank.turn.others_wait() if idle else self.rank.turn_over()):
+            self._give_turn(self.rank, scheduler)
+        return not self.asleep or idle or self._wake(self.rank)
+
+    def _give_turn(self, rank: Rank, scheduler: Any) -> None:
+        versions.retract(scheduler)
+        cached = versions.evictable(scheduler.tree_cache)
+        if cached:
+            versions.evict(scheduler.tree_cache, cached)
+        self._sweep()
+        self._publish()
+        self.asleep = True
+        try:
+            rank.give_turn()
+        except BaseException:
+            self.asleep = not self.tenant.active
+            raise
+
+    def _wake(self, rank: Rank) -> bool:
+        if rank.wake() is None:
+            return False
+        self.asleep = False
+        self.restart()
+        return True
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -435,13 +508,17 @@ def around_update_session(original: Any, manager: Any, request: Any) -> Any:
 def around_next_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     adapter = _bound(scheduler.token_to_kv_pool_allocator)
     if adapter is not None:
-        adapter.begin(scheduler)
+        if not adapter.may_run(scheduler):
+            time.sleep(_AGAIN_S)
+            return versions.no_batch(scheduler)
+        if not adapter.asleep:
+            adapter.begin(scheduler)
     return original(scheduler, *args, **kwargs)
 
 
 def around_idle(original: Any, scheduler: Any) -> None:
     adapter = _bound(scheduler.token_to_kv_pool_allocator)
-    if adapter is not None and scheduler.is_fully_idle():
+    if adapter is not None and not adapter.asleep and scheduler.is_fully_idle():
         adapter.drain(scheduler.tree_cache)
     original(scheduler)
 

@@ -29,11 +29,13 @@ __all__ = [
     "evictable",
     "geometry_of",
     "longest",
+    "no_batch",
     "otherwise",
     "phase_of",
     "promised",
     "refused",
     "replace_free",
+    "retract",
     "set_sizes",
     "take_free",
     "touched",
@@ -99,6 +101,12 @@ _TAKES: dict[str, str | None] = {
     "around_update_session": "self recv_req",
 }
 
+# What hooks call with other parameters than SGLang's: as `_TAKES`
+_CALLED = {
+    "sglang.srt.managers.scheduler.Scheduler.pause_generation": "self recv_req",
+    "sglang.srt.managers.scheduler.Scheduler.continue_generation": "self recv_req",
+}
+
 # argument -> the values that the adapter serves, and why it does not serve others
 _SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "tp_size": ((1,), "every rank schedules for itself, and all of them would have to grow in the same step"),
@@ -138,8 +146,9 @@ def check_version(version: str) -> None:
 
 
 def touched() -> list[Touched]:
-    """The functions that the hooks are put around."""
-    return [_place(target, takes) for name, takes in _TAKES.items() for target in TARGETS[name]]
+    """The functions that the hooks are put around, and those that end a turn."""
+    hooked = [_place(target, takes) for name, takes in _TAKES.items() for target in TARGETS[name]]
+    return [*hooked, *(_place(target, takes) for target, takes in _CALLED.items())]
 
 
 def otherwise() -> str:
@@ -290,6 +299,21 @@ def promised(scheduler: Any) -> int:
     """Tokens that an admitted request will allocate without another check for room: the rest of its prompt."""
     request = scheduler.chunked_req
     return 0 if request is None else int(request.seqlen - request.prefix_len) + scheduler.page_size
+
+
+def retract(scheduler: Any) -> None:
+    """All requests that run go back to the queue, and hold no token, as before an update of weights. Between two batches."""
+    from sglang.srt.managers import io_struct  # the engine's own, there when this runs
+
+    scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
+    scheduler.continue_generation(io_struct.ContinueGenerationReqInput(torch_empty_cache=False))
+
+
+def no_batch(scheduler: Any) -> Any:
+    """A plan that runs nothing."""
+    from sglang.srt.managers.schedule_batch import NextBatchPlan  # the engine's own, there when this runs
+
+    return NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
 
 
 def evictable(tree_cache: Any) -> int:
