@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from broker_paused_serving import CONFIG, PAGE
+from effort import some
 
 import remap
 from remap.broker.server import Broker
 from remap.engine import LLMEngine, Request, SamplingParams, SharedEngines
-from remap.errors import OutOfMemory
+from remap.errors import InvalidArgument, OutOfMemory
 from remap.model.footprint import footprint
 
 TOKENS, REQUESTS = 12, 6
@@ -84,9 +85,13 @@ class Process:
             self.tokens.update((output.id, list(output.tokens)) for output in one.finished)
         return any(one.computed for one in done.values())
 
-    @property
-    def preemptions(self) -> int:
-        return sum(engine.metrics.preemptions for engine in self.shared.engines.values())
+    def abort(self, id: str) -> None:
+        with suppress(InvalidArgument):  # it has ended
+            self.shared.engines[f"m{id.partition('-')[0]}"].abort(id)
+
+
+def id_of(each: tuple[Process, str]) -> str:
+    return each[1]
 
 
 def alone(seed: int) -> dict[str, list[int]]:
@@ -141,6 +146,50 @@ def test_servers_that_never_pause_take_turns_and_their_tokens_stay(
     for seed, process in enumerate(processes, 1):
         assert process.tokens == expected[seed]
         remap.advanced.check(process.session)
+
+
+@pytest.mark.parametrize("seed", range(some(3, 24)))
+def test_any_processes_with_any_models(
+    tmp_path: Path, stack: ExitStack, expected: Mapping[int, dict[str, list[int]]], seed: int
+) -> None:
+    """Two to four processes with one model or two each, requests that come at any time, some of them aborted."""
+    rng = random.Random(seed)
+    processes = []
+    # Two models side by side, what the others' models keep, of which there are eight at most, and some KV.
+    broker = joined(stack, tmp_path, 2 * weight_pages() + 2 * 8 + rng.randrange(4, 40))
+    for _ in range(rng.randint(2, 4)):
+        seeds = rng.sample((1, 2, 3, 4), rng.randint(1, 2))
+        mode = rng.choice(["temporal", "temporal", "spatial"])
+        process = process_of(stack, broker, seeds, rng.random() < 0.5, mode=mode, turn_s=rng.choice([0.0, 0.02, 0.1]))
+        processes.append(process)
+    pending = [
+        (process, name, request)
+        for process in processes
+        for name in process.shared.engines
+        for request in requests_of(int(name[1:]))
+    ]
+    rng.shuffle(pending)
+    aborted = set()
+    end = time.monotonic() + 240
+    while pending or any(process.shared.unfinished for process in processes):
+        assert time.monotonic() < end
+        for _ in range(min(len(pending), rng.choice([0, 0, 1, 4]))):
+            process, name, request = pending.pop()
+            process.shared.engines[name].add_request(request)
+            if rng.random() < 0.1:
+                aborted.add((process, request.id))
+        for process in rng.sample(processes, len(processes)):
+            for _ in range(rng.randint(1, 3)):
+                process.step()
+            for other, id in rng.sample(sorted(aborted, key=id_of), min(len(aborted), 1)):
+                if other is process and id not in process.tokens and rng.random() < 0.3:
+                    process.abort(id)
+    for process in processes:
+        remap.advanced.check(process.session)
+        for id, tokens in process.tokens.items():
+            assert tokens == expected[int(id.partition("-")[0])][id]
+        wanted = {request.id for name in process.shared.engines for request in requests_of(int(name[1:]))}
+        assert wanted - {id for other, id in aborted if other is process} <= process.tokens.keys() <= wanted
 
 
 def test_models_of_one_process_go_on_while_another_one_of_it_waits_for_pages_elsewhere(
