@@ -15,6 +15,7 @@ import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
+from remap.memory.cold import _Taker
 from remap.model.source import raw_source
 
 MODES = ("aliased", "strict")
@@ -494,3 +495,26 @@ def test_a_model_whose_kv_lies_where_its_layers_were_frees_some_to_come_back(mod
         assert session.activate("large", alone=True).activated
         forward(session, large.tenant, large.data)
         check(session, engines)
+
+
+def test_answers_are_kept_for_those_who_ask_again_and_for_nobody_else() -> None:
+    """Which unused KV suits a tenant that takes pages for its layers was kept under the number of the other processes (and of who
+    asks for named pages): what one had asked was answered for the other."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Others:
+        """The other processes: any page will do."""
+
+        index_of: Any
+        number: int = -1
+
+    with session_of(20) as session:
+        donor = Model(session, "m0", [SIZE] * LAYERS, 1)
+        session.step({"m0": remap.Demand(30, 0)})
+        tenant, lending = inside(donor.tenant)._state, session._lending
+        unused = tenant.kv.pool.free_blocks
+        found = lending.idle_slots(tenant, Others(range(20)), 4, unused)
+        assert len(found) == 4 == len(lending.idle_slots(tenant, Others(range(20)), 4, unused))
+        assert lending.idle_slots(tenant, _Taker(frozenset()), 4, unused) == []
+        few = frozenset(tenant.giving[place] for place in tenant.kv.geometry.giving_indices(found[:1]))
+        assert lending.idle_slots(tenant, _Taker(few), 4, unused) == found[:1]

@@ -310,14 +310,20 @@ def _away(what: str, address: str | None, waited_s: float) -> RayAway:
 
 
 def join_ray(address: str) -> None:
-    """This process joins the Ray at this address, until `leave_ray`. Raises RayAway if that does not answer within AWAY_S."""
+    """This process joins the Ray at this address, until `leave_ray`. Raises RayAway if that does not answer within AWAY_S; the
+    process's end, when it comes, is sudden then, with code 1: a thread of it is inside of Ray, and crashes where the interpreter
+    ends around it."""
     # Ray warns that, in a thread, it cannot end this process at SIGTERM. The server does that itself.
     logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM" not in record.getMessage())
-    _answer(
-        lambda: ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False),
-        address,
-        AWAY_S,
-    )
+    try:
+        _answer(
+            lambda: ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False),
+            address,
+            AWAY_S,
+        )
+    except RayAway:
+        atexit.register(_end)
+        raise
 
 
 def leave_ray() -> None:

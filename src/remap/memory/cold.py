@@ -40,10 +40,10 @@ __all__ = ["Cold", "Coming"]
 
 @dataclass(frozen=True)
 class _Taker:
-    """A tenant that takes pages for its layers. number: no tenant's, since other pages suit it than suit a tenant for KV."""
+    """A tenant that takes pages for its layers: other ones suit it than suit it for KV, and they depend on who serves."""
 
-    number: int
     index_of: Container[int]
+    number: None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Cold:
         if short > sum(offered.values()):  # `bring` says so
             return wanted
         short -= sum(pages for name, pages in offered.items() if name not in waiting)
-        taker = _Taker(-1 - tenant.number, tenant.placed)
+        taker = _Taker(tenant.placed)
         for name, one in waiting.items():
             page, block = one.kv.geometry.page_bytes, one.kv.spec.block_bytes
             short -= len(self._lending.idle_slots(one, taker, max(0, short), self._offers.unused_kv.unused(one)))
@@ -265,7 +265,7 @@ class Cold:
         sleeping = [one for one in givers if not one.active]
         idle, waiting = [one for one in sleeping if not paused(one)], [one for one in sleeping if paused(one)]
         busy = self._claimed(one for one in self._tenants.values() if one.active or one is tenant)
-        taker = _Taker(-1 - tenant.number, tenant.placed - busy)
+        taker = _Taker(tenant.placed - busy)
         unused = self._offers.unused_kv
         gifts: list[Callable[[int], None]] = [partial(self._give_own, tenant)]
         for one in givers:
@@ -435,7 +435,7 @@ class Cold:
         for giver in self._givers(tenant):
             pool, pages = giver.kv.pool, giver.pages
             if giver.active or pool.external:
-                taker = _Taker(-1 - tenant.number, fits)
+                taker = _Taker(fits)
                 found = self._lending.idle_slots(giver, taker, len(fits), unused.surplus(giver))
                 its = len(found)
             else:

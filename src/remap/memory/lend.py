@@ -34,10 +34,11 @@ Moves = dict[str, dict[int, int]]
 
 
 class Receiver(Protocol):
-    """A user of pages: a tenant, or the other processes. index_of: the pages that have a place there."""
+    """A user of pages: a tenant, or the other processes. index_of: the pages that have a place there. number: one receiver's
+    alone, whose places stay as they are within an epoch; None: of one that is made for a question."""
 
     @property
-    def number(self) -> int: ...
+    def number(self) -> int | None: ...
     @property
     def index_of(self) -> Container[int]: ...
 
@@ -159,6 +160,8 @@ class Lending:
         pool = donor.kv.pool
         if surplus <= 0 or donor.draining:
             return []
+        if receiver.number is None:
+            return sorted(self._find_idle(donor, receiver, wanted, surplus)[0])
         # Kept, since every step asks while demand is unmet, and the donors often do nothing meanwhile.
         epoch = self._changes.epoch
         if self._idle[0] != epoch or epoch < 0:

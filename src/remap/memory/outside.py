@@ -99,8 +99,8 @@ class MembershipCalls(Protocol):
 class _Only:
     """A receiver of these pages and no others."""
 
-    number: int  # below `_Lasting.number`, and another one each time: `Lending` keeps answers by it
     index_of: Container[int]
+    number: None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,6 @@ class Outside:
         self._trace = trace
         self._again_s = 0.0
         self._lasting = _Lasting(membership.borrowed)
-        self._only = self._lasting.number
         self._lent: set[int] = set()  # pages that were given as lent, and may still be
         self._called: dict[int, float] = {}  # page that others have called, and that was not given yet -> when
         self.lacks: _Lack | None = None  # that paused tenants may still give, at the end of a step (`meet`)
@@ -611,10 +610,10 @@ class Outside:
     def give_named(self, pages: Sequence[int], *, gently: bool) -> None:
         """Others have lent these, and their layers are to come home. gently: only what no tenant here needs."""
         if gently:
-            here, self._only = set(pages), self._only - 1
+            here = set(pages)
             for giver in self._tenants.values():
                 if not giver.busy:
-                    self._lending.free_idle(giver, _Only(self._only, here), len(here), self._surplus(giver))
+                    self._lending.free_idle(giver, _Only(here), len(here), self._surplus(giver))
             self._hand_out([page for page in self._changes.arena.free_pages() if page in here])
             return
         self._called.update(dict.fromkeys(pages, time.monotonic()))
