@@ -245,3 +245,22 @@ def test_a_step_of_a_member_that_asks_for_nothing_looks_at_nothing_of_the_broker
         for blocks in (0, 8):
             session.step({"taker": remap.Demand(blocks)})
         monkeypatch.undo()
+
+
+def test_a_page_that_was_called_and_is_a_layer_by_now_stays(broker: Broker) -> None:
+    """Another process calls a page that it has lent, gives its layers up, and the page is a layer here before the next step: that
+    raised InvalidArgument from the step, since the page was taken for KV."""
+    with opened(broker) as session:
+        tenant = attached(session, "one")
+        outside: Any = session._outside
+        state = outside._tenants["one"]
+        homes = [page for home in state.pages.homes for page in home if page in state.index_of]
+        assert homes
+        outside._called.update(dict.fromkeys(homes, time.monotonic()))
+        session.step({"one": remap.Demand(0)})
+        assert state.pages.streamed == () and outside._called == {}
+        remap.advanced.check(session)
+        kv = [page for page in state.giving[:1] if page not in homes]  # one that it has as KV is given
+        tenant.kv.free(tenant.kv.allocate(1))
+        outside._called.update(dict.fromkeys(kv, time.monotonic()))
+        assert outside._lending.held(state, kv) == kv

@@ -86,9 +86,11 @@ class Lending:
         return lent.difference(here)
 
     def held(self, holder: TenantState, pages: Iterable[int]) -> list[int]:
-        """Which of these pages the holder has."""
-        asked = list(pages)
-        return [page for page, number in zip(asked, self._changes.arena.tenants_of(asked)) if number == holder.number]
+        """Which of these pages the holder has as KV."""
+        asked = [page for page in pages if page in holder.index_of]
+        its = [page for page, number in zip(asked, self._changes.arena.tenants_of(asked)) if number == holder.number]
+        owned = set(holder.kv.pool.owned_slots()) if its else set[int]()
+        return [page for page in its if owned.issuperset(holder.slots_of([page]))]
 
     def losses(self, donor: TenantState, target: Streaming) -> dict[str, int]:
         """Tenant (the donor too) -> usable blocks, exactly, that it would lose if the donor streamed this."""
