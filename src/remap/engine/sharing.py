@@ -389,19 +389,19 @@ class SharedEngines:
             former, self._active, self._prepared = self._active, None, None
             if former is not None:
                 self.engines[former].pause()
-            asked_s, load_s = time.monotonic(), reload_s or self._reload_s(name)
+            process, asked_s = self._process, time.monotonic()
+            load_s = 0.0 if process is None else self._reload_s(name)
             try:
                 entry = self._activate(name, alone=True)
             except Exception as error:
                 if former is not None:
                     self._go_on(former)
+                if self._asks_later(name, error):
+                    return
                 self.beginning = name
-                if self._process is None or not self._kept_elsewhere(error):
-                    raise
-                self._refused(self._process, name, error)
-                return
-            if self._process is not None and former is None:
-                self._process.begun(asked_s, load_s)
+                raise
+            if process is not None and former is None:
+                process.begun(asked_s, load_s)
             self._lacking.pop(name, None)
         self._end_pending(None)
         self._active, self._turn_began, self._idle_step = name, self._clock(), False
@@ -413,10 +413,9 @@ class SharedEngines:
         """The turn of `name` could not end."""
         try:
             self._activate(name, alone=True)
-        except Exception as error:
-            if self._process is None or not self._kept_elsewhere(error):
+        except OutOfMemory as error:
+            if not self._asks_later(name, error):
                 raise
-            self._refused(self._process, name, error)
         else:
             self._active = name
 
@@ -426,23 +425,23 @@ class SharedEngines:
         if self._process is not None and not self.unfinished:
             self._resting = True  # until there is a request
             return
-        asked_s, load_s = time.monotonic(), sum(map(self._reload_s, self.engines))
+        process, asked_s = self._process, time.monotonic()
+        load_s = 0.0 if process is None else sum(map(self._reload_s, self.engines))
         tenants = self.session.snapshot().tenants
         for name in self.engines:
             if tenants[name].active:
                 continue
             try:
                 self._activate(name, alone=False)
-            except Exception as error:
-                if self._process is None or not self._kept_elsewhere(error):
+            except OutOfMemory as error:
+                if not self._asks_later(name, error):
                     raise
                 self._rest()  # who waits keeps nothing from others
-                self._refused(self._process, name, error)
                 return
         self._all_active, self._resting = True, False
         self._lacking.clear()
-        if self._process is not None:
-            self._process.begun(asked_s, load_s)
+        if process is not None:
+            process.begun(asked_s, load_s)
 
     def _activate(self, name: str, alone: bool) -> dict[str, Any]:
         """`session.activate`, and what it asks for: that number of others' blocks is freed first, of their youngest requests.
@@ -508,17 +507,17 @@ class SharedEngines:
             if engine.tenant.active:
                 self.session.deactivate(name)
 
-    @staticmethod
-    def _kept_elsewhere(error: Exception) -> bool:
-        """Whether an activation lacks no more pages than other processes have."""
+    def _asks_later(self, name: str, error: Exception) -> bool:
+        """Whether the activation that has failed lacks no more pages than other processes have: it is made again then."""
         fields = error.fields if isinstance(error, OutOfMemory) else {}
-        return "outside" in fields and cast("int", fields["short"]) <= cast("int", fields["outside"])
-
-    def _refused(self, process: ProcessTurn, name: str, error: Exception) -> None:
+        kept_elsewhere = "outside" in fields and cast("int", fields["short"]) <= cast("int", fields["outside"])
+        if self._process is None or not kept_elsewhere:
+            return False
         self.beginning = None
-        process.refused()
+        self._process.refused()
         self._lacking[name] = self._clock() + (LATER_S if self.active else AGAIN_S)
         self._waits_said.warn("requests for %s wait for its layers: %s", name, error)
+        return True
 
     def _wait(self) -> None:
         """Other processes have the pages. They get what engines free for them meanwhile."""
