@@ -177,11 +177,15 @@ class Rank:
         return None if self.rank else self.report()
 
     def home(self) -> RankReport | None:
-        """Bring all layers home, as soon as the blocks that lie in their pages have left. Rank 0 decides.
+        """The engine has no block in use: bring all layers home, as soon as the blocks that lie in their pages have left. Rank 0
+        decides.
 
         Logs a change that fails, as `step` does.
         """
-        if self.rank or not self.tenant.remapped:
+        if self.rank:
+            return None
+        inside(self.tenant).kv.pool.in_use = 0
+        if not self.tenant.remapped:
             return None
         self._fresh.clear()
         with self._serving_on():
@@ -231,6 +235,7 @@ class Rank:
         except BaseException:
             self._asleep = not self.tenant.active
             raise
+        inside(self.tenant).kv.pool.in_use = 0
         if self._cold_s is not None:
             self._timer = threading.Timer(self._cold_s, self._cold_by_itself)
             self._timer.daemon = True

@@ -170,6 +170,24 @@ def test_all_grow_and_shrink_alike(worlds: Any, count: int, local: bool) -> None
     world.home()
 
 
+@pytest.mark.parametrize("asleep", [True, False])
+def test_an_idle_engine_has_nothing_in_use(worlds: Any, asleep: bool) -> None:
+    """`remap top` showed all of its blocks in use."""
+    world = worlds(1)
+    world.step(6)
+    world.use(3)
+    world.step(1)
+
+    def shown() -> tuple[int, int]:
+        seen = world.ranks[0].session.snapshot().tenants["m"]
+        return seen.live_blocks, seen.usable_blocks - seen.free_blocks
+
+    assert shown() == (FIRST + 3,) * 2
+    world.finish(list(world.used))
+    world.ask("sleep" if asleep else "home")
+    assert shown() == (0, 0)
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_what_is_in_use_stays_and_keeps_its_bytes_when_it_is_needed_again(worlds: Any, local: bool) -> None:
     world = worlds(1, local=local)

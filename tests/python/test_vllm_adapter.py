@@ -9,6 +9,7 @@ import importlib
 import logging
 import re
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -825,6 +826,23 @@ def test_a_pass_that_checks_drafts_is_a_decode(
     )
     assert worker.execute_model(output) == "computed"
     assert entered == [(phase, sum(scheduled.values()))]
+
+
+def test_figures_are_written_without_a_pass(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/metrics of an engine that had gone cold showed the layers away and the blocks of its last pass."""
+    metrics = importlib.import_module("remap.adapters.vllm.metrics")
+    monkeypatch.setattr(metrics, "EVERY_S", 0.001)
+    again, written = threading.Event(), list[int]()
+
+    def write() -> None:
+        written.append(1)
+        if len(written) == 3:
+            again.set()
+
+    repeated = metrics.Repeated(write)
+    assert again.wait(60)
+    repeated.stop()
+    assert not repeated._thread.is_alive()
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class RankLink:
         if self.sharing:
             self._ask("sleep")
             self._asleep = True
-        elif self.group.target[0]:
+        elif self.group.target[0] or self.local:  # else to say that it is idle is not worth a round trip
             self._take(self.group.home())
             # Ranks in other processes learn only now which blocks have left, so ask them again.
             if self.group.target[0] and not self.books.leaving:

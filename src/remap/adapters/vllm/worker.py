@@ -280,6 +280,8 @@ class RemapWorker:
         self.remap_rank = Rank(session, tenant, self.rank, settings.cold_s if settings.joins else None, settings.turn_s)
         internals.around_loading(model, self._remap_load)
         self._remap_gauges = metrics.Writer(internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
+        shows = settings.arena and self._remap_gauges is not None
+        self._remap_shows = metrics.Repeated(self._remap_show) if shows else None
         self._remap_manifest = {
             "tenant": name,
             "arena": settings.arena,
@@ -499,6 +501,8 @@ class RemapWorker:
 
     def shutdown(self) -> None:
         if self.remap_rank is not None:
+            if self._remap_shows is not None:
+                self._remap_shows.stop()
             self.remap_rank.close()
             self._remap_arena.leave(self.remap_rank.tenant.name)
             self.remap_rank = None
