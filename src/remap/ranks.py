@@ -241,6 +241,26 @@ class Rank:
             self._timer.daemon = True
             self._timer.start()
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """For a pass without requests, which others in lockstep wait for: `wake`, and `sleep` behind it, if the tenant sleeps.
+        The engine hands out no block meanwhile. Raises InvalidState (field tenant) if `wake` is refused; nothing changed then.
+        """
+        if not self._asleep:
+            yield
+            return
+        report = self.wake()
+        if report is None:
+            raise InvalidState(
+                f"{self.tenant.name} sleeps, and other processes have the pages of its layers; no pass was made; ask again",
+                tenant=self.tenant.name,
+            )
+        try:
+            yield
+        finally:
+            self._lost.update(ids(report.lost))  # the engine has not heard of them
+            self.sleep()
+
     def turn_over(self) -> bool:
         """Whether the engine is to pause its requests, let go of its blocks, and `give_turn`, for another process waits
         (`ProcessTurn.over`); then it may `wake`, which waits for its turn. Takes no lock."""

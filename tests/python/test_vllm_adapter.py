@@ -680,6 +680,24 @@ def worker(vllm: Any) -> Any:
     session.close()
 
 
+def test_a_dummy_batch_wakes_an_engine_that_sleeps(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenant = worker.remap_rank.tenant
+    worker.remap_rank = ranks.Rank(worker.remap_rank.session, tenant, 0)
+
+    def execute_dummy_batch(self: Any) -> None:
+        assert tenant.active
+        for layer in range(tenant.layers):
+            tenant.wait(layer)
+            tenant.done(layer)
+
+    monkeypatch.setattr(Base, "execute_dummy_batch", execute_dummy_batch, raising=False)
+    for asleep in (False, True):
+        if asleep:
+            worker.remap_rank.sleep()
+        worker.execute_dummy_batch()
+        assert tenant.active != asleep
+
+
 def test_warming_up_writes_into_open_blocks_only(worker: Any) -> None:
     opened = worker.remap_rank.tenant.kv.usable_blocks
     assert opened < Base.seats < 400

@@ -363,10 +363,12 @@ class RemapWorker:
             self._remap_told = True
 
     def execute_dummy_batch(self) -> None:
+        """As vLLM's, beside the passes of its other engines (data parallelism): one that sleeps wakes for it, since a pass needs
+        its layers. Raises InvalidState as `Rank.awake`."""
         if self.remap_rank is None:
             return super().execute_dummy_batch()  # type: ignore[misc]
         self._remap_guard_graphs()
-        with self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1):
+        with self.remap_rank.awake(), self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1):
             return super().execute_dummy_batch()  # type: ignore[misc]
 
     def _remap_guard_graphs(self) -> None:
