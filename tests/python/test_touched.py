@@ -21,6 +21,20 @@ class Engine:
     def wrapped(self, *args: Any, **kwargs: Any) -> None: ...
 
 
+class Parts(Engine):
+    """Instances have more than their class."""
+
+    declared: int
+
+    def __init__(self) -> None:
+        self.parts, self.size = [1], 2
+        self.kept: int = self.read_only.there
+
+
+class More(Parts):
+    pass
+
+
 @dataclass
 class Fields:
     size: int
@@ -36,11 +50,12 @@ def of(name: str, takes: str | None = None) -> Touched:
 @pytest.mark.parametrize("name", ["Engine.move", "Engine.wrapped"])
 def test_what_takes_what_it_is_given(name: str, takes: str | None):
     assert unlike([of(name, takes), of("Fields.size"), of("Engine")]) == []
+    assert unlike([of(f"More.{each}") for each in ("declared", "parts", "size", "kept", "move")]) == []
 
 
 @pytest.mark.parametrize("takes", ["self block", "self page tokens=", "self block tokens= more="])
 def test_what_does_not(takes: str):  # tokens is needed; there is no page; no more
-    gone = [of("Engine.gone"), of("Fields.gone"), of("Gone.move")]
+    gone = [of("Engine.gone"), of("Fields.gone"), of("Gone.move"), of("More.gone"), of("More.read_only")]
     found = unlike([of("Engine.move", takes), *gone])
     names = ["Engine.move", *(each.name for each in gone)]
     assert all(text.startswith(f"{__name__}:{name}") for text, name in zip(found, names, strict=True))

