@@ -183,7 +183,7 @@ class _Restless:
 
 
 class _Scattered:
-    """A pool's `allocate` that hands out any free blocks. The pool's own hands out the lowest, which are seldom in a layer's way."""
+    """A pool's `allocate` that hands out any free blocks. The pool's own hands out the lowest, seldom in a layer's way."""
 
     def __init__(self, pool: BlockPool, seed: int) -> None:
         self._pool, self._allocate, self._rng = pool, pool.allocate, random.Random(seed)
