@@ -625,9 +625,10 @@ class Session:
 
         Waits for the last passes. device and OutOfMemory: as for `detach`; but without `device`, a model that does not fit
         beside the session's own memory goes to the CPU, with a RuntimeWarning, if the machine has room for it: the device's
-        memory is free afterwards. Idempotent; it can be called again after an error. Inside another call of the session (of a
-        listener, or a signal handler) it raises InvalidState, and the session stays open. Allowed when the arena is broken, and
-        with ranges still declared as registered: their owners must have deregistered them by then.
+        memory is free afterwards. Idempotent; it can be called again after an error. While another thread is inside a pass
+        (field tenant), and inside another call of the session (of a listener, or a signal handler), it raises InvalidState, and
+        the session stays open; a pass of the calling thread is abandoned. Allowed when the arena is broken, and with ranges
+        still declared as registered: their owners must have deregistered them by then.
         """
         if not self.closed:
             self._close(device)
@@ -635,6 +636,10 @@ class Session:
 
     @outermost
     def _close(self, device: Any) -> None:
+        self._claim()
+        for tenant in self._tenants.values():
+            if tenant.turn.elsewhere:  # a pass of this thread, or of one that has ended, is abandoned
+                tenant.require_idle(leaving=True)
         for tenant in self._tenants.values():
             tenant.leaving = tenant.leaving or tenant.unsettled is not None  # nothing that is due is waited for
         for tenant in self._tenants.values():
