@@ -158,6 +158,10 @@ class TenantKV:
         recompute its KV."""
         return self._copies.kept(listed(host_ids))
 
+    def kept_of(self, host_ids: Iterable[int]) -> bool:
+        """`kept`, for who may name what it does not have. Raises InvalidArgument for a host block that is not in use."""
+        return self.kept(self._turn.run(self.host.checked, listed(host_ids)))
+
     def arrived(self, ticket: int) -> bool:
         """Whether the copies of this ticket have been made. Does not wait. Raises the backend's error if they have failed, each
         time: none of those in flight has arrived then, and their host blocks are as they were. Raises InvalidArgument for a
@@ -229,7 +233,8 @@ class TenantKV:
         """
         if self._host_store is not None:
             self._turn.exclusively(self._take_host)
-        return self.host.total
+        total: int = self._turn.run(getattr, self.host, "total")
+        return total
 
     def offer(self, blocks: int) -> None:
         """The engine says that it could free that many live blocks now, by copying them out: others may need their pages while
@@ -239,7 +244,7 @@ class TenantKV:
             raise invalid("blocks", blocks, "an int of at least 0")
         if self._offer is None:
             self.open_host()
-        self._offer = blocks
+        self._turn.run(setattr, self, "_offer", blocks)
 
     @property
     def reclaims(self) -> bool:

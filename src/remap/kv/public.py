@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap.kv.cache import TenantKV
 from remap.kv.host import HostBlocks
-from remap.kv.pool import Listener, listed
+from remap.kv.pool import Listener
 from remap.kv.spec import KVSpec
 from remap.moved import goes, moved
 
@@ -83,7 +83,7 @@ class HostKV:
     def kept(self, host_ids: Iterable[int]) -> bool:
         """Whether these host blocks hold the KV copied out to them: False if a copy to one of them has failed. Then
         recompute its KV. Raises InvalidArgument for one that is not in use."""
-        return self._kv.kept(self._kv.host.checked(listed(host_ids)))
+        return self._kv.kept_of(host_ids)
 
     def free(self, host_ids: Iterable[int]) -> None:
         """Give host blocks back. Raises InvalidArgument for one that is not in use, and InvalidState (field host_blocks) for
