@@ -166,7 +166,9 @@ class Session:
             size = parse_size(cast("int | str", capacity), "capacity")  # None is refused as any other
             auto = page_bytes == "auto"
             page = devices.usual_page_bytes(size, device, platform) if auto else parse_size(page_bytes, "page_bytes")
-        if page == 0 or size < page:
+        if page == 0:
+            raise invalid("page_bytes", 0, "'auto', or a power of two that is a multiple of the backend's granularity")
+        if size < page:
             raise InvalidArgument(
                 f"capacity of {size} bytes must hold at least one page of {page} bytes; nothing was created",
                 capacity=size,
