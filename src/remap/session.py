@@ -166,7 +166,9 @@ class Session:
             size = parse_size(cast("int | str", capacity), "capacity")  # None is refused as any other
             auto = page_bytes == "auto"
             page = devices.usual_page_bytes(size, device, platform) if auto else parse_size(page_bytes, "page_bytes")
-        if page == 0 or size < page:
+        if page == 0:
+            raise invalid("page_bytes", 0, "'auto', or a power of two that is a multiple of the backend's granularity")
+        if size < page:
             raise InvalidArgument(
                 f"capacity of {size} bytes must hold at least one page of {page} bytes; nothing was created",
                 capacity=size,
@@ -625,9 +627,10 @@ class Session:
 
         Waits for the last passes. device and OutOfMemory: as for `detach`; but without `device`, a model that does not fit
         beside the session's own memory goes to the CPU, with a RuntimeWarning, if the machine has room for it: the device's
-        memory is free afterwards. Idempotent; it can be called again after an error. Inside another call of the session (of a
-        listener, or a signal handler) it raises InvalidState, and the session stays open. Allowed when the arena is broken, and
-        with ranges still declared as registered: their owners must have deregistered them by then.
+        memory is free afterwards. Idempotent; it can be called again after an error. While another thread is inside a pass
+        (field tenant), and inside another call of the session (of a listener, or a signal handler), it raises InvalidState, and
+        the session stays open; a pass of the calling thread is abandoned. Allowed when the arena is broken, and with ranges
+        still declared as registered: their owners must have deregistered them by then.
         """
         if not self.closed:
             self._close(device)
@@ -635,6 +638,10 @@ class Session:
 
     @outermost
     def _close(self, device: Any) -> None:
+        self._claim()
+        for tenant in self._tenants.values():
+            if tenant.turn.elsewhere:  # a pass of this thread, or of one that has ended, is abandoned
+                tenant.require_idle(leaving=True)
         for tenant in self._tenants.values():
             tenant.leaving = tenant.leaving or tenant.unsettled is not None  # nothing that is due is waited for
         for tenant in self._tenants.values():

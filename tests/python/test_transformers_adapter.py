@@ -191,6 +191,17 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was_and_it_goes_on(error):
         assert torch.equal(_goes_on(model, start, cache, LONG - SHORT), expected)
 
 
+def test_without_blocks_the_error_names_the_layers_that_were_written():
+    """It said that no more layers may be given, and not why."""
+    model = llama()
+    with watched(model) as rig, torch.no_grad():
+        model.generate(**prompts(2, 6), **BRIEF)
+        model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+        with pytest.raises(OutOfBlocks, match=r"layers \[1\] stay: something wrote") as failed:
+            model(prompts(2, 2000)["input_ids"], **as_cache(rig.attached.cache()))
+        assert failed.value.written == (1,)
+
+
 def test_two_models_share_a_session():
     models = [llama(seed=0), llama(seed=1)]
     given = [prompts(3, 9, seed=3), prompts(3, 9, seed=4)]

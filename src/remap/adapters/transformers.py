@@ -326,13 +326,16 @@ class Attached:
             time.sleep(_AGAIN_S)
             self._step(wanted)
         if wanted > kv.free_blocks:
+            stay = tuple(self.tenant.written)
+            written = f" (layers {list(stay)} stay: something wrote into them after attach)" if stay else ""
             raise OutOfBlocks(
                 f"{rows} sequences with {tokens} more tokens take {wanted} more blocks of {kv.spec.block_tokens} tokens; "
-                f"{kv.free_blocks} of {kv.usable_blocks} are free, and no more layers may be given; the cache has not "
+                f"{kv.free_blocks} of {kv.usable_blocks} are free, and no more layers may be given{written}; the cache has not "
                 "changed; attach with more capacity, use smaller batches, or let go of other caches",
                 requested=wanted,
                 free=kv.free_blocks,
                 usable=kv.usable_blocks,
+                written=stay,
             )
         return table.plan(rows, tokens)  # the same plan, with the ids after the step's moves
 
