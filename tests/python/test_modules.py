@@ -110,10 +110,10 @@ def test_restore_goes_by_the_objects_and_what_they_show():
     before = {id(tensor): tensor.detach().clone() for tensor in tensors.values()}
     address = renamed.data_ptr()
     with pytest.raises(InvalidState) as caught:  # of more than one tensor
-        modules.restore(layout, tensors, storages, rest, others=modules.tensors_of(model))
+        modules.restore(layout, tensors, storages, rest, others=modules.tensors_of(model).items())
     assert caught.value.path == "far" and renamed.data_ptr() == address
     del model.far
-    modules.restore(layout, tensors, storages, rest, others=modules.tensors_of(model))
+    modules.restore(layout, tensors, storages, rest, others=modules.tensors_of(model).items())
     for storage in (*storages, rest):
         storage.fill_(255)
     assert block.strided is mine and mine.data_ptr() != old.data_ptr()

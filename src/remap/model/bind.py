@@ -12,10 +12,9 @@ find.py finds and describes the tensors; this module re-exports its functions.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter, is_, itemgetter, methodcaller
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,14 +92,15 @@ def restore(
     storages: Sequence[torch.Tensor],
     rest: torch.Tensor,
     *,
-    others: Tensors = MappingProxyType({}),
+    others: Iterable[tuple[str, torch.Tensor]] = (),
     sources: Mapping[int, torch.Tensor] | None = None,
     device: str | torch.device | None = None,
 ) -> None:
     """Move installed tensors back onto ordinary torch memory, so that the storages can be freed.
 
     tensors, storages, rest: as passed to `install`. It goes by the objects and the memory that they show, whatever the
-    model calls them by now. others: tensors that the model has registered since; those that show the storages move too.
+    model calls them by now. others: further tensors with names, such as the model's present ones; those that show the
+    storages move too.
     sources: layer -> 1-D uint8 tensor that the layer's bytes are copied from instead (its master copy; needed for
     streamed layers, whose regions may show another layer). device: of the new memory; by default the device of the
     storages. Each original storage becomes one new storage, so ties and overlapping views stay. A tensor that has memory
@@ -128,7 +128,7 @@ def restore(
         spans.extend((base + start, base + end, source, start) for start, end in groups.values())
     spans.sort(key=itemgetter(0))
     ours = {id(tensor) for tensor in tensors.values()}
-    found = {id(one): (path, one) for path, tensor in (*others.items(), *tensors.items()) for one in _plain(tensor)}
+    found = {id(one): (path, one) for path, tensor in (*others, *tensors.items()) for one in _plain(tensor)}
     homes: dict[int, torch.Tensor] = {}
     exchange: list[tuple[torch.Tensor, torch.Tensor, int]] = []
     for path, tensor in found.values():

@@ -101,6 +101,8 @@ class Guards:
         self._load, self._collect = _ours(self._loading()), _ours(self._collecting())
         # (state dict, its copies so far): in one state dict, two names of one tensor are two names of one copy.
         self._copies: tuple[Any, dict[object, torch.Tensor | None]] = (None, {})
+        # Values of state dicts that show attached memory, by id: they leave it with the model.
+        self.shown: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def install(self) -> None:
         for tensor in self._tensors.values():
@@ -270,20 +272,21 @@ class Guards:
     def _collecting(self) -> Callable[..., None]:
         def collect(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             away = self._away()
-            if not away:
-                return
             known = self._copies
             if known[0] is None or known[0]() is not state:
                 known = self._copies = (_weakly(state), {})
             for name, tensor in tensors_of(module).items():
-                if prefix + name in state and id(tensor) in self._placed:
+                value = state.get(prefix + name)
+                if id(tensor) in self._placed and value is not None:
                     layer, placed = self._placed[id(tensor)]
                     key = (layer, placed.offset, tensor.dtype, tensor.shape, tensor.stride())
                     if key not in known[1]:
                         known[1][key] = self._from_master(tensor, away)
                     made = known[1][key]
                     if made is not None:
-                        state[prefix + name] = made
+                        state[prefix + name] = value = made
+                if id(tensor) in self._tensors and isinstance(value, torch.Tensor):
+                    self.shown[id(value)] = value
 
         return collect
 

@@ -81,7 +81,7 @@ class AttachedHooks:
         if model is not None:
             # Not a pair of hooks: a forward hook does not run for exceptions that are no `Exception`, so the pass would
             # stay open.
-            self._wrap(model, "forward", _bracket(model.forward, tenant, self))
+            self.wrap(model, "forward", _bracket(model.forward, tenant, self))
 
     def guard(self, modules: Sequence[nn.Module], part: int) -> None:
         """Refuse calls of these modules, which no layer has, outside of passes while their bytes, those of `part`, are not there.
@@ -96,9 +96,10 @@ class AttachedHooks:
         for name in ("_call_impl", "_compiled_call_impl"):
             call = getattr(module, name)
             if call is not None:
-                self._wrap(module, name, make(module, call, self))
+                self.wrap(module, name, make(module, call, self))
 
-    def _wrap(self, module: nn.Module, name: str, ours: Callable[..., Any]) -> None:
+    def wrap(self, module: nn.Module, name: str, ours: Callable[..., Any]) -> None:
+        """Put `ours` in the place of an attribute of the instance, until `remove`."""
         self._put_in.append((module, name, _ours(ours), module.__dict__.get(name)))
         # Not through the module's own __setattr__, which is for parameters and submodules.
         module.__dict__[name] = ours

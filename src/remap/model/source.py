@@ -217,11 +217,12 @@ def model_source(
         lost = written(away)
         home = set(range(len(layout.layers))) - set(away) if away else set[int]()
         unseen = differing(home - written(home).keys() - master.changed(home).keys())
+        shown = [("a value of state_dict()", value) for value in installed["guards"].shown.values()]
         sources = {index: master.tensor(index) for index in away if layout.layers[index].nbytes}
         try:
             modules.restore(
                 layout, everything, installed["storages"], installed["rest"],
-                others=modules.tensors_of(model), sources=sources, device=where,
+                others=(*modules.tensors_of(model).items(), *shown), sources=sources, device=where,
             )  # fmt: skip
         except torch.OutOfMemoryError as error:
             needed = sum(part.nbytes for part in layout.parts)
