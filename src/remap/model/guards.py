@@ -101,7 +101,7 @@ class Guards:
         self._load, self._collect = _ours(self._loading()), _ours(self._collecting())
         # (state dict, its copies so far): in one state dict, two names of one tensor are two names of one copy.
         self._copies: tuple[Any, dict[object, torch.Tensor | None]] = (None, {})
-        # Values of state dicts that show attached memory, by id: they leave it with the model.
+        # Values of state dicts, by id: those that show attached memory leave it with the model.
         self.shown: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def install(self) -> None:
@@ -285,7 +285,7 @@ class Guards:
                     made = known[1][key]
                     if made is not None:
                         state[prefix + name] = value = made
-                if id(tensor) in self._tensors and isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor):
                     self.shown[id(value)] = value
 
         return collect
