@@ -623,7 +623,16 @@ def remove_a_layer(model):
     model.config.num_hidden_layers -= 1
 
 
-CHANGES = [wrap_layers, wrap_linears, wrap_the_head, insert_a_layer, compile_layers, prune, rename_tensors, remove_adapters]
+CHANGES = [
+    wrap_layers,
+    wrap_linears,
+    wrap_the_head,
+    insert_a_layer,
+    compile_layers,
+    prune,
+    rename_tensors,
+    remove_adapters,
+]
 # While layers are away these read or replace what the ring shows, or skip a layer: the next pass says so.
 AT_HOME = [new_parameters, parametrize, remove_a_layer]
 
