@@ -189,7 +189,7 @@ class _Names:
     """What is registered, and where: `same` looks no dotted name up."""
 
     def __init__(self, found: Sequence[Registration]) -> None:
-        self._registries = [each.registry for each in found]
+        self._registries: list[Any] = [each.registry for each in found]
         self._names = [each.name for each in found]
         self.objects = [each.value for each in found]
 
@@ -287,7 +287,7 @@ class WriteWatch:
 # --- one tensor --------------------------------------------------------------------------------------------------
 
 
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _plain(tensor: Any) -> list[torch.Tensor]:
     """The tensors that have addresses: the tensor itself, or those inside of a subclass that wraps them."""
     if is_traceable_wrapper_subclass(tensor):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
