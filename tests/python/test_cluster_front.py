@@ -361,7 +361,8 @@ def test_each_end_of_an_instance_is_said_once_and_each_return(
         connections[1].kill()
         await asyncio.gather(*tasks)
         await until(back)
-        gone, again, joined = said(caplog)
+        gone, *more = said(caplog)
+        joined, again = sorted(more, reverse=True)  # it may be back before they start again
         assert re.fullmatch(r"\d requests start again, behind \d+ tokens that they have", again)
         assert gone == "the instance is gone" and joined.startswith("instance b joined")
 

@@ -170,7 +170,7 @@ class Front(Generic[RequestT]):
             LOG.info("instance %s is replaced, with %d requests that start again", name, service.busy(name))
             self._told.add(name)
             self._connections[name].kill()
-            self._event(Died(name))
+            self._event(Died(name, why="it was replaced", outside=True))
         while not self.up[name]:
             if name in self.rejected:
                 raise self.rejected[name]
@@ -260,7 +260,7 @@ class Front(Generic[RequestT]):
             except Lost as lost:
                 self._tell(logging.WARNING, connection.name, "%s", lost)
                 self.reports.pop(connection.name, None)
-                self._event(Died(connection.name, bool(lost.returns)))
+                self._event(Died(connection.name, bool(lost.returns), str(lost)))
                 if not lost.returns:
                     self._reject(connection.name, lost)
                     return
@@ -273,7 +273,7 @@ class Front(Generic[RequestT]):
         """It answers, but not as agreed: another process in its place may do better."""
         self._tell(logging.ERROR, connection.name, "instance %s failed and is killed: %s", connection.name, error)
         self.reports.pop(connection.name, None)
-        self._event(Died(connection.name))
+        self._event(Died(connection.name, why=str(error)))
         connection.kill()
 
     async def _join(self, connection: Connection) -> bool:
