@@ -67,7 +67,8 @@ RequestT = TypeVar("RequestT")
 
 
 class Lost(Error):
-    """An instance's process is gone. Fields: instance, returns (whether it is being started again)."""
+    """An instance's process is gone. Fields: instance, returns (whether it is being started again), why. Where they are known
+    also: pid, node, log, signal (its name) or exit_code, outside (as of `messages.Death`)."""
 
 
 class InstanceFailed(Error):
@@ -260,7 +261,9 @@ class Front(Generic[RequestT]):
             except Lost as lost:
                 self._tell(logging.WARNING, connection.name, "%s", lost)
                 self.reports.pop(connection.name, None)
-                self._event(Died(connection.name, bool(lost.returns), str(lost)))
+                known = lost.fields
+                why = str(known.get("why", lost))
+                self._event(Died(connection.name, bool(lost.returns), why, bool(known.get("outside", False))))
                 if not lost.returns:
                     self._reject(connection.name, lost)
                     return

@@ -87,7 +87,7 @@ class Description:
     together. rendezvous: where those that merge with it find each other (`ServedStore.address`).
     host_bytes_per_s: at which layers come from the host's master copy, measured; 0: unknown. merges: whether it takes part in
     changes of groups (`contract.MergingInstance`). epoch: the highest that it was told: an earlier control may have had it.
-    node: the machine that its process is on, and dies with; "" if not known."""
+    node: the machine that its process is on, and dies with; log: the file there that its errors go to; "" if not known."""
 
     name: str
     fingerprint: Fingerprint
@@ -99,6 +99,7 @@ class Description:
     merges: bool = True
     epoch: int = 0
     node: str = ""
+    log: str = ""
 
 
 @dataclass(frozen=True)
@@ -259,8 +260,8 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Death:
-    """The end of an instance's process. node: as of `Description`. why: as far as it is known. outside: no request can be why: it
-    was replaced, or somebody asked it to end."""
+    """The end of an instance's process. node: as of `Description`. why: as far as it is known. outside: no request can be why,
+    such as when it was replaced."""
 
     instance: str
     node: str = ""

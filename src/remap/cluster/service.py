@@ -150,6 +150,8 @@ class Service(Generic[RequestT]):
     def __init__(self, control: Control, size: Callable[[RequestT], int]) -> None:
         self.control = control
         self.ledger = RequestLedger[RequestT]()
+        self.deaths = deque[Death](maxlen=64)
+        """The last ones of instances that were in the cluster, the oldest first."""
         self._size = size
         self._lost: dict[str, _Lost] = {}
         self._seen = deque[_Seen]()  # of the last seconds
@@ -234,6 +236,7 @@ class Service(Generic[RequestT]):
         """The requests that were there go on later, each in its way."""
         while self._seen and now_s - self._seen[0].told_s > KEPT_S:
             self._seen.popleft()
+        self.deaths.append(death)
         seen = _Seen(death, now_s, instances)
         if not death.outside:
             self._seen.append(seen)
