@@ -129,6 +129,19 @@ def test_a_death_near_another_says_nothing_of_a_request_on_trial(
     assert isinstance(end, Decline) and end.error.faults == MOST_FAULTS
 
 
+def test_two_that_end_each_instance_do_not_excuse_each_other(suspects: Any) -> None:
+    """One's trial ended an instance of a node, half a second later the other's another one: neither was found, for ever."""
+    suspects.control.descriptions |= {name: replace(description(name), node=node) for name, node in zip("abc", "112")}
+    suspects.on(Died("b"), 9.0)
+    suspects.on(Died("a"), 9.1)
+    assert started(suspects.on(Tick(), 9.1 + APART_S)) == []  # "r" may have been at what ended "b"
+    suspects.control.next = "b"
+    assert started(suspects.on(Tick(), 9.1 + QUIET_S)) == ["s"]
+    suspects.on(Died("b"), 9.2 + QUIET_S)
+    (end,) = suspects.on(Tick(), 9.2 + QUIET_S + APART_S)
+    assert isinstance(end, Decline) and end.id == "s"
+
+
 def test_an_end_from_outside_counts_against_no_request(service: Any) -> None:
     """A rolling update that met a long request three times ended it."""
     for fault in range(2 * MOST_FAULTS):

@@ -16,7 +16,8 @@ or something that all of them need. So:
   many for each death beyond.
 - If its instance dies during its trial, the request waits for `APART_S`. If no other instance has died near to it, the request
   is why: it ends, with `Fatal`. Else the other's cause may be its cause. Then this death does not count, and there is another
-  trial. Near is `APART_S` before or after; on the same node `QUIET_S` before, if there are several nodes.
+  trial. Near is `APART_S` before or after; on the same node `QUIET_S` before, if there are several nodes. The next trial begins
+  no sooner than that after such a death: two that end instances are not to excuse each other.
 - Deaths from outside (`Death.outside`) count against none, and for none.
 
 Promises: no request ends so before it was at `MOST_FAULTS` deaths, `APART_S` apart, nor by one cause that is over within
@@ -156,6 +157,7 @@ class Service(Generic[RequestT]):
         self._lost: dict[str, _Lost] = {}
         self._seen = deque[_Seen]()  # of the last seconds
         self._trial: _Trial | None = None
+        self._quiet_s = 0.0  # no trial begins before
 
     @property
     def suspects(self) -> list[str]:
@@ -252,7 +254,7 @@ class Service(Generic[RequestT]):
         """Lost requests whose time has come are asked for again, or end; whether there were such."""
         for id, lost in [(id, lost) for id, lost in self._lost.items() if now_s >= lost.due_s]:
             if lost.tried is not None:
-                self._trial = None
+                self._trial, self._quiet_s = None, lost.tried.told_s + QUIET_S
                 if self._excused(lost.tried):
                     self.ledger.excuse(id)
                     del self._lost[id]
@@ -265,6 +267,8 @@ class Service(Generic[RequestT]):
             if self._suspected(id):
                 if self._trial is not None and self._on_trial(self._trial.id) and self._trial.id != id:
                     continue  # it waits for the trial of another
+                if now_s < self._quiet_s:
+                    continue
                 more = TRIAL_TOKENS ** (len(self.ledger.deaths(id)) - MOST_FAULTS + 2)
                 self._trial = _Trial(id, len(self.ledger.tokens(id)) + more)
             del self._lost[id]
