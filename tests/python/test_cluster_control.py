@@ -782,12 +782,13 @@ def test_one_that_comes_back_before_its_death_was_noticed_is_a_new_one() -> None
 def test_when_nobody_is_left_requests_are_declined_by_name() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a")
-    control.on(Died("a"), 0.0)
+    control.on(Died("a", why="it was ended by SIGKILL"), 0.0)
     assert control.on(PlacementAsked("r", 3), 0.0) == []  # it comes back
     (declined,) = control.on(Died("a", returns=False), 0.0)
     assert isinstance(declined, Decline)
     assert isinstance(declined.error, NoCopy)
     assert (declined.id, declined.error.instances) == ("r", 0)
+    assert "a (it was ended by SIGKILL)" in str(declined.error)
     assert control.held == 0
     joined(control, "a")
     assert control.on(PlacementAsked("s", 3), 0.0) == [Route("s", "a")]

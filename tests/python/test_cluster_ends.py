@@ -158,6 +158,18 @@ def test_an_instance_that_does_not_come_back_is_missed_aloud(
         asyncio.run(asyncio.wait_for(run(), 30.0))
 
 
+def test_logs_of_workers_that_have_ended_do_not_pile_up(tmp_path: Path) -> None:
+    """One that died at each start left three files every two seconds."""
+    names = ["worker-ab-ffffffff-{}.err", "worker-ab-ffffffff-{}.out", "python-core-worker-ab_{}.log"]
+    gone = [tmp_path / name.format((1 << 23) + number) for number in range(4) for name in names]
+    others = [tmp_path / names[0].format(os.getpid()), tmp_path / "raylet.out"]
+    for at_s, path in enumerate([*others, *gone]):
+        path.touch()
+        os.utime(path, (at_s, at_s))
+    ray_sessions.trim(tmp_path, 6)
+    assert {*tmp_path.iterdir()} == {*others, *gone[6:]}
+
+
 def test_folders_of_former_servers_are_removed_and_no_others(tmp_path: Path) -> None:
     """Each server left one, and they filled the disk."""
 

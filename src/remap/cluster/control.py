@@ -127,7 +127,7 @@ class OtherModel(Error):
 class NoCopy(Error):
     """No instance is left, and none comes back: there is no complete copy of the model. The request is answered with this.
 
-    Fields: request (its id), instances (how many are left, 0).
+    Fields: request (its id), instances (how many are left, 0), death (of the last, a `Death`; None if there was none).
     """
 
 
@@ -203,6 +203,7 @@ class Control:
         self._leaving: set[str] = set()
         self._held: dict[str, int] = {}
         self._deaths: dict[str, tuple[Death, ...]] = {}  # of held requests that were lost
+        self._last: Death | None = None
         # Requests that were stuck and moved, and the tokens that they asked for: more than the caller that asks again may know.
         self._moved: dict[str, int] = {}
         self._foresight = None if policy.outlook is None else Foresight(policy.outlook)
@@ -401,7 +402,7 @@ class Control:
         if not self._held:
             return
         if not self._of and not self._returning:
-            self._commands += [Decline(id, _no_copy(id)) for id in self._held]
+            self._commands += [Decline(id, _no_copy(id, self._last)) for id in self._held]
             self._held.clear()
             self._deaths.clear()
         groups = self._staying or self._groups
@@ -560,7 +561,7 @@ class Control:
         self._groups = [each for each in self._groups if each not in hit]
         for name in names:
             del self._of[name]
-        death = Death(instance, self._known.pop(instance).node, why, outside)
+        self._last = death = Death(instance, self._known.pop(instance).node, why, outside)
         del self._heard_s[instance]
         self._rates.pop(instance, None)
         self._recover([bare(stage) for stage in stages if stage.instance.name != instance], now_s)
@@ -788,10 +789,11 @@ def _lack(placement: Placement, plan: drop.DropPlan) -> str:
     return f"{count} requests ask for {wanted} tokens of KV, there is room for {room}, and the plan frees {plan.freed}"
 
 
-def _no_copy(id: str) -> NoCopy:
+def _no_copy(id: str, last: Death | None) -> NoCopy:
     return NoCopy(
         f"request {id!r} needs a complete copy of the model, and no instance is left or comes back; nothing changed; start "
-        "instances",
+        f"instances{'' if last is None else f'; the last one was {last}'}",
         request=id,
         instances=0,
+        death=last,
     )

@@ -135,6 +135,8 @@ class RayConnection:
                 self._back()
             elif self._missed is None:
                 self._missed = asyncio.get_running_loop().create_task(self._miss())
+            if method == "describe" and self._logs:
+                ray_sessions.trim(Path(self._logs))
             why, known = await self._end_of(error)
             raise Lost(
                 f"instance {self.name!r} is gone, and {'is being' if returns else 'cannot be'} started again; what it had "

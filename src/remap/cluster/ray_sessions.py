@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-__all__ = ["KEPT", "mark", "remove_old"]
+__all__ = ["KEPT", "KEPT_LOGS", "mark", "remove_old", "trim"]
 
 MARK = "of-remap"
 KEPT = 4
 """Folders of servers that have ended."""
+KEPT_LOGS = 96
+"""Files of workers that have ended: three of each."""
 
 
 def mark(session: Path) -> IO[bytes]:
@@ -44,6 +47,20 @@ def remove_old(root: Path, kept: int = KEPT) -> list[Path]:
     for session in over[kept:]:
         shutil.rmtree(session, ignore_errors=True)
     return over[kept:]
+
+
+def trim(logs: Path, kept: int = KEPT_LOGS) -> None:
+    """Remove the logs of workers that have ended, but for the `kept` newest: one that dies whenever it is started leaves three
+    every two seconds."""
+    found = []
+    for path in [*logs.glob("worker-*"), *logs.glob("python-core-worker-*")]:
+        pid = re.search(r"[-_](\d+)\.\w+$", path.name)  # Ray's names end with the process
+        with suppress(OSError):
+            if pid is not None and not Path(f"/proc/{pid[1]}").exists():
+                found.append((path.stat().st_mtime, path))
+    for _, path in sorted(found, reverse=True)[kept:]:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _over(session: Path) -> bool:
