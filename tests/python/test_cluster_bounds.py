@@ -17,6 +17,7 @@ pytest.importorskip("prometheus_client", reason="needs the extras cluster, test-
 pytest.importorskip("httpx", reason="needs the extras cluster, test-cluster and transformers")
 pytest.importorskip("transformers", reason="needs the extras cluster, test-cluster and transformers")
 
+from test_cluster_front import until
 from test_cluster_server import JSON, SERVED, Scripted, ask_and_leave, client_of, deliveries, events
 
 from remap.cluster.app import make_app
@@ -35,10 +36,13 @@ ANY = FrontLimits()
 class Hanging(Scripted):
     """Behind what it was given nothing comes, until somebody ends the caller's wait."""
 
+    hanging = False
+
     async def generate(self, id: str, request: Request, *, caller: Caller | None = None) -> AsyncIterator[Delivery]:
         async for each in super().generate(id, request):
             yield each
         assert caller is not None
+        self.hanging = True
         async for each in caller:
             yield each
 
@@ -75,8 +79,43 @@ def test_a_body_that_does_not_come_is_not_waited_for_longer() -> None:
         yield b"{"
         await asyncio.Event().wait()
 
-    status, answer = asked(None, limits=FrontLimits(deadline_s=0.05), content=slow(), headers=JSON)
-    assert (status, answer["error"]["code"]) == (504, "TooLate")
+    for limits, expected in (
+        (FrontLimits(deadline_s=0.05), (504, "TooLate")),
+        (FrontLimits(body_s=0.05), (408, "SlowBody")),
+    ):
+        status, answer = asked(None, limits=limits, content=slow(), headers=JSON)
+        assert (status, answer["error"]["code"]) == expected
+
+
+def test_bodies_that_do_not_come_shut_nobody_out() -> None:
+    """512 callers that had sent a byte each had all the places for an hour."""
+
+    async def run() -> None:
+        app = make_app(Scripted(*deliveries("one", "length")), SERVED, FrontLimits(requests=2, body_bytes=100))  # type: ignore[arg-type]
+        never, started = asyncio.Event(), 0
+
+        async def slow() -> AsyncIterator[bytes]:
+            nonlocal started
+            yield b"{" * 60
+            started += 1
+            await never.wait()
+
+        async with client_of(app) as client:
+
+            async def ask(**body: Any) -> int:
+                return (await client.post("/v1/completions", headers=JSON, **body)).status_code
+
+            uploads = [asyncio.create_task(ask(content=slow())) for _ in range(3)]
+            await until(lambda: started == 3)
+            assert await ask(json={"prompt": "x"}) == 200
+            # What comes of all of them together is bounded, too: two bodies as long as may be.
+            assert await ask(content=b" " * 30) == 429
+            for upload in uploads:
+                upload.cancel()
+            await asyncio.wait(uploads)
+            assert await ask(content=b" " * 30) == 400
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
@@ -127,7 +166,7 @@ def test_choices_count_as_requests() -> None:
 
 
 def test_limits_below_what_can_be_are_refused() -> None:
-    for wrong in ({"body_bytes": 0}, {"requests": 0}, {"retry_after_s": 0}, {"deadline_s": 0.0}):
+    for wrong in ({"body_bytes": 0}, {"requests": 0}, {"retry_after_s": 0}, {"deadline_s": 0.0}, {"body_s": 0.0}):
         with pytest.raises(InvalidArgument):
             FrontLimits(**wrong)  # type: ignore[arg-type]
 

@@ -6,10 +6,12 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -31,7 +33,7 @@ from test_cluster_front import until
 
 from remap.cluster import openai, server
 from remap.cluster.answers import Deadline, pieces
-from remap.cluster.app import make_app, make_shared_app
+from remap.cluster.app import make_app, make_shared_app, make_starting
 from remap.cluster.asked import AnswerAsked
 from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.front import Front
@@ -401,7 +403,11 @@ class Listening:
 
 
 def listening(
-    folder: Path, body: Callable[[Listening], Coroutine[Any, Any, None]], names: str = "a", **options: Any
+    folder: Path,
+    body: Callable[[Listening], Coroutine[Any, Any, None]],
+    names: str = "a",
+    grace_s: float = 3600.0,
+    **options: Any,
 ) -> None:
     """Run `body` beside a server that `serve` runs, with these options, until it is to end. What `serve` raises is raised."""
 
@@ -417,7 +423,8 @@ def listening(
             broken = options.pop("broken", None)
             app = make_app(front, SERVED, **options)
             try:
-                await server.serve(front, app, taken, lambda: beside.append(asyncio.create_task(body(made))), broken)
+                begun = lambda: beside.append(asyncio.create_task(body(made)))  # noqa: E731
+                await server.serve(front, app, taken, begun, grace_s, broken)
             finally:
                 if beside:
                     await beside[0]  # its failure comes first
@@ -435,17 +442,15 @@ def interrupt() -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is given time, but by a test."""
-    monkeypatch.setattr(server, "GRACE_S", 0.0)
+    """Nobody is waited for who takes no error."""
     monkeypatch.setattr(server, "LEAVE_S", 0.0)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_an_interrupt_ends_streams_with_an_error_event_and_says_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, signals: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, signals: int
 ) -> None:
     """When their time is over, or at a second interrupt, however much of that time is left."""
-    monkeypatch.setattr(server, "GRACE_S", 0.0 if signals == 1 else 3600.0)
 
     async def body(there: Listening) -> None:
         streams, whole = [there.ask(90) for _ in range(3)], there.ask(90, stream=False)
@@ -458,19 +463,86 @@ def test_an_interrupt_ends_streams_with_an_error_event_and_says_nothing(
         answer = await whole
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "InvalidState")
 
-    listening(tmp_path, body)
+    listening(tmp_path, body, grace_s=0.0 if signals == 1 else 3600.0)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_an_interrupt_lets_answers_end_for_a_while(tmp_path: Path) -> None:
+def test_a_server_that_is_to_end_says_so_and_answers_what_it_has(tmp_path: Path) -> None:
+    """Its port closed at once, and a balancer learnt of its end by a connection that was refused."""
+
     async def body(there: Listening) -> None:
-        stream = there.ask(30)
-        await there.begun(1)
-        interrupt()
+        async with httpx.AsyncClient(base_url="http://{}:{}".format(*there.address), timeout=60.0) as client:
+            with there.connections[0].instance._news:  # so no token comes
+                stream = there.ask(30)
+                await until(lambda: there.front.unfinished == 1)
+                await check(client, there.front)
+                assert not stream.done()
         *_, done = events((await stream).text)
         assert done == "[DONE]"
 
+    async def check(client: httpx.AsyncClient, front: Front[Request]) -> None:
+        interrupt()
+        await until(lambda: front.draining)
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
     listening(tmp_path, body)
+
+
+def test_a_port_answers_that_its_server_starts_and_then_what_it_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Probes of a server that was loading got no answer, and were logged as 200 when it had loaded."""
+    caplog.set_level(logging.INFO, "remap.cluster.access_log")
+
+    async def run() -> None:
+        ends = {"over": asyncio.Event(), "failure": None, "rejected": {}, "unfinished": 0, "stop": lambda: None}
+        front: Any = SimpleNamespace(**ends, drain=asyncio.Event().wait)
+        app = make_app(Scripted(), SERVED)  # type: ignore[arg-type]
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            url = "http://{}:{}".format(*taken.getsockname())
+            with server.starting(taken, make_starting({"127.0.0.1"}, True)) as started:
+                async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+                    health, asked = await client.get("/health"), await client.post("/v1/completions", json={})
+                    assert (health.status_code, health.json()["status"]) == (503, "starting")
+                    assert (asked.status_code, asked.json()["error"]["code"]) == (503, "InvalidState")
+                    assert health.headers["retry-after"] == asked.headers["retry-after"] == "1"
+                    assert (await client.get("/health", headers={"host": "evil.example"})).status_code == 400
+                    await asyncio.to_thread(started)
+                    early = asyncio.create_task(client.get("/version"))
+                    serving = asyncio.create_task(server.serve(front, app, taken, lambda: None, 0.0))
+                    assert (await early).status_code == 200  # it was not cut off
+                    interrupt()
+                    await serving
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+    statuses = [record.getMessage().split(" ")[3] for record in caplog.records]
+    assert statuses == ["503", "503", "400"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /version HTT", HEAD % 1000 + b"{}"])
+def test_a_connection_that_asks_for_nothing_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """Of the third the body is refused. uvicorn keeps them as long as a byte comes now and then, and each is a descriptor."""
+    monkeypatch.setattr(server, "QUIET_S", 0)
+
+    async def body(there: Listening) -> None:
+        assert len(set(resource.getrlimit(resource.RLIMIT_NOFILE))) == 1  # as many descriptors as it may have
+        reader, writer = await asyncio.open_connection(*there.address)
+        writer.write(sent)
+        with suppress(ConnectionError):
+            while not reader.at_eof():
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(reader.read(1000), 0.1)
+                writer.write(sent and b"x")
+                await writer.drain()
+        writer.close()
+        interrupt()
+
+    listening(tmp_path, body, limits=FrontLimits(body_bytes=100))
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -493,7 +565,7 @@ def test_who_takes_no_answer_or_sends_no_request_holds_up_no_end_and_is_not_comp
         beside.append(other)  # it stays open
 
     beside: list[socket.socket] = []
-    listening(tmp_path, body)
+    listening(tmp_path, body, grace_s=0.0)
     for each in beside:
         each.close()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -509,7 +581,7 @@ def test_a_caller_who_leaves_amid_his_body_is_not_complained_of(
         assert (await there.ask(5)).status_code == 200
         interrupt()
 
-    listening(tmp_path, body)
+    listening(tmp_path, body, grace_s=0.0)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
