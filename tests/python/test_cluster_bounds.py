@@ -17,6 +17,7 @@ pytest.importorskip("prometheus_client", reason="needs the extras cluster, test-
 pytest.importorskip("httpx", reason="needs the extras cluster, test-cluster and transformers")
 pytest.importorskip("transformers", reason="needs the extras cluster, test-cluster and transformers")
 
+from cluster_folder import byte_tokenizer
 from test_cluster_front import until
 from test_cluster_server import JSON, SERVED, Scripted, ask_and_leave, client_of, deliveries, events
 
@@ -26,6 +27,7 @@ from remap.cluster.guard import hosts_of
 from remap.cluster.http_errors import MOST_TEXT
 from remap.cluster.ledger import Delivery
 from remap.cluster.limits import FrontLimits
+from remap.cluster.prompts import Catalog
 from remap.cluster.readers import Readers
 from remap.engine.request import Request
 from remap.errors import InvalidArgument
@@ -171,7 +173,8 @@ def test_limits_below_what_can_be_are_refused() -> None:
             FrontLimits(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_long_prompt_holds_up_no_other_and_each_thread_has_its_tokenizer() -> None:
+def test_a_long_prompt_holds_up_no_other_and_there_is_one_tokenizer() -> None:
+    """Each thread had its own, of a hundred megabytes. What a first call changes in it is changed before there are threads."""
     reading, go, used = threading.Event(), threading.Event(), []
 
     def read(number: int, served: Any, wanted: Any) -> None:
@@ -181,15 +184,35 @@ def test_a_long_prompt_holds_up_no_other_and_each_thread_has_its_tokenizer() -> 
             assert go.wait(60.0)
 
     async def run() -> None:
-        readers = Readers(SERVED, threads=2)
+        readers = Readers(served, threads=2)
+        assert tokenizer._tokenizer.truncation is None  # no thread has begun
         slow = asyncio.ensure_future(readers.run(read, 0))
         await asyncio.to_thread(reading.wait)
         await readers.run(read, 1)
         go.set()
         await slow
 
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.enable_truncation(5)
+    served = replace(SERVED, tokenizer=tokenizer)
     asyncio.run(run())
-    assert len({id(each) for each in [*used, SERVED.tokenizer]}) == 3
+    assert all(each is tokenizer for each in used) and len(used) == 2
+
+
+def test_a_tokenizer_that_need_not_bear_threads_has_one() -> None:
+    class Python:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [1]
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 1}
+
+    async def run() -> None:
+        readers = Readers(Catalog([SERVED, replace(SERVED, name="other", tokenizer=Python())]))
+        threads = await asyncio.gather(*(readers.run(lambda *_: threading.get_ident()) for _ in range(20)))
+        assert len(set(threads)) == 1
+
+    asyncio.run(run())
 
 
 def test_nobody_reads_on_for_a_caller_who_left() -> None:

@@ -98,7 +98,7 @@ class AccessLog:
             nonlocal sent
             if message["type"] == "http.response.start":
                 sent = message["status"]
-                message = message | {"headers": [*message.get("headers", ()), (b"x-request-id", line.id.encode())]}
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", line.id.encode())]
             await send(message)
 
         try:

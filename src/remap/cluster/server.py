@@ -104,7 +104,7 @@ async def serve(
 
     async def drop_quiet() -> None:
         nonlocal quiet
-        connections: set[Any] = server.server_state.connections  # type: ignore[assignment]  # either of uvicorn's protocols
+        connections: Any = server.server_state.connections  # of either of uvicorn's protocols
         now = {each: each.cycle for each in connections if each.cycle is None or each.cycle.response_complete}
         for each, cycle in now.items():
             if each in quiet and quiet[each] is cycle:  # no request has come since the look before
