@@ -21,6 +21,7 @@ from cluster_folder import byte_tokenizer
 from test_cluster_front import until
 from test_cluster_server import JSON, SERVED, Scripted, ask_and_leave, client_of, deliveries, events
 
+from remap.cluster import app
 from remap.cluster.app import make_app
 from remap.cluster.caller import Caller
 from remap.cluster.guard import hosts_of
@@ -93,7 +94,7 @@ def test_bodies_that_do_not_come_shut_nobody_out() -> None:
     """512 callers that had sent a byte each had all the places for an hour."""
 
     async def run() -> None:
-        app = make_app(Scripted(*deliveries("one", "length")), SERVED, FrontLimits(requests=2, body_bytes=100))  # type: ignore[arg-type]
+        made = make_app(Scripted(*deliveries("one", "length")), SERVED, FrontLimits(requests=2, body_bytes=100))  # type: ignore[arg-type]
         never, started = asyncio.Event(), 0
 
         async def slow() -> AsyncIterator[bytes]:
@@ -102,7 +103,7 @@ def test_bodies_that_do_not_come_shut_nobody_out() -> None:
             started += 1
             await never.wait()
 
-        async with client_of(app) as client:
+        async with client_of(made) as client:
 
             async def ask(**body: Any) -> int:
                 return (await client.post("/v1/completions", headers=JSON, **body)).status_code
@@ -159,6 +160,26 @@ def test_a_server_at_a_loopback_address_answers_to_its_own_names() -> None:
 def test_an_error_does_not_echo_a_body(body: dict[str, Any]) -> None:
     status, answer = asked({"prompt": "x"} | body)
     assert 400 <= status < 500 and len(answer["error"]["message"]) <= MOST_TEXT
+
+
+def test_who_takes_nothing_of_a_stream_has_no_place_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the deadline, of an hour, it kept others out."""
+    monkeypatch.setattr(app, "STALL_S", 0.05)
+
+    async def run() -> None:
+        front = Scripted(*deliveries("one", "length"))
+        made, never = make_app(front, SERVED, FrontLimits(requests=1)), asyncio.Event()  # type: ignore[arg-type]
+
+        async def full(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await never.wait()
+
+        await ask_and_leave(made, {"prompt": "x", "stream": True}, never, full)
+        assert front.closed
+        async with client_of(made) as client:
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 def test_choices_count_as_requests() -> None:

@@ -204,8 +204,10 @@ def test_metrics_count_what_was_served(tmp_path: Path) -> None:
     serving(tmp_path, body)
 
 
-async def ask_and_leave(app: Any, asked: dict[str, Any], leave: asyncio.Event) -> list[dict[str, Any]]:
-    """A caller who goes away at `leave`: what the app sent. The transport of httpx cannot go away."""
+async def ask_and_leave(
+    app: Any, asked: dict[str, Any], leave: asyncio.Event, take: Callable[[Any], Awaitable[None]] | None = None
+) -> list[dict[str, Any]]:
+    """A caller who goes away at `leave`, which httpx cannot: what the app sent. take: awaited with each part."""
     body, sent = json.dumps(asked).encode(), list[dict[str, Any]]()
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -217,6 +219,8 @@ async def ask_and_leave(app: Any, asked: dict[str, Any], leave: asyncio.Event) -
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
+        if take is not None:
+            await take(message)
 
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST"}
     scope |= {"path": "/v1/completions", "raw_path": b"", "query_string": b"", "root_path": "", "scheme": "http"}

@@ -8,6 +8,7 @@ listens for the end of the connection.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from .tokenize import tokenize
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from remap.engine.request import Request as EngineRequest
 
@@ -53,6 +54,9 @@ __all__ = ["ServedModels", "make_app", "make_endpoints", "make_shared_app", "mak
 
 LATE_S = 2.0
 """Seconds behind its deadline that a stream's caller has to take the event that says so."""
+
+STALL_S = 60.0
+"""For so long a stream's caller may take nothing of it: one that reads nothing has a place that others wait for."""
 
 DEFAULT = FrontLimits()
 NOT_ALLOWED = 405
@@ -80,13 +84,29 @@ class _EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As `StreamingResponse`. When the caller goes away that stops to send, and leaves the generators as they are."""
+        clock = asyncio.get_running_loop().time
+        offered_s = math.inf  # since when the caller has not taken a part
+
+        async def offer(message: Message) -> None:
+            nonlocal offered_s
+            offered_s = clock()
+            await send(message)
+            offered_s = math.inf
+
         try:
-            # Both, for events that were never asked for close nothing. A caller that reads nothing is waited for no longer than
-            # others.
+            # Both, for events that were never asked for close nothing.
             async with aclosing(self._source), aclosing(self._events):
-                await asyncio.wait_for(super().__call__(scope, receive, send), self._deadline.left_s + LATE_S)
-        except asyncio.TimeoutError:
-            pass  # the server closes the connection of a response that has no end
+                sending = asyncio.ensure_future(super().__call__(scope, receive, offer))
+                try:
+                    end_s = clock() + self._deadline.left_s + LATE_S
+                    while not sending.done() and clock() < min(end_s, offered_s + STALL_S):
+                        await asyncio.wait([sending], timeout=min(end_s - clock(), STALL_S))
+                    if sending.done():
+                        sending.result()
+                finally:
+                    # The server closes the connection of a response that has no end.
+                    sending.cancel()
+                    await asyncio.gather(sending, return_exceptions=True)
         finally:
             self._leave()
 

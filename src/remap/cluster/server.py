@@ -35,7 +35,8 @@ LEAVE_S = 2
 
 QUIET_S = 30
 """For so long a connection may be open without a request that is being answered, and twice as long at most: before the head of
-one has come whole, or amid a body that was refused. uvicorn itself waits for these for ever."""
+one has come whole, amid a body that was refused, or beside an answer that nobody takes. uvicorn itself waits for these for
+ever."""
 
 
 class NobodyLeft(Error):
@@ -105,10 +106,10 @@ async def serve(
     async def drop_quiet() -> None:
         nonlocal quiet
         connections: Any = server.server_state.connections  # of either of uvicorn's protocols
-        now = {each: each.cycle for each in connections if each.cycle is None or each.cycle.response_complete}
-        for each, cycle in now.items():
-            if each in quiet and quiet[each] is cycle:  # no request has come since the look before
-                each.transport.abort()
+        idle = [each for each in connections if each.cycle is None or each.cycle.response_complete]
+        now = {each: (each.cycle, each.transport.get_write_buffer_size()) for each in idle}
+        for each in now.items() & quiet.items():  # since the look before no request has come, and nothing was taken
+            each[0].transport.abort()
         quiet = now
 
     config.callback_notify, config.timeout_notify = drop_quiet, QUIET_S
