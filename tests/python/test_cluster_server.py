@@ -639,6 +639,12 @@ def test_a_large_body_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_more_requests_than_the_limit_are_told_to_come_again(tmp_path: Path, stream: bool) -> None:
+    read = []
+
+    async def parts() -> AsyncIterator[bytes]:
+        read.append(1)
+        yield b"{}"
+
     async def body(_: httpx.AsyncClient, front: Front[Request], __: list[LocalConnection]) -> None:
         app, leave = make_app(front, SERVED, FrontLimits(requests=2, retry_after_s=3)), asyncio.Event()
         asked = {"prompt": [1, 2], "max_tokens": 90, "stream": stream}
@@ -648,6 +654,7 @@ def test_more_requests_than_the_limit_are_told_to_come_again(tmp_path: Path, str
             answer = await client.post("/v1/completions", json={"prompt": "x"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "Busy")
             assert answer.headers["retry-after"] == "3" and front.unfinished == 2
+            assert (await client.post("/v1/completions", content=parts(), headers=JSON)).status_code == 429 and not read
             leave.set()
             await asyncio.gather(*callers)
             assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
