@@ -487,6 +487,7 @@ def test_a_server_that_is_to_end_says_so_and_answers_what_it_has(tmp_path: Path)
     async def check(client: httpx.AsyncClient, front: Front[Request]) -> None:
         interrupt()
         await until(lambda: front.draining)
+        await asyncio.sleep(0.3)  # it would close by now: ten times a second it looks whether it is to
         health = await client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "draining")
         refused = await client.post("/v1/completions", json={"prompt": "x"})
