@@ -46,8 +46,9 @@ def serving_of(front: ManyModels, catalog: Catalog, session: Session) -> ServedM
         return await asyncio.to_thread(metrics.text)
 
     def health() -> dict[str, Any]:
-        serving = 0 if front.failure is not None or front.draining else len(catalog.models)
-        return {"status": "ok" if serving else "draining" if front.draining else "failed", "serving": serving}
+        wrong = "failed" if front.failure is not None else "hangs" if front.hangs else None
+        status = wrong or ("draining" if front.draining else "ok")
+        return {"status": status, "serving": len(catalog.models) if status == "ok" else 0}
 
     def headers(asked: AnswerAsked) -> dict[str, str]:
         return {COLD_START: f"{1e3 * max(map(front.cold_s, asked.requests)):.1f}"}
