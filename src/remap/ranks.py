@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -60,7 +60,8 @@ class RankReport:
 
     open: the ids of the blocks that the engine may hand out, as ascending (first, stop) runs; all other blocks have to
     leave. target: (alpha, buffers). unmet: blocks of demand that no donor could meet. reason: why rank 0 decided so. lost: blocks
-    that have left since the engine knew of them, and may be open again, without their KV.
+    that have left since the engine knew of them, and may be open again, without their KV. short: blocks that were to be had at
+    any cost, and are missing with all layers away that can be.
     """
 
     open: Runs
@@ -68,6 +69,7 @@ class RankReport:
     unmet: int = 0
     reason: str = ""
     lost: Runs = ()
+    short: int = 0
 
 
 def runs(ids: Iterable[int]) -> Runs:
@@ -122,7 +124,7 @@ class Rank:
         return RankReport(runs(inside(self.tenant).kv.pool.open_ids()), self._target, unmet, reason)
 
     def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> RankReport | None:
-        """Rank 0 decides (`Session.step`). Returns None on other ranks, and if nothing has changed.
+        """Rank 0 decides (`Session.step`). Returns None on other ranks, and if nothing has changed (and nothing is `short`).
 
         blocks: demand. free: blocks of the engine that are free. anyway: no request can run before there are that many
         blocks, so remap as many layers as they take, at any cost. patient: without them a request is preempted, so wait for
@@ -134,17 +136,17 @@ class Rank:
             return None
         self._fresh.clear()
         target, self._told = self._target, False
-        unmet, reason = 0, ""
+        unmet, short, reason = 0, 0, ""
         with self._serving_on():
             done = self.session.step({self.tenant.name: Demand(blocks, free)})
             unmet, reason = done.unmet_blocks.get(self.tenant.name, 0), done.reason.get(self.tenant.name, "")
             if patient and unmet and self.session.broker:
                 unmet = self._await(unmet)
             if anyway and unmet:
-                unmet = self._insist(unmet)
-        if not self._told and self._target == target:
+                unmet = short = self._insist(unmet)
+        if not self._told and self._target == target and not short:
             return None
-        return self.report(unmet, reason)
+        return replace(self.report(unmet, reason), short=short)
 
     def follow(self, target: tuple[int, int], opened: Runs) -> str:
         """Go to rank 0's (alpha, buffers) and check that all ids that are open there are open here.
@@ -175,11 +177,15 @@ class Rank:
         return None if self.rank else self.report()
 
     def home(self) -> RankReport | None:
-        """Bring all layers home, as soon as the blocks that lie in their pages have left. Rank 0 decides.
+        """The engine has no block in use: bring all layers home, as soon as the blocks that lie in their pages have left. Rank 0
+        decides.
 
         Logs a change that fails, as `step` does.
         """
-        if self.rank or not self.tenant.remapped:
+        if self.rank:
+            return None
+        inside(self.tenant).kv.pool.in_use = 0
+        if not self.tenant.remapped:
             return None
         self._fresh.clear()
         with self._serving_on():
@@ -229,10 +235,31 @@ class Rank:
         except BaseException:
             self._asleep = not self.tenant.active
             raise
+        inside(self.tenant).kv.pool.in_use = 0
         if self._cold_s is not None:
             self._timer = threading.Timer(self._cold_s, self._cold_by_itself)
             self._timer.daemon = True
             self._timer.start()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """For a pass without requests, which others in lockstep wait for: `wake`, and `sleep` behind it, if the tenant sleeps.
+        The engine hands out no block meanwhile. Raises InvalidState (field tenant) if `wake` is refused; nothing changed then.
+        """
+        if not self._asleep:
+            yield
+            return
+        report = self.wake()
+        if report is None:
+            raise InvalidState(
+                f"{self.tenant.name} sleeps, and other processes have the pages of its layers; no pass was made; ask again",
+                tenant=self.tenant.name,
+            )
+        try:
+            yield
+        finally:
+            self._lost.update(ids(report.lost))  # the engine has not heard of them
+            self.sleep()
 
     def turn_over(self) -> bool:
         """Whether the engine is to pause its requests, let go of its blocks, and `give_turn`, for another process waits
@@ -301,11 +328,13 @@ class Rank:
     def _insist(self, blocks: int) -> int:
         """Remap layer by layer until there are `blocks` more blocks. Returns how many are still missing."""
         enough = self.tenant.kv.usable_blocks + blocks
-        while self.tenant.kv.usable_blocks < enough:
-            try:
-                self._go((int(self.tenant.remapped) + 1, 1))
-            except InvalidArgument:  # every layer is remapped
+        for layers in range(int(self.tenant.remapped) + 1, self.tenant.layers):
+            if self.tenant.kv.usable_blocks >= enough:
                 break
+            with suppress(
+                InvalidArgument
+            ):  # so few of these layers can leave; the ring is larger than they are; more may do
+                self._go((layers, 1))
         return max(0, enough - self.tenant.kv.usable_blocks)
 
     @property

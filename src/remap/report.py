@@ -31,7 +31,8 @@ class TenantSnapshot:
 
     remapped (the papers' alpha) is an int, or a fraction if slices stream. streamed holds remapped + buffers layers,
     all sliced ones, or none. resident_bytes: of the parameters on the device now. kv_bytes: of the pages that are KV
-    now. Stall and copy figures count from attach on.
+    now. free_blocks, live_blocks: of an engine with its own allocator as it said last (`Demand.free`). Stall and copy figures
+    count from attach on.
     """
 
     name: str

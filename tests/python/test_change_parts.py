@@ -202,7 +202,7 @@ OVERWRITTEN = [
     ("a", (5, 2, "nested"), (4, 1, "nested")),
     ("b", (4, 2, "uniform"), (2, 1, "nested")),
     ("a", (5, 2, "nested"), (5, 1, "uniform")),
-    ("b", (1, 2, "nested"), (5, 1, "uniform")),
+    ("b", (1, 2, "nested"), (2, 1, "uniform")),
 ]
 
 

@@ -25,6 +25,21 @@ def withdrawn(world):
     return world.session.snapshot().tenants["m"].withdrawn_blocks
 
 
+def test_what_the_engine_has_in_use_is_shown_by_its_last_word(world):
+    """An idle engine was shown with all of its blocks in use, and none free."""
+
+    def shown():
+        seen = world.session.snapshot().tenants["m"]
+        return seen.live_blocks, seen.free_blocks
+
+    assert shown() == (0, 10)  # that four were free, when it had four
+    world.step(0, free=0)
+    assert shown() == (10, 0)
+    world.engine.finish(range(6))
+    world.step(0, free=6)
+    assert shown() == (4, 6)
+
+
 def test_an_external_allocator_is_told_and_a_shrink_waits_for_it(world):
     engine = world.engine
     assert engine.calls == [((0, 1, 2, 3), ()), (tuple(range(4, 10)), ())]

@@ -258,7 +258,7 @@ CASES_OF_PLANS = [
         ("detach a holder", crowded, lambda w: w.detach("a")),
         ("layers go elsewhere", nothing, lambda w: w.place("a", 0, 3)),
         ("streamed layers go elsewhere", full(2, 1, "nested", leave=9), lambda w: w.place("a", 2, 5)),
-        ("layers come back", computing(0, 3, leave=5), lambda w: w.place("a", 0, 7)),
+        ("layers come back", computing(0, 3, leave=6), lambda w: w.place("a", 0, 7)),
         ("layers come back to be held", computing(0, 3, leave=5), lambda w: w.place("a", 0, 3, hold=(4, 6))),
         (
             "pages come back before bytes",

@@ -170,6 +170,46 @@ def test_all_grow_and_shrink_alike(worlds: Any, count: int, local: bool) -> None
     world.home()
 
 
+def test_a_pass_without_requests_wakes_an_engine_that_sleeps_for_as_long(worlds: Any) -> None:
+    """vLLM's dummy batch of an engine that slept ended in InvalidState, and with it the engine."""
+    world = worlds(1)
+    (rank,) = world.ranks
+    world.finish(list(world.used))
+    with rank.awake():
+        forward(rank.session, rank.tenant, world.layers)  # awake already
+    assert rank.tenant.active
+    rank.sleep()
+    rank._lost.add(3)  # another process had its page, and it is open again
+    with rank.awake():
+        forward(rank.session, rank.tenant, world.layers)
+    assert not rank.tenant.active
+    woken = rank.wake()
+    assert woken is not None and ids(woken.lost) == {3}, "the engine hears of it when it wakes"
+    rank.sleep()
+    rank.turn.may_begin = lambda: False
+    with pytest.raises(InvalidState, match="ask again"), rank.awake():
+        pass
+    assert not rank.tenant.active
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_an_idle_engine_has_nothing_in_use(worlds: Any, asleep: bool) -> None:
+    """`remap top` showed all of its blocks in use."""
+    world = worlds(1)
+    world.step(6)
+    world.use(3)
+    world.step(1)
+
+    def shown() -> tuple[int, int]:
+        seen = world.ranks[0].session.snapshot().tenants["m"]
+        return seen.live_blocks, seen.usable_blocks - seen.free_blocks
+
+    assert shown() == (FIRST + 3,) * 2
+    world.finish(list(world.used))
+    world.ask("sleep" if asleep else "home")
+    assert shown() == (0, 0)
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_what_is_in_use_stays_and_keeps_its_bytes_when_it_is_needed_again(worlds: Any, local: bool) -> None:
     world = worlds(1, local=local)

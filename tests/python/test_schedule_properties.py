@@ -145,8 +145,9 @@ def test_a_suffix_is_optimal_for_equal_layers(layers: int, compute: int, transfe
 
 @given(st.integers(1, 200), st.data())
 def test_nested_prefixes_are_even(layers: int, data: st.DataObject) -> None:
-    order = schedule.nested(layers)
-    assert sorted(order) == list(range(layers))
+    begin = data.draw(st.integers(0, layers - 1))
+    order = schedule.nested(layers, begin)
+    assert sorted(order) == list(range(layers)) and order[0] == begin
     k = data.draw(st.integers(1, layers))
     prefix = sorted(order[:k])
     gaps = [b - a for a, b in itertools.pairwise([*prefix, prefix[0] + layers])]

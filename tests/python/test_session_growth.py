@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 
 import pytest
+from arena_worlds import PAGE as PAGES
+from arena_worlds import forward, make_layers, make_spec
 from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, spec, times_of
 
 import remap
@@ -106,6 +108,24 @@ def test_growth_stops_at_the_exact_bound(slowdown, transfer):
         assert world.session.snapshot().tenants["m"].predicted_stall_s == report.predicted_stall_s["m"]
         assert world.step(1000).added_blocks == {"m": 0}
         world.forward()
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_the_ring_is_the_home_of_the_largest_layer_alone(back):
+    """Pages of other layers were ring as well, so that blocks were missing in the middle of the KV region. back: the layers were
+    elsewhere before, and have come back."""
+    layers = make_layers([2, 1, 3, 1, 3, 2])
+    with remap.Session(14 * PAGES, page_bytes=PAGES) as session:
+        tenant = session.attach_bytes(layers, name="m", kv=make_spec(6))
+        forward(session, tenant, layers)
+        if back:
+            remap.advanced.place(session, "m", 0, 2)
+            remap.advanced.place(session, "m", 0, 6)
+            forward(session, tenant, layers)
+        for alpha in range(1, 6):
+            remap.advanced.remap(session, "m", alpha, 1, "nested")
+            assert inside(tenant)._state.pages.ring_layers == (2,)
+            forward(session, tenant, layers)
 
 
 def test_without_a_measurement_one_layer_and_after_one_pass_more():

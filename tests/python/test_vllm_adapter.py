@@ -9,18 +9,24 @@ import importlib
 import logging
 import re
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from effort import examples
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 
 import remap
-from remap import advanced
+from remap import advanced, ranks
 from remap.adapters.settings import Settings
 from remap.adapters.vllm import internals
+from remap.adapters.vllm.reach import Reach
 from remap.adapters.vllm.served import HOST_KV, UNSERVED, refuse_unserved
 from remap.errors import InvalidState
+from remap.model.footprint import Footprint
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, device_name="cpu")
@@ -163,6 +169,70 @@ def test_a_connector_without_the_books_that_are_read_is_refused() -> None:
     assert caught.value.fields["missing"] == ("_req_status",)
 
 
+# -- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def reached(reach: Reach, max_blocks: int) -> set[int]:
+    """The blocks that are open when an engine with this reach has asked for more than there can be."""
+    layers = [bytes([n + 1]) * nbytes for n, nbytes in enumerate(reach.size.layer_bytes)]
+    first = min(reach.first, max_blocks)
+    capacity = (reach.size.pages(reach.page) + reach.pages(first)) * reach.page
+    with remap.Session(capacity, "cpu", page_bytes=reach.page) as session:
+        places = reach.places(first, max_blocks)
+        kv = remap.KVSpec(
+            layers=len(layers),
+            kv_heads=1,
+            head_dim=reach.block // (2 * len(layers)),
+            block_tokens=1,
+            dtype="uint8",
+            min_blocks=first,
+            max_blocks=places,
+        )
+        rank = ranks.Rank(session, session.attach_bytes(layers, name="m", kv=kv), 0)
+        rank.listen(lambda report: [])
+        with rank.tenant.forward():
+            for layer in range(len(layers)):
+                rank.tenant.wait(layer)
+                rank.tenant.done(layer)
+        report = rank.step(places + 1, 0, anyway=True)
+        assert report is not None and report.short > 0
+        again = rank.step(places + 1, 0, anyway=True)
+        assert again is not None and again.short > 0, "that it falls short is said although nothing has changed"
+        return ranks.ids(report.open)
+
+
+@given(
+    st.lists(st.integers(0, 7), min_size=2, max_size=9).filter(lambda pages: sum(map(bool, pages)) > 1),
+    st.sampled_from([32, 64, 100, 256, 512, 1000, 2048]),
+    st.integers(1, 160_000),
+    st.sampled_from([None, None, 1, 3, 0.3, 0.8]),
+)
+@example([5] * 5, 256, 135_017, None)  # the first cache ends within a page
+@example([3] * 7, 2048, 37_705, None)  # a block is larger than a layer
+@example([4, 3, 4, 6], 32, 123_285, None)  # the ring is as large as the largest layer
+@settings(max_examples=examples(200), deadline=None)
+def test_as_many_blocks_as_vllm_is_told_are_reached(
+    pages: list[int], part: int, nbytes: int, most: float | None
+) -> None:
+    """vLLM accepted a prompt of 3,608 tokens, since it was told of 114 blocks, and 113 could ever be: this request and all behind
+    it waited for ever. most: a share of the blocks, as a ceiling, or how many layers may leave."""
+    size = Footprint(tuple(max(0, 4096 * n - 64) for n in pages), 0)
+    reach = Reach(size, 4096, 2 * len(pages) * part, nbytes)
+    assume(reach.first >= 1)
+    told = reach.reached(most if isinstance(most, int) else None)
+    if isinstance(most, float):
+        told = max(1, int(told * most))
+    found = reached(reach, told)
+    assert found >= set(range(told))
+    if most is None:
+        assert len(found) == told, "and no more are left unsaid"
+
+
+def test_in_a_shared_arena_no_more_are_told_than_one_engine_leaves_itself() -> None:
+    """All but its ring, as large as its largest layer, and what lies outside of layers, though the others have nothing."""
+    assert Reach(Footprint((4096, 9000, 0), 5000), 4096, 6, 1).reached_of(20 * 4096 + 1) == (20 - 3 - 1 - 2) * 4096 // 6
+
+
 # -- the table in the pages ------------------------------------------------------------------------------------------
 
 
@@ -206,22 +276,10 @@ class BaseOffloader:
 
 
 class PlainScheduler:
-    def _update_after_schedule(self, output: Any) -> None:
-        said.append("plain")
-
-    def _update_request_with_output(self, request: Any, tokens: Any, is_stale: bool = False) -> str:
-        return "plain"
-
-
-class AsyncScheduler(PlainScheduler):
     scheduled = 0
 
-    def _update_after_schedule(self, output: Any) -> None:
-        super()._update_after_schedule(output)
-        said.append("placeholders")
-
-    def _update_request_with_output(self, request: Any, tokens: Any, is_stale: bool = False) -> str:
-        return "placeholders"
+    def __init__(self, vllm_config: Any, block_size: int = 16) -> None:
+        self.block_size = block_size
 
     def schedule(self) -> Any:
         self.scheduled += 1
@@ -233,6 +291,10 @@ class AsyncScheduler(PlainScheduler):
     def reset_prefix_cache(self) -> bool:
         said.append("reset")
         return True
+
+
+class AsyncScheduler(PlainScheduler):
+    pass
 
 
 @pytest.fixture
@@ -258,9 +320,15 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     module("vllm.model_executor.offloader.base", BaseOffloader=BaseOffloader, set_offloader=ignore)
     module("vllm.platforms", current_platform=CPU)
     module("vllm.v1.core.sched.async_scheduler", AsyncScheduler=AsyncScheduler)
+    module("vllm.v1.core.sched.scheduler", Scheduler=PlainScheduler)
     module("vllm.v1.engine.core", EngineCore=core)
     module("vllm.v1.metrics.loggers", StatLoggerBase=object)
-    module("vllm.v1.request", RequestStatus=SimpleNamespace(RUNNING="running"))
+    module("vllm.v1.request", RequestStatus=SimpleNamespace(RUNNING="running", FINISHED_ERROR="failed"))
+    module(
+        "vllm.v1.engine",
+        EngineCoreOutput=lambda **fields: SimpleNamespace(**fields),
+        EngineCoreOutputs=lambda: SimpleNamespace(outputs=[]),
+    )
     names = [f"remap.adapters.vllm.{name}" for name in ("metrics", "offloader", "worker", "scheduler")]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -348,7 +416,7 @@ class OtherProcess:
 def test_one_rank_in_another_process_is_asked_only_if_it_may_matter(
     vllm: Any, local: bool, alpha: int, wanted: int, asked: int
 ) -> None:
-    scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
+    scheduler: Any = object.__new__(vllm.scheduler.Scheduler)
     scheduler.remap = link = OtherProcess(local, alpha)
     scheduler.running, scheduler._in_flight = [], 0
     scheduler.has_unfinished_requests = lambda: True
@@ -359,20 +427,17 @@ def test_one_rank_in_another_process_is_asked_only_if_it_may_matter(
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_only_steps_that_overlap_have_placeholders(vllm: Any, overlaps: bool) -> None:
-    """Without overlap vLLM's own scheduler writes none, and a worker would compute with them where a drafter found nothing."""
-    scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
-    scheduler.scheduler_config = SimpleNamespace(async_scheduling=overlaps)
-    said.clear()
-    scheduler._update_after_schedule(object())
-    assert said == (["plain", "placeholders"] if overlaps else ["plain"])
-    answer = scheduler._update_request_with_output(object(), [], is_stale=True)
-    assert answer == ("placeholders" if overlaps else "plain")
+def test_only_where_steps_overlap_it_is_vllms_scheduler_for_these(vllm: Any, overlaps: bool) -> None:
+    """Without overlap vLLM's own scheduler writes no placeholders, and a worker would compute with them."""
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=overlaps))
+    made = vllm.scheduler.Scheduler(vllm_config=config, block_size=4)
+    assert isinstance(made, vllm.scheduler.Scheduler) and isinstance(made, AsyncScheduler) == overlaps
+    assert (made.remap, made._step_tokens) == (None, 4)
 
 
 @pytest.mark.parametrize("asleep", [True, False])
 def test_nothing_touches_the_pool_of_a_scheduler_that_sleeps(vllm: Any, asleep: bool) -> None:
-    scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
+    scheduler: Any = object.__new__(vllm.scheduler.Scheduler)
     wakes = lambda: said.append("wake") is None  # noqa: E731
     scheduler.remap = SimpleNamespace(asleep=asleep, wake=wakes, rest=lambda: said.append("rest"))
     said.clear()
@@ -382,7 +447,7 @@ def test_nothing_touches_the_pool_of_a_scheduler_that_sleeps(vllm: Any, asleep: 
 
 def test_requests_wait_while_the_layers_have_no_pages(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the scheduler is looked at, but whether there are requests."""
-    scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
+    scheduler: Any = object.__new__(vllm.scheduler.Scheduler)
     scheduler.remap = SimpleNamespace(asleep=True, wake=lambda: False, turn_over=lambda: False)
     scheduler.has_unfinished_requests = lambda: True
     waits: list[float] = []
@@ -397,7 +462,7 @@ def test_requests_wait_while_the_layers_have_no_pages(vllm: Any, monkeypatch: py
 def test_a_turn_ends_when_no_step_is_in_flight_and_no_request_has_a_block(
     vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler: Any = vllm.scheduler.Scheduler.__new__(vllm.scheduler.Scheduler)
+    scheduler: Any = object.__new__(vllm.scheduler.Scheduler)
     over, did = [False], list[str]()
     link = SimpleNamespace(
         asleep=False,
@@ -408,7 +473,7 @@ def test_a_turn_ends_when_no_step_is_in_flight_and_no_request_has_a_block(
     )
     link.group, link.books = SimpleNamespace(target=(0, 1)), SimpleNamespace(leaving=set())
     link.rest = lambda: did.append("rests")
-    scheduler.remap, scheduler._in_flight, scheduler._demand = link, 0, lambda: 0
+    scheduler.remap, scheduler._in_flight, scheduler._demand, scheduler._failed = link, 0, lambda: 0, {}
     scheduler.has_unfinished_requests = lambda: True
     scheduler.running, scheduler.prev_step_scheduled_req_ids = ["a", "b"], {"a", "b"}
     scheduler._preempt_request = lambda request, now: did.append(request)
@@ -446,16 +511,61 @@ def test_an_allocation_that_fails_is_asked_for_again_and_one_beyond_the_start_is
         return grows
 
     manager = SimpleNamespace(block_pool=pool, allocate_slots=allocate_slots)
-    beyond = metrics.Beyond(4)
-    internals.around_allocations(SimpleNamespace(kv_cache_manager=manager), grow, beyond.allocated)
+    beyond, refused = metrics.Beyond(4), list[Any]()
+    scheduler = SimpleNamespace(kv_cache_manager=manager)
+    internals.around_allocations(scheduler, grow, beyond.allocated, refused.append)
     running, waiting = SimpleNamespace(status="running"), SimpleNamespace(status="waiting")
     assert manager.allocate_slots(running, 1) is not None  # the last of the start
     assert manager.allocate_slots(running, 0) is not None and not asked
     assert (beyond.running, beyond.waiting) == (0, 0)
     for request in (running, waiting, running):
         assert (manager.allocate_slots(request, 1) is not None) == grows
-    assert asked == ([1] if grows else [1, 1, 1])
+    assert asked == ([1] if grows else [1, 1, 1]) and refused == ([] if grows else [running, waiting, running])
     assert (beyond.running, beyond.waiting) == ((2, 1) if grows else (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("short", "free", "sharing", "fails"),
+    [(1, 5, False, True), (0, 5, False, False), (1, 4, False, False), (1, 5, True, False)],
+)
+def test_a_request_for_which_there_can_never_be_enough_ends_with_its_numbers(
+    vllm: Any, caplog: Any, short: int, free: int, sharing: bool, fails: bool
+) -> None:
+    """It waited for ever, and all others behind it, without a line of log. While somebody else has a block, or other engines may
+    give some, it waits."""
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False))
+    scheduler: Any = vllm.scheduler.Scheduler(vllm_config=config)
+    scheduler.kv_cache_manager = SimpleNamespace(
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: free),
+        coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(req_to_blocks={"r": ["held"] * 4})]),
+    )
+    scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=["all layers"])
+    scheduler.num_lookahead_tokens, scheduler.max_model_len = 0, 200
+    scheduler.remap = SimpleNamespace(books=SimpleNamespace(opened=set(range(10))), sharing=sharing, rest=lambda: None)
+    scheduler.has_unfinished_requests = lambda: True
+    request = SimpleNamespace(
+        request_id="r",
+        num_tokens=160,
+        num_tokens_with_spec=160,
+        num_output_placeholders=0,
+        client_index=3,
+        trace_headers=None,
+        get_finished_reason=lambda: "error",
+        take_events=lambda: None,
+    )
+    scheduler.finish_requests = lambda ids, status: [request] if (ids, status) == (["r"], "failed") else []
+    scheduler._short = short
+    with caplog.at_level(logging.INFO, "vllm.remap"):
+        scheduler._refused(request)
+        scheduler._refused(request)
+    outputs: dict[int, Any] = {}
+    assert scheduler.update_from_output(SCHEDULED, outputs) is outputs
+    assert list(outputs) == [3] * fails and not scheduler._failed
+    if fails:
+        (answer,) = outputs[3].outputs
+        assert (answer.request_id, answer.new_token_ids, answer.finish_reason) == ("r", [], "error")
+        assert "160 tokens, which take 11 KV blocks; there are 9 " in answer.stop_reason
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * fails + ["WARNING"] * sharing
 
 
 class Rank:
@@ -568,6 +678,24 @@ def worker(vllm: Any) -> Any:
     made.vllm_config = SimpleNamespace(additional_config={})
     yield made
     session.close()
+
+
+def test_a_dummy_batch_wakes_an_engine_that_sleeps(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenant = worker.remap_rank.tenant
+    worker.remap_rank = ranks.Rank(worker.remap_rank.session, tenant, 0)
+
+    def execute_dummy_batch(self: Any) -> None:
+        assert tenant.active
+        for layer in range(tenant.layers):
+            tenant.wait(layer)
+            tenant.done(layer)
+
+    monkeypatch.setattr(Base, "execute_dummy_batch", execute_dummy_batch, raising=False)
+    for asleep in (False, True):
+        if asleep:
+            worker.remap_rank.sleep()
+        worker.execute_dummy_batch()
+        assert tenant.active != asleep
 
 
 def test_warming_up_writes_into_open_blocks_only(worker: Any) -> None:
@@ -716,6 +844,23 @@ def test_a_pass_that_checks_drafts_is_a_decode(
     )
     assert worker.execute_model(output) == "computed"
     assert entered == [(phase, sum(scheduled.values()))]
+
+
+def test_figures_are_written_without_a_pass(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/metrics of an engine that had gone cold showed the layers away and the blocks of its last pass."""
+    metrics = importlib.import_module("remap.adapters.vllm.metrics")
+    monkeypatch.setattr(metrics, "EVERY_S", 0.001)
+    again, written = threading.Event(), list[int]()
+
+    def write() -> None:
+        written.append(1)
+        if len(written) == 3:
+            again.set()
+
+    repeated = metrics.Repeated(write)
+    assert again.wait(60)
+    repeated.stop()
+    assert not repeated._thread.is_alive()
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------

@@ -79,6 +79,8 @@ class BlockPool:
         self._withdrawn_live = 0
         self._hint = 0
         self._external = False
+        self.in_use: int | None = None
+        """Blocks that an external engine has in use, by its last word (`Demand.free`). None: the pool knows."""
         self._listeners: list[Listener] = []
         self._news: deque[tuple[Sequence[int], Sequence[int]]] = deque()
         self._telling = False

@@ -260,7 +260,13 @@ class Attaching:
         parts = zip(addresses, source.master_addresses, source.layer_bytes, homes)
         self._changes.streams.copy([part[:3] for part in parts if part[2] and part[3]], keep=source.keep_alive)
 
-        order = tuple(layer for layer in schedule.nested(layers) if layer not in pinned and not for_good)
+        # The first of the order is the ring's home: the largest layer. If other layers' pages were ring, blocks would be
+        # missing in the middle of the KV region.
+        order = tuple(
+            layer
+            for layer in schedule.nested(layers, sizes.index(buffer_pages))
+            if layer not in pinned and not for_good
+        )
         ring_region, ring_address, preference = 0, 0, order[:MAX_BUFFERS]
         if for_good or len(order) > 1:
             ring_region = arena.add_ring_region(tenant, MAX_BUFFERS * buffer_pages)

@@ -102,6 +102,7 @@ def _tenant(
     pages = PageTotals(**arena.counts(tenant.number))
     stats = tenant.prefetcher.stats()
     pool = tenant.kv.pool
+    live = pool.live_blocks if pool.in_use is None else min(pool.in_use, pool.live_blocks)
     lent_to = {name: len(held) for name, held in lending.holders(tenant).items()}
     borrowed = sum(
         len(lending.holders(other).get(tenant.name, ())) for other in tenants.values() if other is not tenant
@@ -130,8 +131,8 @@ def _tenant(
         resident_bytes=pages.params * arena.page_bytes,
         kv_bytes=pages.kv * arena.page_bytes,
         usable_blocks=pool.usable_blocks,
-        free_blocks=pool.free_blocks,
-        live_blocks=pool.live_blocks,
+        free_blocks=pool.free_blocks + pool.live_blocks - live,
+        live_blocks=live,
         withdrawn_blocks=pool.withdrawn_blocks,
         host_blocks=tenant.kv.host.total - tenant.kv.host.free_blocks,
         kv_out_bytes=tenant.kv.copied_out_bytes,

@@ -252,7 +252,8 @@ class TenantState:
         """The layers that these pages and the pinned layers leave to be streamed; the present order itself, the key of kept
         answers, if it is the same."""
         gone = self.pinned | pages.gone
-        order = () if pages.for_good else tuple(n for n in schedule.nested(self.layers) if n not in gone)
+        largest = max(range(self.layers), key=self.pages_of)  # as `Attaching` has it
+        order = () if pages.for_good else tuple(n for n in schedule.nested(self.layers, largest) if n not in gone)
         return self.order if order == self.order else order
 
     @property

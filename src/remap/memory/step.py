@@ -126,6 +126,8 @@ class Steps:
 
     def _decide(self, tenant: TenantState, wanted: Demand) -> Decision:
         view = self._view(tenant)
+        if tenant.kv.pool.external:
+            tenant.kv.pool.in_use = view.live_blocks
         decision = tenant.controller.decide(view, wanted)
         if isinstance(decision, NeedQuotes):
             if self._outside is not None and self._outside.bring(tenant, decision.blocks):

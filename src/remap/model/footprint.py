@@ -38,6 +38,10 @@ class Footprint:
         """Pages of each layer: at least one, whole ones."""
         return tuple(max(1, -(-nbytes // page_bytes)) for nbytes in self.layer_bytes)
 
+    def giving(self, page_bytes: int) -> tuple[int, ...]:
+        """Pages of each layer that may leave: one without bytes of its own never does."""
+        return tuple(n for n, nbytes in zip(self.layer_pages(page_bytes), self.layer_bytes) if nbytes)
+
     def pages(self, page_bytes: int) -> int:
         """Pages of the whole model."""
         return sum(self.layer_pages(page_bytes)) + -(-self.rest_bytes // page_bytes)
@@ -46,7 +50,7 @@ class Footprint:
         """Pages that a KV region needs places for, to get from `first` to at least `pages` pages by whole layers, whichever
         leave: one that has no place there cannot. No more than all but one layer can leave.
         """
-        sizes = sorted(self.layer_pages(page_bytes))
+        sizes = sorted(self.giving(page_bytes))
         leave = next((n for n in range(len(sizes)) if first + sum(sizes[:n]) >= pages), len(sizes) - 1)
         # And one more: with two ring buffers the second layer of the order is ring, while its pages have a place.
         return first + (sum(sizes[-leave - 1 :]) if leave > 0 else 0)

@@ -97,8 +97,9 @@ def uniform_fixed(layers: int, remapped: int, buffers: int) -> tuple[int, ...]:
     return tuple(j * (layers - 1) // m for j in range(m))
 
 
-def nested(layers: int) -> tuple[int, ...]:
-    """An order of all layers, each prefix of which is spread as evenly on the circle as a nested order allows.
+def nested(layers: int, begin: int = 0) -> tuple[int, ...]:
+    """An order of all layers, each prefix of which is spread as evenly on the circle as a nested order allows. begin: the
+    first of them.
 
     Growing or shrinking the streamed set along this order reloads nothing that stays streamed; `uniform` sets of
     neighbouring sizes share few layers. The continuous sequence is log2(2k - 1) mod 1, for which the largest gap is
@@ -119,7 +120,7 @@ def nested(layers: int) -> tuple[int, ...]:
         order.append(start + first)
         gaps[at] = (start, first)
         gaps.append((start + first, length - first))
-    return tuple(order)
+    return tuple((each + begin) % layers for each in order)
 
 
 # ---------------------------------------------------------------------------------------------- exact costs

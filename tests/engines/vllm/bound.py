@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import remap
-from remap.adapters.vllm.scheduler import Scheduler
+from remap.adapters.vllm.scheduler import Overlapping, Scheduler
 from remap.ranks import Rank
 
 PAGE, LAYERS = 4096, 4
@@ -52,9 +52,12 @@ class Bound(Scheduler):
     """In place of vLLM's two classes. Which of the two a test asked for is an argument of its `create_scheduler`: the
     configuration does not say so, since vLLM turns overlapping off where it knows of no executor that overlaps."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        asked = bool(sys._getframe(1).f_locals.get("async_scheduling", False))
+        kwargs["vllm_config"].scheduler_config.async_scheduling = asked
+        return object.__new__(BoundOverlapping if asked else cls)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        asked = sys._getframe(1).f_locals.get("async_scheduling", False)
-        kwargs["vllm_config"].scheduler_config.async_scheduling = bool(asked)
         super().__init__(*args, **kwargs)
         worker = Worker(self.kv_cache_config.num_blocks)
         weakref.finalize(self, worker.session.close)
@@ -65,6 +68,10 @@ class Bound(Scheduler):
                 collective_rpc=lambda method, args=(): [getattr(worker, method)(*args)],
             )
         )
+
+
+class BoundOverlapping(Bound, Overlapping):
+    pass
 
 
 def pytest_collection_finish() -> None:

@@ -202,6 +202,14 @@ def test_one_that_has_no_room_starts_cold_and_the_other_sleeps(arena: Arena, sto
     assert busy.get("/is_sleeping") == '{"is_sleeping":true}'
     # Without a request for REMAP_COLD_S it gives all back, though nobody asks.
     until(lambda: arena.cold() == {first: 8, second: 8}, "it is cold")
+    # Its own figures say so too, though no pass comes.
+    until(lambda: server.metrics()["remap_cold_layers"] == 8, "its figures are those of a cold model")
+    assert server.metrics()["remap_alpha"] == 0
+    assert server.metrics()["remap_usable_blocks"] == 1
+    (model,) = [
+        each for member in arena.top()["members"] for each in member["report"]["tenants"] if each["name"] == second
+    ]
+    assert (model["live_blocks"], model["free_blocks"]) == (0, 1)
     assert arena.held(second) == OWN and arena.held(first) == OWN - 1  # that one was attached with pages
     busy.post("/wake_up")
     assert busy.answers() == stock[first]  # its prefix cache was reset by /sleep

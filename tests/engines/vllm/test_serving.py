@@ -112,7 +112,7 @@ def test_metrics_under_load(vllm: Vllm):
 def tenant(alpha: int) -> Any:
     stats = SimpleNamespace(passes=10, copies=20, copied_bytes=2**40 + 1, stall_s=0.25, misses=3)
     kv = SimpleNamespace(usable_blocks=40, max_blocks=113)
-    return SimpleNamespace(remapped=alpha, layers=8, kv=kv, stats=lambda: stats, shortages=(5, 2))
+    return SimpleNamespace(remapped=alpha, layers=8, cold=(6, 7), kv=kv, stats=lambda: stats, shortages=(5, 2))
 
 
 def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -127,7 +127,7 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for used, running in ((12, True), (13, True), (14, False), (14, True)):
         beyond.allocated(used, running)
     assert metrics.read()[0] == {
-        "alpha": 3, "layers": 8, "usable_blocks": 40, "max_blocks": 113, "passes": 10, "copies": 20,
+        "alpha": 3, "layers": 8, "cold_layers": 2, "usable_blocks": 40, "max_blocks": 113, "passes": 10, "copies": 20,
         "copied_bytes": 2**40 + 1, "stall_seconds": 0.25, "misses": 3, "shortages": 7, "refusals": 2, "moved_blocks": 6,
         "allocations_beyond": 2, "admissions_beyond": 1,
     }  # fmt: skip

@@ -68,7 +68,7 @@ def one(vllm: Vllm) -> Any:
     ]
     aborted = [{**request, "abort": 40 + 5 * i} if i % 3 == 0 else request for i, request in enumerate(BURST)]
     scored = [{**request, "params": {"prompt_logprobs": 1}} for request in BURST]
-    long = [{"prompt": tokens(3400, seed=70), "new": 150}]
+    long = [{"prompt": tokens(3434, seed=70), "new": 150}]  # 112 blocks: all but vLLM's null block
     return vllm.serve(
         [
             stock("plenty", [BURST, family, scored]),
@@ -79,7 +79,13 @@ def one(vllm: Vllm) -> Any:
             remap("remap, in chunks", [BURST], max_num_batched_tokens=64, enable_chunked_prefill=True),
             {**remap("remap, prefix cache", [family, family], enable_prefix_caching=True), "reset": True},
             remap("remap, aborts", [aborted, BURST]),
-            remap("remap, long", [long], max_model_len=3584, max_num_seqs=4),
+            remap("remap, long", [long], max_model_len=-1, max_num_seqs=4),
+            {
+                **remap(
+                    "remap, too long", [[{"prompt": tokens(3600, seed=71), "new": 9}, *BURST[:3]]], max_model_len=-1
+                ),
+                "told_more": 1,
+            },
             {
                 **remap("remap, long in one", [long], max_model_len=3584, max_num_batched_tokens=3584, max_num_seqs=4),
                 "settings": {"slowdown": 0},  # the controller would not let one layer go
@@ -152,6 +158,14 @@ def test_prompts_are_scored_alike(one: Any):
 def test_a_request_larger_than_the_cache_is_admitted(one: Any, name: str):
     run = one[name]
     assert_remapped(run)
-    assert run["manifest"]["first_blocks"] * 32 < 3400 < run["manifest"]["most_blocks"] * 32
+    assert run["manifest"]["first_blocks"] * 32 < 3400 and run["manifest"]["most_blocks"] == 113
     assert max(run["rounds"][0]["alphas"]) == LAYERS - 1  # all that can leave
     assert answers(run) == answers(one["plenty, long"])
+
+
+def test_a_request_for_which_there_are_never_enough_blocks_fails_and_the_others_are_served(one: Any):
+    """If vLLM has accepted it all the same: it waited for ever, and all behind it."""
+    (found,) = one["remap, too long"]["rounds"]
+    assert "3600 tokens, which take 113 KV blocks; there are 112 " in found["errors"][0]
+    assert found["errors"][1:] == [None] * 3
+    assert found["tokens"] == [[], *answers(one["plenty"])[0][:3]]

@@ -43,9 +43,6 @@ TOUCHED = (
     Touched("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "layer remove_weight"),
     Touched("vllm._custom_ops", "create_onednn_scaled_mm"),
     Touched("vllm._custom_ops", "weight_packed_linear_cpu", "x packed_weight n bias"),
-    Touched("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule"),
-    Touched("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_request_with_output"),
-    Touched("vllm.v1.core.sched.scheduler", "Scheduler._update_request_with_output"),
     Touched("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_spec_decode_tokens"),
     Touched("vllm.v1.core.sched.output", "SchedulerOutput.make_empty"),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
@@ -495,6 +492,24 @@ def forget_cached(pool: Any, ids: Iterable[int]) -> None:
         pool._maybe_evict_cached_block(pool.blocks[block_id])
 
 
+def fail(scheduler: Any, failed: dict[str, str], outputs: dict[int, Any]) -> None:
+    """End requests with an error, as vLLM ends one whose KV could not be loaded. failed: request id -> why, the answer's
+    `stop_reason`. outputs: of the step, by client; their answers come into it."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    for request in scheduler.finish_requests(list(failed), RequestStatus.FINISHED_ERROR):
+        answer = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            stop_reason=failed[request.request_id],
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
+        )
+        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(answer)
+
+
 def nothing_scheduled() -> Any:
     """A step's plan without a request in it: the worker runs no pass. Requests that have finished are named in the next one."""
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -584,10 +599,14 @@ class Prefixes:
 
 
 def around_allocations(
-    scheduler: Any, grow: Callable[[Any, int], bool], allocated: Callable[[int, bool], None]
+    scheduler: Any,
+    grow: Callable[[Any, int], bool],
+    allocated: Callable[[int, bool], None],
+    refused: Callable[[Any], None],
 ) -> None:
-    """Call `grow(request, new tokens)` when vLLM finds too few blocks for a running or a waiting request, and
-    `allocated(blocks in use, whether the request ran already)` when a request has got blocks.
+    """Call `grow(request, new tokens)` when vLLM finds too few blocks for a running or a waiting request,
+    `allocated(blocks in use, whether the request ran already)` when a request has got blocks, and `refused(request)` when it has
+    got none.
 
     The first call comes before vLLM preempts or stops admitting requests. If it returns True, vLLM allocates once more.
     """
@@ -601,7 +620,9 @@ def around_allocations(
         found = original(request, num_new_tokens, *args, **kwargs)
         if found is None and grow(request, num_new_tokens):
             found = original(request, num_new_tokens, *args, **kwargs)
-        if found is not None and any(found.blocks):
+        if found is None:
+            refused(request)
+        elif any(found.blocks):
             allocated(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), request.status == RequestStatus.RUNNING)
         return found
 

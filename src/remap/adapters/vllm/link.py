@@ -91,11 +91,12 @@ class RankLink:
         self.may_move = all(self._rpc("remap_may_move"))
         manifest = self._rpc("remap_manifest")[0]
         self.first = max(len(books.opened), manifest["first_blocks"])  # of an engine that starts cold the latter
-        self._sharing = bool(manifest["arena"])
+        self.sharing = bool(manifest["arena"])
+        """Whether other tenants may have pages now that this one gets later."""
         self._joined = manifest["arena"].startswith(UNIX)
         self._asleep = False
         self._looked_s = 0.0
-        if self._sharing:
+        if self.sharing:
             self.rest()  # until its first request
 
     @property
@@ -103,9 +104,12 @@ class RankLink:
         """Whether the only rank lives in this process: asking it costs no round trip, and waits for no pass."""
         return self._local is not None
 
-    def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> None:
-        """Make one step on all ranks for this demand, and change the pool accordingly. anyway, patient: see `Rank.step`."""
-        self._take(self.group.step(blocks, free, anyway, patient))
+    def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> int:
+        """Make one step on all ranks for this demand, and change the pool accordingly. anyway, patient: see `Rank.step`. Returns
+        how many blocks are missing that were to be had at any cost."""
+        report = self.group.step(blocks, free, anyway, patient)
+        self._take(report)
+        return 0 if report is None else report.short
 
     @property
     def asleep(self) -> bool:
@@ -148,10 +152,10 @@ class RankLink:
         if self._asleep:
             return
         self._give_back(self.books.collect())
-        if self._sharing:
+        if self.sharing:
             self._ask("sleep")
             self._asleep = True
-        elif self.group.target[0]:
+        elif self.group.target[0] or self.local:  # else to say that it is idle is not worth a round trip
             self._take(self.group.home())
             # Ranks in other processes learn only now which blocks have left, so ask them again.
             if self.group.target[0] and not self.books.leaving:

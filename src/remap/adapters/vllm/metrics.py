@@ -2,10 +2,10 @@
 """remap's figures at vLLM's /metrics.
 
 vLLM's own statistics have no room for a plugin's figures, and the engine and /metrics run in different processes. So
-the engine's process writes its figures into a small file after every pass, and the processes that serve /metrics read
-the file for each request. REMAP_METRICS_FILE names the file. The first process (the one that serves) sets that name for
-the processes that it starts, and removes the file when it ends; the next server removes the file of a server that was
-killed.
+the engine's process writes its figures into a small file after every pass (and every second, where others use its memory), and
+the processes that serve /metrics read the file for each request. REMAP_METRICS_FILE names the file. The first process (the
+one that serves) sets that name for the processes that it starts, and removes the file when it ends; the next server removes the
+file of a server that was killed.
 
 Each engine (data parallelism) has its own place in the file, and each field there one writer: the worker of rank 0, or the
 scheduler, which may be in another process. Any number of processes may read, without a lock: every field is eight aligned
@@ -20,7 +20,8 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,15 @@ from remap.inside import inside
 
 from . import internals
 
-__all__ = ["FIELDS", "Beyond", "RemapStats", "Writer", "read"]
+__all__ = ["FIELDS", "Beyond", "RemapStats", "Repeated", "Writer", "read"]
 
 VARIABLE = "REMAP_METRICS_FILE"
+EVERY_S = 1.0
 # name, help text, whether the figure is a counter
 FIELDS = (
     ("alpha", "Layers' worth of weights that are KV cache now", False),
     ("layers", "Layers of the model", False),
+    ("cold_layers", "Layers without pages: the model has given them up until its next request", False),
     ("usable_blocks", "KV blocks that may be used now", False),
     ("max_blocks", "Most KV blocks that may be used", False),
     ("passes", "Forward passes", True),
@@ -104,14 +107,46 @@ class Writer:
 
     def __init__(self, engine: int = 0, most: float = math.inf) -> None:
         self._fields, self._most = _Fields(engine, 0, len(FIELDS) - _OF_SCHEDULER), most
+        self._lock = threading.Lock()  # between the engine's thread and `Repeated`: no counter falls
 
     def write(self, tenant: Any, moved: int = 0) -> None:
         """moved: KV blocks that have moved."""
         within = inside(tenant)
-        stats, (met, refused) = within.stats(), within.shortages
-        alpha, layers, blocks, most = tenant.remapped, tenant.layers, tenant.kv.usable_blocks, tenant.kv.max_blocks
-        counted = (stats.passes, stats.copies, stats.copied_bytes, stats.stall_s, stats.misses, met + refused, refused)
-        self._fields.put(alpha, layers, min(blocks, self._most), min(most, self._most), *counted, moved)
+        with self._lock:
+            stats, (met, refused) = within.stats(), within.shortages
+            layers, blocks = (
+                (tenant.remapped, tenant.layers, len(within.cold)),
+                (tenant.kv.usable_blocks, tenant.kv.max_blocks),
+            )
+            counted = (
+                stats.passes,
+                stats.copies,
+                stats.copied_bytes,
+                stats.stall_s,
+                stats.misses,
+                met + refused,
+                refused,
+            )
+            self._fields.put(*layers, *(min(each, self._most) for each in blocks), *counted, moved)
+
+
+class Repeated:
+    """write() every `EVERY_S` seconds, in a thread of its own: in an arena that others use the figures change while an engine
+    sleeps, and no pass shows them."""
+
+    def __init__(self, write: Callable[[], object]) -> None:
+        self._write, self._over = write, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="remap-metrics", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(EVERY_S):
+            self._write()
+
+    def stop(self) -> None:
+        """It has written for the last time."""
+        self._over.set()
+        self._thread.join()
 
 
 class Beyond:

@@ -4,21 +4,28 @@
 schedule            reports the demand of running and waiting requests (`RankLink.step`); leaving blocks drain or move. Of a model
                     whose layers have no pages nothing is scheduled until there are some, nor while it is the turn of an
                     engine in another process
-allocation fails    reports the missing blocks; vLLM then tries once more, and preempts only if that fails, too
+allocation fails    reports the missing blocks; vLLM then tries once more, and preempts only if that fails, too. A request for
+                    which there can never be enough ends with an error
 last request ends   brings all layers home
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as OverlappingBase
+from vllm.v1.core.sched.scheduler import Scheduler as Base
+
+from remap.seldom import Seldom
 
 from . import internals, metrics
 from .link import PoolIds, RankLink
 
 __all__ = ["Scheduler"]
+
+logger = logging.getLogger("vllm.remap")
 
 internals.tell_schedulers_of_their_executor()
 
@@ -27,14 +34,26 @@ _AGAIN_S = 0.05
 hears of aborted requests and new ones."""
 
 
-class Scheduler(AsyncScheduler):
-    """For `--scheduler-cls`; with asynchronous scheduling vLLM's AsyncScheduler, without it vLLM's Scheduler."""
+class Scheduler(Base):
+    """For `--scheduler-cls`; where steps overlap (asynchronous scheduling) it makes an `Overlapping`.
+
+    vLLM's AsyncScheduler writes placeholders where drafted tokens come, which are then filled in by the worker: without overlap
+    the worker would compute with them.
+    """
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
+        # Chosen here, since vLLM makes whatever class the configuration names, also one that a flag gave.
+        overlaps = cls is Scheduler and vllm_config.scheduler_config.async_scheduling
+        return object.__new__(Overlapping if overlaps else cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.remap: RankLink | None = None
         self._step_tokens = max(1, self.block_size)
         self._in_flight = 0  # steps that are scheduled and have no output yet
+        self._short = 0  # blocks that were missing at the last allocation, with all layers away
+        self._failed: dict[str, str] = {}  # request -> why it can never be served
+        self._waits = Seldom(logger)
 
     def bind(self, executor: Any) -> None:
         """Withhold the blocks that are not usable yet, and listen to changes.
@@ -45,7 +64,7 @@ class Scheduler(AsyncScheduler):
         self.remap = RankLink(executor, PoolIds(self))
         engine = internals.engine_index(self.vllm_config)
         self.remap_beyond = metrics.Beyond(self.remap.first - 1, engine)  # but for vLLM's null block
-        internals.around_allocations(self, self._grow, self.remap_beyond.allocated)
+        internals.around_allocations(self, self._grow, self.remap_beyond.allocated, self._refused)
 
     # -- before each step ------------------------------------------------------------------------------------------
 
@@ -75,23 +94,12 @@ class Scheduler(AsyncScheduler):
         self._in_flight -= scheduled.total_num_scheduled_tokens > 0
         outputs = super().update_from_output(scheduled, *args, **kwargs)
         link = self.remap
+        if self._failed:
+            internals.fail(self, self._failed, outputs)
+            self._failed = {}
         if link is not None and not self.has_unfinished_requests():
             link.rest()
         return outputs
-
-    # vLLM runs a scheduler of its plain class unless steps overlap. AsyncScheduler writes placeholders where drafted tokens
-    # come, which are then filled in by the worker: without overlap the worker would compute with them.
-
-    def _update_after_schedule(self, *args: Any, **kwargs: Any) -> None:
-        if self.scheduler_config.async_scheduling:
-            super()._update_after_schedule(*args, **kwargs)
-        else:
-            super(AsyncScheduler, self)._update_after_schedule(*args, **kwargs)
-
-    def _update_request_with_output(self, *args: Any, **kwargs: Any) -> Any:
-        if self.scheduler_config.async_scheduling:
-            return super()._update_request_with_output(*args, **kwargs)
-        return super(AsyncScheduler, self)._update_request_with_output(*args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """As vLLM's. While the tenant sleeps a broker takes blocks out of the pool in another thread: it is woken for this, or
@@ -144,11 +152,36 @@ class Scheduler(AsyncScheduler):
         """Ask for blocks that vLLM lacks for this request. Returns whether there are more free blocks now.
 
         If the request is the only one, waiting or preempting it would gain nothing. vLLM accepted it because it fits
-        into the largest cache, so the cache then grows at any cost.
+        into the largest cache, so the cache then grows at any cost; see `_refused`.
         """
         link = self.remap
         assert link is not None
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         alone = all(each is request for each in self.running)
-        link.step(max(free + 1, self._missing_at_start(request, internals.Prefixes(self))), free, alone, patient=True)
+        wanted = max(free + 1, self._missing_at_start(request, internals.Prefixes(self)))
+        self._short = link.step(wanted, free, alone, patient=True)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() > free)
+
+    def _refused(self, request: Any) -> None:
+        """vLLM has found too few blocks for this request. If all layers are away that can be, and nobody else has a block, it
+        waits for nothing, and all others behind it: it ends with an error. In an arena that others use it waits for them."""
+        link = self.remap
+        assert link is not None
+        free, held = self.kv_cache_manager.block_pool.get_num_free_blocks(), internals.blocks_held(self, request)
+        there = len(link.books.opened) - 1  # but for vLLM's null block
+        if not self._short or free + held < there:
+            return
+        wanted = held + self._missing(request, 1)
+        why = (
+            f"request {request.request_id} has {request.num_tokens} tokens, which take {wanted} KV blocks; "
+            f"there are {there} with all layers away that can be"
+        )
+        if link.sharing:
+            self._waits.warn("remap: %s; it waits for what other engines give", why)
+        elif request.request_id not in self._failed:
+            self._failed[request.request_id] = f"remap: {why}; give it fewer tokens, or lower --max-model-len"
+            logger.error("remap: %s; it ends with an error; give it fewer tokens, or lower --max-model-len", why)
+
+
+class Overlapping(Scheduler, OverlappingBase):
+    """The same where steps overlap."""

@@ -40,6 +40,7 @@ from remap.tenant import Tenant
 from . import internals, metrics
 from .cpu_linear import weights_left_in_place
 from .offloader import RemapOffloader
+from .reach import Reach
 
 __all__ = ["NAME", "worker_class"]
 
@@ -117,7 +118,8 @@ class RemapWorker:
         return found
 
     def determine_available_memory(self) -> int:
-        """Bytes of the largest possible KV cache: the first one, and all layers' weights but those of the ring."""
+        """Bytes of the largest KV cache that there will ever be: the first one, and all layers' pages but those of the ring, in
+        whole blocks."""
         own = int(super().determine_available_memory())  # type: ignore[misc]
         size = footprint(self.model_runner.get_model(), self.remap_offloader.layers)
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
@@ -125,33 +127,31 @@ class RemapWorker:
         if settings.joins:
             capacity = shared(settings.arena).join(settings, _device())
             # Room for one request of the greatest length is its own for good; all else is for the engine that needs it.
-            own = min(own, internals.bytes_of_tokens(specs, self.vllm_config.model_config.max_model_len))
+            longest = internals.bytes_of_tokens(specs, self.vllm_config.model_config.max_model_len)
+            own = min(own, longest + internals.bytes_of_tokens(specs, 1))  # and vLLM's null block
         else:
             assert settings.capacity is not None  # read above
             capacity = settings.capacity
         self._remap_capacity = capacity
         page = settings.page_bytes or shared(settings.arena).page_bytes or size.page_size(_device())
         self._remap_plain, self._remap_rounding = own, size.pages(page) * page - size.nbytes
-        self._remap_size, self._remap_page, self._remap_weights = size, page, size.pages(page) * page
+        self._remap_page, self._remap_weights = page, size.pages(page) * page
         first = own if settings.arena else capacity - self._remap_weights
         if self.vllm_config.parallel_config.world_size > 1:  # all ranks open the same blocks
             first = _least(first)
-        if first < page:
+        reach = self._remap_reach = Reach(size, page, internals.bytes_of_tokens(specs, 1), first)
+        if reach.first < 1:
             raise InvalidArgument(
                 f"{capacity} bytes are to hold weights of {self._remap_weights} bytes (in pages of {page}) "
                 "and a KV cache; the engine was not started; raise REMAP_CAPACITY, or lower REMAP_PAGE_BYTES",
                 capacity=capacity,
                 weights=self._remap_weights,
             )
-        self._remap_first = first
-        lendable = sorted(size.layer_pages(page))[:-1]
-        most = first + page * sum(lendable if settings.max_layers is None else lendable[::-1][: settings.max_layers])
-        if settings.arena:
-            most = capacity - min(size.layer_pages(page)) * page  # all but the ring may become its KV cache
+        most = reach.reached_of(capacity) if settings.arena else reach.reached(settings.max_layers)
         if settings.max_tokens is not None:
-            most = min(most, max(first, internals.bytes_of_tokens(specs, settings.max_tokens)))
-        internals.refuse_more_blocks(self.cache_config, specs, most)
-        return most
+            most = min(most, max(reach.first, internals.bytes_of_tokens(specs, settings.max_tokens) // reach.block))
+        internals.refuse_more_blocks(self.cache_config, specs, most * reach.block)
+        return most * reach.block
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self._remap_before: list[torch.Tensor] = []
@@ -239,20 +239,16 @@ class RemapWorker:
         internals.own_rotary_tables(model)
         if not current_platform.is_cpu():
             _to_host(model)  # the session's pages need its place on the device
-        # The first blocks take whole pages and leave none free: ranks could use a free page differently.
         most = kv_cache_config.num_blocks
-        first = min(self._remap_first // page * page // block, most)
-        pages = -(-first * block // page)
-        # A ceiling (REMAP_MAX_TOKENS, --num-gpu-blocks-override) may lie inside of a layer: the layer needs a place as a whole,
-        # and vLLM gets the blocks below the ceiling.
+        first = min(self._remap_reach.first, most)
         settings = self._remap_settings
-        if settings.joins:  # any page may be its own one day
-            places = -(-self._remap_capacity // block)
-        else:
-            places = self._remap_size.reach(page, pages, -(-most * block // page)) * page // block
+        # Of a broker's any page may be its own one day.
+        places = -(-self._remap_capacity // block) if settings.joins else self._remap_reach.places(first, most)
         self._remap_arena = arena = shared(settings.arena)
         session = arena.enter(
-            capacity=self._remap_capacity if settings.arena else self._remap_weights + pages * page,
+            capacity=self._remap_capacity
+            if settings.arena
+            else self._remap_weights + self._remap_reach.pages(first) * page,
             device=_device(),
             page_bytes=page,
             copy_chunk_bytes=settings.copy_chunk_bytes,
@@ -284,6 +280,8 @@ class RemapWorker:
         self.remap_rank = Rank(session, tenant, self.rank, settings.cold_s if settings.joins else None, settings.turn_s)
         internals.around_loading(model, self._remap_load)
         self._remap_gauges = metrics.Writer(internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
+        shows = settings.arena and self._remap_gauges is not None
+        self._remap_shows = metrics.Repeated(self._remap_show) if shows else None
         self._remap_manifest = {
             "tenant": name,
             "arena": settings.arena,
@@ -365,10 +363,12 @@ class RemapWorker:
             self._remap_told = True
 
     def execute_dummy_batch(self) -> None:
+        """As vLLM's, beside the passes of its other engines (data parallelism): one that sleeps wakes for it, since a pass needs
+        its layers. Raises InvalidState as `Rank.awake`."""
         if self.remap_rank is None:
             return super().execute_dummy_batch()  # type: ignore[misc]
         self._remap_guard_graphs()
-        with self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1):
+        with self.remap_rank.awake(), self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1):
             return super().execute_dummy_batch()  # type: ignore[misc]
 
     def _remap_guard_graphs(self) -> None:
@@ -503,6 +503,8 @@ class RemapWorker:
 
     def shutdown(self) -> None:
         if self.remap_rank is not None:
+            if self._remap_shows is not None:
+                self._remap_shows.stop()
             self.remap_rank.close()
             self._remap_arena.leave(self.remap_rank.tenant.name)
             self.remap_rank = None
