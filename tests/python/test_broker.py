@@ -29,6 +29,7 @@ from broker_crowd import Crowd
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, files_of, opened, until
 
 import remap
+from remap.broker import server
 from remap.broker.locks import lock_member
 from remap.broker.member import join
 from remap.broker.messages import (
@@ -37,6 +38,7 @@ from remap.broker.messages import (
     Done,
     Fetch,
     Give,
+    Grant,
     Home,
     Join,
     Pages,
@@ -648,6 +650,8 @@ class Raw(socket.socket):
 
 
 JOIN = encode(Join(VERSION))
+DEEP = b"\x82\xa4type\xa4Join\xa1x" + b"\x91" * 60_000 + b"\xc0"
+DEEP_GRANT = DEEP.replace(b"\xa4Join", b"\xa5Grant")
 raw = Raw
 
 
@@ -665,6 +669,7 @@ def refusal(connection: socket.socket) -> str:
     ("packets", "why"),
     [
         ([b"\xc1garbage"], "no message"),
+        ([DEEP], "no message"),
         ([encode(Want(1, 1))], "first message must be Join"),
         ([encode(Join(99))], f"version {VERSION}"),
         ([encode(Join(VERSION))[:-1]], "no message"),
@@ -682,6 +687,7 @@ def refusal(connection: socket.socket) -> str:
     ],
     ids=[
         "garbage",
+        "deep",
         "no join",
         "version",
         "cut",
@@ -710,6 +716,28 @@ def test_who_breaks_the_protocol_is_told_why_and_harms_nobody(broker: Broker, pa
         )  # a busy machine's broker may answer it behind its patience
         until(lambda: step() is not None and tenant.kv.free_blocks >= 50, "it grows")
         remap.advanced.check(session)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [DEEP_GRANT, encode(Grant(1, ((0, 1),)))[:-1], encode(Grant(1, ((PAGES, 1),))), encode(Grant(1, ((0, 10**15),)))],
+    ids=["deep", "cut", "beyond", "huge"],
+)
+def test_a_member_that_cannot_read_its_broker_serves_on_and_joins_again(
+    broker: Broker, packet: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reading thread ended, and it never heard of a broker again; pages that there are not were listed one by one."""
+    with opened(broker) as session, opened(broker) as other:
+        tenant = attached(session, "one")
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "encode", lambda message: packet if isinstance(message, Grant) else encode(message))
+            session.step({"one": remap.Demand(50)})
+            membership: Any = session._outside._membership  # type: ignore[union-attr]
+            until(lambda: bool(membership._joins > 1 or membership.problem), "it has seen that")
+        until(lambda: not membership.problem, "it has joined again")
+        until(lambda: session.step({"one": remap.Demand(50)}) is not None and tenant.kv.free_blocks >= 50, "it grows")
+        remap.advanced.check(session)
+        assert other._outside._membership._joins == 1, "another's connection was closed"  # type: ignore[union-attr]
 
 
 def test_many_bad_connections_leave_nothing(broker: Broker) -> None:

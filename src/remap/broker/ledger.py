@@ -36,7 +36,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from remap.broker.messages import Grant, Recall, Returned, Run, ToMember, pages_of, runs_of
+from remap.broker.messages import Grant, Recall, Returned, Run, ToMember, named_pages, pages_of, runs_of
 from remap.errors import InvalidState
 
 __all__ = ["UNKNOWN", "Ledger", "Sent"]
@@ -343,14 +343,7 @@ class Ledger:
             raise InvalidState(f"member {member} has left; nothing changed")
 
     def _pages(self, member: int, runs: Sequence[Run]) -> list[int]:
-        if any(first + count > self.pages for first, count in runs) or sum(count for _, count in runs) > self.pages:
-            raise InvalidState(
-                f"member {member} names pages beyond the last, {self.pages - 1}, or more than there are; nothing changed"
-            )
-        pages = pages_of(runs)
-        if len(set(pages)) != len(pages):
-            raise InvalidState(f"member {member} names a page twice; nothing changed")
-        return pages
+        return named_pages(runs, self.pages, f"member {member}")
 
     def _asked_no_more(self, member: int) -> Sent:
         sent: Sent = []

@@ -66,6 +66,7 @@ from remap.broker.messages import (
     Welcome,
     decode_to_member,
     encode,
+    named_pages,
     pages_of,
     runs_of,
 )
@@ -406,6 +407,7 @@ class Membership:
         try:
             packet = connection.recv(MOST_BYTES, socket.MSG_DONTWAIT)
             message = decode_to_member(packet) if packet else None
+            pages = named_pages(getattr(message, "runs", ()), self.pages, "it")
         except (BlockingIOError, ConnectionResetError):
             return ""  # the second: closed before what was sent was read, and what the broker sent comes behind this
         except (OSError, Error) as error:
@@ -415,7 +417,6 @@ class Membership:
         if isinstance(message, Refused):
             return f"the broker at {self.path} refuses this process: {message.why}"
         if isinstance(message, Grant | Returned):
-            pages = pages_of(message.runs)
             self.held.update(pages)
             self._lends.difference_update(pages)
         if isinstance(message, Returned):
