@@ -363,8 +363,6 @@ class Membership:
             self._connection.send(encode(message), socket.MSG_DONTWAIT)
         except OSError as error:  # a broker that reads nothing for that long counts as one that has gone
             self._broken(f"the broker at {self.path} has gone: {error}")
-            with suppress(OSError):  # the reading thread reads to the end, and joins again
-                self._connection.shutdown(socket.SHUT_RDWR)
             return False
         return True
 
@@ -373,6 +371,10 @@ class Membership:
             self.problem = why
             _logger.warning("%s; this session serves on with the pages that it has, and looks for a new one", why)
         self._open = False
+        with suppress(
+            OSError
+        ):  # the reading thread reads to the end, and joins again once the broker can see the end as well
+            self._connection.shutdown(socket.SHUT_RDWR)
         with self._calling:
             self._open_calls.clear()
             self._calling.notify_all()

@@ -344,10 +344,7 @@ class Broker:
             raise InvalidState(
                 f"the broker has arena {self.arena}, and the member pages of {join.arena}; end it: no other member gets those"
             )
-        before = next((each for each in self._members if each.locked == join.number and each is not member), None)
-        if before is not None and before.connection is not None:
-            self._drop_connection(before)
-            self._carry(self.ledger.left(before.number))
+        before = self._before(member, join.number)
         number = self._next if before is None else before.number
         lends = [run for each in member.claims if each.lent for run in each.runs]
         claims, borrows = (
@@ -371,6 +368,27 @@ class Broker:
             self._carry(sent)
         _logger.info("member %d (%s, process %d) has joined", member.number, member.name, member.pid)
         return []
+
+    def _before(self, member: _Member, number: int) -> _Member | None:
+        """The one that joins again, as it was; None if it is new. Raises InvalidState while that one is connected, or if it is
+        another process, which may touch its pages."""
+
+        def find() -> _Member | None:
+            return next((each for each in self._members if each.locked == number), None)
+
+        before = find()
+        if before is not None and before.connection is not None:
+            self._ready(
+                before, selectors.EVENT_READ
+            )  # to the end, if it has come to that: a member ends it before it joins again
+            before = find()
+        if before is not None and (before.connection is not None or before.pid != member.pid):
+            raise InvalidState(
+                f"number {number} is that of member {before.number} ({before.name}, process {before.pid}), which "
+                + ("is connected" if before.connection is not None else f"lives, and this is process {member.pid}")
+                + "; nothing changed; lock another number, and join with that"
+            )
+        return before
 
     # -- the pages of a broker that was here before ------------------------------------------------------------------
 
