@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import resource
 import signal
 import socket
 import stat
@@ -13,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ import subprocesses
 from arena_worlds import make_spec, read_block, write_block
 from broker_crowd import Crowd
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, files_of, opened, until
+from broker_serving import Serving
 
 import remap
 from remap.broker import server
@@ -47,6 +51,7 @@ from remap.broker.messages import (
     decode_to_member,
     encode,
 )
+from remap.broker.observer import Observer
 from remap.broker.server import Broker
 from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
@@ -738,6 +743,78 @@ def test_a_member_that_cannot_read_its_broker_serves_on_and_joins_again(
         until(lambda: session.step({"one": remap.Demand(50)}) is not None and tenant.kv.free_blocks >= 50, "it grows")
         remap.advanced.check(session)
         assert other._outside._membership._joins == 1, "another's connection was closed"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("room", [4, 5], ids=["none", "one"])
+def test_a_broker_without_descriptors_tells_who_connects(tmp_path: Path, room: int) -> None:
+    """It was called for the same connection without end, and who connected heard that there is no broker."""
+    serving = Serving(tmp_path / "s", PAGES, PAGE, DEVICE)
+    one, pid = Process(str(tmp_path / "s"), "one"), serving.process.pid
+    try:
+        last = max(map(int, os.listdir(f"/proc/{pid}/fd")))
+        limit = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (last + 1 + room, limit))  # each connection takes two
+        with ExitStack() as stack:
+            for _ in range(2):
+                silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                silent.connect(str(tmp_path / "s"))
+            for _ in range(3):
+                with pytest.raises(InvalidState, match="can admit nobody"):
+                    join(str(tmp_path / "s"))
+            assert one("take", 20) == "20"
+
+        def joins() -> bool:
+            with suppress(InvalidState):
+                join(str(tmp_path / "s")).close()
+                return True
+            return False
+
+        until(joins, "others have left")
+    finally:
+        one.kill()
+        serving.kill()
+
+
+def test_who_cannot_be_admitted_at_all_is_left_to_wait(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even the descriptor that is kept for it is to be had."""
+    calls: list[int] = []
+    listener = broker._listener
+    listening = listener._socket
+
+    class Starved:
+        fileno = listening.fileno
+
+        def accept(self) -> None:
+            calls.append(1)
+            raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr("remap.broker.listening.PAUSE_S", 1e5)
+    with opened(broker) as session, monkeypatch.context() as patch:
+        attached(session, "one")
+        patch.setattr(listener, "_socket", Starved())
+        with raw(broker) as waiting:
+            until(lambda: listener.again is not None, "it pauses")
+            session.step({"one": remap.Demand(50)})
+            assert len(calls) == 2 and listening not in broker._selector.get_map()
+            patch.undo()
+            listener.again = 0.0
+            session.step({"one": remap.Demand(100)})
+            waiting.send(JOIN)
+            assert waiting.recv(1)
+    (said,) = [record.message for record in caplog.records if "admit nobody" in record.message]
+    assert "ulimit" in said and str(broker.path) in said
+
+
+def test_who_connects_and_says_nothing_is_let_go(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Observer(str(broker.path)) as observer, opened(broker) as session:
+        attached(session, "one")
+        observer.look()
+        monkeypatch.setattr(server, "SILENT_S", 0.01)
+        with raw(broker) as silent:
+            assert "neither joined nor looked" in refusal(silent)
+        assert [shown.connected for shown in observer.look().members] == [True]
 
 
 def test_many_bad_connections_leave_nothing(broker: Broker) -> None:

@@ -611,7 +611,7 @@ def _receive(connection: socket.socket, most: int) -> tuple[ToMember | None, lis
 
 
 def _connect(path: str, seconds: float) -> socket.socket:
-    """Raises InvalidArgument (field path) if no broker is there."""
+    """Raises InvalidArgument (field path) if no broker is there, InvalidState (field why) if it does not answer."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # Not `settimeout` yet: a socket without blocking is refused while many others wait to be admitted.
@@ -624,7 +624,12 @@ def _connect(path: str, seconds: float) -> socket.socket:
     return connection
 
 
-def _nobody(path: str, error: OSError) -> InvalidArgument:
+def _nobody(path: str, error: OSError) -> Error:
+    if isinstance(error, TimeoutError | BlockingIOError):  # of the connection: nobody has admitted it
+        return InvalidState(
+            f"the broker at {path} does not answer: {error}; nothing was opened; it is stopped, or starved: wait, or end it",
+            why="no answer",
+        )
     return InvalidArgument(
         f"no broker can be joined at {path}: {error}; nothing was opened; start one with `remap serve --socket {path} "
         "--capacity SIZE`",
@@ -636,7 +641,7 @@ def _hail(
     connection: socket.socket, path: str, messages: Sequence[Join | Claim], mapped: JoinedPages
 ) -> tuple[Welcome, list[int]]:
     """Join with these, and hand over the pages that are mapped if the broker has none. Returns its answer with what came along.
-    Raises InvalidArgument (field path) if it goes, InvalidState (field why) if it refuses."""
+    Raises InvalidArgument (field path) if it goes, InvalidState (field why) if it refuses or does not answer."""
     try:
         with suppress(BrokenPipeError):  # refused already: why is still to be read
             for message in messages:
@@ -668,8 +673,8 @@ def _hail(
 
 def join(path: str, name: str = "") -> Membership:
     """Join the broker at this path. Raises InvalidArgument (field path) if none is there, InvalidState (field why) if it
-    refuses, and (fields uuid, devices) if its pages are of a device that this process does not see; DriverError without a usable
-    driver for it."""
+    refuses, or does not answer for `JOIN_S`, and (fields uuid, devices) if its pages are of a device that this process does not
+    see; DriverError without a usable driver for it."""
     with ExitStack() as undo:
         connection = undo.enter_context(_connect(path, JOIN_S))
         mapped, early = JoinedPages(), list[Tell]()
