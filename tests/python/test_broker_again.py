@@ -21,14 +21,17 @@ pytest.importorskip("rich", reason="tables need rich")
 from broker_crowd import Crowd
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened, until
 from broker_place import DEVICE, PAGES, Place
+from msgspec.structs import replace
 
 import remap
+from remap.broker import server
 from remap.broker.locks import lock_member
 from remap.broker.member import join
 from remap.broker.messages import (
     MOST_BYTES,
     VERSION,
     Bring,
+    Claim,
     Give,
     Grant,
     Home,
@@ -248,6 +251,36 @@ def test_pages_of_another_arena_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidState, match="another"):
             member._try_again()
         member.close()
+
+
+def test_a_members_number_is_nobody_elses_while_its_process_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Join with it closed the member's connection, though it was refused then; or its pages were free, which it wrote on."""
+    with Broker(tmp_path / "s", PAGES * PAGE, PAGE) as broker, Raw(broker.path) as member, Raw(broker.path) as wrong:
+        assert isinstance(member.say(member.hello), Welcome)
+        number, again = member.lock.number, replace(member.hello, arena=broker.arena)
+        assert isinstance(member.say(Want(1, 5)), Grant)
+        for claims in ([], [Claim(((7, 1),))], [Claim(((0, 5),))]):
+            wrong.connect()
+            wrong.tell(replace(again, claims=len(claims)))
+            for claim in claims:
+                wrong.tell(claim)
+            refused = wrong.hear()
+            assert isinstance(refused, Refused) and f"number {number} is that of member 1" in refused.why
+        assert member.say(Want(2, 1)) == Grant(2, ((5, 1),)), "it is connected still"
+        member.tell(Give(((0, 2),)))
+        member.connection.close()
+        with monkeypatch.context() as patch:  # another process
+            patch.setattr(server, "peer", lambda connection: (os.getppid(), os.getuid()))
+            wrong.connect()
+            refused = wrong.say(replace(again, claims=0))
+        assert isinstance(refused, Refused) and f"this is process {os.getppid()}" in refused.why
+        assert broker.ledger.held == {1: 4}, "what was given on the old connection counts, and nothing else"
+        member.connect()
+        member.tell(replace(again, claims=1))
+        assert isinstance(member.say(Claim(((2, 4),))), Welcome)
+        assert broker.ledger.held == {1: 4}
 
 
 def test_a_connection_that_breaks_is_mended_and_what_was_given_meanwhile_is_free(tmp_path: Path) -> None:

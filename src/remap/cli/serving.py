@@ -28,9 +28,9 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 @contextmanager
-def log_lines(level: str) -> Iterator[None]:
-    """Send to stderr, a line each, the logs of the server, uvicorn and Ray from this level on. The library itself leaves that to
-    the program that runs it. Raises InvalidArgument (fields field, value) for a level that is none."""
+def log_lines(level: str, of: str = "remap.cluster") -> Iterator[None]:
+    """Send to stderr, a line each, the logs of the server, `of`, of uvicorn and Ray from this level on. The library itself leaves
+    that to the program that runs it. Raises InvalidArgument (fields field, value) for a level that is none."""
     if level not in LEVELS:
         raise InvalidArgument(
             f"log-level: must be {', '.join(LEVELS)}, got {level!r}; nothing was started",
@@ -39,7 +39,7 @@ def log_lines(level: str) -> Iterator[None]:
         )
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    loggers = [logging.getLogger(name) for name in ("remap.cluster", "uvicorn", "ray")]
+    loggers = [logging.getLogger(name) for name in (of, "uvicorn", "ray")]
     levels = [each.level for each in loggers]
     for each in loggers:
         each.addHandler(handler)
