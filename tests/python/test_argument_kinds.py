@@ -345,6 +345,7 @@ def test_brackets_of_no_layer(shared, call, layer):
     with pytest.raises(InvalidArgument) as caught:
         getattr(inside(shared.engines["a"].tenant), call)(layer)
     assert caught.value.field == "layer"
+    assert layer != -1 or "-1" in str(caught.value), "an int was expected, it said, and another value came, of type int"
 
 
 def test_brackets_on_no_stream(shared):
