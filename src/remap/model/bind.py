@@ -230,7 +230,9 @@ class WriteWatch:
             self._specs.append(watched)
             self._look.append((ours, list(map(_version_of, ours)), list(map(_address_of, ours))))
         self._replaced: dict[int, set[str]] = {}
-        self._known: dict[int | None, dict[int, Any]] = {}  # layer -> its objects when nothing was replaced, by id
+        # Of each layer when nothing was replaced: its objects by id, and the tensors that had only been removed.
+        self._known: dict[int | None, dict[int, Any]] = {}
+        self._removed: dict[int, set[str]] = {}
         self._read_names()
 
     def _read_names(self) -> None:
@@ -246,12 +248,15 @@ class WriteWatch:
             layer = self._layer(index)
             objects = {id(each): each for each in self._names[layer].objects}
             arrived = not objects or not objects.keys() <= self._known.setdefault(layer, objects).keys()
-            for spec, tensor in zip(specs, tensors):
-                where = seen.get(id(tensor), set())
-                if where - {layer} or (arrived and not where):
-                    self._replaced.setdefault(index, set()).add(spec.path)
-            if index not in self._replaced:
-                self._known[layer] = objects
+            where = {spec.path: seen.get(id(tensor), set()) for spec, tensor in zip(specs, tensors)}
+            gone = {path for path, places in where.items() if not places}
+            lost = {path for path, places in where.items() if places - {layer}}
+            if arrived:
+                lost |= gone - self._removed.get(index, set())
+            if lost:
+                self._replaced[index] = lost
+            else:
+                self._known[layer], self._removed[index] = objects, gone
 
     def _layer(self, part: int) -> int | None:
         return part if part < len(self._modules) else None

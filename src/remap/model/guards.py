@@ -109,10 +109,8 @@ class Guards:
             for name, guard in (("__deepcopy__", self._copying(tensor)), ("__reduce_ex__", self._pickling(tensor))):
                 tensor.__dict__[name] = _ours(guard)
         for module in self._modules:
-            guards = {"_apply": self._applying, "__reduce_ex__": _reducing, "__deepcopy__": _duplicating}
-            for name, make in guards.items():
-                if name != "__deepcopy__" or not hasattr(type(module), "__deepcopy__"):
-                    module.__dict__[name] = _ours(make(module))
+            _guard_copies(module)
+            module.__dict__["_apply"] = _ours(self._applying(module))
             names = [name for name, tensor in tensors_of(module).items() if id(tensor) in self._tensors]
             module.__dict__["_ddp_params_and_buffers_to_ignore"] = _Names(names)
             self._handles.append(module.register_load_state_dict_pre_hook(self._load))
@@ -133,6 +131,7 @@ class Guards:
 
     def _guard_merges(self, module: nn.Module) -> None:
         self._merging.add(module)
+        _guard_copies(module)
         for name in _MERGES:
             module.__dict__[name] = _ours(self._merge(getattr(type(module), name).__get__(module), module, name))
 
@@ -319,23 +318,26 @@ def _bare(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _reducing(module: nn.Module) -> Callable[..., Any]:
+def _guard_copies(module: nn.Module) -> None:
+    """Copies of the module are made without what this library has put into it."""
+
     def reduce_ex(protocol: int) -> Any:
         made = type(module).__reduce_ex__(module, protocol)
         if isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
             return (*made[:2], _bare(made[2]), *made[3:])
         return made
 
-    return reduce_ex
-
-
-def _duplicating(module: nn.Module) -> Callable[..., Any]:
-    reduce_ex = _reducing(module)
-
     def deepcopy(memo: dict[int, Any]) -> Any:
+        own = getattr(type(module), "__deepcopy__", None)
+        if own is not None:  # torch gives a module such a class when it is parametrized
+            bare = module.__new__(type(module))
+            bare.__dict__.update(_bare(module.__dict__))
+            memo.setdefault(id(memo), []).append(bare)  # its id must not become another's
+            memo[id(module)] = made = own(bare, memo)
+            return made
         make, arguments, state = reduce_ex(4)[:3]
         memo[id(module)] = made = make(*copy.deepcopy(arguments, memo))
         made.__setstate__(copy.deepcopy(state, memo))
         return made
 
-    return deepcopy
+    module.__dict__.update({"__reduce_ex__": _ours(reduce_ex), "__deepcopy__": _ours(deepcopy)})
