@@ -590,7 +590,7 @@ def test_a_caller_who_leaves_amid_his_body_is_not_complained_of(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_the_server_ends_when_every_instance_is_gone_for_good(tmp_path: Path, at_once: None) -> None:
+def test_the_server_ends_when_every_instance_is_gone_for_good(tmp_path: Path) -> None:
     async def body(there: Listening) -> None:
         stream = there.ask(90)
         await there.begun(1)
@@ -605,7 +605,7 @@ def test_the_server_ends_when_every_instance_is_gone_for_good(tmp_path: Path, at
     assert caught.value.instances == 2
 
 
-def test_the_server_ends_when_its_front_fails(tmp_path: Path, at_once: None) -> None:
+def test_the_server_ends_when_its_front_fails(tmp_path: Path) -> None:
     async def body(there: Listening) -> None:
         stream = there.ask(90)
         await there.begun(1)
