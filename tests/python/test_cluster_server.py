@@ -31,9 +31,10 @@ from cluster_folder import byte_tokenizer
 from control_worlds import MODEL, NETWORK, token
 from test_cluster_front import until
 
+from remap.cli.serving import http_at
 from remap.cluster import openai, server
 from remap.cluster.answers import Deadline, pieces
-from remap.cluster.app import make_app, make_shared_app, make_starting
+from remap.cluster.app import make_app, make_shared_app
 from remap.cluster.asked import AnswerAsked
 from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.front import Front
@@ -506,21 +507,19 @@ def test_a_port_answers_that_its_server_starts_and_then_what_it_answers(
         ends = {"over": asyncio.Event(), "failure": None, "rejected": {}, "unfinished": 0, "stop": lambda: None}
         front: Any = SimpleNamespace(**ends, drain=asyncio.Event().wait)
         app = make_app(Scripted(), SERVED)  # type: ignore[arg-type]
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            url = "http://{}:{}".format(*taken.getsockname())
-            with server.starting(taken, make_starting({"127.0.0.1"}, True)) as started:
-                async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
-                    health, asked = await client.get("/health"), await client.post("/v1/completions", json={})
-                    assert (health.status_code, health.json()["status"]) == (503, "starting")
-                    assert (asked.status_code, asked.json()["error"]["code"]) == (503, "InvalidState")
-                    assert health.headers["retry-after"] == asked.headers["retry-after"] == "1"
-                    assert (await client.get("/health", headers={"host": "evil.example"})).status_code == 400
-                    await asyncio.to_thread(started)
-                    early = asyncio.create_task(client.get("/version"))
-                    serving = asyncio.create_task(server.serve(front, app, taken, lambda: None, 0.0))
-                    assert (await early).status_code == 200  # it was not cut off
-                    interrupt()
-                    await serving
+        with http_at("127.0.0.1", 0, FrontLimits(), None, True, 0.0) as http:
+            async with httpx.AsyncClient(base_url=http.url, timeout=60.0) as client:
+                health, asked = await client.get("/health"), await client.post("/v1/completions", json={})
+                assert (health.status_code, health.json()["status"]) == (503, "starting")
+                assert (asked.status_code, asked.json()["error"]["code"]) == (503, "InvalidState")
+                assert health.headers["retry-after"] == asked.headers["retry-after"] == "1"
+                assert (await client.get("/health", headers={"host": "evil.example"})).status_code == 400
+                await asyncio.to_thread(http.started)
+                early = asyncio.create_task(client.get("/version"))
+                serving = asyncio.create_task(http.serve(front, app, lambda: None))
+                assert (await early).status_code == 200  # it was not cut off
+                interrupt()
+                await serving
 
     asyncio.run(asyncio.wait_for(run(), 60.0))
     statuses = [record.getMessage().split(" ")[3] for record in caplog.records]
@@ -590,7 +589,7 @@ def test_a_caller_who_leaves_amid_his_body_is_not_complained_of(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_the_server_ends_when_every_instance_is_gone_for_good(tmp_path: Path, at_once: None) -> None:
+def test_the_server_ends_when_every_instance_is_gone_for_good(tmp_path: Path) -> None:
     async def body(there: Listening) -> None:
         stream = there.ask(90)
         await there.begun(1)
@@ -605,7 +604,7 @@ def test_the_server_ends_when_every_instance_is_gone_for_good(tmp_path: Path, at
     assert caught.value.instances == 2
 
 
-def test_the_server_ends_when_its_front_fails(tmp_path: Path, at_once: None) -> None:
+def test_the_server_ends_when_its_front_fails(tmp_path: Path) -> None:
     async def body(there: Listening) -> None:
         stream = there.ask(90)
         await there.begun(1)

@@ -275,6 +275,9 @@ def test_a_thread_that_hangs_is_seen_and_so_is_that_it_goes_on() -> None:
         for now_s, found in ((HUNG_S, {"status": "ok", "serving": 1}), (HUNG_S + 1, {"status": "hangs", "serving": 0})):
             now[0] = now_s
             assert serving.health() == found
+            # Of a session that hangs nothing is asked.
+            text = await serving.figures()
+            assert b"remap_server_unfinished" in text and (b"remap_session_epoch" in text) is bool(found["serving"])
         go.set()
         await until(lambda: serving.health()["status"] == "ok")
         await front.close()

@@ -88,9 +88,9 @@ async def serve(
     grace_s: float,
     broken: Callable[[], Coroutine[Any, Any, str]] | None = None,
 ) -> None:
-    """Serve the app on this socket until SIGINT or SIGTERM. Then the front takes no request any more, and the server listens, and
-    answers all others, until unfinished answers have ended. A second signal, or the end of grace_s, ends these with an error, and
-    LEAVE_S later whatever is left. The front stays the caller's. ready: called when requests are answered. In the main thread.
+    """Serve the app on this socket until SIGINT or SIGTERM. Then the front refuses new requests, and the server listens on until
+    unfinished answers have ended. A second signal, or the end of grace_s, ends these with an error, and LEAVE_S later whatever is
+    left. The front stays the caller's. ready: called when requests are answered. In the main thread.
 
     Raises NobodyLeft when every instance is gone for good, and InvalidState when the front failed (its failure is the cause);
     requests have been answered by then.
