@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which thread may touch a session or a tenant at any moment: two locks, and their order.
+"""Which thread may touch a session or a tenant at any moment: three locks, and their order.
 
     SessionLock   one call at a time that changes the session: step, activate, lend, remap, attach, detach, settle, close
+    patience      a call that waits for other processes: it asks with the session's lock held, waits without it, and goes on with
+                  it held. One such call at a time: attach, activate
     Turn          one tenant's passes and block calls on the one hand, the change in progress on the other
 
 Engines on their own threads serve passes, allocate and free while another thread's call is under way. These rules make
@@ -12,9 +14,9 @@ the call's checks, changes and bookkeeping one step for them:
     a pass, allocate, free and returned run under the turn's lock, held for microseconds, if the tenant is not claimed;
         otherwise behind the session's lock, hence after the change
 
-Order of locks: the session's, then a turn's. A thread that holds a turn's lock takes no other lock of this file.
+Order of locks: patience, the session's, then a turn's. A thread that holds a turn's lock takes no other lock of this file.
 
-An interrupt (KeyboardInterrupt) can come between any two lines. Both locks are the interpreter's own and are used only
+An interrupt (KeyboardInterrupt) can come between any two lines. The locks are the interpreter's own and are used only
 in `with` blocks, so none stays locked. The next call releases the claims that an interrupted call left behind
 (SessionLock.begin).
 """
@@ -50,6 +52,7 @@ class SessionLock:
         self.held = threading.RLock()
         # Whether this thread holds it. Python has no public name for this; threading.Condition uses the same one.
         self.is_held: Callable[[], bool] = self.held._is_owned  # type: ignore[attr-defined]
+        self.patience = threading.RLock()
         self._fork_generation = fork_generation
         self._generation = fork_generation()
         self._session = weakref.ref(session)
@@ -61,6 +64,20 @@ class SessionLock:
             raise ForkedProcess(
                 "this process was forked from the one that owns the session and must not touch it; nothing changed; "
                 "start workers with the 'spawn' method, or open a session in the child"
+            )
+
+    def is_within(self) -> bool:
+        """Whether this thread is inside a call: it holds the lock, or waits without it."""
+        return self.is_held() or self.patience._is_owned()  # type: ignore[attr-defined]
+
+    def refuse_inside(self, name: str) -> None:
+        """Raises InvalidState (field call) inside another call of the same thread."""
+        self.refuse_fork()
+        if self.is_within():
+            raise InvalidState(
+                f"{name} was called inside another call of this session, by a listener or a signal handler; nothing changed; "
+                f"call {name} when that call has returned",
+                call=name,
             )
 
     def free(self) -> bool:
@@ -136,14 +153,7 @@ def outermost(method: Method) -> Method:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         lock: SessionLock = self._lock
-        lock.refuse_fork()
-        if lock.is_held():
-            name = method.__name__.lstrip("_")
-            raise InvalidState(
-                f"{name} was called inside another call of this session, by a listener or a signal handler; nothing changed; "
-                f"call {name} when that call has returned",
-                call=name,
-            )
+        lock.refuse_inside(method.__name__.lstrip("_"))
         return alone(self, *args, **kwargs)
 
     return cast(Method, call)

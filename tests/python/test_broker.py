@@ -35,7 +35,7 @@ from broker_serving import Serving
 import remap
 from remap.broker import server
 from remap.broker.locks import lock_member
-from remap.broker.member import join
+from remap.broker.member import Membership, join
 from remap.broker.messages import (
     VERSION,
     Claim,
@@ -335,7 +335,7 @@ def test_a_new_model_is_given_pages_that_it_may_keep_though_the_giver_has_borrow
     with opened(broker) as one, opened(broker) as two, opened(broker) as three:
         first = join(str(broker.path))
         first.serve(Deaf())
-        low = first.want(PAGES - 30, patient=True)
+        low = all_of(first, PAGES - 30)
         donor(one)  # so that its layers are the last pages
         first.give(low)
         attached(two, "two")
@@ -586,7 +586,7 @@ def test_an_interrupt_loses_no_page(broker: Broker, monkeypatch: pytest.MonkeyPa
 
         def interrupted(*arguments: Any, **more: Any) -> None:
             if where == "asking":
-                hear(*arguments)
+                hear(*arguments, **more)
             if where == "returning":
                 assert want(*arguments)
             if where == "after":
@@ -745,6 +745,7 @@ def test_a_member_that_cannot_read_its_broker_serves_on_and_joins_again(
         assert other._outside._membership._joins == 1, "another's connection was closed"  # type: ignore[union-attr]
 
 
+@pytest.mark.host  # a device's pages are descriptors, while a member fetches them
 @pytest.mark.parametrize("room", [4, 5], ids=["none", "one"])
 def test_a_broker_without_descriptors_tells_who_connects(tmp_path: Path, room: int) -> None:
     """It was called for the same connection without end, and who connected heard that there is no broker."""
@@ -831,6 +832,14 @@ def test_many_bad_connections_leave_nothing(broker: Broker) -> None:
         remap.advanced.check(session)
 
 
+def all_of(member: Membership, pages: int) -> list[int]:
+    """What others give, as an activation asks for it."""
+    assert member.ask(pages)
+    got = member.await_answer()
+    member.end_asking()
+    return got
+
+
 class Deaf:
     """A session that does nothing of what it is asked."""
 
@@ -864,14 +873,164 @@ def test_a_want_is_met_from_what_is_free_and_an_answer_to_no_recall_changes_noth
         each.serve(Deaf())
     other._send(Done(7))
     assert member.want(3) == [0, 1, 2]
-    assert other.want(PAGES, patient=True) == list(range(3, PAGES))
-    assert member.want(5, patient=True) == []  # asked for, not given
+    assert all_of(other, PAGES) == list(range(3, PAGES))
+    assert all_of(member, 5) == []  # asked for, not given
     member.give([0, 1, 2])
     until(lambda: broker.ledger.free == 3, "they are back")
     member.close()
     other.close()
     assert other.want(1) == []
     assert "left" in other.problem
+
+
+class Stuck(Deaf):
+    """One that answers nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.go = threading.Event()
+
+    def recalled(self, pages: int, layers: bool, keeps: bool, ahead: bool) -> None:
+        self.asked.append(pages)
+        assert self.go.wait(120)
+
+    def stop(self, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is the broker."""
+        wanted = broker.ledger.wanted
+
+        def late(*arguments: Any, **more: Any) -> Any:
+            self.recalled(1, False, False, False)
+            return wanted(*arguments, **more)
+
+        monkeypatch.setattr(broker.ledger, "wanted", late)
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    made = Stuck()
+    yield made
+    made.go.set()
+
+
+def asleep(session: remap.Session) -> None:
+    masters = [np.full(LAYER_PAGES * PAGE, layer, dtype=np.uint8) for layer in range(LAYERS)]
+    kv = make_spec(LAYERS, min_blocks=8, max_blocks=4000)
+    session.attach_bytes(masters, name="cold", kv=kv, active=False, pages="none")
+
+
+@pytest.mark.parametrize("call", ["activate", "attach"])
+@pytest.mark.parametrize("who", ["broker", "member"])
+def test_other_tenants_go_on_while_a_call_waits_for_who_hangs(
+    broker: Broker, stuck: Stuck, monkeypatch: pytest.MonkeyPatch, call: str, who: str
+) -> None:
+    """Their passes and steps stood still, a second for each member that was stopped, ten for a stopped broker."""
+    for name in ("member.PATIENT_S", "member.HEAR_S", "server.RECALL_S"):
+        monkeypatch.setattr(f"remap.broker.{name}", 60.0)
+    other = join(str(broker.path))
+    other.serve(stuck)
+    with opened(broker) as session:
+        tenant = attached(session, "one")
+        asleep(session)
+        all_of(other, broker.ledger.free)
+        if who == "broker":
+            stuck.stop(broker, monkeypatch)
+        errors: list[str] = []
+
+        def waits() -> None:
+            try:
+                session.activate("cold") if call == "activate" else attached(session, "two")
+            except OutOfMemory as error:
+                errors.append(str(error))
+
+        waiter = threading.Thread(target=waits)
+        waiter.start()
+        until(lambda: bool(stuck.asked), "it is waited for")
+        for _ in range(3):
+            with tenant.forward():
+                for layer in range(LAYERS):
+                    tenant.wait(layer)
+                    tenant.done(layer)
+            tenant.kv.free(tenant.kv.allocate(2))
+            assert session.step({"one": remap.Demand(5000)}).unmet_blocks["one"]
+            assert set(session.tenants) == {"one", "cold"}
+        assert waiter.is_alive()
+        stuck.go.set()
+        waiter.join(60)
+        assert len(errors) == 1
+        remap.advanced.check(session)
+    other.close()
+
+
+def test_a_member_that_does_not_answer_is_waited_for_once(
+    broker: Broker, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each activation waited for it again."""
+    monkeypatch.setattr(server, "RECALL_S", 0.01)
+    other = join(str(broker.path))
+    other.serve(stuck)
+    with opened(broker) as session:
+        asleep(session)
+        got = all_of(other, broker.ledger.free)
+        made = []
+        for _ in range(3):
+            with pytest.raises(OutOfMemory):
+                session.activate("cold")
+            made.append(broker.ledger._recalls)
+        assert made[0] == made[2]
+        stuck.go.set()
+
+        def asked_again() -> bool:
+            with pytest.raises(OutOfMemory):
+                session.activate("cold")
+            return len(stuck.asked) > 1
+
+        until(asked_again, "it has answered")
+        other.give(got)
+        until(lambda: broker.ledger.free >= OWN, "it has given all")
+        assert session.activate("cold").activated
+    other.close()
+
+
+def test_a_broker_that_does_not_answer_is_not_waited_for_until_it_does(
+    broker: Broker, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call waited for it anew, and said nothing of it."""
+    with opened(broker) as session:
+        tenant = attached(session, "one")
+        asleep(session)
+        membership: Any = session._outside._membership  # type: ignore[union-attr]
+        with monkeypatch.context() as patch:
+            stuck.stop(broker, patch)
+            patch.setattr("remap.broker.member.HEAR_S", 0.01)
+            with pytest.raises(OutOfMemory, match=f"the broker at {broker.path} does not answer"):
+                session.activate("cold")
+            patch.setattr(membership, "_hear", None)
+            with pytest.raises(OutOfMemory, match="does not answer"):
+                session.activate("cold")
+            assert "does not answer" in session.step({"one": remap.Demand(5000)}).reason["one"]
+            stuck.go.set()
+            until(lambda: not membership.silence, "it has answered")
+        assert session.activate("cold").activated and tenant.active
+        remap.advanced.check(session)
+
+
+def test_a_session_closes_beside_a_broker_that_hangs_and_leaves_it_all_pages(
+    broker: Broker, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for ten seconds. What is granted behind that is nobody's while its process lives, unless the broker sees that it
+    has let go of its number."""
+    monkeypatch.setattr("remap.broker.member.PATIENT_S", 120.0)
+    session = opened(broker)
+    attached(session, "one")
+    stuck.stop(broker, monkeypatch)
+    session.step({"one": remap.Demand(100)})
+    assert stuck.asked
+    closing = threading.Thread(target=session.close)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    stuck.go.set()
+    until(lambda: broker.ledger.held == {} and broker.ledger.free == PAGES, "it has all pages")
 
 
 def test_only_its_user_may_connect_and_one_broker_serves_a_path(broker: Broker, tmp_path: Path) -> None:

@@ -458,12 +458,18 @@ class Broker:
 
     @property
     def _looks(self) -> bool:
-        """Whether members of the broker before this one are awaited, or what they had is not settled."""
-        return self._pages is None or self.ledger.unsettled
+        """Whether members of the broker before this one are awaited, or what they had is not settled; or some have left and their
+        processes live."""
+        gone = any(member.number and member.connection is None for member in self._members)
+        return gone or self._pages is None or self.ledger.unsettled
 
     def _look_who_is_left(self, now: float) -> None:
-        """Of the members of the broker before this one. Pages that none has claimed are free when all have joined or ended."""
+        """Who has let go of its number has let go of all pages, whatever was granted to it behind that. Of the members of the
+        broker before this one: pages that none has claimed are free when all have joined or ended."""
         self._look_again = now + LEFT_S
+        for member in list(self._members):
+            if member.number and member.connection is None and not self._lock.sees(member.locked):
+                self._ended(member)
         if self._bringing is not None and now >= self._bringing[2]:
             self._send(self._bringing[0], Refused(f"the pages did not come within {BRING_S} s"))
             self._hung_up(self._bringing[0])
