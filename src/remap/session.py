@@ -442,12 +442,12 @@ class Session:
         The session asks for layers whose pages another process has (device "unix:PATH"), and waits 0.25 s at most. A layer that
         has not come by then streams, whatever `partial` is, and comes home later.
 
-        A tenant without pages (`attach(pages="none")`, or one that gave them up for another's activation) takes those that can be
-        had: free ones, unused KV, layers of inactive tenants and KV of paused ones. With a broker's pages it asks other processes
-        first: they give what they do not use, and layers of tenants that are inactive. Its layers load in the order of use, and
-        a pass may begin at once. If its own live blocks fill what these layers need, `preempt` names them, too. If there are too
-        few pages, nothing changes: OutOfMemory (fields requested, free, short, offered; broker: why none answers; outside: pages
-        of other processes).
+        A tenant without pages (`attach(pages="none")`, or one that gave them up for another's activation) takes those that can
+        be had: free ones, unused KV, layers of inactive tenants and KV of paused ones. With a broker's pages it asks other
+        processes first, and waits without holding up other tenants: they give what they do not use, and layers of inactive
+        tenants. Its layers load in the order of use, and a pass may begin at once. If its own live blocks fill what these
+        layers need, `preempt` names them, too. If there are too few pages, nothing changes: OutOfMemory (fields requested,
+        free, short, offered; broker: why none answers; outside: pages of other processes).
 
         Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of a
         tenant concerned, and the backend's error; nothing changes then. If a tenant without pages has got some of its layers

@@ -745,6 +745,7 @@ def test_a_member_that_cannot_read_its_broker_serves_on_and_joins_again(
         assert other._outside._membership._joins == 1, "another's connection was closed"  # type: ignore[union-attr]
 
 
+@pytest.mark.host  # a device's pages are descriptors, while a member fetches them
 @pytest.mark.parametrize("room", [4, 5], ids=["none", "one"])
 def test_a_broker_without_descriptors_tells_who_connects(tmp_path: Path, room: int) -> None:
     """It was called for the same connection without end, and who connected heard that there is no broker."""
@@ -924,7 +925,7 @@ def test_other_tenants_go_on_while_a_call_waits_for_who_hangs(
 ) -> None:
     """Their passes and steps stood still, a second for each member that was stopped, ten for a stopped broker."""
     for name in ("member.PATIENT_S", "member.HEAR_S", "server.RECALL_S"):
-        monkeypatch.setattr(f"remap.broker.{name}", 120.0)
+        monkeypatch.setattr(f"remap.broker.{name}", 60.0)
     other = join(str(broker.path))
     other.serve(stuck)
     with opened(broker) as session:
@@ -970,10 +971,12 @@ def test_a_member_that_does_not_answer_is_waited_for_once(
     with opened(broker) as session:
         asleep(session)
         got = all_of(other, broker.ledger.free)
+        made = []
         for _ in range(3):
             with pytest.raises(OutOfMemory):
                 session.activate("cold")
-        assert len(stuck.asked) == 1
+            made.append(broker.ledger._recalls)
+        assert made[0] == made[2]
         stuck.go.set()
 
         def asked_again() -> bool:
