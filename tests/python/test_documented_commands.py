@@ -650,7 +650,7 @@ def test_what_is_tried_exists() -> None:
 
 def test_a_block_says_what_it_is() -> None:
     """Commands are found by the mark `sh`."""
-    kinds = {"sh", "text", "python", "json", "cmake", "cpp"}
+    kinds = {"sh", "text", "python", "json", "yaml", "cmake", "cpp"}
     assert [
         str(block) for page in documented.PAGES for block in documented.blocks(page) if block.kind not in kinds
     ] == []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from remap.config import invalid
 from remap.errors import InvalidArgument
 from remap.sizes import parse_size
 
@@ -209,7 +210,10 @@ def _network(bandwidth: str | None, latency_ms: float | None) -> Network:
     from remap.policy.cluster.pipeline import Network
 
     hop_s = ASSUMED.hop_s if latency_ms is None else Line(latency_ms / 1e3, 0.0)
-    return Network(hop_s, ASSUMED.bytes_per_s if bandwidth is None else float(parse_size(bandwidth, "bandwidth")))
+    bytes_per_s = ASSUMED.bytes_per_s if bandwidth is None else float(parse_size(bandwidth, "bandwidth"))
+    if not bytes_per_s:
+        raise invalid("bandwidth", bandwidth, "bytes a second, above 0")
+    return Network(hop_s, bytes_per_s)
 
 
 def _reference(name: str, memory: int | None, swap: int) -> tuple[str, Served, dict[str, Any]]:
