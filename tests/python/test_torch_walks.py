@@ -110,7 +110,11 @@ def remove(model, rng):
 
 
 def prune(model, rng):
-    pruning.identity(rng.choice(linears(model))[2], "bias")
+    fresh = [
+        each[2] for each in linears(model) if "bias" in each[2]._parameters
+    ]  # another mask would be made of the first one
+    if fresh:
+        pruning.identity(rng.choice(fresh), "bias")
 
 
 def adapt(model, rng):
