@@ -22,6 +22,7 @@ from torch import nn  # noqa: E402
 from torch.nn.utils import parametrize as parametrizing  # noqa: E402
 from torch.nn.utils import prune as pruning  # noqa: E402
 
+from remap.inside import inside  # noqa: E402
 from remap.model.hooks import OURS  # noqa: E402
 
 LAYERS, WIDTH, PAGE = 6, 16, 4096
@@ -109,7 +110,11 @@ def remove(model, rng):
 
 
 def prune(model, rng):
-    pruning.identity(rng.choice(linears(model))[2], "bias")
+    fresh = [
+        each[2] for each in linears(model) if "bias" in each[2]._parameters
+    ]  # another mask would be made of the first one
+    if fresh:
+        pruning.identity(rng.choice(fresh), "bias")
 
 
 def adapt(model, rng):
@@ -198,7 +203,7 @@ class Walk:
 
     @property
     def away(self):
-        return bool(self.session and self.tenant.away())
+        return bool(self.session and inside(self.tenant).away())
 
     # -- what the session does -----------------------------------------------------------------------------------------
 
@@ -231,8 +236,8 @@ class Walk:
 
     def look(self):
         """From now on a hook of the user's reads a layer in each pass."""
-        index = self.rng.randrange(len(self.model.layers))
-        layers = [each.layers[index] for each in (self.model, self.twin)]
+        both = [[one for one in each.layers.modules() if isinstance(one, Layer)] for each in (self.model, self.twin)]
+        layers = self.rng.choice(list(zip(*both)))  # a wrapper's own hooks are a parent's
 
         def hook(module, args, output):
             self.seen.append(all(map(torch.equal, *map(tensors_of, layers))))

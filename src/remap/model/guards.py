@@ -244,8 +244,9 @@ class Guards:
             try:
                 return write(*args, **kwargs)
             finally:  # adapters write through `data`, which no counter sees
-                inside = {id(tensor): tensor for tensor in tensors_of(module).values() if id(tensor) in self._placed}
-                increment_version([tensor for tensor in inside.values() if not tensor.is_inference()])
+                for tensor in tensors_of(module).values():
+                    if id(tensor) in self._placed:
+                        increment_version(tensor)  # of inference tensors there is none, and it does nothing
 
         return merge
 

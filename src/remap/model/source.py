@@ -237,7 +237,8 @@ def model_source(
         if lost or unseen:
             known = f"something wrote without a counter into {unseen}; " if unseen else ""
             warnings.warn(
-                f"{known}writes into layers that were streamed, or loading, are lost: {lost or sorted(away)}",
+                f"{known}writes into layers that were streamed, or loading, are lost, and what replaced their tensors may have "
+                f"been made of other bytes: {lost or sorted(away)}",
                 RuntimeWarning,
                 stacklevel=4,
             )
