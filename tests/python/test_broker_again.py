@@ -429,11 +429,11 @@ def test_what_was_sent_before_a_connection_was_reset_is_read(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_members_and_the_broker_are_killed_at_random(place: Place, start: Start, seed: int) -> None:
+def test_members_and_the_broker_are_killed_and_stopped_at_random(place: Place, start: Start, seed: int) -> None:
     """In the midst of what they do. No block has a byte of another process when it is taken, or is overwritten while it is held;
     no page, descriptor or map is lost, and no lock stays. A longer run has more rounds (`REMAP_BROKER_ROUNDS`), and others are
     told by `REMAP_BROKER_SEED`."""
-    rng, killed = random.Random(seed + SEED), 0
+    rng, killed, stopped = random.Random(seed + SEED), 0, 0
     crowd = Crowd(rng, start, {"one": MANY, "two": MANY, "three": LAYERS})
     place.remember(*crowd.alive.values())
     for _ in range(ROUNDS):
@@ -451,7 +451,19 @@ def test_members_and_the_broker_are_killed_at_random(place: Place, start: Start,
             if rng.random() < 0.7:
                 crowd.finish()
                 place.check_that_nothing_is_lost(*crowd.alive.values())
-        elif what < 0.5:
+        elif what < 0.4:
+            crowd.begin_some()
+            stopped += 1
+            if rng.random() < 0.5:
+                crowd.stop(rng.choice(sorted(crowd.alive)))
+            else:
+                place.serving.process.send_signal(signal.SIGSTOP)
+                crowd.do_something()
+                place.serving.process.send_signal(signal.SIGCONT)
+            if rng.random() < 0.5:
+                crowd.finish()
+                place.check_that_nothing_is_lost(*crowd.alive.values())
+        elif what < 0.6:
             crowd.begin_some()
             name = rng.choice(sorted(crowd.alive))
             crowd.kill(name)
@@ -464,7 +476,9 @@ def test_members_and_the_broker_are_killed_at_random(place: Place, start: Start,
         else:
             crowd.act(rng.choice(sorted(crowd.alive)))
     crowd.finish()
-    sys.stdout.write(f"{crowd.killed + killed} kills, {killed} of them of the broker\n")  # shown with -rP
+    sys.stdout.write(
+        f"{crowd.killed + killed} kills, {killed} of them of the broker; {stopped} stops\n"
+    )  # shown with -rP
     members = list(crowd.alive.values())
     place.until_all_are_back(*members)
     crowd.wake()

@@ -18,7 +18,8 @@ it asked for last (one activation may ask several times), and when `forgotten` i
 A page that a member has given as one of its layers' is *lent*: others use it as any other, but not for good.
 When its lender calls it, the member that has it is asked for it by its number, and whenever it is free next it is the lender's.
 
-A member that was late with an answer is not waited for again, nor asked, until it has answered a question: it may hang.
+A member that was late with `LATES` answers is not asked again until it has answered a question: it hangs. One that was late once
+may be on a busy machine.
 
 A member that has ended (its process has) gives all pages back: nothing of it touches them any more. Pages that it had lent are
 lent no more, and pages of others' layers that it had are free, or go to the member that calls them. One that hangs keeps
@@ -35,6 +36,7 @@ whom the ledger does not know: if it is given back it is free and lent, so its l
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +48,7 @@ __all__ = ["UNKNOWN", "Ledger", "Sent"]
 Sent = list[tuple[int, ToMember]]
 _FREE, UNKNOWN = -1, -2
 """No member: owners of pages. `UNKNOWN` is a lender, too."""
+LATES = 2
 
 
 @dataclass
@@ -101,7 +104,7 @@ class Ledger:
         self._clock = 0
         self._first = 0  # no page before it is free
         self._gone: set[int] = set()  # members that have left, with pages that are still theirs
-        self._silent: set[int] = set()  # members that were late with an answer, and have given none since
+        self._late: Counter[int] = Counter()  # member -> answers with which it was late since it gave one
 
     @property
     def pages(self) -> int:
@@ -173,7 +176,7 @@ class Ledger:
         if not back:
             self._held[member] = self._last[member] = self._serials[member] = self._call_serials[member] = 0
         self._gone.discard(member)
-        self._silent.discard(member)
+        del self._late[member]
         for page in borrowed:
             if self._owner[page] == UNKNOWN:
                 self._lender.setdefault(page, UNKNOWN)
@@ -296,7 +299,7 @@ class Ledger:
     def done(self, member: int, recall: int) -> Sent:
         """It has given what it can. For a recall that is over already this says nothing."""
         self._require(member)
-        self._silent.discard(member)
+        del self._late[member]
         named = self._named.get(recall)
         sent = self._answered(recall) if named is not None and named.member == member else []
         if self._recall is not None and (self._recall.number, self._recall.member) == (recall, member):
@@ -307,11 +310,11 @@ class Ledger:
         """No member waits for the answer to this recall any more. Pages that are given later are free then, or go to the
         member that has called them."""
         if recall in self._named:
-            self._silent.add(self._named[recall].member)
+            self._late[self._named[recall].member] += 1
             return self._answered(recall)
         if self._recall is None or self._recall.number != recall:
             return []
-        self._silent.add(self._recall.member)
+        self._late[self._recall.member] += 1
         self._recall = None
         return self._go_on()
 
@@ -337,7 +340,7 @@ class Ledger:
         sent += self._asked_no_more(member)
         del self._held[member], self._last[member], self._serials[member], self._call_serials[member]
         self._gone.discard(member)
-        self._silent.discard(member)
+        del self._late[member]
         return sent
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -373,7 +376,7 @@ class Ledger:
         return sent
 
     def _may_be_asked(self, member: int) -> bool:
-        return member in self._held and member not in self._gone and member not in self._silent
+        return member in self._held and member not in self._gone and self._late[member] < LATES
 
     def _of(self, owner: int) -> list[int]:
         return [page for page, each in enumerate(self._owner) if each == owner]
