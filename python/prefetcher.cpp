@@ -32,12 +32,19 @@ bool is(const py::object& value) {
 // Where no overload before it takes the arguments: they are of the wrong kind, or no number of 32 or 64 bits.
 [[noreturn]] void refuse(const char* call, const py::object& layer, const py::object& stream) {
   const bool known = is<LayerId>(layer);
-  const char* const kind = Py_TYPE((known ? stream : layer).ptr())->tp_name;
+  PyObject* const wrong = (known ? stream : layer).ptr();
+  const std::string kind = Py_TYPE(wrong)->tp_name;
+  int beyond = 0;
+  const long long value = PyLong_Check(wrong) != 0 ? PyLong_AsLongLongAndOverflow(wrong, &beyond) : 0;
+  const std::string got = PyLong_Check(wrong) == 0 ? "a value of type " + kind
+                          : beyond != 0            ? "an int beyond 64 bits"
+                                                   : std::to_string(value);
   throw Error(ErrorKind::invalid_argument,
               std::string(call) + ": " +
-                  (known ? "stream must be the handle of a stream, an int from 0 on" : "layer must be the number of a layer, an int") +
-                  "; got another value of type " + kind + ". Nothing changed.",
-              {{"field", std::string(known ? "stream" : "layer")}, {"type", std::string(kind)}});
+                  (known ? "stream must be the handle of a stream, an int from 0 on"
+                         : "layer must be the number of a layer, an int from 0 on") +
+                  ", got " + got + "; nothing changed",
+              {{"field", std::string(known ? "stream" : "layer")}, {"type", kind}});
 }
 
 }  // namespace

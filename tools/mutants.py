@@ -541,8 +541,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="cluster-refused-fields-are-ignored",
         file="src/remap/cluster/openai.py",
-        text="if value is not None and value != nothing:",
-        replacement="if value is not None and value != nothing and nothing:",
+        text="if value is not None and not nothing:",
+        replacement="if value is not None and not nothing and nothing:",
         breaks="Who asks for a suffix gets an answer without it, and no word about it.",
         tests=("test_cluster_openai.py::test_what_there_is_not_is_refused_by_name",),
     ),

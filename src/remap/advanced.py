@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 from remap.arguments import require, require_bytes, require_call, require_layer, require_layers, require_range
 from remap.config import Knobs
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.inside import inside as inside_of
 from remap.memory.by_hand import check_by_hand, give_back_by_hand, lend_by_hand, remap_by_hand
 from remap.memory.core import Core
 from remap.memory.device import Platform
@@ -37,7 +37,7 @@ from remap.policy.donors.supply import Quote
 from remap.report import StepReport
 from remap.session import Session
 from remap.shown import show as show_at
-from remap.tenant import Inside
+from remap.tenant import Inside, Tenant
 
 __all__ = [
     "Inside",
@@ -64,6 +64,20 @@ __all__ = [
 ]
 
 Answer = TypeVar("Answer")
+
+
+def _known(session: Session) -> Session:
+    """Raises InvalidArgument (fields field, value) for what is no session, nor the double of one."""
+    if not hasattr(session, "exclusively"):
+        require("session", session, Session, "a remap.Session")
+    return session
+
+
+def inside(tenant: Tenant) -> Inside:
+    """The tenant as this library itself sees it (see `Inside`). Raises InvalidArgument (fields field, value) for what is none."""
+    found = inside_of(tenant)
+    require("tenant", found, Inside, "a tenant: what `Session.attach` returned, or `Session.tenants` has")
+    return found
 
 
 def remap(
@@ -99,7 +113,7 @@ def remap(
         require("drain", drain, bool, "True or False")
         return remap_by_hand(core.changes, core.lending, tenant, layers, buffers, selection, drain)
 
-    return session.change(verb)
+    return _known(session).change(verb)
 
 
 def lend(session: Session, name: str, layers: int, buffers: int = 1, *, to: str | None = None) -> StepReport:
@@ -120,7 +134,7 @@ def lend(session: Session, name: str, layers: int, buffers: int = 1, *, to: str 
             raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
         return lend_by_hand(core.changes, core.lending, tenant, layers, buffers, receiver)
 
-    return session.change(verb)
+    return _known(session).change(verb)
 
 
 def give_back(session: Session, name: str) -> StepReport:
@@ -136,7 +150,7 @@ def give_back(session: Session, name: str) -> StepReport:
         tenant.require_idle()
         return give_back_by_hand(core.changes, core.lending, tenant)
 
-    return session.change(verb)
+    return _known(session).change(verb)
 
 
 def offers(session: Session, name: str) -> list[Quote]:
@@ -156,7 +170,7 @@ def offers(session: Session, name: str) -> list[Quote]:
         tenant.require_idle()
         return core.offers.whole(tenant)
 
-    found: list[Quote] = session.exclusively(call)
+    found: list[Quote] = _known(session).exclusively(call)
     return found
 
 
@@ -194,7 +208,7 @@ def place(
         check_place(tenant, first, end, held, filling)
         return place_layers(core.changes, core.lending, tenant, first, end, held, filling)
 
-    return session.change(verb)
+    return _known(session).change(verb)
 
 
 def read_layer(session: Session, name: str, layer: int, offset: int, address: int, nbytes: int) -> None:
@@ -211,7 +225,7 @@ def read_layer(session: Session, name: str, layer: int, offset: int, address: in
         require_bytes(offset=offset, address=address, nbytes=nbytes)
         read_bytes(core.changes, tenant, layer, offset, address, nbytes)
 
-    session.exclusively(call)
+    _known(session).exclusively(call)
 
 
 def fill_layer(session: Session, name: str, layer: int, offset: int, address: int, nbytes: int) -> bool:
@@ -228,7 +242,7 @@ def fill_layer(session: Session, name: str, layer: int, offset: int, address: in
         require_bytes(offset=offset, address=address, nbytes=nbytes)
         return fill_bytes(core.changes, tenant, layer, offset, address, nbytes)
 
-    return bool(session.exclusively(call))
+    return bool(_known(session).exclusively(call))
 
 
 def filled(session: Session, name: str, layer: int) -> None:
@@ -244,7 +258,7 @@ def filled(session: Session, name: str, layer: int) -> None:
         require_layer(layer, tenant.layers)
         note_filled(core.changes, tenant, layer)
 
-    session.exclusively(call)
+    _known(session).exclusively(call)
 
 
 def rewrite(session: Session, name: str, write: Callable[[], Answer]) -> Answer:
@@ -266,7 +280,7 @@ def rewrite(session: Session, name: str, write: Callable[[], Answer]) -> Answer:
         answer: Answer = rewrite_layers(core, tenant, write)
         return answer
 
-    found: Answer = session.exclusively(call)
+    found: Answer = _known(session).exclusively(call)
     return found
 
 
@@ -282,7 +296,7 @@ def differing(session: Session, name: str) -> dict[int, list[str]]:
         tenant.require_idle()
         return find_differing(core, tenant)
 
-    found: dict[int, list[str]] = session.exclusively(call)
+    found: dict[int, list[str]] = _known(session).exclusively(call)
     return found
 
 
@@ -297,17 +311,17 @@ def settle(session: Session, name: str | None = None) -> None:
         if name is None:
             core.changes.await_worker()
 
-    session.exclusively(call, always=True)
+    _known(session).exclusively(call, always=True)
 
 
 def unsettled(session: Session) -> bool:
     """Whether a deferred re-pointing has failed and waits for another try."""
-    return bool(session.exclusively(lambda core: core.changes.failed_points(), always=True, claims=False))
+    return bool(_known(session).exclusively(lambda core: core.changes.failed_points(), always=True, claims=False))
 
 
 def check(session: Session) -> None:
     """Verify all invariants of the arena and of every block pool. Raises AssertionError on a violation."""
-    session.exclusively(lambda core: check_books(core.arena, core.tenants), always=True, claims=False)
+    _known(session).exclusively(lambda core: check_books(core.arena, core.tenants), always=True, claims=False)
 
 
 def layer_address(session: Session, name: str, layer: int) -> int:
@@ -318,7 +332,7 @@ def layer_address(session: Session, name: str, layer: int) -> int:
         require_layer(layer, len(addresses))
         return addresses[layer]
 
-    return int(session.exclusively(call, always=True, claims=False))
+    return int(_known(session).exclusively(call, always=True, claims=False))
 
 
 def show(session: Session, path: str) -> AbstractContextManager[object]:
@@ -327,10 +341,10 @@ def show(session: Session, path: str) -> AbstractContextManager[object]:
 
     A look makes one `snapshot()`, in a thread of its own; nothing happens without one. The environment variable REMAP_TOP does
     the same for every session of a process, `{pid}` in its path being the process. Raises InvalidArgument (field path) if
-    nothing can listen there, InvalidState if another listener is there.
+    nothing can listen there, InvalidState if another listener is there or the session is closed.
     """
-    require("session", session, Session, "a remap.Session")
     require("path", path, str, "the path of a socket")
+    _known(session).exclusively(lambda core: None, claims=False)  # it is open, and this process's
     return show_at(session, path)
 
 
@@ -346,7 +360,7 @@ def declare_registered(session: Session, address: int, nbytes: int) -> None:
     then register, then declare); InvalidArgument if no region lies there. Nothing changes then.
     """
     require_range(address, nbytes)
-    session.exclusively(lambda core: core.registered.declare(address, nbytes))
+    _known(session).exclusively(lambda core: core.registered.declare(address, nbytes))
 
 
 def withdraw_registered(session: Session, address: int, nbytes: int) -> None:
@@ -355,4 +369,4 @@ def withdraw_registered(session: Session, address: int, nbytes: int) -> None:
     Raises InvalidArgument if exactly this range was not declared; nothing changes then.
     """
     require_range(address, nbytes)
-    session.exclusively(lambda core: core.registered.withdraw(address, nbytes))
+    _known(session).exclusively(lambda core: core.registered.withdraw(address, nbytes))

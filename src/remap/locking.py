@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which thread may touch a session or a tenant at any moment: two locks, and their order.
+"""Which thread may touch a session or a tenant at any moment: three locks, and their order.
 
     SessionLock   one call at a time that changes the session: step, activate, lend, remap, attach, detach, settle, close
+    patience      a call that waits for other processes: it asks with the session's lock held, waits without it, and goes on with
+                  it held. One such call at a time: attach, activate
     Turn          one tenant's passes and block calls on the one hand, the change in progress on the other
 
 Engines on their own threads serve passes, allocate and free while another thread's call is under way. These rules make
@@ -11,10 +13,11 @@ the call's checks, changes and bookkeeping one step for them:
         leaves them alone or refuses. The others begin no pass and hand out no block until the call is over
     a pass, allocate, free and returned run under the turn's lock, held for microseconds, if the tenant is not claimed;
         otherwise behind the session's lock, hence after the change
+    a tenant that has left stays claimed: all these calls come behind the session's lock, and are refused there
 
-Order of locks: the session's, then a turn's. A thread that holds a turn's lock takes no other lock of this file.
+Order of locks: patience, the session's, then a turn's. A thread that holds a turn's lock takes no other lock of this file.
 
-An interrupt (KeyboardInterrupt) can come between any two lines. Both locks are the interpreter's own and are used only
+An interrupt (KeyboardInterrupt) can come between any two lines. The locks are the interpreter's own and are used only
 in `with` blocks, so none stays locked. The next call releases the claims that an interrupted call left behind
 (SessionLock.begin).
 """
@@ -35,6 +38,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Moved = dict[str, dict[int, int]]  # tenant -> {old block: new block}
 
 
+def _nothing() -> None:
+    return None
+
+
 class SessionLock:
     """The session's lock. It refuses a forked child before that waits: the lock's holder may not exist there."""
 
@@ -50,6 +57,7 @@ class SessionLock:
         self.held = threading.RLock()
         # Whether this thread holds it. Python has no public name for this; threading.Condition uses the same one.
         self.is_held: Callable[[], bool] = self.held._is_owned  # type: ignore[attr-defined]
+        self.patience = threading.RLock()
         self._fork_generation = fork_generation
         self._generation = fork_generation()
         self._session = weakref.ref(session)
@@ -61,6 +69,20 @@ class SessionLock:
             raise ForkedProcess(
                 "this process was forked from the one that owns the session and must not touch it; nothing changed; "
                 "start workers with the 'spawn' method, or open a session in the child"
+            )
+
+    def is_within(self) -> bool:
+        """Whether this thread is inside a call: it holds the lock, or waits without it."""
+        return self.is_held() or self.patience._is_owned()  # type: ignore[attr-defined]
+
+    def refuse_inside(self, name: str) -> None:
+        """Raises InvalidState (field call) inside another call of the same thread."""
+        self.refuse_fork()
+        if self.is_within():
+            raise InvalidState(
+                f"{name} was called inside another call of this session, by a listener or a signal handler; nothing changed; "
+                f"call {name} when that call has returned",
+                call=name,
             )
 
     def free(self) -> bool:
@@ -136,30 +158,48 @@ def outermost(method: Method) -> Method:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         lock: SessionLock = self._lock
-        lock.refuse_fork()
-        if lock.is_held():
-            name = method.__name__.lstrip("_")
-            raise InvalidState(
-                f"{name} was called inside another call of this session, by a listener or a signal handler; nothing changed; "
-                f"call {name} when that call has returned",
-                call=name,
-            )
+        lock.refuse_inside(method.__name__.lstrip("_"))
         return alone(self, *args, **kwargs)
 
     return cast(Method, call)
 
 
 class Turn:
-    """One tenant's turn: see the module's docstring. `open_pass` is the mark of the open pass, or None; written under
-    `lock`."""
+    """One tenant's turn: see the module's docstring.
 
-    __slots__ = ("_session", "claimed", "lock", "open_pass")
+    A pass is open from `enter` to `leave`, and no longer than the object lives that brackets it: an interrupt can come between
+    the end of a `with` block and the first line that would end the pass, and then nobody can end it (`tenant._Exit`).
+    """
+
+    __slots__ = ("_left", "_open", "_session", "_thread", "claimed", "lock")
 
     def __init__(self, session: SessionLock) -> None:
         self._session = session
         self.lock = threading.Lock()
         self.claimed = False
-        self.open_pass: object = None
+        self._left = ""  # the tenant's name, once it has left
+        self._open: Callable[[], object] = _nothing
+        self._thread: threading.Thread | None = None
+
+    @property
+    def open_pass(self) -> object:
+        """What brackets the open pass, or None."""
+        return self._open()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the last pass is one of another thread, which still runs."""
+        thread = self._thread
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
+
+    def enter(self, bracket: object) -> None:
+        """A pass of this thread is open, as long as `bracket` lives. Called with `lock` held."""
+        self._thread = threading.current_thread()
+        self._open = weakref.ref(bracket)
+
+    def leave(self) -> None:
+        """No pass is open."""
+        self._open = _nothing
 
     def claim(self) -> None:
         """Claim the tenant for the change in progress, unless a pass is open. Called with the session's lock held."""
@@ -167,7 +207,11 @@ class Turn:
             self.claimed = self.open_pass is None
 
     def release(self) -> None:
-        self.claimed = False
+        self.claimed = bool(self._left)
+
+    def retire(self, name: str) -> None:
+        """The tenant has left: from now on every call raises InvalidState (field tenant)."""
+        self._left, self.claimed = name, True
 
     def run(self, call: Callable[..., Any], *args: Any) -> Any:
         """call(...) while no change of the tenant is in progress, or after that change."""
@@ -175,7 +219,7 @@ class Turn:
         with self.lock:
             if not self.claimed:
                 return call(*args)
-        return self._session.run(call, *args)
+        return self._session.run(self._unless_left, call, *args)
 
     def exclusively(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """call(...) as a change of this tenant: no other change, no pass's begin and no block call runs beside it."""
@@ -185,6 +229,14 @@ class Turn:
         before = self.claimed
         self.claim()
         try:
-            return call(*args, **kwargs)
+            return self._unless_left(call, *args, **kwargs)
         finally:
             self.claimed = before
+
+    def _unless_left(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._left:
+            raise InvalidState(
+                f"tenant {self._left!r} was detached, or its session closed; nothing changed; attach the model again",
+                tenant=self._left,
+            )
+        return call(*args, **kwargs)

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from remap import _core
 from remap.arguments import (
@@ -61,7 +61,7 @@ from remap.memory.lend import Lending
 from remap.memory.moves import compose_all
 from remap.memory.observe import Log, make_report, take_snapshot
 from remap.memory.offers import Offers
-from remap.memory.outside import Outside
+from remap.memory.outside import Lacking, Outside
 from remap.memory.passes import Passes
 from remap.memory.registered import Registered
 from remap.memory.stall_watch import StallWatch
@@ -81,6 +81,7 @@ from remap.tenant import Inside, Tenant
 
 __all__ = ["Session"]
 
+Made = TypeVar("Made")
 _UNCHANGED = StepReport()
 
 
@@ -166,7 +167,9 @@ class Session:
             size = parse_size(cast("int | str", capacity), "capacity")  # None is refused as any other
             auto = page_bytes == "auto"
             page = devices.usual_page_bytes(size, device, platform) if auto else parse_size(page_bytes, "page_bytes")
-        if page == 0 or size < page:
+        if page == 0:
+            raise invalid("page_bytes", 0, "'auto', or a power of two that is a multiple of the backend's granularity")
+        if size < page:
             raise InvalidArgument(
                 f"capacity of {size} bytes must hold at least one page of {page} bytes; nothing was created",
                 capacity=size,
@@ -248,7 +251,6 @@ class Session:
 
     # -- tenants ---------------------------------------------------------------------------------------------------
 
-    @outermost
     def attach(
         self,
         model: Any,
@@ -300,12 +302,12 @@ class Session:
         OutOfMemory (field minimum_bytes), LimitExceeded (page-locked memory, or more than 2**26 blocks). Nothing
         changes then, nor if another call of this session is under way in this thread (InvalidState, field call).
         """
-        self._check_attach(name, priority, kv, config, active, resident_layers, pages)
-        require_options(layers, mutable, weights, names, extra_layers, hooks)
-        self._device.require_bytes()
-        require_module(model)
-        with self._host.taken(name, self._is_kept) as host:
-            source = model_source(
+
+        def made(host: HostMemory) -> LayerSource:
+            require_options(layers, mutable, weights, names, extra_layers, hooks)
+            self._device.require_bytes()
+            require_module(model)
+            return model_source(
                 model,
                 layers,
                 device=self._device,
@@ -320,9 +322,9 @@ class Session:
                 hooks=hooks,
                 ends=not active,
             )
-            return self._admit(source, name, priority, kv, config, host, active, resident_layers, pages)
 
-    @outermost
+        return self._attach("attach", made, name, priority, kv, config, active, resident_layers, pages)
+
     def attach_bytes(
         self,
         layers: Sequence[Any],
@@ -342,11 +344,11 @@ class Session:
         any other, or stages all of them if that passes host_budget. `remap.advanced.layer_address(session, name, i)` gives
         the address of layer i.
         """
-        self._check_attach(name, priority, kv, config, active, resident_layers, pages)
-        views = require_buffers(layers)
-        with self._host.taken(name, self._is_kept) as host:
-            source = raw_source(views, self._masters(host))
-            return self._admit(source, name, priority, kv, config, host, active, resident_layers, pages)
+
+        def made(host: HostMemory) -> LayerSource:
+            return raw_source(require_buffers(layers), self._masters(host))
+
+        return self._attach("attach_bytes", made, name, priority, kv, config, active, resident_layers, pages)
 
     @outermost
     def detach(self, name: str, *, device: Any = None) -> None:
@@ -440,12 +442,12 @@ class Session:
         The session asks for layers whose pages another process has (device "unix:PATH"), and waits 0.25 s at most. A layer that
         has not come by then streams, whatever `partial` is, and comes home later.
 
-        A tenant without pages (`attach(pages="none")`, or one that gave them up for another's activation) takes those that can be
-        had: free ones, unused KV, layers of inactive tenants and KV of paused ones. With a broker's pages it asks other processes
-        first: they give what they do not use, and layers of tenants that are inactive. Its layers load in the order of use, and
-        a pass may begin at once. If its own live blocks fill what these layers need, `preempt` names them, too. If there are too
-        few pages, nothing changes: OutOfMemory (fields requested, free, short, offered; broker: why none answers; outside: pages
-        of other processes).
+        A tenant without pages (`attach(pages="none")`, or one that gave them up for another's activation) takes those that can
+        be had: free ones, unused KV, layers of inactive tenants and KV of paused ones. With a broker's pages it asks other
+        processes first, and waits without holding up other tenants: they give what they do not use, and layers of inactive
+        tenants. Its layers load in the order of use, and a pass may begin at once. If its own live blocks fill what these
+        layers need, `preempt` names them, too. If there are too few pages, nothing changes: OutOfMemory (fields requested,
+        free, short, offered; broker: why none answers; outside: pages of other processes).
 
         Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of a
         tenant concerned, and the backend's error; nothing changes then. If a tenant without pages has got some of its layers
@@ -454,10 +456,24 @@ class Session:
         require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):
             raise invalid("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
-        if self._outside is not None and not self._lock.is_held():
+        if self._outside is None or self._lock.is_within():
+            return self._activate(name, alone, partial)
+        with self._lock.patience:
             calls = self.exclusively(lambda core: _fetch(name, core), claims=False)
             self._outside.await_home(calls)  # others may begin passes meanwhile
-        return self._activate(name, alone, partial)
+            return self._supplied(name, lambda: self._activate(name, alone, partial))
+
+    def _supplied(self, name: str, attempt: Callable[[], Made]) -> Made:
+        """attempt(), a call that may lack pages: then it has only asked other processes for them, and is made again with what
+        these give. Between the two this thread has no claim, and patience alone: other tenants' calls and passes go on."""
+        if self._outside is None:
+            return attempt()
+        with self._outside.supplying(name) as await_supply:
+            while True:
+                try:
+                    return attempt()
+                except Lacking:
+                    await_supply()
 
     @exclusive
     def _activate(self, name: str, alone: bool, partial: bool | float) -> ActivationReport:
@@ -625,9 +641,10 @@ class Session:
 
         Waits for the last passes. device and OutOfMemory: as for `detach`; but without `device`, a model that does not fit
         beside the session's own memory goes to the CPU, with a RuntimeWarning, if the machine has room for it: the device's
-        memory is free afterwards. Idempotent; it can be called again after an error. Inside another call of the session (of a
-        listener, or a signal handler) it raises InvalidState, and the session stays open. Allowed when the arena is broken, and
-        with ranges still declared as registered: their owners must have deregistered them by then.
+        memory is free afterwards. Idempotent; it can be called again after an error. While another thread is inside a pass
+        (field tenant), and inside another call of the session (of a listener, or a signal handler), it raises InvalidState, and
+        the session stays open; a pass of the calling thread is abandoned. Allowed when the arena is broken, and with ranges
+        still declared as registered: their owners must have deregistered them by then.
         """
         if not self.closed:
             self._close(device)
@@ -635,6 +652,10 @@ class Session:
 
     @outermost
     def _close(self, device: Any) -> None:
+        self._claim()
+        for tenant in self._tenants.values():
+            if tenant.turn.elsewhere:  # a pass of this thread, or of one that has ended, is abandoned
+                tenant.require_idle(leaving=True)
         for tenant in self._tenants.values():
             tenant.leaving = tenant.leaving or tenant.unsettled is not None  # nothing that is due is waited for
         for tenant in self._tenants.values():
@@ -731,18 +752,40 @@ class Session:
                 tenant.turn.release()
             self._claiming = False
 
+    def _attach(self, call: str, make: Callable[[HostMemory], LayerSource], *asked: Any) -> Tenant:
+        """The master copies, made once, then the tenant (`_supplied`): calls of their own. asked: the rest of `_admit`'s
+        arguments."""
+        self._lock.refuse_inside(call)
+        hosts: list[HostMemory] = []
+        with self._lock.patience:
+            try:
+                source = self._make_source(hosts, make, asked)
+                return self._supplied(asked[0], lambda: self._admit(source, hosts[0], *asked))
+            finally:
+                with self._lock.held:
+                    self._host.settle(hosts, self._is_kept)
+
+    @exclusive
+    def _make_source(
+        self, hosts: list[HostMemory], make: Callable[[HostMemory], LayerSource], asked: Sequence[Any]
+    ) -> LayerSource:
+        self._check_attach(*asked)
+        return make(self._host.take(asked[0], hosts))
+
+    @exclusive
     def _admit(
         self,
         source: LayerSource,
+        host: HostMemory,
         name: str,
         priority: int,
         kv: KVSpec,
         config: Config | None,
-        host: HostMemory,
         active: bool,
         resident_layers: int | None,
         pages: str,
     ) -> Tenant:
+        self._passes.check_open()  # another thread may have closed it since
         made: list[Inside] = []
 
         def handle(state: TenantState) -> Inside:

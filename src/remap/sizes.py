@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes as users write them: an int of bytes, or "24GiB"."""
+"""Sizes as users write them: an int of bytes, or "24GiB"; where all is text, as in a command, "25769803776" too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNITS = {
 }
 MOST_BYTES = 2**63 - 1
 """The largest size: the core counts bytes in 64 bits."""
-_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: int | str, name: str = "size") -> int:
@@ -39,7 +39,8 @@ def parse_size(size: int | str, name: str = "size") -> int:
             )
         return _bounded(size, name, size)
     match = _TEXT.fullmatch(size) if isinstance(size, str) else None
-    if match is None or match[2] not in _UNITS:
+    unit = None if match is None else _UNITS.get(match[2] or "B")
+    if match is None or unit is None:
         raise InvalidArgument(
             f"{name} must be an int of bytes or text such as '24GiB' (units: {', '.join(_UNITS)}), got {shown(size)}; "
             "nothing changed",
@@ -48,7 +49,7 @@ def parse_size(size: int | str, name: str = "size") -> int:
         )
     if len(match[1]) > _LONG:
         raise _too_large(name, size)
-    value = Fraction(match[1]) * _UNITS[match[2]]
+    value = Fraction(match[1]) * unit
     if value.denominator != 1:
         raise InvalidArgument(
             f"{name} of {size!r} is not a whole number of bytes; nothing changed", name=name, value=size

@@ -14,6 +14,7 @@ computes on a stream they make that stream wait; in a pass of the calling thread
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -57,10 +58,32 @@ def _gone(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+class _End(partial[None]):
+    """Ends a pass when it is called. bracket: lives as long as this does."""
+
+    bracket: _Pass
+
+
+class _Exit:
+    """`_Pass.__exit__`. A `with` statement fetches it before it enters, keeps what it got, and calls that in the end.
+
+    Between the end of the block and the first line of a function that would end the pass, CPython looks for signals: what a
+    handler raises there leaves the pass open. No `except` of ours can stand there, and in a `__del__` the exception would be
+    lost. So the pass is open only while its bracket lives (`Turn.enter`), and what the statement has got is all that keeps the
+    bracket alive: it is gone when the statement has been left, by whichever way. The traceback of such an exception has the
+    locals of `Passes.end`, which knows no bracket; `partial`, which calls it, has no frame.
+    """
+
+    def __get__(self, bracket: _Pass | None, owner: type[_Pass]) -> Callable[..., None]:
+        if bracket is None:  # as `contextlib.ExitStack` asks, which has the bracket itself
+            return lambda each, *error: each.__exit__(*error)
+        return bracket.ending()
+
+
 class _Pass:
     """The context manager of `Tenant.forward`. Each pass gets a new one, so it keeps no state between passes."""
 
-    __slots__ = ("_entered", "_mark", "_passes", "_phase", "_state", "_stream", "_streamed", "_tokens")
+    __slots__ = ("__weakref__", "_entered", "_passes", "_phase", "_state", "_stream", "_streamed", "_tokens")
 
     def __init__(
         self,
@@ -79,20 +102,23 @@ class _Pass:
         self._tokens = tokens
         self._stream = stream
         self._streamed = streamed
-        self._mark = object()  # the turn's `open_pass` while this pass is open
 
     def __enter__(self) -> Any:
-        self._passes.begin(self._state, self._stream, self._mark, self._streamed)
-        return self._entered
+        try:
+            self._passes.begin(self._state, self._stream, self, self._streamed)
+            return self._entered
+        except BaseException:  # an interrupt too, as late as when the call has returned: CPython looks within the try
+            if self._state.turn.open_pass is self:
+                self._passes.close(self._state)
+            raise
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._passes.end(self._state, self._phase, self._tokens, completed=kind is None)
+    def ending(self) -> _End:
+        """What ends the pass."""
+        end = _End(self._passes.end, self._state, self._phase, self._tokens)
+        end.bracket = self
+        return end
 
-    def __del__(self) -> None:
-        # An interrupt just after __enter__, or before the first line of __exit__, leaves the pass open.
-        mark = getattr(self, "_mark", None)  # set last: an interrupt can come inside of __init__ as well
-        if mark is not None and self._state.turn.open_pass is mark:
-            self._passes.close(self._state)
+    __exit__ = _Exit()
 
 
 class Inside:
@@ -360,7 +386,8 @@ class Inside:
     # -- times -----------------------------------------------------------------------------------------------------
 
     def times(self) -> LayerTimes | None:
-        """Measured seconds per layer for the shape of the last decode pass; None before the first pass."""
+        """Measured seconds per layer for the shape of the last decode pass; None before the first pass, and while no copy was
+        timed."""
         return self._state.timing.decode()
 
     def prefill_times(self) -> LayerTimes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Callable, Mapping
 
@@ -16,7 +17,7 @@ ANSWERS: dict[str, Callable[[str], bool]] = {
     "sleep": "asleep".__eq__,
     "cold": "asleep".__eq__,
     "idle": "idle".__eq__,
-    "wake": lambda said: said.startswith("True ") or said == "cold",
+    "wake": lambda said: said.startswith(("True ", "False ", "cold ")),
 }
 """Verb -> whether that may be the answer. Taking and checking look at bytes."""
 MOST_S = 0.1
@@ -31,6 +32,7 @@ class Crowd:
         self.killed, self.asleep = 0, set[str]()
         self._rng, self._start, self._layers = rng, start, layers
         self._running: dict[str, str] = {}
+        self.said: dict[str, str] = {}
         self._started = 0
         self.alive: dict[str, Process] = {}
         for name in layers:
@@ -70,8 +72,9 @@ class Crowd:
             assert ANSWERS[verb](said), f"{name}: {verb}: {said}"
             if verb in ("sleep", "cold"):
                 self.asleep.add(name)
-            elif verb == "wake" and said != "cold":
+            elif verb == "wake" and said.startswith("True "):
                 self.asleep.discard(name)
+            self.said[name] = said
         self._running.clear()
 
     def act(self, name: str, *line: object) -> None:
@@ -87,6 +90,21 @@ class Crowd:
         self.killed += 1
         self.finish()
 
+    def stop(self, name: str) -> None:
+        """In the midst of what it does, and let it go on once the others have done something."""
+        member, verb = self.alive.pop(name), self._running.pop(name, "")
+        member.signal(signal.SIGSTOP)
+        self.do_something()
+        member.signal(signal.SIGCONT)
+        self.alive[name] = member
+        self._running.update({name: verb} if verb else {})
+
+    def do_something(self) -> None:
+        """All that are there."""
+        self.finish()
+        for each in sorted(self.alive):
+            self.act(each)
+
     def make_room(self) -> None:
         """All are awake, and take nothing any more."""
         self.wake()
@@ -94,13 +112,14 @@ class Crowd:
             self.act(name, "free")
 
     def wake(self) -> None:
-        """All. For the layers of those that are cold there may be no pages before others have freed their blocks."""
+        """All. For the layers of those that are cold there may be no pages before others have freed their blocks; and before they
+        themselves have, if another one's layers have come meanwhile."""
         self.finish()
-        for _ in range(50):
+        for tries in range(50):
             if not self.asleep:
                 return
-            for name in sorted(self.alive.keys() - self.asleep):
+            for name in sorted(self.alive if tries else self.alive.keys() - self.asleep):
                 self.act(name, "free")
             for name in sorted(self.asleep):
                 self.act(name, "wake")
-        raise AssertionError(f"{self.asleep} stay cold")
+        raise AssertionError(f"{self.asleep} stay cold: {self.said}")

@@ -29,7 +29,9 @@ PAGES = 96
 
 
 def packet(rng: random.Random) -> bytes:
-    """A message, whose numbers may be wrong, of which a byte may be another one, or the end lacking; or anything."""
+    """A message whose numbers may be wrong, of which a byte may be another one, or the end lacking; or anything, at any depth."""
+    if rng.random() < 0.02:
+        return b"\x82\xa4type\xa4Join\xa1x" + rng.choice((b"\x91", b"\x81\xa1a")) * rng.randrange(30_000) + b"\xc0"
     if rng.random() < 0.2:
         return rng.randbytes(rng.randrange(1, 100))
     page, serial = rng.randrange(-1, PAGES + 2), rng.randrange(100)

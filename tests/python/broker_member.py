@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LAYERS, LAYER_PAGES, PAGE = 4, 2, int(os.environ.get("REMAP_TEST_PAGE", 1 << 16))
 DIM = 32 * PAGE >> 16  # so that a page has as many blocks, whatever its size
+WHOLE = range(0, LAYER_PAGES * PAGE, PAGE)  # where pages of a layer begin
 VALUES = {"one": 1, "two": 2, "three": 3}
 
 
@@ -153,11 +154,24 @@ class Member:
         return set(np.flatnonzero(np.bincount(np.frombuffer(found, dtype=np.uint8))).tolist())
 
     def _own(self, block: int) -> bool:
-        """Whether it lies in pages of the tenant's own layers, whose bytes it may have."""
-        state = inside(self.tenant)._state
-        geometry = state.kv.geometry
-        pages = {state.giving[geometry.giving_index(slot)] for slot in geometry.slots_of_block(block)}
-        return not pages.isdisjoint(state.pages.kv_from_homes)
+        """Whether it has what the tenant's own layers left in these pages: such pages stay as they are."""
+        base = inside(self.tenant).kv.address
+        for address, nbytes in self.ranges(block):
+            end = address + nbytes
+            while address < end:
+                at = (address - base) % PAGE
+                found = self.memory.read(address, min(PAGE - at, end - address))
+                if not (set(found) <= {0, self.value} or any(self._begins(found, page + at) for page in WHOLE)):
+                    return False
+                address += len(found)
+        return True
+
+    def _begins(self, found: bytes, at: int) -> bool:
+        """Whether some layer has these bytes from there on. Behind its end anything of the tenant's own may stand."""
+        left = max(0, LAYER_PAGES * PAGE - 77 - at)
+        return set(found[left:]) <= {0, self.value} and any(
+            each[at : at + len(found)].tobytes() == found[:left] for each in self.masters
+        )
 
     def thin(self) -> str:
         """Free every other block."""
@@ -203,9 +217,10 @@ class Member:
         """Whether it is active, layers that came home, and that still stream. "cold": there are no pages for them."""
         try:
             report = self.session.activate(self.name)
-        except OutOfMemory:
-            return "cold"
-        return f"{report.activated} {len(report.restored)} {len(report.streamed)}"
+        except OutOfMemory as error:
+            return f"cold {error}"
+        why = "" if report.activated else f" {report.reason}"
+        return f"{report.activated} {len(report.restored)} {len(report.streamed)}{why}"
 
     def idle(self) -> str:
         """As if its last pass were long ago."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from arena_worlds import make_layers
@@ -138,6 +140,8 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "advanced.rewrite": (lambda w: advanced.rewrite, {"session": lambda w: w.session, "name": "m", "write": lambda w: int}),
     "advanced.differing": (lambda w: advanced.differing, {"session": lambda w: w.session, "name": "m"}),
     "advanced.settle": (lambda w: advanced.settle, {"session": lambda w: w.session, "name": "m"}),
+    "advanced.unsettled": (lambda w: advanced.unsettled, {"session": lambda w: w.session}),
+    "advanced.check": (lambda w: advanced.check, {"session": lambda w: w.session}),
     "advanced.layer_address": (lambda w: advanced.layer_address, {"session": lambda w: w.session, "name": "m", "layer": 0}),
     "advanced.show": (lambda w: showing, {
         "session": lambda w: w.session, "path": lambda w: f"{tempfile.gettempdir()}/remap-shown-{os.getpid()}",
@@ -176,7 +180,11 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "KVCache.subscribe": (lambda w: w.a.tenant.kv.subscribe, {"listener": lambda w: lambda *_: None, "external": False}),
 }  # fmt: skip
 
-WITHOUT_ARGUMENTS = ("Session.snapshot", "HostKV.open", "advanced.unsettled", "advanced.check", "Inside.stats")
+WITHOUT_ARGUMENTS: dict[str, Callable[[World], Callable[[], Any]]] = {
+    "Session.snapshot": lambda w: w.session.snapshot,
+    "HostKV.open": lambda w: w.a.tenant.kv.host.open,
+    "Inside.stats": lambda w: inside(w.a.tenant).stats,
+}
 INSIDE = {
     "Session": ("attach", "change", "exclusively"),  # attach: test_argument_kinds.py, with a torch model
     "Tenant": (),
@@ -188,7 +196,7 @@ INSIDE = {
     "KVCache": (),
     "HostKV": (),
     "TenantKV": (
-        "abandon", "allocate", "arrived", "copy_in", "copy_out", "free", "free_host", "join", "kept", "move", "offer",
+        "abandon", "allocate", "arrived", "copy_in", "copy_out", "free", "free_host", "join", "kept", "kept_of", "move", "offer",
         "open_host", "reading", "retire", "returned", "stream", "subscribe", "use_offer",
     ),
     "advanced": (),
@@ -223,9 +231,8 @@ def entering(world: World) -> Callable[..., None]:
     return call
 
 
-def missing() -> list[str]:
-    """Public calls that nobody tries here."""
-    found = []
+def public() -> Iterator[tuple[str, str]]:
+    """(owner, name) of every public call."""
     for owner, members in (
         ("Session", vars(remap.Session)), ("Tenant", vars(remap.Tenant)), ("Inside", vars(advanced.Inside)),
         ("KVCache", vars(KVCache)), ("HostKV", vars(HostKV)), ("TenantKV", vars(TenantKV)),
@@ -233,18 +240,93 @@ def missing() -> list[str]:
         ("schedule", {name: getattr(schedule, name) for name in schedule.__all__}),
     ):  # fmt: skip
         for name, member in members.items():
-            full = f"{owner}.{name}"
-            plain = inspect.isfunction(member) and not name.startswith("_") and name not in INSIDE[owner]
-            if plain and full not in CALLS and full not in WITHOUT_ARGUMENTS:
-                found.append(full)
+            if inspect.isfunction(member) and not name.startswith("_"):
+                yield owner, name
+
+
+def missing() -> list[str]:
+    """Public calls that nobody tries here."""
+    tried = {*CALLS, *WITHOUT_ARGUMENTS}
+    return [
+        f"{owner}.{name}" for owner, name in public() if name not in INSIDE[owner] and f"{owner}.{name}" not in tried
+    ]
+
+
+# -- behind the end ----------------------------------------------------------------------------------------------------
+
+LOOKS = {
+    "advanced.settle": "there is nothing to settle",
+    "advanced.unsettled": "nothing is unsettled",
+    "advanced.check": "the books of nobody agree",
+    "advanced.inside": "the same handle",
+}
+OTHERS = "is of the session, which others use"
+# Where the calls come too late -> those that are taken nevertheless, and why.
+TAKEN = {
+    "close": {**LOOKS, "Session.close": "can be called again", "advanced.layer_address": "says that there is no such tenant"},
+    "detach": {
+        "advanced.inside": LOOKS["advanced.inside"],
+        **dict.fromkeys((
+            "Session.attach", "Session.attach_bytes", "Session.change", "Session.exclusively", "Session.snapshot",
+            "Session.close", "advanced.unsettled", "advanced.check", "advanced.show",
+        ), OTHERS),
+    },
+    "fork": {"advanced.inside": LOOKS["advanced.inside"]},
+}  # fmt: skip
+
+
+def bound(name: str, world: World) -> Callable[[], Any]:
+    """The call with arguments that are right."""
+    if name in WITHOUT_ARGUMENTS:
+        return WITHOUT_ARGUMENTS[name](world)
+    more: dict[str, tuple[Callable[[World], Any], Given]] = {
+        "Tenant.wait": (lambda w: lambda: w.a.tenant.wait(0), {}),  # the core's own method until the tenant leaves
+        "Tenant.done": (lambda w: lambda: w.a.tenant.done(0), {}),
+        "Session.attach": (lambda w: w.session.attach, {"model": 0, "kv": world.a.kv.spec}),
+        "Session.change": (lambda w: w.session.change, {"verb": lambda w: lambda core: {}}),
+        "Session.exclusively": (lambda w: w.session.exclusively, {"call": lambda w: lambda core: None}),
+    }
+    made, right = {**CALLS, **more}[name]
+    return partial(made(world), **{each: what(world) if callable(what) else what for each, what in right.items()})
+
+
+def accepted(behind: str) -> list[str]:
+    """The calls of a user that raise no typed error behind `close`, `detach`, or a fork (in the child)."""
+    world, found = make_world(), []
+    names = [
+        f"{owner}.{name}" for owner, name in public() if owner in ("Session", "Tenant", "KVCache", "HostKV", "advanced")
+    ]
+    calls = {name: bound(name, world) for name in [*names, "Tenant.wait", "Tenant.done"] if name not in TAKEN[behind]}
+    if behind == "close":
+        world.session.close()
+    elif behind == "detach":
+        for name in tuple(world.session.tenants):
+            world.session.detach(name)
+    elif os.fork():
+        return [str(os.waitstatus_to_exitcode(os.wait()[1]))]
+    for name, call in calls.items():
+        expected = {"close": remap.InvalidState, "fork": remap.errors.ForkedProcess}.get(behind, remap.InvalidState)
+        if behind == "detach" and name.startswith(("Session", "advanced")):
+            expected = remap.InvalidArgument
+        try:
+            found.append(f"{name} returned {call()!r:.60}")
+        except expected:
+            continue
+        except Exception as error:  # noqa: BLE001  whatever it is, it is the finding
+            found.append(f"{name} raised {error!r:.200}")
+    if behind == "fork":
+        sys.stdout.write("\n".join(found))
+        sys.stdout.flush()
+        os._exit(bool(found))
     return found
+
+
+# -- odd arguments -----------------------------------------------------------------------------------------------------
 
 
 def draws(name: str) -> Iterator[tuple[str, Any]]:
     """(argument, a wrong value)."""
     for argument in CALLS[name][1]:
-        if argument == "session":
-            continue
         for value in ADDRESSES if argument == "address" and "registered" not in name else ODD:
             if argument != "listener" or not callable(value):  # what a listener raises is its own
                 yield argument, value
@@ -260,11 +342,11 @@ def bare(name: str) -> Iterator[str]:
                 world = make_world()
             made, right = CALLS[name]
             given = {each: what(world) if callable(what) else what for each, what in right.items()}
-            session, before = given.pop("session", None), world.session.snapshot()
+            before = world.session.snapshot()
             given[argument] = value
             call, tried = made(world), f"{name}({argument}={_short(value)})"
             try:
-                call(session, **given) if session is not None else call(**given)
+                call(**given)
             except remap.Error as error:
                 str(error), repr(error)
                 if not world.session.closed and world.session.snapshot() == before:

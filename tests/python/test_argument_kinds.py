@@ -6,6 +6,7 @@ import odd_arguments
 import pytest
 from arena_worlds import PAGE, make_layers
 from sharing_worlds import Shared, spec
+from subprocesses import run
 
 import remap
 from remap import InvalidArgument, LimitExceeded
@@ -299,6 +300,21 @@ def test_every_public_call_is_tried() -> None:
     assert odd_arguments.missing() == []
 
 
+@pytest.mark.parametrize("call", [remap.advanced.check, remap.advanced.inside, remap.advanced.show])
+def test_what_is_no_session_and_no_tenant(call):
+    """AttributeError, and `inside(5)` was 5."""
+    given = {"path": "socket"} if call is remap.advanced.show else {}
+    refused(lambda: call(5, **given), value=5)
+
+
+@pytest.mark.parametrize("behind", odd_arguments.TAKEN)
+def test_every_public_call_is_refused_when_it_comes_too_late(behind: str) -> None:
+    """Behind `close` the pool gave blocks out, a listener and an offer were taken, and the session was shown; in a forked child
+    `offer` and `open` did as if they had changed something."""
+    done = run(f"import odd_arguments; print(*odd_arguments.accepted({behind!r}), sep=chr(10))")
+    assert (done.returncode, done.stdout.strip().strip("0")) == (0, ""), done.stdout + done.stderr
+
+
 def test_bare_errors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def strict(count: int) -> int:
         return count + 1
@@ -329,6 +345,7 @@ def test_brackets_of_no_layer(shared, call, layer):
     with pytest.raises(InvalidArgument) as caught:
         getattr(inside(shared.engines["a"].tenant), call)(layer)
     assert caught.value.field == "layer"
+    assert layer != -1 or "-1" in str(caught.value), "an int was expected, it said, and another value came, of type int"
 
 
 def test_brackets_on_no_stream(shared):

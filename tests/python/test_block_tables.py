@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 
@@ -66,7 +67,7 @@ def test_random_calls_read_back_what_each_sequence_wrote(seed: int) -> None:
     for _ in range(150):
         world = rng.choice(worlds)
         rows = len(world.table.rows)
-        call = rng.choice(["write", "write", "write", "select", "crop", "clear", "move"])
+        call = rng.choice(["write", "write", "write", "fail", "select", "copy", "crop", "clear", "move"])
         if call == "write":
             before = [list(row) for row in world.table.rows]
             try:
@@ -75,6 +76,16 @@ def test_random_calls_read_back_what_each_sequence_wrote(seed: int) -> None:
                 assert [list(row) for row in world.table.rows] == before
                 world.table.clear()
                 world.texts = []
+        elif call == "fail" and rows:  # a pass that wrote into its blocks, and did not end
+            with contextlib.suppress(OutOfBlocks):
+                tokens, texts = world.table.tokens, [list(text) for text in world.texts]
+                world.write(rows, rng.randint(1, 9), rng)
+                world.table.tokens, world.texts = tokens, texts
+        elif call == "copy" and rows:
+            other = worlds[1 - worlds.index(world)]
+            other.table, other.texts = world.table.copy(), [list(text) for text in world.texts]
+            gc.collect()
+            blocks.collect()
         elif call == "select" and rows:
             chosen = [rng.randrange(rows) for _ in range(rng.randint(1, 5))]
             world.table.select(chosen)

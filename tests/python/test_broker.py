@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import resource
 import signal
 import socket
 import stat
@@ -13,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +30,19 @@ import subprocesses
 from arena_worlds import make_spec, read_block, write_block
 from broker_crowd import Crowd
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, files_of, opened, until
+from broker_serving import Serving
 
 import remap
+from remap.broker import server
 from remap.broker.locks import lock_member
-from remap.broker.member import join
+from remap.broker.member import Membership, join
 from remap.broker.messages import (
     VERSION,
     Claim,
     Done,
     Fetch,
     Give,
+    Grant,
     Home,
     Join,
     Pages,
@@ -45,6 +51,7 @@ from remap.broker.messages import (
     decode_to_member,
     encode,
 )
+from remap.broker.observer import Observer
 from remap.broker.server import Broker
 from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory
 from remap.inside import inside
@@ -328,7 +335,7 @@ def test_a_new_model_is_given_pages_that_it_may_keep_though_the_giver_has_borrow
     with opened(broker) as one, opened(broker) as two, opened(broker) as three:
         first = join(str(broker.path))
         first.serve(Deaf())
-        low = first.want(PAGES - 30, patient=True)
+        low = all_of(first, PAGES - 30)
         donor(one)  # so that its layers are the last pages
         first.give(low)
         attached(two, "two")
@@ -579,7 +586,7 @@ def test_an_interrupt_loses_no_page(broker: Broker, monkeypatch: pytest.MonkeyPa
 
         def interrupted(*arguments: Any, **more: Any) -> None:
             if where == "asking":
-                hear(*arguments)
+                hear(*arguments, **more)
             if where == "returning":
                 assert want(*arguments)
             if where == "after":
@@ -648,6 +655,8 @@ class Raw(socket.socket):
 
 
 JOIN = encode(Join(VERSION))
+DEEP = b"\x82\xa4type\xa4Join\xa1x" + b"\x91" * 60_000 + b"\xc0"
+DEEP_GRANT = DEEP.replace(b"\xa4Join", b"\xa5Grant")
 raw = Raw
 
 
@@ -665,6 +674,7 @@ def refusal(connection: socket.socket) -> str:
     ("packets", "why"),
     [
         ([b"\xc1garbage"], "no message"),
+        ([DEEP], "no message"),
         ([encode(Want(1, 1))], "first message must be Join"),
         ([encode(Join(99))], f"version {VERSION}"),
         ([encode(Join(VERSION))[:-1]], "no message"),
@@ -682,6 +692,7 @@ def refusal(connection: socket.socket) -> str:
     ],
     ids=[
         "garbage",
+        "deep",
         "no join",
         "version",
         "cut",
@@ -712,6 +723,101 @@ def test_who_breaks_the_protocol_is_told_why_and_harms_nobody(broker: Broker, pa
         remap.advanced.check(session)
 
 
+@pytest.mark.parametrize(
+    "packet",
+    [DEEP_GRANT, encode(Grant(1, ((0, 1),)))[:-1], encode(Grant(1, ((PAGES, 1),))), encode(Grant(1, ((0, 10**15),)))],
+    ids=["deep", "cut", "beyond", "huge"],
+)
+def test_a_member_that_cannot_read_its_broker_serves_on_and_joins_again(
+    broker: Broker, packet: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reading thread ended, and it never heard of a broker again; pages that there are not were listed one by one."""
+    with opened(broker) as session, opened(broker) as other:
+        tenant = attached(session, "one")
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "encode", lambda message: packet if isinstance(message, Grant) else encode(message))
+            session.step({"one": remap.Demand(50)})
+            membership: Any = session._outside._membership  # type: ignore[union-attr]
+            until(lambda: bool(membership._joins > 1 or membership.problem), "it has seen that")
+        until(lambda: not membership.problem, "it has joined again")
+        until(lambda: session.step({"one": remap.Demand(50)}) is not None and tenant.kv.free_blocks >= 50, "it grows")
+        remap.advanced.check(session)
+        assert other._outside._membership._joins == 1, "another's connection was closed"  # type: ignore[union-attr]
+
+
+@pytest.mark.host  # a device's pages are descriptors, while a member fetches them
+@pytest.mark.parametrize("room", [4, 5], ids=["none", "one"])
+def test_a_broker_without_descriptors_tells_who_connects(tmp_path: Path, room: int) -> None:
+    """It was called for the same connection without end, and who connected heard that there is no broker."""
+    serving = Serving(tmp_path / "s", PAGES, PAGE, DEVICE)
+    one, pid = Process(str(tmp_path / "s"), "one"), serving.process.pid
+    try:
+        last = max(map(int, os.listdir(f"/proc/{pid}/fd")))
+        limit = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (last + 1 + room, limit))  # each connection takes two
+        with ExitStack() as stack:
+            for _ in range(2):
+                silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                silent.connect(str(tmp_path / "s"))
+            for _ in range(3):
+                with pytest.raises(InvalidState, match="can admit nobody"):
+                    join(str(tmp_path / "s"))
+            assert one("take", 20) == "20"
+
+        def joins() -> bool:
+            with suppress(InvalidState):
+                join(str(tmp_path / "s")).close()
+                return True
+            return False
+
+        until(joins, "others have left")
+    finally:
+        one.kill()
+        serving.kill()
+
+
+def test_who_cannot_be_admitted_at_all_is_left_to_wait(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even the descriptor that is kept for it is to be had."""
+    calls: list[int] = []
+    listener = broker._listener
+    listening = listener._socket
+
+    class Starved:
+        fileno = listening.fileno
+
+        def accept(self) -> None:
+            calls.append(1)
+            raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr("remap.broker.listening.PAUSE_S", 1e5)
+    with opened(broker) as session, monkeypatch.context() as patch:
+        attached(session, "one")
+        patch.setattr(listener, "_socket", Starved())
+        with raw(broker) as waiting:
+            until(lambda: listener.again is not None, "it pauses")
+            session.step({"one": remap.Demand(50)})
+            assert len(calls) == 2 and listening not in broker._selector.get_map()
+            patch.undo()
+            listener.again = 0.0
+            session.step({"one": remap.Demand(100)})
+            waiting.send(JOIN)
+            assert waiting.recv(1)
+    (said,) = [record.message for record in caplog.records if "admit nobody" in record.message]
+    assert "ulimit" in said and str(broker.path) in said
+
+
+def test_who_connects_and_says_nothing_is_let_go(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Observer(str(broker.path)) as observer, opened(broker) as session:
+        attached(session, "one")
+        observer.look()
+        monkeypatch.setattr(server, "SILENT_S", 0.01)
+        with raw(broker) as silent:
+            assert "neither joined nor looked" in refusal(silent)
+        assert [shown.connected for shown in observer.look().members] == [True]
+
+
 def test_many_bad_connections_leave_nothing(broker: Broker) -> None:
     """They are another process's: what it has got, and never gives back, comes back when it ends."""
     command = [sys.executable, broker_garbage.__file__, str(broker.path), "1", str(PACKETS)]
@@ -724,6 +830,14 @@ def test_many_bad_connections_leave_nothing(broker: Broker) -> None:
         until(lambda: len(os.listdir("/proc/self/fd")) <= before, "no descriptor is left")
         assert session.step({"good": remap.Demand(50)}).added_blocks["good"] > 0
         remap.advanced.check(session)
+
+
+def all_of(member: Membership, pages: int) -> list[int]:
+    """What others give, as an activation asks for it."""
+    assert member.ask(pages)
+    got = member.await_answer()
+    member.end_asking()
+    return got
 
 
 class Deaf:
@@ -759,14 +873,164 @@ def test_a_want_is_met_from_what_is_free_and_an_answer_to_no_recall_changes_noth
         each.serve(Deaf())
     other._send(Done(7))
     assert member.want(3) == [0, 1, 2]
-    assert other.want(PAGES, patient=True) == list(range(3, PAGES))
-    assert member.want(5, patient=True) == []  # asked for, not given
+    assert all_of(other, PAGES) == list(range(3, PAGES))
+    assert all_of(member, 5) == []  # asked for, not given
     member.give([0, 1, 2])
     until(lambda: broker.ledger.free == 3, "they are back")
     member.close()
     other.close()
     assert other.want(1) == []
     assert "left" in other.problem
+
+
+class Stuck(Deaf):
+    """One that answers nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.go = threading.Event()
+
+    def recalled(self, pages: int, layers: bool, keeps: bool, ahead: bool) -> None:
+        self.asked.append(pages)
+        assert self.go.wait(120)
+
+    def stop(self, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is the broker."""
+        wanted = broker.ledger.wanted
+
+        def late(*arguments: Any, **more: Any) -> Any:
+            self.recalled(1, False, False, False)
+            return wanted(*arguments, **more)
+
+        monkeypatch.setattr(broker.ledger, "wanted", late)
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    made = Stuck()
+    yield made
+    made.go.set()
+
+
+def asleep(session: remap.Session) -> None:
+    masters = [np.full(LAYER_PAGES * PAGE, layer, dtype=np.uint8) for layer in range(LAYERS)]
+    kv = make_spec(LAYERS, min_blocks=8, max_blocks=4000)
+    session.attach_bytes(masters, name="cold", kv=kv, active=False, pages="none")
+
+
+@pytest.mark.parametrize("call", ["activate", "attach"])
+@pytest.mark.parametrize("who", ["broker", "member"])
+def test_other_tenants_go_on_while_a_call_waits_for_who_hangs(
+    broker: Broker, stuck: Stuck, monkeypatch: pytest.MonkeyPatch, call: str, who: str
+) -> None:
+    """Their passes and steps stood still, a second for each member that was stopped, ten for a stopped broker."""
+    for name in ("member.PATIENT_S", "member.HEAR_S", "server.RECALL_S"):
+        monkeypatch.setattr(f"remap.broker.{name}", 60.0)
+    other = join(str(broker.path))
+    other.serve(stuck)
+    with opened(broker) as session:
+        tenant = attached(session, "one")
+        asleep(session)
+        all_of(other, broker.ledger.free)
+        if who == "broker":
+            stuck.stop(broker, monkeypatch)
+        errors: list[str] = []
+
+        def waits() -> None:
+            try:
+                session.activate("cold") if call == "activate" else attached(session, "two")
+            except OutOfMemory as error:
+                errors.append(str(error))
+
+        waiter = threading.Thread(target=waits)
+        waiter.start()
+        until(lambda: bool(stuck.asked), "it is waited for")
+        for _ in range(3):
+            with tenant.forward():
+                for layer in range(LAYERS):
+                    tenant.wait(layer)
+                    tenant.done(layer)
+            tenant.kv.free(tenant.kv.allocate(2))
+            assert session.step({"one": remap.Demand(5000)}).unmet_blocks["one"]
+            assert set(session.tenants) == {"one", "cold"}
+        assert waiter.is_alive()
+        stuck.go.set()
+        waiter.join(60)
+        assert len(errors) == 1
+        remap.advanced.check(session)
+    other.close()
+
+
+def test_a_member_that_does_not_answer_is_waited_for_once(
+    broker: Broker, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each activation waited for it again."""
+    monkeypatch.setattr(server, "RECALL_S", 0.01)
+    other = join(str(broker.path))
+    other.serve(stuck)
+    with opened(broker) as session:
+        asleep(session)
+        got = all_of(other, broker.ledger.free)
+        made = []
+        for _ in range(3):
+            with pytest.raises(OutOfMemory):
+                session.activate("cold")
+            made.append(broker.ledger._recalls)
+        assert made[0] == made[2]
+        stuck.go.set()
+
+        def asked_again() -> bool:
+            with pytest.raises(OutOfMemory):
+                session.activate("cold")
+            return len(stuck.asked) > 1
+
+        until(asked_again, "it has answered")
+        other.give(got)
+        until(lambda: broker.ledger.free >= OWN, "it has given all")
+        assert session.activate("cold").activated
+    other.close()
+
+
+def test_a_broker_that_does_not_answer_is_not_waited_for_until_it_does(
+    broker: Broker, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call waited for it anew, and said nothing of it."""
+    with opened(broker) as session:
+        tenant = attached(session, "one")
+        asleep(session)
+        membership: Any = session._outside._membership  # type: ignore[union-attr]
+        with monkeypatch.context() as patch:
+            stuck.stop(broker, patch)
+            patch.setattr("remap.broker.member.HEAR_S", 0.01)
+            with pytest.raises(OutOfMemory, match=f"the broker at {broker.path} does not answer"):
+                session.activate("cold")
+            patch.setattr(membership, "_hear", None)
+            with pytest.raises(OutOfMemory, match="does not answer"):
+                session.activate("cold")
+            assert "does not answer" in session.step({"one": remap.Demand(5000)}).reason["one"]
+            stuck.go.set()
+            until(lambda: not membership.silence, "it has answered")
+        assert session.activate("cold").activated and tenant.active
+        remap.advanced.check(session)
+
+
+def test_a_session_closes_beside_a_broker_that_hangs_and_leaves_it_all_pages(
+    broker: Broker, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for ten seconds. What is granted behind that is nobody's while its process lives, unless the broker sees that it
+    has let go of its number."""
+    monkeypatch.setattr("remap.broker.member.PATIENT_S", 120.0)
+    session = opened(broker)
+    attached(session, "one")
+    stuck.stop(broker, monkeypatch)
+    session.step({"one": remap.Demand(100)})
+    assert stuck.asked
+    closing = threading.Thread(target=session.close)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    stuck.go.set()
+    until(lambda: broker.ledger.held == {} and broker.ledger.free == PAGES, "it has all pages")
 
 
 def test_only_its_user_may_connect_and_one_broker_serves_a_path(broker: Broker, tmp_path: Path) -> None:

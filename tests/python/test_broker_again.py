@@ -21,14 +21,17 @@ pytest.importorskip("rich", reason="tables need rich")
 from broker_crowd import Crowd
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened, until
 from broker_place import DEVICE, PAGES, Place
+from msgspec.structs import replace
 
 import remap
+from remap.broker import server
 from remap.broker.locks import lock_member
 from remap.broker.member import join
 from remap.broker.messages import (
     MOST_BYTES,
     VERSION,
     Bring,
+    Claim,
     Give,
     Grant,
     Home,
@@ -250,6 +253,36 @@ def test_pages_of_another_arena_are_refused(tmp_path: Path) -> None:
         member.close()
 
 
+def test_a_members_number_is_nobody_elses_while_its_process_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Join with it closed the member's connection, though it was refused then; or its pages were free, which it wrote on."""
+    with Broker(tmp_path / "s", PAGES * PAGE, PAGE) as broker, Raw(broker.path) as member, Raw(broker.path) as wrong:
+        assert isinstance(member.say(member.hello), Welcome)
+        number, again = member.lock.number, replace(member.hello, arena=broker.arena)
+        assert isinstance(member.say(Want(1, 5)), Grant)
+        for claims in ([], [Claim(((7, 1),))], [Claim(((0, 5),))]):
+            wrong.connect()
+            wrong.tell(replace(again, claims=len(claims)))
+            for claim in claims:
+                wrong.tell(claim)
+            refused = wrong.hear()
+            assert isinstance(refused, Refused) and f"number {number} is that of member 1" in refused.why
+        assert member.say(Want(2, 1)) == Grant(2, ((5, 1),)), "it is connected still"
+        member.tell(Give(((0, 2),)))
+        member.connection.close()
+        with monkeypatch.context() as patch:  # another process
+            patch.setattr(server, "peer", lambda connection: (os.getppid(), os.getuid()))
+            wrong.connect()
+            refused = wrong.say(replace(again, claims=0))
+        assert isinstance(refused, Refused) and f"this is process {os.getppid()}" in refused.why
+        assert broker.ledger.held == {1: 4}, "what was given on the old connection counts, and nothing else"
+        member.connect()
+        member.tell(replace(again, claims=1))
+        assert isinstance(member.say(Claim(((2, 4),))), Welcome)
+        assert broker.ledger.held == {1: 4}
+
+
 def test_a_connection_that_breaks_is_mended_and_what_was_given_meanwhile_is_free(tmp_path: Path) -> None:
     with Broker(tmp_path / "s", PAGES * PAGE, PAGE, DEVICE) as broker, opened(broker) as one, opened(broker) as two:
         tenant = attached(one, "one")
@@ -396,11 +429,11 @@ def test_what_was_sent_before_a_connection_was_reset_is_read(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_members_and_the_broker_are_killed_at_random(place: Place, start: Start, seed: int) -> None:
+def test_members_and_the_broker_are_killed_and_stopped_at_random(place: Place, start: Start, seed: int) -> None:
     """In the midst of what they do. No block has a byte of another process when it is taken, or is overwritten while it is held;
     no page, descriptor or map is lost, and no lock stays. A longer run has more rounds (`REMAP_BROKER_ROUNDS`), and others are
     told by `REMAP_BROKER_SEED`."""
-    rng, killed = random.Random(seed + SEED), 0
+    rng, killed, stopped = random.Random(seed + SEED), 0, 0
     crowd = Crowd(rng, start, {"one": MANY, "two": MANY, "three": LAYERS})
     place.remember(*crowd.alive.values())
     for _ in range(ROUNDS):
@@ -418,7 +451,19 @@ def test_members_and_the_broker_are_killed_at_random(place: Place, start: Start,
             if rng.random() < 0.7:
                 crowd.finish()
                 place.check_that_nothing_is_lost(*crowd.alive.values())
-        elif what < 0.5:
+        elif what < 0.4:
+            crowd.begin_some()
+            stopped += 1
+            if rng.random() < 0.5:
+                crowd.stop(rng.choice(sorted(crowd.alive)))
+            else:
+                place.serving.process.send_signal(signal.SIGSTOP)
+                crowd.do_something()
+                place.serving.process.send_signal(signal.SIGCONT)
+            if rng.random() < 0.5:
+                crowd.finish()
+                place.check_that_nothing_is_lost(*crowd.alive.values())
+        elif what < 0.6:
             crowd.begin_some()
             name = rng.choice(sorted(crowd.alive))
             crowd.kill(name)
@@ -431,7 +476,9 @@ def test_members_and_the_broker_are_killed_at_random(place: Place, start: Start,
         else:
             crowd.act(rng.choice(sorted(crowd.alive)))
     crowd.finish()
-    sys.stdout.write(f"{crowd.killed + killed} kills, {killed} of them of the broker\n")  # shown with -rP
+    sys.stdout.write(
+        f"{crowd.killed + killed} kills, {killed} of them of the broker; {stopped} stops\n"
+    )  # shown with -rP
     members = list(crowd.alive.values())
     place.until_all_are_back(*members)
     crowd.wake()

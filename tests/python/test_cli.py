@@ -82,6 +82,9 @@ def test_sizes_of_many_digits_are_refused(size: Any) -> None:
 def test_sizes_are_exact() -> None:
     assert parse_size("9007199254740993B") == 9007199254740993, "2**53 + 1 is no float"
     assert parse_size("0.1KB") == 100 and parse_size(MOST_BYTES) == MOST_BYTES
+    assert parse_size("6291456") == 6291456, "`--capacity 6291456`: it must be an int of bytes, said the message"
+    with pytest.raises(InvalidArgument, match="whole number of bytes"):
+        parse_size("1.5")
     # Numbers beyond a float are refused by their field.
     table = {"machines": {"x": {"like": "H200", "figures": {"flops": 10**400}}}}
     for field, call in (("flops", lambda: machine("x", table)), ("slowdown", lambda: Knobs(slowdown=10**400))):

@@ -17,14 +17,18 @@ pytest.importorskip("prometheus_client", reason="needs the extras cluster, test-
 pytest.importorskip("httpx", reason="needs the extras cluster, test-cluster and transformers")
 pytest.importorskip("transformers", reason="needs the extras cluster, test-cluster and transformers")
 
+from cluster_folder import byte_tokenizer
+from test_cluster_front import until
 from test_cluster_server import JSON, SERVED, Scripted, ask_and_leave, client_of, deliveries, events
 
+from remap.cluster import app
 from remap.cluster.app import make_app
 from remap.cluster.caller import Caller
 from remap.cluster.guard import hosts_of
 from remap.cluster.http_errors import MOST_TEXT
 from remap.cluster.ledger import Delivery
 from remap.cluster.limits import FrontLimits
+from remap.cluster.prompts import Catalog
 from remap.cluster.readers import Readers
 from remap.engine.request import Request
 from remap.errors import InvalidArgument
@@ -35,10 +39,13 @@ ANY = FrontLimits()
 class Hanging(Scripted):
     """Behind what it was given nothing comes, until somebody ends the caller's wait."""
 
+    hanging = False
+
     async def generate(self, id: str, request: Request, *, caller: Caller | None = None) -> AsyncIterator[Delivery]:
         async for each in super().generate(id, request):
             yield each
         assert caller is not None
+        self.hanging = True
         async for each in caller:
             yield each
 
@@ -75,8 +82,43 @@ def test_a_body_that_does_not_come_is_not_waited_for_longer() -> None:
         yield b"{"
         await asyncio.Event().wait()
 
-    status, answer = asked(None, limits=FrontLimits(deadline_s=0.05), content=slow(), headers=JSON)
-    assert (status, answer["error"]["code"]) == (504, "TooLate")
+    for limits, expected in (
+        (FrontLimits(deadline_s=0.05), (504, "TooLate")),
+        (FrontLimits(body_s=0.05), (408, "SlowBody")),
+    ):
+        status, answer = asked(None, limits=limits, content=slow(), headers=JSON)
+        assert (status, answer["error"]["code"]) == expected
+
+
+def test_bodies_that_do_not_come_shut_nobody_out() -> None:
+    """512 callers that had sent a byte each had all the places for an hour."""
+
+    async def run() -> None:
+        made = make_app(Scripted(*deliveries("one", "length")), SERVED, FrontLimits(requests=2, body_bytes=100))  # type: ignore[arg-type]
+        never, started = asyncio.Event(), 0
+
+        async def slow() -> AsyncIterator[bytes]:
+            nonlocal started
+            yield b"{" * 60
+            started += 1
+            await never.wait()
+
+        async with client_of(made) as client:
+
+            async def ask(**body: Any) -> int:
+                return (await client.post("/v1/completions", headers=JSON, **body)).status_code
+
+            uploads = [asyncio.create_task(ask(content=slow())) for _ in range(3)]
+            await until(lambda: started == 3)
+            assert await ask(json={"prompt": "x"}) == 200
+            # What comes of all of them together is bounded, too: two bodies as long as may be.
+            assert await ask(content=b" " * 30) == 429
+            for upload in uploads:
+                upload.cancel()
+            await asyncio.wait(uploads)
+            assert await ask(content=b" " * 30) == 400
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
@@ -120,6 +162,26 @@ def test_an_error_does_not_echo_a_body(body: dict[str, Any]) -> None:
     assert 400 <= status < 500 and len(answer["error"]["message"]) <= MOST_TEXT
 
 
+def test_who_takes_nothing_of_a_stream_has_no_place_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the deadline, of an hour, it kept others out."""
+    monkeypatch.setattr(app, "STALL_S", 0.05)
+
+    async def run() -> None:
+        front = Scripted(*deliveries("one", "length"))
+        made, never = make_app(front, SERVED, FrontLimits(requests=1)), asyncio.Event()  # type: ignore[arg-type]
+
+        async def full(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await never.wait()
+
+        await ask_and_leave(made, {"prompt": "x", "stream": True}, never, full)
+        assert front.closed
+        async with client_of(made) as client:
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
 def test_choices_count_as_requests() -> None:
     status, answer = asked({"prompt": "x", "n": 3}, limits=FrontLimits(requests=2))
     assert (status, answer["error"]["code"]) == (429, "Busy")
@@ -127,12 +189,13 @@ def test_choices_count_as_requests() -> None:
 
 
 def test_limits_below_what_can_be_are_refused() -> None:
-    for wrong in ({"body_bytes": 0}, {"requests": 0}, {"retry_after_s": 0}, {"deadline_s": 0.0}):
+    for wrong in ({"body_bytes": 0}, {"requests": 0}, {"retry_after_s": 0}, {"deadline_s": 0.0}, {"body_s": 0.0}):
         with pytest.raises(InvalidArgument):
             FrontLimits(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_long_prompt_holds_up_no_other_and_each_thread_has_its_tokenizer() -> None:
+def test_a_long_prompt_holds_up_no_other_and_there_is_one_tokenizer() -> None:
+    """Each thread had its own, of a hundred megabytes. What a first call changes in it is changed before there are threads."""
     reading, go, used = threading.Event(), threading.Event(), []
 
     def read(number: int, served: Any, wanted: Any) -> None:
@@ -142,15 +205,35 @@ def test_a_long_prompt_holds_up_no_other_and_each_thread_has_its_tokenizer() -> 
             assert go.wait(60.0)
 
     async def run() -> None:
-        readers = Readers(SERVED, threads=2)
+        readers = Readers(served, threads=2)
+        assert tokenizer._tokenizer.truncation is None  # no thread has begun
         slow = asyncio.ensure_future(readers.run(read, 0))
         await asyncio.to_thread(reading.wait)
         await readers.run(read, 1)
         go.set()
         await slow
 
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.enable_truncation(5)
+    served = replace(SERVED, tokenizer=tokenizer)
     asyncio.run(run())
-    assert len({id(each) for each in [*used, SERVED.tokenizer]}) == 3
+    assert all(each is tokenizer for each in used) and len(used) == 2
+
+
+def test_a_tokenizer_that_need_not_bear_threads_has_one() -> None:
+    class Python:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [1]
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 1}
+
+    async def run() -> None:
+        readers = Readers(Catalog([SERVED, replace(SERVED, name="other", tokenizer=Python())]))
+        threads = await asyncio.gather(*(readers.run(lambda *_: threading.get_ident()) for _ in range(20)))
+        assert len(set(threads)) == 1
+
+    asyncio.run(run())
 
 
 def test_nobody_reads_on_for_a_caller_who_left() -> None:

@@ -298,6 +298,7 @@ def test_a_cluster_answers_as_the_model_alone_would_and_ends_at_an_interrupt(tmp
         assert end == b"" and (last == b"data: [DONE]" or json.loads(last[6:])["error"]["code"] == "InvalidState")
         said, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0 and "ended" in said and "Traceback" not in errors, errors
+        assert "or in 5 s" in errors  # --grace
         lines = [line.split(" ", 2)[2] for line in errors.splitlines() if line[:2] == "20"]
         found = [line for line in lines if "joined" in line or not line.startswith("INFO")]
         assert [line.split(" ")[0] for line in found] == ["INFO", "INFO", "WARNING", "INFO"], errors

@@ -31,6 +31,7 @@ from remap.cluster.messages import (
     ChangeRefused,
     Command,
     Commit,
+    Death,
     Decline,
     Description,
     Died,
@@ -423,7 +424,7 @@ def test_a_plan_that_is_not_answered_in_time_is_aborted() -> None:
 def test_a_death_while_preparing_aborts_and_nothing_happens_to_the_others() -> None:
     control, prepares = pair()
     epoch = prepares[0].plan.epoch
-    assert control.on(Died("b"), 0.0) == [Abort("a", epoch), Restart(("b",))]
+    assert control.on(Died("b"), 0.0) == [Abort("a", epoch), Restart(("b",), Death("b"))]
     assert [(view.phase, view.stages[0].instance) for view in control.groups] == [("serving", "a")]
 
 
@@ -447,7 +448,7 @@ def test_an_instance_that_takes_part_in_no_change_is_asked_for_none(policy: str)
     assert control.on(Tick(), 0.0) == []
     assert stuck(control, "a", 60) == [GiveUp("a", "long")]  # which the two together would have room for
     assert control.on(PlacementAsked("r", 5), 0.0) == [Route("r", "a")]
-    assert control.on(Died("a"), 0.0) == [Restart(("a",))]
+    assert control.on(Died("a"), 0.0) == [Restart(("a",), Death("a"))]
     assert control.on(PlacementAsked("r", 5), 0.0) == [Route("r", "b")]
 
 
@@ -471,7 +472,7 @@ def test_an_instance_that_is_to_be_replaced_gets_no_request_while_another_serves
     assert control.on(Tick(), 0.0) == []
     assert control.on(PlacementAsked("r", 5), 0.0) == [Route("r", "b")]
     assert stuck(control, "a", 60) == []  # it waits: its instance will be another one
-    assert control.on(Died("a"), 0.0) == [Restart(("a",))]
+    assert control.on(Died("a"), 0.0) == [Restart(("a",), Death("a"))]
     assert control.leaving == {"a"}
     joined(control, "a")
     assert control.leaving == frozenset()
@@ -527,6 +528,22 @@ def test_requests_go_where_there_is_room_that_streams() -> None:
     told(control, "a", InstanceLoad(1, 20))
     told(control, "b", InstanceLoad(1, 21), offers=(Offer(80, 0.0),))  # 21 of 50 are a smaller share than 20 of 40
     assert control.on(PlacementAsked("r", 5), 0.0) == [Route("r", "b")]
+
+
+def test_a_request_that_was_lost_goes_to_another_node_or_else_another_instance_with_room_for_it() -> None:
+    control = Control(MODEL, NETWORK)
+    for name in ("a1", "a2", "b1"):
+        control.on(Joined(replace(description(name), node=name[0])), 0.0)
+        told(control, name)
+    deaths = (Death("a1", "a"),)
+    assert control.on(PlacementAsked("r", 5, deaths), 0.0) == [Route("r", "b1")]
+    assert control.on(PlacementAsked("s", 5), 0.0) == [Route("s", "a1")]  # others go where least is wanted
+    deaths += (Death("b1", "b"),)
+    assert control.on(PlacementAsked("r", 5, deaths), 0.0) == [Route("r", "a2")]
+    deaths += (Death("a2", "a"),)
+    assert len(control.on(PlacementAsked("r", 5, deaths), 0.0)) == 1  # any is better than none
+    told(control, "a1", offers=(Offer(80, 0.0),))
+    assert control.on(PlacementAsked("long", 60, (Death("a1", "a"),)), 0.0) == [Route("long", "a1")]
 
 
 def test_pipelines_are_made_of_those_who_are_there() -> None:
@@ -697,7 +714,7 @@ def test_when_a_stage_dies_the_others_serve_alone_and_all_requests_start_again()
     control = merged()
     last = control.epoch
     found = control.on(Died("b"), 0.0)
-    assert found == [Recover("a", last + 1), Restart(control_names(found))]
+    assert found == [Recover("a", last + 1), Restart(control_names(found), Death("b"))]
     assert control.on(PlacementAsked("r", 5), 0.0) == []  # nobody serves yet
     assert told(control, "a", phase="recovering") == []
     assert told(control, "a", epoch=last) == []  # an old report says nothing
@@ -759,18 +776,19 @@ def test_one_that_comes_back_before_its_death_was_noticed_is_a_new_one() -> None
     found = control.on(Joined(description("b")), 1.0)
     assert [type(each) for each in found] == [Recover, Restart, Recover]
     assert [each.instance for each in found if isinstance(each, Recover)] == ["a", "b"]
-    assert control.on(Died("b"), 1.0)[-1] == Restart(("b",))
+    assert control.on(Died("b"), 1.0)[-1] == Restart(("b",), Death("b"))
 
 
 def test_when_nobody_is_left_requests_are_declined_by_name() -> None:
     control = Control(MODEL, NETWORK)
     joined(control, "a")
-    control.on(Died("a"), 0.0)
+    control.on(Died("a", why="it was ended by SIGKILL"), 0.0)
     assert control.on(PlacementAsked("r", 3), 0.0) == []  # it comes back
     (declined,) = control.on(Died("a", returns=False), 0.0)
     assert isinstance(declined, Decline)
     assert isinstance(declined.error, NoCopy)
     assert (declined.id, declined.error.instances) == ("r", 0)
+    assert "a (it was ended by SIGKILL)" in str(declined.error)
     assert control.held == 0
     joined(control, "a")
     assert control.on(PlacementAsked("s", 3), 0.0) == [Route("s", "a")]

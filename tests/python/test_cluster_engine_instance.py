@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,7 +169,14 @@ def test_a_request_that_is_cancelled_while_it_is_queued_does_not_run() -> None:
         assert one.engine.answers == []
 
 
-def test_an_engine_that_ends_is_told_by_poll_and_takes_nothing_more() -> None:
+def test_an_engine_that_ends_is_told_by_poll_and_takes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "(EngineCore pid=7) RuntimeError: no memory\n"
+    )  # what its own process says, and its error here does not
+    monkeypatch.setattr("remap.cluster.engine_instance.log_here", lambda: str(log))
     with stepped() as one:
         one.instance.submit(asked("r"), 1, (), 1)
         one(one.engine.go)
@@ -181,7 +189,8 @@ def test_an_engine_that_ends_is_told_by_poll_and_takes_nothing_more() -> None:
         ):
             with pytest.raises(InvalidState, match="out of luck") as failed:
                 call()
-            assert failed.value.fields == {"instance": "a", "cause": "RuntimeError"}
+            assert failed.value.fields == {"instance": "a", "cause": "RuntimeError", "log": str(log)}
+            assert f"{log} ends with: (EngineCore pid=7) RuntimeError: no memory" in str(failed.value)
 
 
 def test_an_error_of_the_engine_that_is_no_refusal_ends_the_instance() -> None:

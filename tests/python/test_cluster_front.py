@@ -18,6 +18,7 @@ from remap.cluster.control import Control, GroupPolicy, NoCopy, OtherModel
 from remap.cluster.front import Front, InstanceFailed
 from remap.cluster.ledger import Submission
 from remap.cluster.messages import Died, Evict, InstanceReport, Tick
+from remap.cluster.seen import cluster_state
 from remap.engine.request import Request, SamplingParams
 from remap.errors import InvalidArgument, InvalidState
 
@@ -361,9 +362,11 @@ def test_each_end_of_an_instance_is_said_once_and_each_return(
         connections[1].kill()
         await asyncio.gather(*tasks)
         await until(back)
-        gone, again, joined = said(caplog)
+        gone, *more = said(caplog)
+        joined, again = sorted(more, reverse=True)  # it may be back before they start again
         assert re.fullmatch(r"\d requests start again, behind \d+ tokens that they have", again)
         assert gone == "the instance is gone" and joined.startswith("instance b joined")
+        assert cluster_state(front)["deaths"] == [{"instance": "b", "node": "", "why": "the instance is gone"}]
 
         # It is evicted; its death comes of that.
         front._carry_out([Evict("b", "no report")])
@@ -488,6 +491,7 @@ def test_an_instance_without_patience_is_replaced_and_what_it_had_goes_on_elsewh
         await until(lambda: any(len(view.stages) > 1 and view.phase == "serving" for view in front.groups))
         group = next(view for view in front.groups if len(view.stages) > 1)
         await front.renew(group.stages[-1].instance, patience_s=0.0)
+        assert [death.outside for death in front.service.deaths] == [True]  # it counts against no request
         assert await asyncio.gather(*tasks) == [expected(id, 30) for id in ids]
         assert front.restarts > 0
 

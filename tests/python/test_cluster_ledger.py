@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.cluster.ledger import Delivery, RequestLedger
-from remap.cluster.messages import Tokens
+from remap.cluster.messages import Death, Tokens
 from remap.errors import InvalidArgument
 
 
@@ -53,7 +53,7 @@ def test_what_an_older_attempt_says_is_not_delivered() -> None:
     ledger = RequestLedger[str]()
     sent(ledger)
     assert ledger.take(Tokens("r", 1, 0, (5,))) == Delivery(0, (5,), None)
-    assert ledger.restart({"a"}) == ["r"]
+    assert ledger.restart({"a"}, Death("a")) == ["r"]
     again = ledger.send("r", "b")
     assert again is not None
     assert (again.attempt, again.tokens) == (2, (5,))
@@ -67,7 +67,7 @@ def test_tokens_behind_a_gap_of_an_attempt_that_was_lost_are_forgotten() -> None
     ledger = RequestLedger[str]()
     sent(ledger)
     assert ledger.take(Tokens("r", 1, 1, (6, 7), "stop")) is None
-    ledger.restart({"a"})
+    ledger.restart({"a"}, Death("a"))
     ledger.send("r", "b")
     assert ledger.take(Tokens("r", 2, 0, (5,))) == Delivery(0, (5,), None)
     assert "r" in ledger
@@ -84,8 +84,8 @@ def test_who_has_a_request_is_who_shows_its_last_attempt() -> None:
     sent(ledger)
     ledger.located("b", [("r", 1), ("unknown", 1)])
     assert ledger.where("r") == "b"
-    assert ledger.restart({"a"}) == []
-    assert ledger.restart({"b"}) == ["r"]
+    assert ledger.restart({"a"}, Death("a")) == []
+    assert ledger.restart({"b"}, Death("a")) == ["r"]
     ledger.located("b", [("r", 1)])  # it is nowhere now, whatever an old report shows
     assert ledger.where("r") is None
     ledger.send("r", "c")
@@ -98,7 +98,7 @@ def test_lost_requests_start_again_in_the_order_in_which_they_came() -> None:
     for number in range(5):
         sent(ledger, f"r{number}", "ab"[number % 2])
     ledger.add("new", "question")
-    assert ledger.restart({"b", "a"}) == [f"r{number}" for number in range(5)]
+    assert ledger.restart({"b", "a"}, Death("a")) == [f"r{number}" for number in range(5)]
     assert ledger.ids == [*(f"r{number}" for number in range(5)), "new"]
 
 

@@ -94,7 +94,8 @@ def test_stops_and_streams() -> None:
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ["a"] * 33}, "stop"),
+        ({"max_tokens": 4.5}, "max_tokens"),
         ({"stop": ""}, "stop"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
@@ -115,7 +116,12 @@ def test_what_there_is_not_is_refused_by_name(body: dict[str, Any], named: str) 
         {"top_logprobs": 2},
         {"top_logprobs": 21, "logprobs": True},
         {"tools": [{}]},
-        {"tool_choice": "auto"},
+        {"tools": [{}], "tool_choice": "auto"},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"functions": [{}]},
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        {"chat_template_kwargs": {"tokenize": True}},
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
     ],
@@ -207,6 +213,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
         {"max_tokens": 0},
         {"top_k": -2},
         {"seed": 1 << 64},  # instances could not tell each other
+        {"seed": 1e300},
         {"top_k": 1 << 63},
         {"stop_token_ids": [1 << 64]},
     ],
@@ -215,6 +222,80 @@ def test_values_that_cannot_be_are_refused(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         completion(**body)
     assert next(iter(body)) in str(caught.value)
+
+
+def test_what_agents_send_without_asking_for_anything_is_taken() -> None:
+    """They could not connect: each of these was refused."""
+    for body in (
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"functions": [{"name": "f"}], "function_call": "none"},
+        {"tool_choice": "auto", "function_call": "auto", "parallel_tool_calls": True},
+        {"reasoning_effort": "medium", "verbosity": "medium"},
+        {"prediction": {"type": "content", "content": "hi"}, "prompt_cache_retention": "24h", "best_of": 1},
+    ):
+        assert chat(**body).request.prompt == chat().request.prompt
+    asked = completion(max_tokens=4.0, n=2.0, top_k=3.0, logprobs=1.0, stop=["a"] * 32, add_special_tokens=True)
+    sampling = asked.request.sampling
+    assert (sampling.max_tokens, asked.n, sampling.top_k, sampling.logprobs) == (4, 2, 3, 1)
+    assert all(type(one) is int for one in (sampling.max_tokens, asked.n, sampling.top_k, sampling.logprobs))
+
+
+def test_what_a_template_knows_can_be_asked_for() -> None:
+    template = "{{ enable_thinking }} {{ reasoning_effort }} {% for one in messages %}{{ one.content }}{% endfor %}"
+    served = Served("tiny", byte_tokenizer(template), 100)
+    asked = chat(served, chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    assert served.tokenizer.decode(asked.request.prompt) == "False low hi"
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"enable_thinking": 1}}
+    assert served.tokenizer.decode(tokenize(json.dumps(body).encode(), served)["tokens"]) == "1  hi"
+
+
+def test_special_tokens_are_added_as_a_body_says() -> None:
+    class Marking:
+        chat_template = "x"
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"<s>": 1, "a": 2}
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            return "a"
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [1, 2] if add_special_tokens else [2]
+
+    served = Served("tiny", Marking(), 100)
+    for given, plain, templated in ((None, (1, 2), (2,)), (True, (1, 2), (1, 2)), (False, (2,), (2,))):
+        assert completion(served, add_special_tokens=given).request.prompt == plain
+        assert chat(served, add_special_tokens=given).request.prompt == templated
+
+
+def test_messages_that_come_back_with_nulls_are_read() -> None:
+    """`"content": null` failed with "no attribute", as did an answer of OpenAI's client that was sent back."""
+    template = (
+        "{% for one in messages %}{% if one.tool_calls is defined %}{{ one.tool_calls[0] }}{% endif %}"
+        "{{ one.role }}:{{ one.content.strip() }};{% endfor %}"
+    )
+    served = Served("tiny", byte_tokenizer(template), 100)
+    own = {"role": "assistant", "content": None, "tool_calls": None, "refusal": None}
+    messages = [{"role": "developer", "content": "be"}, own, {"role": "assistant"}, {"role": "user", "content": "hi"}]
+    text = served.tokenizer.decode(chat(served, messages=messages).request.prompt)
+    assert text == "system:be;assistant:;assistant:;user:hi;"
+    knows = Served("tiny", byte_tokenizer(template + "{# developer #}"), 100)
+    assert served.tokenizer.decode(chat(knows, messages=messages[:1]).request.prompt) == "developer:be;"
+
+
+def test_a_prompts_tokens_are_said_where_vllm_says_them() -> None:
+    asked = completion(prompt=["hello", [1, 2]], n=2, return_token_ids=True)
+    pieces = [AnswerPiece(number, "x", [9], "length") for number in range(4)]
+    found = [tuple(one["prompt_token_ids"]) for one in asked.answer(pieces)["choices"]]
+    assert found == [HELLO, HELLO, (1, 2), (1, 2)]
+    assert tuple(asked.chunk(pieces[2], True)["choices"][0]["prompt_token_ids"]) == (1, 2)
+    assert "prompt_token_ids" not in str(asked.chunk(pieces[2], False))
+    talk = chat(return_token_ids=True)
+    for object in (talk.answer(pieces[:1]), talk.chunk(pieces[0], True)):
+        assert object["prompt_token_ids"] == talk.request.prompt
+        assert "prompt_token_ids" not in object["choices"][0] and object["choices"][0]["token_ids"] == [9]
+    assert "prompt_token_ids" not in str(talk.chunk(pieces[0], False))
+    assert "prompt_token_ids" not in str([completion().answer(pieces[:1]), chat().answer(pieces[:1])])
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"prompt": 7}', b"{}", b"\xff"])

@@ -45,6 +45,20 @@ def test_openais_client_gets_what_it_asks_for(tmp_path: Path) -> None:
 
         assert whole.choices[0].message.content == SERVED.tokenizer.decode(expected(whole.id, 5))
 
+        # An answer goes back with its nulls, and what an agent sends beside it asks for nothing.
+        own = whole.choices[0].message.model_dump() | {"content": None}
+        more_of_it: Any = [{"role": "developer", "content": "b"}, own]
+        tools: Any = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
+        again = await client.chat.completions.create(
+            model="tiny",
+            messages=more_of_it,
+            max_tokens=5,
+            reasoning_effort="low",
+            extra_headers={"X-Request-Id": "me"},
+            **tools,
+        )
+        assert again._request_id == "me" and again.usage.prompt_tokens > whole.usage.prompt_tokens
+
         more: Any = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 20}
         stream = await client.chat.completions.create(model="tiny", messages=messages, **more)
         chunks = [one async for one in stream]

@@ -14,6 +14,8 @@ from test_cluster_front import answer, expected, until
 
 pytest.importorskip("ray")
 
+from test_cluster_ends import TELLS
+
 from remap.cluster.control import Control, GroupPolicy
 from remap.cluster.front import Front, InstanceFailed
 from remap.cluster.ray_cluster import RayInstances
@@ -64,6 +66,13 @@ def test_actors_serve_and_come_back_when_they_are_killed_and_serve_on_without_ra
         assert await asyncio.gather(*tasks) == [expected(id, 30) for id in ids]
         assert await asyncio.gather(*late) == [expected(id, 60) for id in more]
         assert front.restarts > 0
+        death = front.service.deaths[0]
+        assert (death.instance, death.outside) == ("b", False) and death.node
+        assert f"process {pids['b']} on {death.node}" in death.why and f"-{pids['b']}.err" in death.why
+        if TELLS:
+            assert "SIGKILL" in death.why
+        if "RAY_worker_niceness" not in os.environ:
+            assert os.getpriority(os.PRIO_PROCESS, pids["a"]) == os.nice(0)  # as nice as this process
         await until(lambda: {part.instance for view in front.groups for part in view.stages} == {"a", "b"})
         assert (await instances.connections[1].call("describe")).pid != pids["b"]
 

@@ -24,18 +24,31 @@ import httpx
 from cluster_double import LocalConnection
 from control_worlds import Chaos, World
 from prometheus_client.parser import text_string_to_metric_families
+from test_cluster_bounds import Hanging
 from test_cluster_control import burst
 from test_cluster_front import until
-from test_cluster_server import SERVED, Listening, Scripted, client_of, deliveries, events, listening, serving
+from test_cluster_server import (
+    SERVED,
+    Listening,
+    Scripted,
+    ask_and_leave,
+    client_of,
+    deliveries,
+    events,
+    listening,
+    serving,
+)
 
 from remap.cluster import server
-from remap.cluster.app import make_app
+from remap.cluster.app import ServedModels, make_app, make_endpoints
 from remap.cluster.control import GroupPolicy
 from remap.cluster.counts import Counts
 from remap.cluster.front import Front
+from remap.cluster.limits import FrontLimits
 from remap.cluster.messages import InstanceReport, Part
-from remap.cluster.metrics import ClusterMetrics
+from remap.cluster.metrics import ClusterMetrics, RequestMetrics
 from remap.engine.request import Request
+from remap.errors import InvalidState
 from remap.policy.cluster.shortage import Shortage
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster-metrics.md"
@@ -56,6 +69,7 @@ def test_the_page_says_what_metrics_gives() -> None:
     )
     metrics = ClusterMetrics(front)
     metrics.ended("tiny", "stop", 1, 2, 0.1, 0.2)
+    metrics.refused(429, "Busy")
     found = {
         family.name: (family.type, {label for one in family.samples for label in one.labels} - {"le"})
         for family in text_string_to_metric_families(metrics.text().decode())
@@ -129,24 +143,112 @@ def test_a_change_says_why_it_begins_and_why_it_is_aborted() -> None:
     assert aborted and all(re.match(r"i\d refused: \w+: |requests ask for more KV", why) for why in aborted), aborted
 
 
-@pytest.mark.parametrize("access_log", [False, True])
-def test_an_access_log_is_a_line_for_each_request(caplog: pytest.LogCaptureFixture, access_log: bool) -> None:
-    caplog.set_level(logging.INFO, "remap.cluster")
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+def logged(caplog: pytest.LogCaptureFixture, front: Any, asked: Any, access_log: bool = True) -> list[str]:
+    """The lines of what `asked` does with a client, without the caller and the seconds."""
+    caplog.set_level(logging.INFO, "remap.cluster.access_log")
 
     async def run() -> None:
-        app = make_app(Scripted(*deliveries("one", "length")), SERVED, access_log=access_log)  # type: ignore[arg-type]
-        async with client_of(app) as client:
-            await client.post("/v1/completions", json={"prompt": "x", "stream": True})
-            await client.get("/no\nsuch%0Aplace")
+        async with client_of(make_app(front, SERVED, access_log=access_log)) as client:
+            await asked(client)
 
-    with suppress(httpx.InvalidURL):
-        asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60.0))
     lines = [record.getMessage() for record in caplog.records if record.name == "remap.cluster.access_log"]
+    found = [re.fullmatch(r"\S+ (.*) \d+\.\d{3} s (.*)", line) for line in lines]
+    return [f"{one[1]} {one[2]}" for one in found if one is not None or pytest.fail(str(lines))]
+
+
+@pytest.mark.parametrize("access_log", [False, True])
+def test_an_access_log_is_a_line_for_each_request_with_its_ids_and_tokens(
+    caplog: pytest.LogCaptureFixture, access_log: bool
+) -> None:
+    async def asked(client: httpx.AsyncClient) -> None:
+        ids = {"X-Request-Id": "mine", "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+        answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=ids)
+        assert answer.headers["x-request-id"] == "mine"
+        answers.append(answer.json()["id"])
+        stream = await client.post("/v1/completions", json={"prompt": "xy", "stream": True})
+        answers.append(events(stream.text)[0]["id"])
+        answers.append(stream.headers["x-request-id"])
+        with suppress(httpx.InvalidURL):
+            await client.get("/no%0Asuch")
+        # What would be more than one line, or one word of it, is not taken.
+        odd = [await client.get("/version", headers={"x-request-id": each}) for each in ("a b", "x" * 129, "")]
+        assert all(re.fullmatch("[0-9a-f]{32}", each.headers["x-request-id"]) for each in odd)
+
+    answers: list[str] = []
+    lines = logged(caplog, Scripted(*deliveries("one", "length")), asked, access_log)
     if not access_log:
         assert not lines
         return
-    assert re.fullmatch(r"\S+ POST '/v1/completions' 200 \d+\.\d{3} s", lines[0]), lines
-    assert all("\n" not in line for line in lines)
+    assert lines[:2] == [
+        f"POST '/v1/completions' 200 request=mine model=tiny answer={answers[0]} tokens=1+3 trace={TRACE}",
+        f"POST '/v1/completions' 200 request={answers[2]} model=tiny answer={answers[1]} tokens=2+3",
+    ]
+    assert lines[2].startswith("GET '/no\\nsuch' 404 ") and lines[2].endswith(" error=NoPath"), lines
+
+
+def test_a_stream_that_ended_with_an_error_is_logged_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Its status was 200, which was sent before."""
+
+    async def asked(client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "x", "stream": True})
+        assert answer.status_code == 200
+        assert (await client.post("/v1/completions", json={"prompt": "x", "n": 600})).status_code == 400
+
+    lines = logged(caplog, Scripted(*deliveries("on", None), InvalidState("it ends")), asked)
+    assert re.fullmatch(r".* 503 request=\S+ model=tiny answer=\S+ tokens=1\+2 error=InvalidState", lines[0]), lines
+    assert re.fullmatch(r".* 400 request=\S+ error=InvalidArgument", lines[1]), lines
+
+
+def test_a_stream_whose_caller_left_is_logged_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def asked(client: httpx.AsyncClient) -> None:
+        leave, app = asyncio.Event(), client._transport.app  # type: ignore[attr-defined]
+        caller = asyncio.create_task(ask_and_leave(app, {"prompt": "x", "stream": True}, leave))
+        await until(lambda: front.hanging)
+        leave.set()
+        await caller
+
+    front = Hanging(*deliveries("on", None))
+    assert re.fullmatch(r".* 499 request=\S+ model=tiny answer=\S+ tokens=1\+2", logged(caplog, front, asked)[0])
+
+
+def test_what_is_refused_is_counted_and_what_is_not_there_says_so_as_openai_does() -> None:
+    class Broken(Scripted):
+        def generate(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("a defect")
+
+    metrics, broken = RequestMetrics("remap_cluster"), Broken()
+
+    async def figures() -> bytes:
+        return metrics.text()
+
+    async def run() -> None:
+        served: Any = ServedModels(SERVED, lambda _: broken, metrics, lambda: {"serving": 1}, figures)  # type: ignore[arg-type, return-value]
+        app = make_endpoints(served, FrontLimits(requests=2, body_bytes=100))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for path, asked, status, code in (
+                ("/v1/completions", {"json": {"prompt": "x", "n": 3}}, 429, "Busy"),
+                ("/v1/completions", {"json": {"prompt": "x", "n": 0}}, 400, "InvalidArgument"),
+                ("/v1/completions", {"json": {"prompt": "x" * 200}}, 413, "TooLarge"),
+                ("/v1/completions", {"content": b"{}"}, 415, "NotJSON"),
+                ("/v1/completions", {"json": {"prompt": "x"}}, 500, "Defect"),
+                ("/v1/responses", {"json": {}}, 404, "NoPath"),
+                ("/v1/models", {"json": {}}, 405, "NoMethod"),
+            ):
+                answer = await client.post(path, **asked)  # type: ignore[arg-type]
+                assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+                assert answer.headers["x-request-id"]
+                line = f'remap_cluster_refused_total{{reason="{code}",status="{status}"}} 1.0'
+                assert line in (await client.get("/metrics")).text, line
+            assert "GET" in answer.headers["allow"]
+            for path in ("/health", "/v1/models", "/metrics", "/version"):
+                assert (await client.head(path)).status_code == (await client.get(path)).status_code != 405
+
+    asyncio.run(run())
 
 
 def test_without_what_restarts_instances_the_server_ends_after_what_is_in_flight(

@@ -6,10 +6,12 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -29,6 +31,7 @@ from cluster_folder import byte_tokenizer
 from control_worlds import MODEL, NETWORK, token
 from test_cluster_front import until
 
+from remap.cli.serving import http_at
 from remap.cluster import openai, server
 from remap.cluster.answers import Deadline, pieces
 from remap.cluster.app import make_app, make_shared_app
@@ -202,8 +205,10 @@ def test_metrics_count_what_was_served(tmp_path: Path) -> None:
     serving(tmp_path, body)
 
 
-async def ask_and_leave(app: Any, asked: dict[str, Any], leave: asyncio.Event) -> list[dict[str, Any]]:
-    """A caller who goes away at `leave`: what the app sent. The transport of httpx cannot go away."""
+async def ask_and_leave(
+    app: Any, asked: dict[str, Any], leave: asyncio.Event, take: Callable[[Any], Awaitable[None]] | None = None
+) -> list[dict[str, Any]]:
+    """A caller who goes away at `leave`, which httpx cannot: what the app sent. take: awaited with each part."""
     body, sent = json.dumps(asked).encode(), list[dict[str, Any]]()
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -215,6 +220,8 @@ async def ask_and_leave(app: Any, asked: dict[str, Any], leave: asyncio.Event) -
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
+        if take is not None:
+            await take(message)
 
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST"}
     scope |= {"path": "/v1/completions", "raw_path": b"", "query_string": b"", "root_path": "", "scheme": "http"}
@@ -401,7 +408,11 @@ class Listening:
 
 
 def listening(
-    folder: Path, body: Callable[[Listening], Coroutine[Any, Any, None]], names: str = "a", **options: Any
+    folder: Path,
+    body: Callable[[Listening], Coroutine[Any, Any, None]],
+    names: str = "a",
+    grace_s: float = 3600.0,
+    **options: Any,
 ) -> None:
     """Run `body` beside a server that `serve` runs, with these options, until it is to end. What `serve` raises is raised."""
 
@@ -417,7 +428,8 @@ def listening(
             broken = options.pop("broken", None)
             app = make_app(front, SERVED, **options)
             try:
-                await server.serve(front, app, taken, lambda: beside.append(asyncio.create_task(body(made))), broken)
+                begun = lambda: beside.append(asyncio.create_task(body(made)))  # noqa: E731
+                await server.serve(front, app, taken, begun, grace_s, broken)
             finally:
                 if beside:
                     await beside[0]  # its failure comes first
@@ -435,17 +447,15 @@ def interrupt() -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is given time, but by a test."""
-    monkeypatch.setattr(server, "GRACE_S", 0.0)
+    """Nobody is waited for who takes no error."""
     monkeypatch.setattr(server, "LEAVE_S", 0.0)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_an_interrupt_ends_streams_with_an_error_event_and_says_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, signals: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, signals: int
 ) -> None:
     """When their time is over, or at a second interrupt, however much of that time is left."""
-    monkeypatch.setattr(server, "GRACE_S", 0.0 if signals == 1 else 3600.0)
 
     async def body(there: Listening) -> None:
         streams, whole = [there.ask(90) for _ in range(3)], there.ask(90, stream=False)
@@ -458,19 +468,85 @@ def test_an_interrupt_ends_streams_with_an_error_event_and_says_nothing(
         answer = await whole
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "InvalidState")
 
-    listening(tmp_path, body)
+    listening(tmp_path, body, grace_s=0.0 if signals == 1 else 3600.0)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_an_interrupt_lets_answers_end_for_a_while(tmp_path: Path) -> None:
+def test_a_server_that_is_to_end_says_so_and_answers_what_it_has(tmp_path: Path) -> None:
+    """Its port closed at once, and a balancer learnt of its end by a connection that was refused."""
+
     async def body(there: Listening) -> None:
-        stream = there.ask(30)
-        await there.begun(1)
-        interrupt()
+        async with httpx.AsyncClient(base_url="http://{}:{}".format(*there.address), timeout=60.0) as client:
+            with there.connections[0].instance._news:  # so no token comes
+                stream = there.ask(30)
+                await until(lambda: there.front.unfinished == 1)
+                await check(client, there.front)
+                assert not stream.done()
         *_, done = events((await stream).text)
         assert done == "[DONE]"
 
+    async def check(client: httpx.AsyncClient, front: Front[Request]) -> None:
+        interrupt()
+        await until(lambda: front.draining)
+        await asyncio.sleep(0.3)  # it would close by now: ten times a second it looks whether it is to
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
     listening(tmp_path, body)
+
+
+def test_a_port_answers_that_its_server_starts_and_then_what_it_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Probes of a server that was loading got no answer, and were logged as 200 when it had loaded."""
+    caplog.set_level(logging.INFO, "remap.cluster.access_log")
+
+    async def run() -> None:
+        ends = {"over": asyncio.Event(), "failure": None, "rejected": {}, "unfinished": 0, "stop": lambda: None}
+        front: Any = SimpleNamespace(**ends, drain=asyncio.Event().wait)
+        app = make_app(Scripted(), SERVED)  # type: ignore[arg-type]
+        with http_at("127.0.0.1", 0, FrontLimits(), None, True, 0.0) as http:
+            async with httpx.AsyncClient(base_url=http.url, timeout=60.0) as client:
+                health, asked = await client.get("/health"), await client.post("/v1/completions", json={})
+                assert (health.status_code, health.json()["status"]) == (503, "starting")
+                assert (asked.status_code, asked.json()["error"]["code"]) == (503, "InvalidState")
+                assert health.headers["retry-after"] == asked.headers["retry-after"] == "1"
+                assert (await client.get("/health", headers={"host": "evil.example"})).status_code == 400
+                await asyncio.to_thread(http.started)
+                early = asyncio.create_task(client.get("/version"))
+                serving = asyncio.create_task(http.serve(front, app, lambda: None))
+                assert (await early).status_code == 200  # it was not cut off
+                interrupt()
+                await serving
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+    statuses = [record.getMessage().split(" ")[3] for record in caplog.records]
+    assert statuses == ["503", "503", "400"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /version HTT", HEAD % 1000 + b"{}"])
+def test_a_connection_that_asks_for_nothing_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """Of the third the body is refused. uvicorn keeps them as long as a byte comes now and then, and each is a descriptor."""
+    monkeypatch.setattr(server, "QUIET_S", 0)
+
+    async def body(there: Listening) -> None:
+        assert len(set(resource.getrlimit(resource.RLIMIT_NOFILE))) == 1  # as many descriptors as it may have
+        reader, writer = await asyncio.open_connection(*there.address)
+        writer.write(sent)
+        with suppress(ConnectionError):
+            while not reader.at_eof():
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(reader.read(1000), 0.1)
+                writer.write(sent and b"x")
+                await writer.drain()
+        writer.close()
+        interrupt()
+
+    listening(tmp_path, body, limits=FrontLimits(body_bytes=100))
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -493,7 +569,7 @@ def test_who_takes_no_answer_or_sends_no_request_holds_up_no_end_and_is_not_comp
         beside.append(other)  # it stays open
 
     beside: list[socket.socket] = []
-    listening(tmp_path, body)
+    listening(tmp_path, body, grace_s=0.0)
     for each in beside:
         each.close()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -509,11 +585,11 @@ def test_a_caller_who_leaves_amid_his_body_is_not_complained_of(
         assert (await there.ask(5)).status_code == 200
         interrupt()
 
-    listening(tmp_path, body)
+    listening(tmp_path, body, grace_s=0.0)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_the_server_ends_when_every_instance_is_gone_for_good(tmp_path: Path, at_once: None) -> None:
+def test_the_server_ends_when_every_instance_is_gone_for_good(tmp_path: Path) -> None:
     async def body(there: Listening) -> None:
         stream = there.ask(90)
         await there.begun(1)
@@ -528,7 +604,7 @@ def test_the_server_ends_when_every_instance_is_gone_for_good(tmp_path: Path, at
     assert caught.value.instances == 2
 
 
-def test_the_server_ends_when_its_front_fails(tmp_path: Path, at_once: None) -> None:
+def test_the_server_ends_when_its_front_fails(tmp_path: Path) -> None:
     async def body(there: Listening) -> None:
         stream = there.ask(90)
         await there.begun(1)
@@ -563,6 +639,12 @@ def test_a_large_body_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_more_requests_than_the_limit_are_told_to_come_again(tmp_path: Path, stream: bool) -> None:
+    read = []
+
+    async def parts() -> AsyncIterator[bytes]:
+        read.append(1)
+        yield b"{}"
+
     async def body(_: httpx.AsyncClient, front: Front[Request], __: list[LocalConnection]) -> None:
         app, leave = make_app(front, SERVED, FrontLimits(requests=2, retry_after_s=3)), asyncio.Event()
         asked = {"prompt": [1, 2], "max_tokens": 90, "stream": stream}
@@ -572,6 +654,7 @@ def test_more_requests_than_the_limit_are_told_to_come_again(tmp_path: Path, str
             answer = await client.post("/v1/completions", json={"prompt": "x"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "Busy")
             assert answer.headers["retry-after"] == "3" and front.unfinished == 2
+            assert (await client.post("/v1/completions", content=parts(), headers=JSON)).status_code == 429 and not read
             leave.set()
             await asyncio.gather(*callers)
             assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200

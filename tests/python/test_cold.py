@@ -518,3 +518,26 @@ def test_answers_are_kept_for_those_who_ask_again_and_for_nobody_else() -> None:
         assert lending.idle_slots(tenant, _Taker(frozenset()), 4, unused) == []
         few = frozenset(tenant.giving[place] for place in tenant.kv.geometry.giving_indices(found[:1]))
         assert lending.idle_slots(tenant, _Taker(few), 4, unused) == found[:1]
+
+
+def test_first_loads_that_were_not_timed_end_no_call() -> None:
+    """The timing calls of the first loads failed, and all later passes, steps and activations: "no bandwidth was observed"."""
+    backend = _core.make_fault_backend(make_backend(64 * PAGE))
+    with session_on(backend, 64 * PAGE) as session:
+        spec = remap.KVSpec(layers=3, kv_heads=1, head_dim=64, min_blocks=0, max_blocks=2000)
+        data = [bytes([layer]) * SIZE * PAGE for layer in (1, 2, 3)]
+        tenant = session.attach_bytes(data, name="t", kv=spec, active=False, pages="none")
+        backend.arm(_core.Call.elapsed, 1, True)
+        session.activate("t")
+        forward(session, tenant, data)
+        backend.disarm()
+        assert inside(tenant).copy_seconds() == 0.0 and inside(tenant).times() is None
+        for _ in range(2):
+            forward(session, tenant, data)
+            session.step({"t": 2000})
+            remap.advanced.offers(session, "t")
+            session.deactivate("t")
+            session.activate("t")
+        remap.advanced.remap(session, "t", 1)
+        forward(session, tenant, data)
+        assert inside(tenant).copy_seconds() > 0.0 and inside(tenant).times() is not None  # what streams is timed

@@ -87,7 +87,7 @@ TRIED = {
         (
             "--model MODEL --instances 2 --memory 3MiB --host-kv 1MiB --policy pipeline --host 127.0.0.1 --port 0 --threads 1 "
             "--max-num-seqs 4 --max-batch-tokens 64 --bandwidth 1GB --latency-ms 0.5 --max-body 1MiB --max-requests 8 "
-            "--deadline 600 --allow-host box --access-log --log-level info",
+            "--deadline 600 --grace 5 --allow-host box --access-log --log-level info",
             "--model MODEL --address auto --shared many --ahead",
             "--model MODEL --engine vllm --engine-args '{\"max_model_len\": 64}'",
         ),
@@ -98,7 +98,8 @@ TRIED = {
     "remap serve-many": Tried(
         (
             "a=MODEL b=MODEL --memory 3MiB --device cpu --ttft 10 --tbt 1 --host 127.0.0.1 --port 0 --threads 1 --max-num-seqs 4 "
-            "--max-batch-tokens 64 --max-body 1MiB --max-requests 8 --deadline 60 --allow-host box --access-log --log-level info",
+            "--max-batch-tokens 64 --max-body 1MiB --max-requests 8 --deadline 60 --grace 5 --allow-host box "
+            "--access-log --log-level info",
         ),
         parsed="it serves until it is interrupted: test_serve_many.py runs it with these options",
     ),
@@ -649,7 +650,7 @@ def test_what_is_tried_exists() -> None:
 
 def test_a_block_says_what_it_is() -> None:
     """Commands are found by the mark `sh`."""
-    kinds = {"sh", "text", "python", "json", "cmake", "cpp"}
+    kinds = {"sh", "text", "python", "json", "yaml", "cmake", "cpp"}
     assert [
         str(block) for page in documented.PAGES for block in documented.blocks(page) if block.kind not in kinds
     ] == []

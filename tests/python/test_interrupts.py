@@ -6,6 +6,7 @@ and in all of them with REMAP_TEST_LONG; with REMAP_FUZZ set, every place.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -101,6 +102,41 @@ def test_a_detach_at_any_line_keeps_no_stream() -> None:
         assert world.backend.usage()["streams"] == left + (tenants == len(world.SIZES)), interrupt.where
         world.close()
     assert len(last) > 20
+
+
+@pytest.mark.parametrize("points", ["lines", "signals"])
+def test_a_block_that_an_interrupt_ends_leaves_no_pass_open(points: str) -> None:
+    """Ctrl-C as a pass began or ended: while the exception lived, as in the caller's `except`, every call said "inside a pass";
+    and where `__del__` was to end the pass instead, the exception was lost."""
+    world = prepared(CASES["up"], "aliased")
+    tenant = world.engines["a"].tenant
+
+    def one_pass(at: int) -> interrupts.Interrupt:
+        interrupt = interrupts.Interrupt(at, points, ("tenant.py", "locking.py", "memory/passes.py"))
+        sys.settrace(interrupt)
+        with tenant.forward():
+            for layer in range(tenant.layers):
+                tenant.wait(layer)
+                tenant.done(layer)
+        sys.settrace(None)
+        return interrupt
+
+    for at in itertools.count():
+        try:
+            interrupt = one_pass(at)
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            assert not inside(tenant).in_pass
+            world.tell(world.session.step({"a": 1}))
+            world.remap("a", 3 * (at % 2))  # what the core calls a pass has ended as well
+            world.check()
+        else:
+            assert not interrupt.where, f"{interrupt.where}: the interrupt was lost"
+            break
+    assert at > 20
+    tenant.forward().__enter__()  # dropped
+    world.tell(world.session.step({"a": 1}))
+    world.close()
 
 
 def leaks_the_lock(world: Faulty) -> None:

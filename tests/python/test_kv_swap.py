@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import random
+from functools import partial
 
 import pytest
 from arena_worlds import PAGE, make_layers, write_block
@@ -501,6 +502,66 @@ def test_copies_in_that_fail_are_made_again() -> None:
         kv.join()
         assert kv.arrived(again)
         assert [content(tenant, block) for block in ids] == expected
+
+
+@pytest.mark.parametrize("mended", ["freed", "copied in again", "moved, then freed"])
+def test_a_join_is_not_silent_about_a_copy_in_that_failed(mended: str) -> None:
+    """Of two copies in the first failed, and its join said so. The join of the second, whose block was zeros, said nothing, nor
+    did a join of all, nor the same join once more."""
+    backend = _core.make_fault_backend(_core.make_host_backend(64 * PAGE, PAGE, 1))
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=4, max_blocks=8, host_blocks=4)
+    with remap.Session(64 * PAGE, page_bytes=PAGE, platform=remap.advanced.Platform(backend=backend)) as session:
+        tenant = session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)
+        kv = tenant.kv
+        first, second, other = kv.allocate(3)
+        hosts = kv.host.copy_out([first])
+        kv.host.join()
+        backend.fail_async_copy(1)
+        tickets = [kv.host.copy_in(hosts, [block]) for block in (first, second)]
+        for ask in (*(partial(kv.host.join, each) for each in tickets), kv.host.join) * 2:
+            with pytest.raises(remap.DriverError):
+                ask()
+        with pytest.raises(remap.InvalidArgument):
+            kv.free([first, 99])
+        with tenant.forward():  # what others join and compute is not held up
+            kv.free([other])
+        if mended == "copied in again":
+            kv.host.copy_in(hosts, [first])
+            kv.host.copy_in(hosts, [second])
+        else:
+            kv.free([first])
+            with pytest.raises(remap.DriverError):
+                kv.host.join()
+            if mended == "moved, then freed":
+                inside(tenant).kv.move([(second, other)])
+                inside(tenant).kv.pool.commit_moves([(second, other)])
+                with pytest.raises(remap.DriverError):
+                    kv.host.join()
+                kv.free([other])
+                kv.allocate(4)
+            else:
+                kv.free([second])
+        kv.host.join()
+        for each in tickets:
+            with pytest.raises(remap.DriverError):
+                kv.host.join(each)
+
+
+def test_what_never_was_has_not_arrived_and_is_not_kept() -> None:
+    """`arrived` of a ticket that never was, and `kept` of host blocks that were freed, or that there are not: all True."""
+    session, tenant = session_of()
+    with session:
+        host = tenant.kv.host
+        freed = host.copy_out(tenant.kv.allocate(1))
+        host.join()
+        assert host.kept(freed)
+        host.free(freed)
+        for ask in (host.arrived, host.join):
+            with pytest.raises(InvalidArgument, match="what `copy_in` returned"):
+                ask(1)
+        for blocks in (freed, [99], "ab"):
+            with pytest.raises(InvalidArgument, match="not in use"):
+                host.kept(blocks)
 
 
 def test_host_blocks_that_a_failed_copy_should_have_filled_are_known() -> None:

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from reference import tiny_models  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 from remap.model import bind as modules  # noqa: E402
-from remap.model.master import HostMaster, SafetensorsMaster, make_master  # noqa: E402
+from remap.model import master as masters  # noqa: E402
+from remap.model.master import HostMaster, SafetensorsMaster  # noqa: E402
 from remap.model.pack import build  # noqa: E402
 
 IDS = torch.tensor([[1, 5, 3, 10, 2]])
@@ -57,6 +58,10 @@ def layout_of(model, path="model.layers", **arguments):
     return build(modules.collect(model, path), **arguments)
 
 
+def make_master(model, layout, **options):
+    return masters.make_master(modules.tensors_of(model), layout, **options)
+
+
 def run_from(model, master):
     """Install the model from its master copies alone (one copy a layer, by address) and return the logits."""
     layout = master.layout
@@ -69,8 +74,9 @@ def run_from(model, master):
         ctypes.memmove(storage.data_ptr(), place.address, place.nbytes)
         storages.append(storage)
     rest = torch.zeros(layout.rest.nbytes, dtype=torch.uint8)
-    modules.fill(layout.rest, model, rest)
-    modules.install(model, layout, storages, rest)
+    tensors = modules.tensors_of(model)
+    modules.fill(layout.rest, tensors, rest)
+    modules.install(layout, tensors, storages, rest)
     with torch.no_grad():
         return model(IDS).logits
 
@@ -92,7 +98,7 @@ def test_host_master_loads_every_layer_with_one_copy(model):
         model.model.layers[0].mlp.up_proj.weight.zero_()
     assert not torch.equal(logits(model), before)
     layer = layout.layers[0]
-    assert modules.changed(layer, model, master.tensor(0)) == ["model.layers.0.mlp.up_proj.weight"]
+    assert modules.changed(layer, modules.tensors_of(model), master.tensor(0)) == ["model.layers.0.mlp.up_proj.weight"]
     with pytest.raises(InvalidArgument):
         master.range(4)
     given = []

@@ -40,13 +40,13 @@ def memory(part):
 
 
 def install(model, path, **arguments):
-    """Collect, pack, fill and install. Returns (layout, storages, rest)."""
+    """Collect, pack, fill and install. Returns (layout, tensors, storages, rest)."""
     layout = build(modules.collect(model, path), **arguments)
-    parts = [memory(part) for part in layout.parts]
+    parts, tensors = [memory(part) for part in layout.parts], modules.tensors_of(model)
     for part, destination in zip(layout.parts, parts, strict=True):
-        modules.fill(part, model, destination)
-    modules.install(model, layout, parts[:-1], parts[-1])
-    return layout, parts[:-1], parts[-1]
+        modules.fill(part, tensors, destination)
+    modules.install(layout, tensors, parts[:-1], parts[-1])
+    return layout, tensors, parts[:-1], parts[-1]
 
 
 def named(model):
@@ -66,7 +66,7 @@ def test_install_and_restore_are_bit_identical(name):
     make, path = MODELS[name]
     model = make()
     before, was = output(model), facts(model)
-    layout, storages, rest = install(model, path)
+    layout, tensors, storages, rest = install(model, path)
     assert torch.equal(output(model), before)
     assert facts(model) == was
     everything = [*storages, rest]
@@ -86,7 +86,7 @@ def test_install_and_restore_are_bit_identical(name):
 
     master = storages[2].clone()
     storages[2].random_()  # a streamed layer's region shows another layer's bytes
-    assert modules.restore(model, layout, storages, rest, sources={2: master}) == []
+    modules.restore(layout, tensors, storages, rest, sources={2: master})
     for storage in everything:
         storage.fill_(255)
     assert torch.equal(output(model), before)
@@ -96,41 +96,46 @@ def test_install_and_restore_are_bit_identical(name):
     assert torch.equal(output(model), before)
 
 
-def test_restore_leaves_replaced_tensors_alone_and_refuses_stray_views():
+def test_restore_goes_by_the_objects_and_what_they_show():
+    """It went by paths: what was renamed, or registered anew over the same memory, kept memory that was then unmapped."""
     model = tiny_models.OddModel()
-    layout, storages, rest = install(model, "blocks")
-    mine = nn.Parameter(torch.ones(7, 7))
-    old = model.blocks[0].strided
-    model.blocks[0].strided = mine
-    model.blocks[1].transposed = nn.Parameter(model.blocks[1].transposed[:3])
-    address = model.blocks[0].left.data_ptr()
-    with pytest.raises(InvalidState) as caught:
-        modules.restore(model, layout, storages, rest)
-    assert caught.value.path == "blocks.1.transposed"
-    assert model.blocks[0].left.data_ptr() == address
-    model.blocks[1].transposed = nn.Parameter(torch.ones(7, 7))
-    skipped = modules.restore(model, layout, storages, rest)
-    assert sorted(skipped) == ["alias.0.strided", "alias.1.transposed", "blocks.0.strided", "blocks.1.transposed"]
-    assert model.blocks[0].strided is mine
-    assert mine.data_ptr() != old.data_ptr()
-    assert model.blocks[0].left.data_ptr() != address
+    layout, tensors, storages, rest = install(model, "blocks")
+    block = model.blocks[0]
+    mine, old, renamed, whole = nn.Parameter(torch.ones(7, 7)), block.strided, block.left, model.blocks[1].transposed
+    block.strided, block.other = mine, renamed  # replaced by memory of its own; under another name
+    del block.left
+    model.blocks[1].transposed = nn.Parameter(whole[:3])  # another object, over a part of the same memory
+    del model.alias
+    model.far = nn.Parameter(storages[0].as_strided((storages[0].numel() // 4,), (4,)), requires_grad=False)
+    before = {id(tensor): tensor.detach().clone() for tensor in tensors.values()}
+    address = renamed.data_ptr()
+    with pytest.raises(InvalidState) as caught:  # of more than one tensor
+        modules.restore(layout, tensors, storages, rest, others=modules.tensors_of(model).items())
+    assert caught.value.path == "far" and renamed.data_ptr() == address
+    del model.far
+    modules.restore(layout, tensors, storages, rest, others=modules.tensors_of(model).items())
+    for storage in (*storages, rest):
+        storage.fill_(255)
+    assert block.strided is mine and mine.data_ptr() != old.data_ptr()
+    assert all(torch.equal(tensor, before[id(tensor)]) for tensor in tensors.values())
+    assert model.blocks[1].transposed.data_ptr() == whole.data_ptr()
 
 
 def test_models_made_under_inference_mode_work_in_every_mode():
     with torch.inference_mode():
         model = tiny_models.llama(layers=2)
     before = output(model)
-    layout, storages, rest = install(model, "model.layers")
+    layout, tensors, storages, rest = install(model, "model.layers")
     assert all(p.is_inference() for p in model.parameters())
     assert torch.equal(output(model), before)
     with torch.inference_mode():
         assert torch.equal(model(IDS).logits, before)
-        modules.restore(model, layout, storages, rest)  # the caller's mode does not matter
+        modules.restore(layout, tensors, storages, rest)  # the caller's mode does not matter
     rest.fill_(255)
     assert torch.equal(output(model), before)
-    watch = modules.WriteWatch(model, layout)
+    watch = modules.WriteWatch(model, model.model.layers, layout, tensors)
     assert watch.untracked[0][0] == "model.layers.0.self_attn.q_proj.weight"
-    assert watch.written() == {}
+    assert watch.written_in(range(2)) == {}
 
 
 def test_install_under_inference_mode_gives_normal_tensors():
@@ -146,13 +151,13 @@ def test_install_under_inference_mode_gives_normal_tensors():
 
 def test_a_failed_install_changes_nothing(monkeypatch):
     model = tiny_models.llama(layers=2)
-    layout = build(modules.collect(model, "model.layers"))
+    layout, tensors = build(modules.collect(model, "model.layers")), modules.tensors_of(model)
     one, other, rest = (memory(part) for part in layout.parts)
 
     def refused(error, storages):
         before = addresses(model)
         with pytest.raises(error):
-            modules.install(model, layout, storages, rest)
+            modules.install(layout, tensors, storages, rest)
         assert addresses(model) == before
 
     refused(InvalidArgument, [one])
@@ -174,7 +179,7 @@ def test_a_failed_install_changes_nothing(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(modules, "_view", failing)  # torch refuses half way
         refused(ZeroDivisionError, [one, other])
-    model.model.layers[1].mlp.up_proj = nn.Linear(64, 99, bias=False)
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(99, 64)
     refused(InvalidArgument, [one, other])
 
 
@@ -223,12 +228,12 @@ def test_memory_shared_behind_two_storages_counts_as_shared():
     first, second = (s for s in modules.collect(model, "layers") if s.path.endswith("x"))
     assert first.storage == second.storage
     assert first.storage_offset_bytes - second.storage_offset_bytes == 16
-    layout, storages, rest = install(model, "layers")
+    layout, tensors, storages, rest = install(model, "layers")
     assert [path for path, _ in layout.kept_resident] == ["layers.0.x", "layers.1.x"]
     for value in (99, 98):
         model.layers[1].x[20] = value
         assert model.layers[0].x[4] == value
-        modules.restore(model, layout, storages, rest)
+        modules.restore(layout, tensors, storages, rest)
 
 
 def test_tensors_that_cannot_be_moved_are_refused():
@@ -270,8 +275,18 @@ class Counting(nn.Module):
 
 def watched():
     model = Counting().eval()
-    layout, storages, _ = install(model, "layers")
-    return model, layout, storages, modules.WriteWatch(model, layout)
+    layout, tensors, storages, _ = install(model, "layers")
+    return model, layout, tensors, storages, modules.WriteWatch(model, list(model.layers), layout, tensors)
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+
+def swap(layers):
+    layers[0], layers[1] = layers[1], layers[0]
 
 
 PARAMETERS = ["layers.0.0.weight", "layers.0.0.bias"]
@@ -284,39 +299,67 @@ CHANGES = {
     ),
     "read": (lambda layers: [layer(layer.step.float() + torch.ones(5, 4)) for layer in layers], {}),
     "counted": (lambda layers: layers[2].step.add_(1), {2: ["layers.2.step"]}),
-    # Replaced: the tensor, the module that holds it, or the layer itself (the paths that are left are the layer's own).
-    "tensor": (lambda layers: setattr(layers[0][0], "bias", None), {0: PARAMETERS[1:]}),
+    # Replaced: the tensor, the module that holds it, its memory; or the layer has gone (the paths are then its own).
+    "tensor": (lambda layers: setattr(layers[0][0], "bias", nn.Parameter(torch.ones(4))), {0: PARAMETERS[1:]}),
     "module": (lambda layers: layers[0].__setitem__(0, nn.Linear(4, 4)), {0: PARAMETERS}),
+    "memory": (lambda layers: setattr(layers[0][0].bias, "data", torch.ones(4)), {0: PARAMETERS[1:]}),
     "layer": (lambda layers: layers.__setitem__(0, nn.Sequential()), {0: ...}),
+    # Another layer does not wait for these bytes.
+    "taken": (
+        lambda layers: layers[1].__setitem__(0, layers[0][0]),
+        {0: PARAMETERS, 1: ["layers.1.0.weight", "layers.1.0.bias"]},
+    ),
+    "lent": (
+        lambda layers: setattr(layers[1][0], "bias", layers[0][0].bias),
+        {0: PARAMETERS[1:], 1: ["layers.1.0.bias"]},
+    ),
+    # Only another name, or none: the bytes are where they were.
+    "wrapped": (lambda layers: layers[0].__setitem__(0, Around(layers[0][0])), {}),
+    "wrapped layer": (lambda layers: layers.__setitem__(0, Around(layers[0])), {}),
+    "other places": (swap, {}),
+    "removed": (lambda layers: setattr(layers[0][0], "bias", None), {}),
     "no bytes": (lambda layers: layers[0][0].requires_grad_(False), {}),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_written_in_agrees_with_written_for_every_kind_of_change(change):
-    model, layout, _, watch = watched()
+def test_every_kind_of_change_is_found_in_its_layer(change):
+    model, layout, tensors, _, watch = watched()
     assert watch.written_in(range(3)) == {}
     make, expected = CHANGES[change]
     with torch.no_grad():
         make(model.layers)
-    found = watch.written()
-    assert watch.written_in([9, 2, 1, 0, 1, -1]) == found
+    found = watch.written_in([9, 2, 1, 0, 1, -1])
     assert watch.written_in([]) == {}
     for layer in range(3):
         assert watch.written_in((layer,)) == {i: p for i, p in found.items() if i == layer}
     if change == "written":
-        assert modules.WriteWatch(model, layout).written() == {}
+        assert modules.WriteWatch(model, list(model.layers), layout, tensors).written_in(range(3)) == {}
     if change == "layer":
         assert list(found) == [0] and set(PARAMETERS) <= set(found[0])
     else:
         assert found == expected
 
 
+def test_what_was_replaced_is_reported_until_it_is_back():
+    model, *_, watch = watched()
+    layer = model.layers[0]
+    kept, layer[0] = layer[0], nn.Linear(4, 4)
+    assert watch.written_in((0,)) == {0: PARAMETERS}
+    layer[1].extra = nn.Linear(4, 4)
+    del layer.step
+    assert watch.written_in((0,)) == {0: ["layers.0.step", *PARAMETERS]}
+    assert watch.written_in((0,), replaced=False) == {}
+    layer[0] = kept
+    layer.step = nn.Buffer(torch.zeros(()))
+    assert watch.written_in((0,)) == {0: ["layers.0.step"]}
+
+
 def test_changed_sees_writes_that_have_no_version():
-    model, layout, storages, watch = watched()
+    model, layout, tensors, storages, watch = watched()
     masters = [storage.clone() for storage in storages]
     model.layers[1][0].weight.data[2, 2] = 7.0
     model.layers[1].step.numpy()[()] = 3
-    assert watch.written() == {}
-    found = [modules.changed(part, model, master) for part, master in zip(layout.layers, masters, strict=True)]
+    assert watch.written_in(range(3)) == {}
+    found = [modules.changed(part, tensors, master) for part, master in zip(layout.layers, masters, strict=True)]
     assert found == [[], ["layers.1.step", "layers.1.0.weight"], []]

@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +27,12 @@ pytest.importorskip("transformers", reason="needs the extras cluster, test-clust
 import httpx
 import torch
 from cluster_folder import byte_tokenizer
+from test_cluster_front import until
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import remap
 from remap.cluster.app import make_endpoints
-from remap.cluster.many import ManyModels
+from remap.cluster.many import HUNG_S, ManyModels
 from remap.cluster.many_models import make_many, plan_many
 from remap.cluster.many_serving import COLD_START, serving_of
 from remap.cluster.prompts import Catalog, Served
@@ -253,11 +256,42 @@ def test_an_unforeseen_error_answers_everybody_and_ends_the_server(
     serving(folders, 2 * least(folders), world)
 
 
+def test_a_thread_that_hangs_is_seen_and_so_is_that_it_goes_on() -> None:
+    """/health went on to say ok."""
+    begun, go, now = threading.Event(), threading.Event(), [0.0]
+
+    def step() -> dict[str, Any]:
+        begun.set()
+        assert go.wait(60.0)
+        return {}
+
+    async def run() -> None:
+        shared: Any = SimpleNamespace(engines={}, unfinished=1, step=step, forget_samples=lambda: None)
+        front = ManyModels(shared, lambda: now[0])
+        serving = serving_of(front, Catalog([Served("a", None, 9)]), session)
+        assert serving.health()["status"] == "ok"  # it has not begun
+        await front.start()
+        await asyncio.to_thread(begun.wait, 60.0)
+        for now_s, found in ((HUNG_S, {"status": "ok", "serving": 1}), (HUNG_S + 1, {"status": "hangs", "serving": 0})):
+            now[0] = now_s
+            assert serving.health() == found
+            # Of a session that hangs nothing is asked.
+            text = await serving.figures()
+            assert b"remap_server_unfinished" in text and (b"remap_session_epoch" in text) is bool(found["serving"])
+        go.set()
+        await until(lambda: serving.health()["status"] == "ok")
+        await front.close()
+
+    with remap.Session(8 * PAGE, page_bytes=PAGE) as session:
+        asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
 def test_the_command_serves_and_ends(folders: dict[str, str], expected: dict[str, list[int]]) -> None:
     names = [f"{name}={folder}" for name, folder in folders.items()]
     options = (
         "--memory 3MiB --device cpu --ttft 10 --tbt 1 --host 127.0.0.1 --port 0 --threads 1 --max-num-seqs 4 "
-        "--max-batch-tokens 64 --max-body 1MiB --max-requests 8 --deadline 60 --allow-host box --access-log --log-level info"
+        "--max-batch-tokens 64 --max-body 1MiB --max-requests 8 --deadline 60 --grace 5 --allow-host box "
+        "--access-log --log-level info"
     )
     command = [sys.executable, "-m", "remap", "serve-many", *names, *options.split()]
     with subprocess.Popen(
@@ -278,7 +312,7 @@ def test_the_command_serves_and_ends(folders: dict[str, str], expected: dict[str
         finally:
             server.send_signal(signal.SIGINT)
             rest = server.stdout.read()
-            assert server.wait(60) == 0 and "ended" in rest, "".join(lines) + rest
+            assert server.wait(60) == 0 and "ended" in rest and "or in 5 s" in rest, "".join(lines) + rest
 
 
 def test_two_servers_share_a_brokers_pages(

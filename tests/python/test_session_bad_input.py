@@ -87,8 +87,9 @@ def test_sizes_that_are_none(size):
 
 @pytest.mark.parametrize("page", [0, 1000, 4095, 4097, "6KB", 12 * 1024 + 1, 12288, 3 << 20])
 def test_page_sizes_that_the_backend_cannot_have(page):
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgument) as caught:
         remap.Session("24MiB", page_bytes=page)
+    assert page or caught.value.field == "page_bytes", "no capacity is too small for a page of 0 bytes"
 
 
 def test_a_capacity_below_one_page_says_the_minimum():

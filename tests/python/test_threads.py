@@ -282,3 +282,43 @@ else:
     raise SystemExit("not found")
 """
     expect_ok(program, timeout_s=LIMIT_S + 60)
+
+
+def test_a_close_beside_another_threads_pass_is_refused() -> None:
+    """It was accepted at once, and an engine that computed at the layers' addresses died of SIGSEGV. Not so beside a pass whose
+    thread has ended: nobody reads there any more, and nobody could end it."""
+    session = remap.Session(64 * PAGE, page_bytes=PAGE)
+    engine = attach(session, "a", [2, 2], 0)
+    tenant, address = engine.tenant, remap.advanced.layer_address(session, "a", 0)
+    entered, leave = threading.Event(), threading.Event()
+    seen: list[Any] = []
+
+    def serve() -> None:
+        with tenant.forward():
+            for layer in range(tenant.layers):
+                tenant.wait(layer)
+                entered.set()
+                leave.wait(LIMIT_S)
+                tenant.done(layer)
+            seen.append(ctypes.string_at(address, len(engine.data[0])) == engine.data[0])
+
+    def vanish() -> None:
+        seen.append(tenant.forward())
+        seen[-1].__enter__()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert entered.wait(LIMIT_S)
+    with pytest.raises(InvalidState, match="inside a pass") as caught:
+        session.close()
+    assert caught.value.fields["tenant"] == "a" and not session.closed and tenant.kv.allocate(1)
+    leave.set()
+    thread.join()
+    assert seen == [True]
+    thread = threading.Thread(target=vanish)
+    thread.start()
+    thread.join()
+    with pytest.raises(InvalidState, match="a pass is open"):
+        tenant.forward().__enter__()
+    session.close()
+    assert session.closed

@@ -334,7 +334,7 @@ def test_a_window_closes_whose_thread_has_seen_that_first(tmp_path: Path) -> Non
         window.close()
         window.close()
         assert not window.path.exists()
-        assert window._listener.fileno() == window._woken.fileno() == window._waker.fileno() == -1
+        assert window._listener._socket.fileno() == window._woken.fileno() == window._waker.fileno() == -1
 
 
 def test_many_look_and_one_that_reads_nothing_is_let_go(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import inspect
 import runpy
@@ -191,6 +193,17 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was_and_it_goes_on(error):
         assert torch.equal(_goes_on(model, start, cache, LONG - SHORT), expected)
 
 
+def test_without_blocks_the_error_names_the_layers_that_were_written():
+    """It said that no more layers may be given, and not why."""
+    model = llama()
+    with watched(model) as rig, torch.no_grad():
+        model.generate(**prompts(2, 6), **BRIEF)
+        model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+        with pytest.raises(OutOfBlocks, match=r"layers \[1\] stay: something wrote") as failed:
+            model(prompts(2, 2000)["input_ids"], **as_cache(rig.attached.cache()))
+        assert failed.value.written == (1,)
+
+
 def test_two_models_share_a_session():
     models = [llama(seed=0), llama(seed=1)]
     given = [prompts(3, 9, seed=3), prompts(3, 9, seed=4)]
@@ -352,6 +365,124 @@ def test_a_cache_of_another_shape_than_the_configuration_says_is_refused():
             cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 0)
         assert (refused.value.expected, refused.value.keys) == ((2, 2, 1, 16), (2, 2, 1, 8))
         cache.finish(False)
+
+
+def _functools(model):
+    forward = model.forward
+    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+def _accelerate(model):
+    hooks = pytest.importorskip("accelerate").hooks
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+
+
+def _cache_factory(model):
+    prepare = model._prepare_cache_for_generation
+    model._prepare_cache_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [_functools, _accelerate, _cache_factory])
+@pytest.mark.parametrize("end", ["close", "session.close", "session.detach"])
+def test_a_model_outlives_wrappers_around_what_attach_put_in(wrap, end):
+    """Every call said that the session was closed, for ever, and attach refused it too."""
+    model, given = llama(), prompts(2, 6)
+    expected = model.generate(**given, **BRIEF)
+    for turn in range(2):  # the second time the wrapper is there before
+        with watched(model) as rig:
+            if not turn:
+                wrap(model)
+            assert torch.equal(model.generate(**given, **BRIEF), expected)
+            {"close": rig.attached.close, "session.close": rig.session.close}.get(
+                end, lambda: rig.session.detach("model")
+            )()
+            assert torch.equal(model.generate(**given, **BRIEF), expected)
+        assert torch.equal(model.generate(**given, **BRIEF), expected)
+
+
+def test_a_cache_whose_model_was_detached_says_so():
+    """`close` between two passes of generate() was told as a pass that nobody had prepared."""
+    model, given = llama(), prompts(2, 6)
+    with watched(model) as rig:
+        cache = rig.attached.cache()
+
+        class Stop(transformers.StoppingCriteria):
+            def __call__(self, ids, scores, **kwargs):
+                rig.attached.close()
+                return torch.zeros(len(ids), dtype=torch.bool)
+
+        with pytest.raises(InvalidState, match="detached"):
+            model.generate(**given, **BRIEF, **as_cache(cache), stopping_criteria=[Stop()])
+        with pytest.raises(InvalidState, match="detached"):
+            cache.layers[0].keys  # noqa: B018
+
+
+def test_early_exit_is_refused_before_the_first_pass():
+    """It failed inside of a pass, and transformers left the model with two layers."""
+    model, given = llama(), prompts(1, 9)
+    expected = model.generate(**given, **BRIEF)
+    with watched(model):
+        with pytest.raises(InvalidArgument) as refused:
+            model.generate(**given, **BRIEF, assistant_early_exit=2)
+        assert refused.value.assistant_early_exit == 2
+        assert model.config.num_hidden_layers == 6
+        assert torch.equal(model.generate(**given, **BRIEF), expected)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_autocast_is_that_of_the_bare_model(first):
+    """Its values are bfloat16 and its keys float32: it was refused, with float32 as the reason."""
+    model, given = llama(), prompts(3, 9, padded=2)
+    caches = [DynamicCache(config=model.config)]
+
+    def run(cache):
+        with torch.autocast("cpu", torch.bfloat16, enabled=first):
+            text = model.generate(**given, **BRIEF, **as_cache(cache))
+        with torch.autocast("cpu", torch.bfloat16):
+            return _goes_on(model, text, cache, LONG)
+
+    expected = run(caches[0])
+    with watched(model) as rig:
+        caches.append(rig.attached.cache())
+        assert torch.equal(run(caches[1]), expected)
+        rig.assert_moved()
+        for layer, other in zip(caches[1].layers, caches[0].layers):
+            assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+        with torch.no_grad(), pytest.raises(InvalidArgument, match="float64") as refused:
+            cache = rig.attached.cache()
+            cache.prepare(2, 1)
+            cache.update(torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16).double(), 0)
+        assert refused.value.keys == refused.value.expected
+
+
+def test_a_copy_of_a_cache_continues_by_itself():
+    """transformers' recipe for a common prefix, `copy.deepcopy(cache)`, was a TypeError about the session's backend."""
+    model, prefix = llama(), prompts(1, 21)["input_ids"]
+    texts = [torch.cat([prefix, prompts(1, 4, seed=seed)["input_ids"]], 1) for seed in (4, 5, 6)]
+
+    def run(cache):
+        with torch.no_grad():
+            model(prefix, **as_cache(cache))
+        caches = [copy.deepcopy(cache) for _ in texts] + [cache]
+        return [_goes_on(model, text, one, 30) for text, one in zip([*texts, texts[0]], caches)]
+
+    expected = run(DynamicCache(config=model.config))
+    with watched(model) as rig:
+        assert all(torch.equal(mine, bare) for mine, bare in zip(run(rig.attached.cache()), expected))
+        rig.attached.step()
+        assert rig.attached.snapshot.live_blocks == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_dynamically_quantised_model_is_attached_as_it_is():
+    """Its Linear's `weight` is a method: attach ended in an AttributeError."""
+    if not {"fbgemm", "x86"} & set(torch.backends.quantized.supported_engines):
+        pytest.skip("this torch has no quantised kernels")
+    model, given = llama(), prompts(2, 6)
+    model.model.layers = torch.ao.quantization.quantize_dynamic(model.model.layers, {torch.nn.Linear})
+    expected = model.generate(**given, **GREEDY)
+    with watched(model):
+        assert torch.equal(model.generate(**given, **GREEDY), expected)
 
 
 def test_a_model_that_nobody_closes_is_collected():

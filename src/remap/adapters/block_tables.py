@@ -7,7 +7,7 @@
     copies = table.extend(plan)       # allocates them; copies: (from, to) blocks whose bytes have to be copied first
 
 Each row (the blocks of one sequence) that shows a block holds it; a block that no row shows is free. A row never writes
-into a block that another row shows: `plan` gives it a copy, so `select` copies nothing. This module holds ids only: no
+into a block that another row shows: `plan` gives it a copy, so `select` and `copy` copy nothing. This module holds ids only: no
 torch, no bytes.
 """
 
@@ -109,6 +109,10 @@ class SharedBlocks:
 
     # -- for tables ------------------------------------------------------------------------------------------------
 
+    def shown(self, block: int) -> int:
+        """Number of rows that show it, of all tables."""
+        return self._shown[block]
+
     def take(self, count: int) -> list[int]:
         """Allocate blocks, each shown by one row. Raises OutOfBlocks; nothing has changed then."""
         ids = self._pool.allocate(count)
@@ -154,11 +158,11 @@ class BatchTable:
         size = self._blocks.block_tokens
         after = self.tokens + tokens
         place = self.tokens // size  # of the first block that is written, if the row has it already
-        # One of the rows that show a block may keep it: the last one.
-        keeps = {row[place]: index for index, row in enumerate(self.rows) if tokens and place < len(row)}
-        shared = tuple(
-            (index, place) for index, row in enumerate(self.rows) if keeps.get(_at(row, place), index) != index
-        )
+        writes = [(index, row[place]) for index, row in enumerate(self.rows) if tokens and place < len(row)]
+        here = Counter(block for _, block in writes)
+        # One of the rows that show a block may keep it: the last one, unless another table shows it too.
+        keeps = {block: index for index, block in writes if self._blocks.shown(block) == here[block]}
+        shared = tuple((index, place) for index, block in writes if keeps.get(block) != index)
         missing = tuple(max(0, -(-after // size) - len(row)) for row in (self.rows or [[]] * rows))
         return Growth(rows, after, shared, missing)
 
@@ -206,12 +210,25 @@ class BatchTable:
                     index=index,
                     rows=len(self.rows),
                 )
-        after = [list(self.rows[index]) for index in indices]
-        self._blocks.show(block for row in after for block in row)
+        after = self._held(indices)
         before = [block for row in self.rows for block in row]
         self.rows[:] = after
         self.version += 1
         self._blocks.drop(before)
+
+    def copy(self) -> BatchTable:
+        """Another table that shows the same blocks. Copies no bytes."""
+        made = self._blocks.table()
+        made.rows.extend(self._held(range(len(self.rows))))
+        made.tokens = self.tokens
+        return made
+
+    def _held(self, indices: Iterable[int]) -> list[list[int]]:
+        """These rows once more, shown, without the blocks of a pass that failed: two rows would write into them."""
+        held = -(-self.tokens // self._blocks.block_tokens)
+        rows = [self.rows[index][:held] for index in indices]
+        self._blocks.show(block for row in rows for block in row)
+        return rows
 
     def clear(self) -> None:
         """Drop all sequences and their blocks."""
@@ -220,7 +237,3 @@ class BatchTable:
         self.tokens = 0
         self.version += 1
         self._blocks.drop(gone)
-
-
-def _at(row: Sequence[int], place: int) -> int:
-    return row[place] if place < len(row) else -1

@@ -43,14 +43,28 @@ class BlockStore:
         self._layer_rows = 2 * spec.block_tokens * spec.kv_heads
         rows = kv.max_blocks * spec.layers * self._layer_rows
         with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
-            self._region = torch.empty(0, dtype=first.dtype, device=first.device)
+            self._rows: torch.Tensor | None = torch.empty(0, dtype=first.dtype, device=first.device)
             shape, stride = (rows, spec.head_dim), (spec.head_dim, 1)
-            self._region.set_(first.untyped_storage(), first.storage_offset(), shape, stride)
+            self._rows.set_(first.untyped_storage(), first.storage_offset(), shape, stride)
             self._workspace = torch.empty(0, dtype=first.dtype, device=first.device)
             # Distance from a token's first row to the row of (keys or values, head), shape (2, 1, kv_heads, 1).
             heads = torch.arange(spec.kv_heads, device=first.device).view(1, 1, -1, 1)
             kinds = torch.arange(2, device=first.device).view(2, 1, 1, 1)
             self._inner = heads + kinds * (spec.block_tokens * spec.kv_heads)
+
+    @property
+    def region(self) -> torch.Tensor:
+        """All rows. Raises InvalidState once the memory has gone."""
+        if self._rows is None:
+            raise InvalidState(
+                "the cache was made for a model that has been detached, and its tokens went with it; nothing was computed; "
+                "begin again with a new cache"
+            )
+        return self._rows
+
+    def close(self) -> None:
+        """The memory goes away."""
+        self._rows = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -74,7 +88,7 @@ class BlockStore:
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values, each of shape (sequences, kv_heads, tokens, head_dim), to `rows` (see `rows()`)."""
         for where, what in zip(rows + layer * self._layer_rows, (keys, values)):
-            self._region.index_copy_(0, where.reshape(-1), what.reshape(-1, self.spec.head_dim))
+            self.region.index_copy_(0, where.reshape(-1), what.reshape(-1, self.spec.head_dim).to(self.dtype))
 
     def read(self, layer: int, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The keys and values in `rows`, dense, of shape (2, sequences, kv_heads, tokens, head_dim).
@@ -89,7 +103,7 @@ class BlockStore:
                     self._workspace = self._workspace.new_empty(needed + needed // 4)
             out = self._workspace[:needed].view(shape)
         where = (rows + layer * self._layer_rows).view(-1)
-        torch.index_select(self._region, 0, where, out=out.view(-1, self.spec.head_dim))
+        torch.index_select(self.region, 0, where, out=out.view(-1, self.spec.head_dim))
         return out
 
 
@@ -135,6 +149,7 @@ class BlockLayer(CacheLayerMixin):
         self._batch = batch
         self._layer = layer
         self.tokens = 0
+        self.dtypes: tuple[torch.dtype, ...] = ()  # of keys and values, as a cache that appends them would have them
         self.is_sliding = window is not None
         self.sliding_window = window
 
@@ -163,18 +178,23 @@ class BlockLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the tokens of this pass; return the keys and values for attention, (batch, kv_heads, tokens, head_dim)
-        each.
+        each, in the dtype in which they came: a pool keeps those of a narrower dtype exactly (autocast).
 
         The returned tensors lie in the workspace and are valid until another layer's update. Raises InvalidState
         outside of a prepared pass, or if gradients would be lost; InvalidArgument (fields expected, keys, values) for
         shapes or a dtype that differ from the KV pool's. Nothing was written then.
         """
         batch, count = self._batch, self._checked(key_states, value_states)
+        if not self.tokens:
+            self.dtypes = (key_states.dtype, value_states.dtype)
+        given = zip(self.dtypes, (key_states, value_states))
+        self.dtypes = tuple(torch.promote_types(before, now.dtype) for before, now in given)
         batch.store.write(self._layer, batch.rows(self.tokens, count), key_states, value_states)
         shown = self.tokens if self.sliding_window is None else min(self.tokens, self.sliding_window - 1)
         both = batch.store.read(self._layer, batch.rows(self.tokens - shown, shown + count))
         self.tokens += count
-        return both[0], both[1]
+        keys, values = (one.to(dtype) for one, dtype in zip(both, self.dtypes))
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(number of tokens that `update` will return, position of the first of them)."""
@@ -223,6 +243,7 @@ class BlockLayer(CacheLayerMixin):
     def _checked(self, keys: torch.Tensor, values: torch.Tensor) -> int:
         """The number of tokens. Raises InvalidState or InvalidArgument as `update` does."""
         spec, slots = self._batch.store.spec, self._batch.slots
+        _ = self._batch.store.region
         if slots is None or slots != (self.tokens, keys.shape[-2]):
             raise InvalidState(
                 f"layer {self._layer} got {keys.shape[-2]} tokens after {self.tokens}, and no pass was prepared for "
@@ -234,16 +255,14 @@ class BlockLayer(CacheLayerMixin):
             )
         expected = (len(self._batch.table.rows), spec.kv_heads, slots[1], spec.head_dim)
         dtype = self._batch.store.dtype
-        if (
-            tuple(keys.shape) != expected
-            or tuple(values.shape) != expected
-            or keys.dtype != dtype
-            or values.dtype != dtype
-        ):
+        fits = [
+            tuple(each.shape) == expected and torch.promote_types(each.dtype, dtype) == dtype for each in (keys, values)
+        ]
+        if not all(fits):
             raise InvalidArgument(
-                f"layer {self._layer} gave keys {tuple(keys.shape)} and values {tuple(values.shape)} of {keys.dtype}, "
-                f"but the KV pool takes {expected} of {dtype}; nothing was written; one KVSpec does not fit models "
-                "whose layers differ in KV heads or head dimension; for another dtype pass attach(dtype=)",
+                f"layer {self._layer} gave keys {tuple(keys.shape)} of {keys.dtype} and values {tuple(values.shape)} of "
+                f"{values.dtype}, but the KV pool takes {expected} of {dtype}; nothing was written; one KVSpec does not fit "
+                "models whose layers differ in KV heads or head dimension; for another dtype pass attach(dtype=)",
                 layer=self._layer,
                 expected=expected,
                 keys=tuple(keys.shape),
@@ -347,6 +366,14 @@ class PagedCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times, side by side."""
         self.table.select([row for row in range(len(self.table.rows)) for _ in range(repeats)])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """Another cache of the same tokens, which continues by itself. Copies no bytes until one of them writes."""
+        windows = [layer.sliding_window for layer in self._layers]
+        memo[id(self)] = made = PagedCache(self._batch.store, self.table.copy(), windows, self._ready, self._copy)
+        for layer, mine in zip(made._layers, self._layers):
+            layer.tokens, layer.dtypes = self.table.tokens, mine.dtypes
+        return made
 
     def _set(self, tokens: int) -> None:
         self._batch.slots = None

@@ -49,7 +49,7 @@ from remap.errors import Error, InvalidArgument
 from remap.joined import UNIX
 from remap.moved import present
 from remap.policy.turns import TURN_S
-from remap.sizes import MOST_BYTES, parse_size
+from remap.sizes import parse_size
 
 __all__ = ["Settings", "enabled"]
 
@@ -220,10 +220,10 @@ def _size(environment: Mapping[str, str], name: str) -> int | None:
         return None
     expected = "a number of bytes above 0, or text such as 24GiB"
     try:
-        size = int(value) if value.isascii() and value.isdigit() and len(value) < 20 else parse_size(value, name)
+        size = parse_size(value, name)
     except Error as error:
         raise _refuse(name, value, expected) from error
-    if not 0 < size <= MOST_BYTES:
+    if size == 0:
         raise _refuse(name, value, expected)
     return size
 

@@ -46,7 +46,7 @@ from remap.kv.spec import KVSpec
 from remap.memory import device as devices
 from remap.model.bind import find_layers, resolve_layers
 from remap.model.footprint import footprint
-from remap.model.hooks import OURS, call_shape
+from remap.model.hooks import AttachedHooks, call_shape
 from remap.policy.views import Demand
 from remap.report import StepReport, TenantSnapshot
 from remap.session import Session
@@ -113,8 +113,8 @@ def attach(
     priority, embedding, ...).
 
     Raises InvalidArgument for a bad option, for a model that does not fit one KVSpec (`kv_of_config`) or for tensors
-    that cannot be moved (such as a quantiser's tensor subclasses); InvalidState if the model's forward was replaced on
-    the instance, or if transformers is of another version than the tested ones and differs from them (fields version,
+    that cannot be moved (such as a quantiser's tensor subclasses); InvalidState if the model is attached already, or if
+    transformers is of another version than the tested ones and differs from them (fields version,
     tested, and unlike or differed); OutOfMemory (field minimum_bytes). Nothing has changed then. With a version that is
     newer than the tested ones, `attach` generates a few tokens twice (see `trial`).
     """
@@ -132,9 +132,8 @@ def attach(
         )
     if session is not None and (device is not None or session_options):
         raise InvalidArgument("device and session_options do not go with an open session; nothing was attached")
-    for taken in ("forward", _FACTORY):
-        if taken in inner.__dict__:
-            raise InvalidState(f"model.{taken} was replaced on this instance (attached already?); nothing was attached")
+    if any(each.model is inner and not each.closed for peers in _AT.values() for each in peers.values()):
+        raise InvalidState("the model is attached already; nothing was attached; close what attach returned first")
     if implicit and not callable(getattr(inner, _FACTORY, None)):
         raise InvalidState(
             f"{type(inner).__name__} has no {_FACTORY}, where generate() makes its cache; nothing was attached; pass "
@@ -194,11 +193,12 @@ class Attached:
         self._scheduled: tuple[type, ...] = ()  # types of caches whose scheduler makes the step before a pass
         self.makes_caches = True  # whether generate() gets caches of ours
         self.cached_tokens = 0  # positions that passes have written to caches of ours, of one sequence each
+        inner = inside(tenant)
+        self._hooks = inner.hooks or AttachedHooks(inner)  # they go when the tenant goes, whoever detaches it
         # This wraps the bracket of a pass: a session refuses step() inside of a pass.
-        self._forward = self._before_pass(model.forward)
-        object.__setattr__(model, "forward", self._forward)
+        self._hooks.wrap(model, "forward", self._before_pass(model.forward))
         if implicit:
-            object.__setattr__(model, _FACTORY, self._factory(getattr(model, _FACTORY)))
+            self._hooks.wrap(model, _FACTORY, self._factory(getattr(model, _FACTORY)))
         _AT.setdefault(session, weakref.WeakValueDictionary())[self.name] = self
         self.closed = False
 
@@ -265,10 +265,8 @@ class Attached:
             self.session.close()
         elif not self.session.closed:
             self.session.detach(self.name)
-        if self.model.__dict__.get("forward") is self._forward:
-            object.__delattr__(self.model, "forward")
-        if self.implicit and _FACTORY in self.model.__dict__:
-            object.__delattr__(self.model, _FACTORY)
+        self._hooks.remove()
+        self._store.close()
         if (batching := sys.modules.get(f"{__package__}.continuous_batching")) is not None:
             batching.withdraw(self)
         if (peers := _AT.get(self.session)) is not None:
@@ -292,6 +290,8 @@ class Attached:
     def _before_pass(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def prepared(*args: Any, **kwargs: Any) -> Any:
+            if self._hooks.removed:  # others have put a wrapper around this one, and kept it
+                return forward(*args, **kwargs)
             given = (*args, *kwargs.values())
             cache = _cache_among(given)
             if cache is None:
@@ -326,13 +326,16 @@ class Attached:
             time.sleep(_AGAIN_S)
             self._step(wanted)
         if wanted > kv.free_blocks:
+            stay = tuple(self.tenant.written)
+            written = f" (layers {list(stay)} stay: something wrote into them after attach)" if stay else ""
             raise OutOfBlocks(
                 f"{rows} sequences with {tokens} more tokens take {wanted} more blocks of {kv.spec.block_tokens} tokens; "
-                f"{kv.free_blocks} of {kv.usable_blocks} are free, and no more layers may be given; the cache has not "
+                f"{kv.free_blocks} of {kv.usable_blocks} are free, and no more layers may be given{written}; the cache has not "
                 "changed; attach with more capacity, use smaller batches, or let go of other caches",
                 requested=wanted,
                 free=kv.free_blocks,
                 usable=kv.usable_blocks,
+                written=stay,
             )
         return table.plan(rows, tokens)  # the same plan, with the ids after the step's moves
 
@@ -362,6 +365,16 @@ class Attached:
         def prepared(
             generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
         ) -> Any:
+            if self._hooks.removed:
+                return prepare(generation_config, model_kwargs, *args, **kwargs)
+            if generation_config.assistant_early_exit is not None:
+                raise InvalidArgument(
+                    f"assistant_early_exit={generation_config.assistant_early_exit} makes passes through a part of the layers, "
+                    f"and the cache of {self.name!r} needs all; nothing was computed; give an assistant_model or "
+                    "prompt_lookup_num_tokens instead, or detach the model",
+                    tenant=self.name,
+                    assistant_early_exit=generation_config.assistant_early_exit,
+                )
             given = set(model_kwargs)
             result = prepare(generation_config, model_kwargs, *args, **kwargs)
             if self.makes_caches and generation_config.cache_implementation in (None, "dynamic"):
@@ -370,7 +383,6 @@ class Attached:
                         model_kwargs[name] = self.cache()
             return result
 
-        setattr(prepared, OURS, True)  # copies of the model are made without it
         return prepared
 
 

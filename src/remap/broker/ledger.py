@@ -18,6 +18,9 @@ it asked for last (one activation may ask several times), and when `forgotten` i
 A page that a member has given as one of its layers' is *lent*: others use it as any other, but not for good.
 When its lender calls it, the member that has it is asked for it by its number, and whenever it is free next it is the lender's.
 
+A member that was late with `LATES` answers is not asked again until it has answered a question: it hangs. One that was late once
+may be on a busy machine.
+
 A member that has ended (its process has) gives all pages back: nothing of it touches them any more. Pages that it had lent are
 lent no more, and pages of others' layers that it had are free, or go to the member that calls them. One that hangs keeps
 its pages.
@@ -33,10 +36,11 @@ whom the ledger does not know: if it is given back it is free and lent, so its l
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from remap.broker.messages import Grant, Recall, Returned, Run, ToMember, pages_of, runs_of
+from remap.broker.messages import Grant, Recall, Returned, Run, ToMember, named_pages, pages_of, runs_of
 from remap.errors import InvalidState
 
 __all__ = ["UNKNOWN", "Ledger", "Sent"]
@@ -44,6 +48,7 @@ __all__ = ["UNKNOWN", "Ledger", "Sent"]
 Sent = list[tuple[int, ToMember]]
 _FREE, UNKNOWN = -1, -2
 """No member: owners of pages. `UNKNOWN` is a lender, too."""
+LATES = 2
 
 
 @dataclass
@@ -99,6 +104,7 @@ class Ledger:
         self._clock = 0
         self._first = 0  # no page before it is free
         self._gone: set[int] = set()  # members that have left, with pages that are still theirs
+        self._late: Counter[int] = Counter()  # member -> answers with which it was late since it gave one
 
     @property
     def pages(self) -> int:
@@ -170,6 +176,7 @@ class Ledger:
         if not back:
             self._held[member] = self._last[member] = self._serials[member] = self._call_serials[member] = 0
         self._gone.discard(member)
+        del self._late[member]
         for page in borrowed:
             if self._owner[page] == UNKNOWN:
                 self._lender.setdefault(page, UNKNOWN)
@@ -266,7 +273,7 @@ class Ledger:
             known = self._named.get(self._named_of.get(page, 0))
             if known is not None and known.gently <= gently:
                 waits.add(known.number)
-            elif self._owner[page] in self._held and self._owner[page] not in self._gone:
+            elif self._may_be_asked(self._owner[page]):
                 asked.setdefault(self._owner[page], []).append(page)
         sent: Sent = []
         for holder, named in asked.items():
@@ -292,21 +299,22 @@ class Ledger:
     def done(self, member: int, recall: int) -> Sent:
         """It has given what it can. For a recall that is over already this says nothing."""
         self._require(member)
+        del self._late[member]
         named = self._named.get(recall)
-        if named is not None and named.member == member:
-            return self._answered(recall)
-        if self._recall is None or (self._recall.number, self._recall.member) != (recall, member):
-            return []
-        self._recall = None
-        return self._go_on()
+        sent = self._answered(recall) if named is not None and named.member == member else []
+        if self._recall is not None and (self._recall.number, self._recall.member) == (recall, member):
+            self._recall = None
+        return sent + self._go_on()
 
     def late(self, recall: int) -> Sent:
         """No member waits for the answer to this recall any more. Pages that are given later are free then, or go to the
         member that has called them."""
         if recall in self._named:
+            self._late[self._named[recall].member] += 1
             return self._answered(recall)
         if self._recall is None or self._recall.number != recall:
             return []
+        self._late[self._recall.member] += 1
         self._recall = None
         return self._go_on()
 
@@ -332,6 +340,7 @@ class Ledger:
         sent += self._asked_no_more(member)
         del self._held[member], self._last[member], self._serials[member], self._call_serials[member]
         self._gone.discard(member)
+        del self._late[member]
         return sent
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -343,14 +352,7 @@ class Ledger:
             raise InvalidState(f"member {member} has left; nothing changed")
 
     def _pages(self, member: int, runs: Sequence[Run]) -> list[int]:
-        if any(first + count > self.pages for first, count in runs) or sum(count for _, count in runs) > self.pages:
-            raise InvalidState(
-                f"member {member} names pages beyond the last, {self.pages - 1}, or more than there are; nothing changed"
-            )
-        pages = pages_of(runs)
-        if len(set(pages)) != len(pages):
-            raise InvalidState(f"member {member} names a page twice; nothing changed")
-        return pages
+        return named_pages(runs, self.pages, f"member {member}")
 
     def _asked_no_more(self, member: int) -> Sent:
         sent: Sent = []
@@ -372,6 +374,9 @@ class Ledger:
                 del self._calls[member, serial]
                 sent.append((member, Returned(serial, ())))
         return sent
+
+    def _may_be_asked(self, member: int) -> bool:
+        return member in self._held and member not in self._gone and self._late[member] < LATES
 
     def _of(self, owner: int) -> list[int]:
         return [page for page, each in enumerate(self._owner) if each == owner]
@@ -528,7 +533,7 @@ class Ledger:
             others = [
                 (self._last[each], each)
                 for each, held in self._held.items()
-                if held and each not in self._gone and (layers, each) not in want.asked
+                if held and self._may_be_asked(each) and (layers, each) not in want.asked
             ]
             if others:
                 return layers, min(others)[1]

@@ -2,11 +2,12 @@
 """A session's side of the broker's socket.
 
 Two threads, since none may wait for the other's locks: one only reads packets, and hands them on; one does what others ask for,
-and takes the session's lock for it. A call of the session that needs pages sends its want and waits for the answer, which the
-reader gives it; so it may hold the session's lock meanwhile. What comes behind the answer a step takes in, if it is faster than
-the second thread, which gets neither the lock nor the interpreter soon beside a caller that steps without a pause.
+and takes the session's lock for it. A step that lacks pages sends its want and waits for the answer, `ANSWER_S` at most; the
+reader gives it that, so it may hold the session's lock meanwhile. What comes behind the answer a step takes in, if it is faster
+than the second thread, which gets neither the lock nor the interpreter soon beside a caller that steps without a pause.
 
-    want(pages)      now: what is free at the broker; `patient`: what others give as well, for good
+    want(pages)      now: what is free at the broker
+    ask(pages)       what others give as well, for good; `await_answer` waits for it, without the session's lock
     want_ahead(...)  before there is need: it waits for nothing; what nobody has used `KEEP_S` after it came goes back
     give(pages)      this process does not touch them any more; `lent`: they are of layers, and may be called
     call(pages)      of lent ones: they come by `returned`, when the member that has them has given them; `await_call` waits for
@@ -19,6 +20,8 @@ the second thread, which gets neither the lock nor the interpreter soon beside a
     events           a user traces (`remap trace`): what it has done lately
 
 Pages of a device are fetched before the session has a thread for what comes; what came meanwhile is kept for it.
+
+A broker that has not answered is not waited for, nor asked, until it says something (`silence`): it may be stopped.
 
 When the broker has gone the session serves on with what it has: `want` gets nothing, and `problem` says why. The reading thread
 looks for a new one at the path, at growing intervals, and joins it with what the session has (`held`) and has lent. It alone
@@ -66,6 +69,7 @@ from remap.broker.messages import (
     Welcome,
     decode_to_member,
     encode,
+    named_pages,
     pages_of,
     runs_of,
 )
@@ -85,7 +89,8 @@ _logger = logging.getLogger("remap.broker")
 JOIN_S = 10.0
 ANSWER_S = 0.05
 """How long a call waits for what is free now. The broker answers in well under a millisecond, unless the machine is busy."""
-PATIENT_S = 10.0
+PATIENT_S, HEAR_S = 10.0, 2.0
+"""How long `await_answer` waits for all that others give, and for the broker's first word, which comes at once."""
 KEEP_S = 2.0
 """How long pages that were wanted ahead of need are kept for it."""
 PREPARE_S = 0.02
@@ -147,6 +152,7 @@ class Membership:
         self.on_device = bool(welcome.uuid)
         self._hello, self._welcome, self._mapped, self._lock = hello, welcome, mapped, lock
         self._process = os.getpid()
+        self._over = False  # see `give_all`
         self._left = f"the session has left the broker at {path}"
         self.problem = ""
         self._connection = connection
@@ -168,6 +174,9 @@ class Membership:
         self._open_calls: set[int] = set()
         self._calling = threading.Condition()
         self._waits = False  # whether a call waits for an answer; read and written with _choosing held
+        self._patient = False  # whether one may do so in `await_answer`
+        self._unheard = False  # since a question that was waited for nothing was read; written with _reading held
+        self._asked_at = 0  # `_reads` in front of the last want
         self._choosing = threading.Lock()
         self._open = False  # whether more may come for the last want
         self._lacking = 0  # pages of it that have not come; as is `_open` with _choosing held
@@ -192,18 +201,59 @@ class Membership:
             self._threads.append(thread)
             thread.start()
 
-    def want(self, pages: int, *, patient: bool = False) -> list[int]:
-        """Ask for `pages` pages. Returns those that have come by now, of unknown bytes; more may come by `granted`, unless
-        patient: then until all have, or the others have given what they can, or `PATIENT_S`. With the session's lock held."""
-        if pages <= 0:
-            return []
-        return self._ask(min(pages, self.pages), PATIENT_S if patient else ANSWER_S, patient)
+    @property
+    def silence(self) -> str:
+        """Why the broker is not waited for; "": it has answered."""
+        return f"the broker at {self.path} does not answer" if self._unheard else ""
+
+    def want(self, pages: int, *, keeps: bool = False) -> list[int]:
+        """Ask for `pages` pages. Returns those that have come by now, of unknown bytes; more may come by `granted`. While
+        another call's question is open nothing is asked. With the session's lock held."""
+        got: list[int] = []
+        if pages <= 0 or self._patient:
+            return got
+        try:
+            if self._begin_asking(pages, keeps):
+                self._hear(got, ANSWER_S, ANSWER_S, keeps=False)
+            self._stop_waiting(got)
+        except BaseException:  # an interrupt, perhaps between the queue and `got`: they are the session's all the same
+            self.recheck()
+            self._stop_waiting(got)
+            raise
+        return got
+
+    def ask(self, pages: int) -> bool:
+        """Ask for `pages` pages for good, and wait for nothing. Returns whether it has asked: then `await_answer` follows, and
+        in any case `end_asking`; until that no other want is sent, which would replace this one. With the session's lock held."""
+        self._patient = True
+        return self._begin_asking(pages, keeps=True)
+
+    def await_answer(self) -> list[int]:
+        """What has come when all has that was asked for, or the others have given what they can, or `PATIENT_S` have passed.
+        Without the session's lock."""
+        got: list[int] = []
+        try:
+            self._hear(got, HEAR_S, PATIENT_S, keeps=True)
+            self._stop_waiting(got)
+        except BaseException:
+            self.recheck()
+            raise
+        return got
+
+    def end_asking(self) -> None:
+        """What has come and was not waited for is looked for."""
+        left: list[int] = []
+        if self._patient:
+            self._stop_waiting(left)
+            self._patient = False
+        if left:
+            self.recheck()
 
     def want_ahead(self, pages: int, *, keeps: bool) -> bool:
         """Ask for `pages` pages before they are needed: what nobody needs. Waits for nothing. Returns whether it has asked: not
         while more may come for another want. keeps: for good."""
         with self._choosing:
-            if self.problem or self._open:
+            if self.problem or self._unheard or self._patient or self._open:
                 return False
             self._serial += 1
             serial = self._ahead = self._serial
@@ -237,28 +287,16 @@ class Membership:
             if poll.poll(0):
                 self._reading.wait_for(lambda: self._reads != before, ANSWER_S)
 
-    def cancel(self) -> list[int]:
-        """Nothing is wanted any more. Returns what has come meanwhile; nothing comes behind this."""
-        return self._ask(0, PATIENT_S, patient=True)
-
-    def _ask(self, pages: int, seconds: float, patient: bool) -> list[int]:
-        if self.problem:
-            return []
+    def _begin_asking(self, pages: int, keeps: bool) -> bool:
+        """Whether an answer is to come."""
+        if self.problem or self._unheard:
+            return False
         with self._choosing:
             self._waits = True
             self._serial += 1
-            self._open, self._lacking = pages > 0, pages
-            self.stirs = self.stirs or self._open
-        got: list[int] = []
-        try:
-            if self._send(Want(self._serial, pages, keeps=patient)):
-                self._hear(got, time.monotonic() + seconds, patient)
-            self._stop_waiting(got)
-        except BaseException:  # an interrupt, perhaps between the queue and `got`: they are the session's all the same
-            self.recheck()
-            self._stop_waiting(got)
-            raise
-        return got
+            self._open, self._lacking, self.stirs = True, pages, True
+        self._asked_at = self._reads
+        return self._send(Want(self._serial, min(pages, self.pages), keeps))
 
     def recheck(self) -> None:
         """An interrupt came where pages were on their way to the session: `Asked.recheck` looks for them."""
@@ -276,18 +314,24 @@ class Membership:
                 late = self._answers.get()
                 got += pages_of(late.runs) if late is not None else ()
 
-    def _hear(self, got: list[int], deadline: float, patient: bool) -> None:
-        """The answers to the present want, into `got`."""
+    def _hear(self, got: list[int], first_s: float, seconds: float, keeps: bool) -> None:
+        """The answers to the present want, into `got`: the first one within `first_s`. keeps: until there are no more."""
+        begun, serial = time.monotonic(), self._serial
+        late_s = first_s
         while True:
             try:
-                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                answer = self._answers.get(timeout=max(0.0, begun + late_s - time.monotonic()))
             except queue.Empty:
+                with self._reading:
+                    self._unheard = self._reads == self._asked_at
                 return
             if answer is None:
                 return
             got += pages_of(answer.runs)
-            if answer.serial == self._serial and not (patient and answer.more):
-                return
+            if answer.serial == serial:
+                if not (keeps and answer.more):
+                    return
+                late_s = seconds
 
     def give(self, pages: Sequence[int], *, lent: bool = False) -> None:
         """These are not the session's any more. lent: they are of its layers, and it may call them."""
@@ -299,6 +343,11 @@ class Membership:
                 self.held.difference_update(going)
                 self._lends.update(going if lent else ())
                 self._send_now(Give(runs, lent))
+
+    def give_all(self, pages: Sequence[int]) -> None:
+        """These are all that the session had: it touches none any more, nor any that comes from now on."""
+        self.give(pages)
+        self._over = True
 
     def call(self, pages: Sequence[int], *, gently: bool = False) -> list[int]:
         """These, which were lent, are to come home. Waits for nothing. Returns numbers for `await_call`."""
@@ -316,7 +365,7 @@ class Membership:
         """Until all that was called has come, or all who have it have answered, or `seconds` have passed. Without the session's
         lock: what comes goes to `returned` before this ends."""
         with self._calling:
-            self._calling.wait_for(lambda: self.problem or self._open_calls.isdisjoint(calls), seconds)
+            self._calling.wait_for(lambda: self.problem or self._unheard or self._open_calls.isdisjoint(calls), seconds)
 
     def disown(self, pages: Sequence[int]) -> None:
         """These were lent, and this session will not call them."""
@@ -345,7 +394,9 @@ class Membership:
             thread.join()
         self._connection.close()
         self._mapped.close()
-        if not self.held:  # else a new broker has to see that this process may touch them, until the process ends
+        if (
+            self._over or not self.held
+        ):  # else a new broker has to see that this process may touch them, until the process ends
             self._lock.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -362,8 +413,6 @@ class Membership:
             self._connection.send(encode(message), socket.MSG_DONTWAIT)
         except OSError as error:  # a broker that reads nothing for that long counts as one that has gone
             self._broken(f"the broker at {self.path} has gone: {error}")
-            with suppress(OSError):  # the reading thread reads to the end, and joins again
-                self._connection.shutdown(socket.SHUT_RDWR)
             return False
         return True
 
@@ -372,6 +421,10 @@ class Membership:
             self.problem = why
             _logger.warning("%s; this session serves on with the pages that it has, and looks for a new one", why)
         self._open = False
+        with suppress(
+            OSError
+        ):  # the reading thread reads to the end, and joins again once the broker can see the end as well
+            self._connection.shutdown(socket.SHUT_RDWR)
         with self._calling:
             self._open_calls.clear()
             self._calling.notify_all()
@@ -405,7 +458,9 @@ class Membership:
         """One packet, which is there. Returns why none will follow; "": more may."""
         try:
             packet = connection.recv(MOST_BYTES, socket.MSG_DONTWAIT)
+            self._unheard = False
             message = decode_to_member(packet) if packet else None
+            pages = named_pages(getattr(message, "runs", ()), self.pages, "it")
         except (BlockingIOError, ConnectionResetError):
             return ""  # the second: closed before what was sent was read, and what the broker sent comes behind this
         except (OSError, Error) as error:
@@ -415,7 +470,6 @@ class Membership:
         if isinstance(message, Refused):
             return f"the broker at {self.path} refuses this process: {message.why}"
         if isinstance(message, Grant | Returned):
-            pages = pages_of(message.runs)
             self.held.update(pages)
             self._lends.difference_update(pages)
         if isinstance(message, Returned):
@@ -608,7 +662,7 @@ def _receive(connection: socket.socket, most: int) -> tuple[ToMember | None, lis
 
 
 def _connect(path: str, seconds: float) -> socket.socket:
-    """Raises InvalidArgument (field path) if no broker is there."""
+    """Raises InvalidArgument (field path) if no broker is there, InvalidState (field why) if it does not answer."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # Not `settimeout` yet: a socket without blocking is refused while many others wait to be admitted.
@@ -621,7 +675,12 @@ def _connect(path: str, seconds: float) -> socket.socket:
     return connection
 
 
-def _nobody(path: str, error: OSError) -> InvalidArgument:
+def _nobody(path: str, error: OSError) -> Error:
+    if isinstance(error, TimeoutError | BlockingIOError):  # of the connection: nobody has admitted it
+        return InvalidState(
+            f"the broker at {path} does not answer: {error}; nothing was opened; it is stopped, or starved: wait, or end it",
+            why="no answer",
+        )
     return InvalidArgument(
         f"no broker can be joined at {path}: {error}; nothing was opened; start one with `remap serve --socket {path} "
         "--capacity SIZE`",
@@ -633,7 +692,7 @@ def _hail(
     connection: socket.socket, path: str, messages: Sequence[Join | Claim], mapped: JoinedPages
 ) -> tuple[Welcome, list[int]]:
     """Join with these, and hand over the pages that are mapped if the broker has none. Returns its answer with what came along.
-    Raises InvalidArgument (field path) if it goes, InvalidState (field why) if it refuses."""
+    Raises InvalidArgument (field path) if it goes, InvalidState (field why) if it refuses or does not answer."""
     try:
         with suppress(BrokenPipeError):  # refused already: why is still to be read
             for message in messages:
@@ -665,8 +724,8 @@ def _hail(
 
 def join(path: str, name: str = "") -> Membership:
     """Join the broker at this path. Raises InvalidArgument (field path) if none is there, InvalidState (field why) if it
-    refuses, and (fields uuid, devices) if its pages are of a device that this process does not see; DriverError without a usable
-    driver for it."""
+    refuses, or does not answer for `JOIN_S`, and (fields uuid, devices) if its pages are of a device that this process does not
+    see; DriverError without a usable driver for it."""
     with ExitStack() as undo:
         connection = undo.enter_context(_connect(path, JOIN_S))
         mapped, early = JoinedPages(), list[Tell]()

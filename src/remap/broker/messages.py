@@ -66,6 +66,7 @@ __all__ = [
     "decode_to_broker",
     "decode_to_member",
     "encode",
+    "named_pages",
     "pages_of",
     "runs_of",
 ]
@@ -381,7 +382,7 @@ def decode_to_member(packet: bytes) -> ToMember:
 def _decode(decoder: msgspec.msgpack.Decoder[Message], packet: bytes) -> Message:
     try:
         message = decoder.decode(packet)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidState(
             f"a packet of {len(packet)} bytes is no message: {error}; nothing changed", why=str(error)
         ) from error
@@ -409,3 +410,15 @@ def runs_of(pages: Iterable[int]) -> list[tuple[Run, ...]]:
 def pages_of(runs: Sequence[Run]) -> list[int]:
     """The reverse."""
     return [page for first, count in runs for page in range(first, first + count)]
+
+
+def named_pages(runs: Sequence[Run], pages: int, who: str) -> list[int]:
+    """`pages_of`, of what `who` has sent, in an arena of `pages` pages. Raises InvalidState (field why) for a page that is not
+    there, or is named twice."""
+    if any(first + count > pages for first, count in runs) or sum(count for _, count in runs) > pages:
+        why = f"names pages beyond the last, {pages - 1}, or more than there are"
+    elif len(set(named := pages_of(runs))) == len(named):
+        return named
+    else:
+        why = "names a page twice"
+    raise InvalidState(f"{who} {why}; nothing changed", why=why)

@@ -15,6 +15,7 @@ connection has broken.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -30,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 
 from remap.broker.ledger import Ledger, Sent
-from remap.broker.listening import listen, peer, refuse
+from remap.broker.listening import Listener, peer, refuse
 from remap.broker.locks import MOST_NUMBER, lock_broker, remove
 from remap.broker.messages import (
     MOST_BYTES,
@@ -78,6 +79,8 @@ FRESH_S = 0.1
 """A report that is not older is shown again: however many look, a member makes no more of them."""
 LEFT_S = 0.25
 """How often a broker looks which members of the one before it are left."""
+SILENT_S = 10.0
+"""How long a connection may neither join nor look: it takes two of the broker's descriptors."""
 BRING_S = 5.0
 """How long it waits for the pages of one of them, before it takes another's."""
 FORGET_S = 2.0
@@ -132,6 +135,9 @@ class Broker:
         self._unmet: dict[
             int, float
         ] = {}  # member with a place in the ledger -> when it is forgotten, unless it asks again
+        self._silent: dict[
+            _Member, float
+        ] = {}  # who has neither joined nor looked -> until when it may, the first one first
         self._lookers: dict[_Member, float] = {}  # an observer that waits -> until when, the first one first
         self._pages: SharedPages | None = None
         self._bringing: tuple[_Member, JoinedPages, float] | None = None  # whose pages are on their way, until when
@@ -143,13 +149,12 @@ class Broker:
             if not self._awaited:
                 self._pages = make_pages(device, pages, page_bytes)
                 undo.callback(self._pages.close)
-            self._listener = listen(self.path)
+            self._selector = selectors.DefaultSelector()
+            self._listener = Listener(self.path, self._selector, self._admit)
             undo.pop_all()
         self._look_again = time.monotonic()
         self._problem = ""  # why there are no pages, though no member is awaited
         self._waker, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._admit)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._closing = False
         # Waited for instead of the thread: until Python 3.12 a join that an interrupt ends counts the thread as ended.
@@ -207,42 +212,52 @@ class Broker:
 
     def _serve(self) -> None:
         while not self._closing:
-            firsts = [next(iter(each.values())) for each in (self._deadlines, self._lookers) if each]
+            firsts = [next(iter(each.values())) for each in (self._deadlines, self._lookers, self._silent) if each]
             firsts += [self._look_again] if self._looks else []
             firsts += self._unmet.values()
+            firsts += [self._listener.again] if self._listener.again is not None else []
             left = max(0.0, min(firsts) - time.monotonic()) if firsts else None
             for key, mask in self._selector.select(left):
                 if key.data is not None:
                     key.data(mask)
             now = time.monotonic()
+            self._listener.resume(now)
             for recall in [recall for recall, late in self._deadlines.items() if now >= late]:
                 self._carry(self.ledger.late(recall))
             for looker in [looker for looker, late in self._lookers.items() if now >= late]:
                 self._show(looker)
+            for member in [member for member, late in self._silent.items() if now >= late]:
+                self._send(member, Refused(f"it neither joined nor looked within {SILENT_S} s; connect again, and do"))
+                self._hung_up(member)
             if self._looks and now >= self._look_again:
                 self._look_who_is_left(now)
             for number in [number for number, late in self._unmet.items() if now >= late]:
                 self._unmet[number] = now + FORGET_S  # where its want is open still
                 self._carry(self.ledger.forgotten(number))
 
-    def _admit(self, mask: int) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
+    def _admit(self, connection: socket.socket) -> None:
+        """Raises OSError if there is no descriptor for it."""
         pid, uid = peer(connection)
+        if uid != os.getuid():
+            refuse(connection, f"the broker serves user {os.getuid()}, not {uid}")
+            return
         try:
-            if uid != os.getuid():
-                raise InvalidState(f"the broker serves user {os.getuid()}, not {uid}")
             process = os.pidfd_open(pid)
-        except (OSError, Error) as error:
-            refuse(connection, str(error) if isinstance(error, Error) else f"process {pid} cannot be watched: {error}")
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            refuse(connection, f"process {pid} cannot be watched: {error}")
             return
         connection.setblocking(False)
         member = _Member(connection, process, pid)
+        with ExitStack() as undo:  # the kernel may watch no more for this user
+            undo.callback(os.close, process)
+            self._selector.register(process, selectors.EVENT_READ, lambda mask: self._ended(member))
+            undo.callback(self._selector.unregister, process)
+            self._selector.register(connection, selectors.EVENT_READ, lambda mask: self._ready(member, mask))
+            undo.pop_all()
         self._members.append(member)
-        self._selector.register(connection, selectors.EVENT_READ, lambda mask: self._ready(member, mask))
-        self._selector.register(process, selectors.EVENT_READ, lambda mask: self._ended(member))
+        self._silent[member] = time.monotonic() + SILENT_S
 
     def _ready(self, member: _Member, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -344,10 +359,7 @@ class Broker:
             raise InvalidState(
                 f"the broker has arena {self.arena}, and the member pages of {join.arena}; end it: no other member gets those"
             )
-        before = next((each for each in self._members if each.locked == join.number and each is not member), None)
-        if before is not None and before.connection is not None:
-            self._drop_connection(before)
-            self._carry(self.ledger.left(before.number))
+        before = self._before(member, join.number)
         number = self._next if before is None else before.number
         lends = [run for each in member.claims if each.lent for run in each.runs]
         claims, borrows = (
@@ -360,6 +372,7 @@ class Broker:
         else:
             self._forget(before)
         self._awaited.discard(join.number)
+        self._silent.pop(member, None)
         member.number, member.name, member.locked = number, join.name[:MOST_NAME], join.number
         member.joining = None
         member.claims.clear()
@@ -371,6 +384,27 @@ class Broker:
             self._carry(sent)
         _logger.info("member %d (%s, process %d) has joined", member.number, member.name, member.pid)
         return []
+
+    def _before(self, member: _Member, number: int) -> _Member | None:
+        """The one that joins again, as it was; None if it is new. Raises InvalidState while that one is connected, or if it is
+        another process, which may touch its pages."""
+
+        def find() -> _Member | None:
+            return next((each for each in self._members if each.locked == number), None)
+
+        before = find()
+        if before is not None and before.connection is not None:
+            self._ready(
+                before, selectors.EVENT_READ
+            )  # to the end, if it has come to that: a member ends it before it joins again
+            before = find()
+        if before is not None and (before.connection is not None or before.pid != member.pid):
+            raise InvalidState(
+                f"number {number} is that of member {before.number} ({before.name}, process {before.pid}), which "
+                + ("is connected" if before.connection is not None else f"lives, and this is process {member.pid}")
+                + "; nothing changed; lock another number, and join with that"
+            )
+        return before
 
     # -- the pages of a broker that was here before ------------------------------------------------------------------
 
@@ -424,12 +458,18 @@ class Broker:
 
     @property
     def _looks(self) -> bool:
-        """Whether members of the broker before this one are awaited, or what they had is not settled."""
-        return self._pages is None or self.ledger.unsettled
+        """Whether members of the broker before this one are awaited, or what they had is not settled; or some have left and their
+        processes live."""
+        gone = any(member.number and member.connection is None for member in self._members)
+        return gone or self._pages is None or self.ledger.unsettled
 
     def _look_who_is_left(self, now: float) -> None:
-        """Of the members of the broker before this one. Pages that none has claimed are free when all have joined or ended."""
+        """Who has let go of its number has let go of all pages, whatever was granted to it behind that. Of the members of the
+        broker before this one: pages that none has claimed are free when all have joined or ended."""
         self._look_again = now + LEFT_S
+        for member in list(self._members):
+            if member.number and member.connection is None and not self._lock.sees(member.locked):
+                self._ended(member)
         if self._bringing is not None and now >= self._bringing[2]:
             self._send(self._bringing[0], Refused(f"the pages did not come within {BRING_S} s"))
             self._hung_up(self._bringing[0])
@@ -480,6 +520,7 @@ class Broker:
             raise InvalidState("it looks again before it is answered")
         now = time.monotonic()
         self._lookers[looker], looker.traces = now + LOOK_S, message.events
+        self._silent.pop(looker, None)
         for member in list(self._members):
             here = member.number and member.connection is not None
             if here and not member.told and now - member.reported_s > FRESH_S:
@@ -562,6 +603,7 @@ class Broker:
         member.connection = None
         member.unsent.clear()
         member.told = False  # it will say nothing more
+        self._silent.pop(member, None)
         self._lookers.pop(member, None)
         self._show_all()
 

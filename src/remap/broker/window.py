@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from remap.broker.listening import listen, peer, refuse
+from remap.broker.listening import Listener, peer, refuse
 from remap.broker.messages import MOST_BYTES, VERSION, Events, Look, Report, Shown, State, decode_to_broker, encode
 from remap.broker.report import events_in, report_of
 from remap.errors import Error, InvalidState
@@ -42,7 +42,7 @@ class _Session(Protocol):
 
 class Window:
     """At `path` until `close`, or until the session is gone, which this does not keep alive. Once the session is closed, an
-    observer hears that. Raises as `remap.broker.listening.listen`."""
+    observer hears that. Raises as `remap.broker.listening.Listener`."""
 
     def __init__(self, session: _Session, path: str | Path) -> None:
         self.path = Path(path)
@@ -51,10 +51,9 @@ class Window:
         self._shown: tuple[float, State, Report] | None = None
         self._connections = 0
         self._pid = os.getpid()
-        self._listener = listen(self.path)
-        self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._admit)
+        self._listener = Listener(self.path, self._selector, self._admit)
+        self._waker, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="remap-window", daemon=True)
@@ -86,20 +85,19 @@ class Window:
     def _run(self) -> None:
         try:
             while not self._closing:
-                for key, _ in self._selector.select():
+                again = self._listener.again
+                for key, mask in self._selector.select(None if again is None else max(0.0, again - time.monotonic())):
                     if key.data is not None and not self._closing:
-                        key.data()
+                        key.data(mask)
+                self._listener.resume(time.monotonic())
         finally:
+            self._listener.close()
             for key in list(self._selector.get_map().values()):
                 if isinstance(key.fileobj, socket.socket):
                     key.fileobj.close()
             self._selector.close()
 
-    def _admit(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
+    def _admit(self, connection: socket.socket) -> None:
         if peer(connection)[1] != os.getuid():
             refuse(connection, f"the session is user {os.getuid()}'s")
         elif self._connections >= MOST_CONNECTIONS:
@@ -109,7 +107,7 @@ class Window:
             self._connections += 1
             self._selector.register(connection, selectors.EVENT_READ, partial(self._answer, connection))
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, connection: socket.socket, mask: int) -> None:
         why = ""
         try:
             packet = connection.recv(MOST_BYTES)

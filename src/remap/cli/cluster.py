@@ -7,13 +7,13 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from remap.config import invalid
 from remap.errors import InvalidArgument
 from remap.sizes import parse_size
 
@@ -22,6 +22,7 @@ from .options import (
     AccessLines,
     AllowHost,
     DeadlineSeconds,
+    GraceSeconds,
     ListenHost,
     ListenPort,
     LogLevel,
@@ -30,11 +31,10 @@ from .options import (
     MaxNumSeqs,
     MaxRequests,
 )
-from .serving import log_lines, model_folder, open_socket
+from .serving import Http, http_at, log_lines, model_folder
 
 if TYPE_CHECKING:
     from remap.cluster.control import GroupPolicy
-    from remap.cluster.limits import FrontLimits
     from remap.cluster.prompts import Served
     from remap.cluster.ray_cluster import RayInstances
     from remap.cluster.ray_keeper import ClusterPlan
@@ -113,6 +113,7 @@ def serve(
     max_body: MaxBody = "4MiB",
     max_requests: MaxRequests = 512,
     deadline: DeadlineSeconds = 3600.0,
+    grace: GraceSeconds = 20.0,
     allow_host: AllowHost = None,
     access_log: AccessLines = False,
     log_level: LogLevel = "info",
@@ -127,7 +128,6 @@ def serve(
         for package in ("torch", "transformers"):
             needed(package, "transformers", "`remap cluster serve`")
         from remap.cluster.control import GroupPolicy
-        from remap.cluster.guard import hosts_of
         from remap.cluster.limits import FrontLimits
         from remap.policy.cluster.foresight import Outlook
 
@@ -165,22 +165,21 @@ def serve(
             factory, served, more = _reference(model, budget, room)
             more |= {"host": "127.0.0.1" if address is None else None, "network": network}
         # Before instances are started, which takes longer than to say that the port is taken.
-        with open_socket(host, port) as listening:
+        with http_at(host, port, limits, allow_host, access_log, grace) as http:
             names = [f"i{number}" for number in range(instances)]
-            http = (limits, hosts_of(host, allow_host or ()), access_log)
             resources = {"CPU": float(threads)}
             try:
                 if shared is not None and address is not None:
                     from remap.cluster.ray_keeper import ClusterPlan
 
                     plan = ClusterPlan(factory, tuple(names), common | more, resources, chosen, network, TIMEOUT_S)
-                    asyncio.run(_serve_shared(shared, plan, address, served, listening, console, http))
+                    asyncio.run(_serve_shared(shared, plan, address, served, console, http))
                 else:
                     from remap.cluster.ray_cluster import RayInstances
 
                     started = RayInstances(factory, names, common | more, resources, address=address)
                     try:
-                        asyncio.run(_serve(started, chosen, network, served, listening, console, http))
+                        asyncio.run(_serve(started, chosen, network, served, console, http))
                     finally:
                         started.close()
             except KeyboardInterrupt:
@@ -211,7 +210,10 @@ def _network(bandwidth: str | None, latency_ms: float | None) -> Network:
     from remap.policy.cluster.pipeline import Network
 
     hop_s = ASSUMED.hop_s if latency_ms is None else Line(latency_ms / 1e3, 0.0)
-    return Network(hop_s, ASSUMED.bytes_per_s if bandwidth is None else float(parse_size(bandwidth, "bandwidth")))
+    bytes_per_s = ASSUMED.bytes_per_s if bandwidth is None else float(parse_size(bandwidth, "bandwidth"))
+    if not bytes_per_s:
+        raise invalid("bandwidth", bandwidth, "bytes a second, above 0")
+    return Network(hop_s, bytes_per_s)
 
 
 def _reference(name: str, memory: int | None, swap: int) -> tuple[str, Served, dict[str, Any]]:
@@ -278,14 +280,12 @@ async def _serve(
     policy: GroupPolicy,
     network: Network,
     served: Served,
-    listening: socket.socket,
     console: Console,
-    http: tuple[FrontLimits, frozenset[str] | None, bool],
+    http: Http,
 ) -> None:
     from remap.cluster.app import make_app
     from remap.cluster.control import Control
     from remap.cluster.front import Front
-    from remap.cluster.server import serve as serve_http
     from remap.engine.request import Request
 
     described = await instances.reached(instances.connections[0].call("describe"))
@@ -295,15 +295,12 @@ async def _serve(
         await instances.reached(front.start())
         for name, error in front.rejected.items():
             console.print(f"{name} does not serve: {error}", style="yellow", markup=False, highlight=False)
-        host, port = listening.getsockname()[:2]
-        url = f"http://{host}:{port}"
         count = sum(len(view.stages) for view in front.groups)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, front.renew_soon)
-        ready = f"{count} instances of {served.name} answer at {url}/v1; remap top --url {url}"
-        await serve_http(
+        ready = f"{count} instances of {served.name} answer at {http.url}/v1; remap top --url {http.url}"
+        await http.serve(
             front,
-            make_app(front, served, *http),
-            listening,
+            make_app(front, served, *http.app),
             lambda: console.print(ready, markup=False, highlight=False),
             instances.head_lost,
         )
@@ -316,14 +313,12 @@ async def _serve_shared(
     plan: ClusterPlan,
     address: str,
     served: Served,
-    listening: socket.socket,
     console: Console,
-    http: tuple[FrontLimits, frozenset[str] | None, bool],
+    http: Http,
 ) -> None:
     from remap.cluster.app import make_shared_app
     from remap.cluster.ray_cluster import head_lost, join_ray, leave_ray, unless_lost
     from remap.cluster.ray_keeper import join_cluster
-    from remap.cluster.server import serve as serve_http
     from remap.cluster.shared_front import SharedFront
 
     try:
@@ -331,15 +326,12 @@ async def _serve_shared(
         front = SharedFront(await join_cluster(name, plan), plan.options)
         try:
             await unless_lost(front.start(), head_lost())
-            host, port = listening.getsockname()[:2]
-            url = f"http://{host}:{port}"
-            loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGUSR1, front.renew_soon)
-            ready = f"{len(plan.names)} instances of {served.name}, shared as {name}, answer at {url}/v1; remap top --url {url}"
-            await serve_http(
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, front.renew_soon)
+            where = f"{http.url}/v1; remap top --url {http.url}"
+            ready = f"{len(plan.names)} instances of {served.name}, shared as {name}, answer at {where}"
+            await http.serve(
                 front,
-                make_shared_app(front, served, *http),
-                listening,
+                make_shared_app(front, served, *http.app),
                 lambda: console.print(ready, markup=False, highlight=False),
                 head_lost,
             )

@@ -18,6 +18,7 @@ __all__ = [
     "AccessLines",
     "AllowHost",
     "DeadlineSeconds",
+    "GraceSeconds",
     "Html",
     "Json",
     "ListenHost",
@@ -54,6 +55,9 @@ MaxRequests = Annotated[
 ]
 DeadlineSeconds = Annotated[
     float, typer.Option(min=0.001, help="Seconds that a request may take with its answer; then it ends with 504.")
+]
+GraceSeconds = Annotated[
+    float, typer.Option(min=0.0, help="Seconds that unfinished answers have when it is asked to end (SIGTERM, SIGINT).")
 ]
 AllowHost = Annotated[
     list[str] | None,

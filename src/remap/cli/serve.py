@@ -17,6 +17,7 @@ from remap.memory.device import Platform, usual_page_bytes
 from remap.sizes import parse_size, show_size
 
 from .errors import exit_on_error, needed
+from .serving import log_lines
 
 __all__ = ["serve"]
 
@@ -52,6 +53,7 @@ def _serve(socket: Path, size: int, page: int, device: str, metrics: str | None,
     from remap.broker.server import Broker
 
     at = None if metrics is None else _address(metrics)
+    undo.enter_context(log_lines("warning", "remap.broker"))
     broker = undo.enter_context(Broker(socket, size, page, device))
     signal.signal(signal.SIGTERM, _interrupt)
     said = (

@@ -20,6 +20,7 @@ from .options import (
     AccessLines,
     AllowHost,
     DeadlineSeconds,
+    GraceSeconds,
     ListenHost,
     ListenPort,
     LogLevel,
@@ -28,12 +29,9 @@ from .options import (
     MaxNumSeqs,
     MaxRequests,
 )
-from .serving import log_lines, model_folder, open_socket
+from .serving import Http, http_at, log_lines, model_folder
 
 if TYPE_CHECKING:
-    import socket
-
-    from remap.cluster.limits import FrontLimits
     from remap.cluster.prompts import Catalog
     from remap.engine.sharing import SharedEngines
     from remap.session import Session
@@ -74,6 +72,7 @@ def serve_many(
     max_body: MaxBody = "4MiB",
     max_requests: MaxRequests = 512,
     deadline: DeadlineSeconds = 3600.0,
+    grace: GraceSeconds = 20.0,
     allow_host: AllowHost = None,
     access_log: AccessLines = False,
     log_level: LogLevel = "info",
@@ -87,7 +86,6 @@ def serve_many(
             needed(package, "transformers", "`remap serve-many`")
         import torch
 
-        from remap.cluster.guard import hosts_of
         from remap.cluster.limits import FrontLimits
         from remap.cluster.many_models import make_many, plan_many
         from remap.cluster.prompts import Catalog, Served
@@ -113,7 +111,7 @@ def serve_many(
             for name, folder in folders.items():
                 tokenizer = tokenizer_of(folder)
                 served.append(Served(name, tokenizer, plans[name].positions, ends_of(folder, tokenizer)))
-            listening = stack.enter_context(open_socket(host, port))
+            http = stack.enter_context(http_at(host, port, limits, allow_host, access_log, grace))
             began = time.perf_counter()
             if memory is not None:
                 whole = size // page_bytes * page_bytes
@@ -125,8 +123,7 @@ def serve_many(
                 f"loaded in {time.perf_counter() - began:.1f} s: {', '.join(plans)}"
             )
             console.print(text, markup=False, highlight=False)
-            http = (limits, hosts_of(host, allow_host or ()), access_log)
-            asyncio.run(_serve(session, shared, Catalog(served), listening, console, http))
+            asyncio.run(_serve(session, shared, Catalog(served), console, http))
     console.print("ended", highlight=False)
 
 
@@ -160,29 +157,15 @@ def _folders(models: list[str]) -> dict[str, str]:
     return found
 
 
-async def _serve(
-    session: Session,
-    shared: SharedEngines,
-    catalog: Catalog,
-    listening: socket.socket,
-    console: Console,
-    http: tuple[FrontLimits, frozenset[str] | None, bool],
-) -> None:
+async def _serve(session: Session, shared: SharedEngines, catalog: Catalog, console: Console, http: Http) -> None:
     from remap.cluster.app import make_endpoints
     from remap.cluster.many import ManyModels
     from remap.cluster.many_serving import serving_of
-    from remap.cluster.server import serve
 
     front = ManyModels(shared)
-    serving = serving_of(front, catalog, session)
+    app = make_endpoints(serving_of(front, catalog, session), *http.app)
     await front.start()
-    host, port = listening.getsockname()[:2]
     try:
-        await serve(
-            front,
-            make_endpoints(serving, *http),
-            listening,
-            lambda: console.print(f"ready: http://{host}:{port}/v1", markup=False, highlight=False),
-        )
+        await http.serve(front, app, lambda: console.print(f"ready: {http.url}/v1", markup=False, highlight=False))
     finally:
         await front.close()

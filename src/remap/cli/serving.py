@@ -1,27 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the commands that serve models by HTTP: lines of log, the socket, and where a model's files are."""
+"""Of the commands that serve models by HTTP: lines of log, how they listen and answer, and where a model's files are."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from remap.errors import InvalidArgument
 
-__all__ = ["log_lines", "model_folder", "open_socket"]
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from remap.cluster.limits import FrontLimits
+    from remap.cluster.server import Fronting
+
+__all__ = ["Http", "http_at", "log_lines", "model_folder", "open_socket"]
 
 SMOLLM2 = "SmolLM2"
 LEVELS = ("debug", "info", "warning", "error")
 
 
 @contextmanager
-def log_lines(level: str) -> Iterator[None]:
-    """Send to stderr, a line each, the logs of the server, uvicorn and Ray from this level on. The library itself leaves that to
-    the program that runs it. Raises InvalidArgument (fields field, value) for a level that is none."""
+def log_lines(level: str, of: str = "remap.cluster") -> Iterator[None]:
+    """Send to stderr, a line each, the logs of the server, `of`, of uvicorn and Ray from this level on. The library itself leaves
+    that to the program that runs it. Raises InvalidArgument (fields field, value) for a level that is none."""
     if level not in LEVELS:
         raise InvalidArgument(
             f"log-level: must be {', '.join(LEVELS)}, got {level!r}; nothing was started",
@@ -30,7 +39,7 @@ def log_lines(level: str) -> Iterator[None]:
         )
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    loggers = [logging.getLogger(name) for name in ("remap.cluster", "uvicorn", "ray")]
+    loggers = [logging.getLogger(name) for name in (of, "uvicorn", "ray")]
     levels = [each.level for each in loggers]
     for each in loggers:
         each.addHandler(handler)
@@ -53,6 +62,49 @@ def open_socket(host: str, port: int) -> socket.socket:
             host=host,
             port=port,
         ) from error
+
+
+@dataclass(frozen=True)
+class Http:
+    """How a command serves. app: what makes the endpoints takes it. started: ends the answers "starting"."""
+
+    listening: socket.socket
+    app: tuple[FrontLimits, frozenset[str] | None, bool]
+    grace_s: float
+    started: Callable[[], None]
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        host, port = self.listening.getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    async def serve(
+        self,
+        front: Fronting,
+        app: ASGIApp,
+        ready: Callable[[], None],
+        broken: Callable[[], Coroutine[Any, Any, str]] | None = None,
+    ) -> None:
+        """As `remap.cluster.server.serve`, from now on."""
+        from remap.cluster.server import serve
+
+        await asyncio.to_thread(self.started)
+        await serve(front, app, self.listening, ready, self.grace_s, broken)
+
+
+@contextmanager
+def http_at(
+    host: str, port: int, limits: FrontLimits, allow_host: Collection[str] | None, access_log: bool, grace_s: float
+) -> Iterator[Http]:
+    """Listen, and answer that the server is starting, until it serves. Raises InvalidArgument as `open_socket` does."""
+    from remap.cluster.app import make_starting
+    from remap.cluster.guard import hosts_of
+    from remap.cluster.server import starting
+
+    hosts = hosts_of(host, allow_host or ())
+    with open_socket(host, port) as listening, starting(listening, make_starting(hosts, access_log)) as started:
+        yield Http(listening, (limits, hosts, access_log), grace_s, started)
 
 
 def model_folder(name: str) -> str:

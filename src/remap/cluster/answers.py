@@ -13,6 +13,7 @@ import msgspec
 
 from remap.errors import Error, OutOfBlocks
 
+from .access_log import GONE, RequestLine
 from .answer_text import AnswerText
 from .asked import AnswerPiece
 from .caller import Caller
@@ -72,11 +73,12 @@ def pieces(
     return _merged([_choice(source, served, metrics, asked, number, deadline) for number in range(len(asked.requests))])
 
 
-async def whole(asked: AnswerAsked, found: AsyncGenerator[AnswerPiece, None]) -> dict[str, Any]:
+async def whole(asked: AnswerAsked, found: AsyncGenerator[AnswerPiece, None], line: RequestLine) -> dict[str, Any]:
     """All of it as one object."""
     tried: list[list[AnswerPiece]] = [[] for _ in asked.requests]
     async for piece in found:
         tried[piece.choice].append(piece)
+        line.generated += len(piece.tokens)
     return asked.answer([_one(pieces) for pieces in tried])
 
 
@@ -90,23 +92,25 @@ def _one(pieces: Sequence[AnswerPiece]) -> AnswerPiece:
 
 
 async def events(
-    asked: AnswerAsked, first: AnswerPiece, rest: AsyncGenerator[AnswerPiece, None]
+    asked: AnswerAsked, first: AnswerPiece, rest: AsyncGenerator[AnswerPiece, None], line: RequestLine
 ) -> AsyncGenerator[bytes, None]:
-    """All of it as server-sent events; an error is one of them, for the status was sent long ago."""
+    """All of it as server-sent events; an error is one of them, for the status was sent long ago. The line has its status."""
     begun = {first.choice}
+    line.status, line.generated = GONE, len(first.tokens)  # until it has ended otherwise
     yield _event(asked.chunk(first, True))
-    tokens = len(first.tokens)
     try:
         async for piece in rest:
-            tokens += len(piece.tokens)
+            line.generated += len(piece.tokens)
             yield _event(asked.chunk(piece, piece.choice not in begun))
             begun.add(piece.choice)
     except Error as error:
+        line.failed(error)
         yield _event(error_of(error))
         return
     if asked.usage:
-        yield _event(asked.last(tokens))
+        yield _event(asked.last(line.generated))
     yield b"data: [DONE]\n\n"
+    line.status = None
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -8,6 +8,7 @@ listens for the end of the connection.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,18 +20,19 @@ from fastapi import FastAPI, Response
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import remap
-from remap.errors import Error
+from remap.errors import Error, InvalidState
 
 from . import openai
-from .access_log import AccessLog
+from .access_log import GONE, AccessLog, line_of, refusal
 from .answers import Answering, Deadline, events, pieces, whole
 from .asked import AnswerAsked
 from .guard import Guard
-from .http_errors import UnknownModel, error_of, status_of
-from .limits import Admission, Busy, FrontLimits, read_body
+from .http_errors import RETRY_S, NoMethod, NoPath, SlowBody, UnknownModel
+from .limits import Admission, FrontLimits
 from .metrics import ClusterMetrics, RequestMetrics
 from .openai import CHAT, COMPLETION
 from .prompts import Catalog, Served
@@ -41,22 +43,24 @@ from .tokenize import tokenize
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from remap.engine.request import Request as EngineRequest
 
     from .front import Front
     from .shared_front import SharedFront
 
-__all__ = ["ServedModels", "make_app", "make_endpoints", "make_shared_app"]
-
-GONE = 499
-"""The status for a caller that went away, and does not read it (nginx has the number)."""
+__all__ = ["ServedModels", "make_app", "make_endpoints", "make_shared_app", "make_starting"]
 
 LATE_S = 2.0
 """Seconds behind its deadline that a stream's caller has to take the event that says so."""
 
+STALL_S = 60.0
+"""For so long a stream's caller may take nothing of it: one that reads nothing has a place that others wait for."""
+
 DEFAULT = FrontLimits()
+NOT_ALLOWED = 405
+ENDPOINTS = "ask for POST /v1/chat/completions, POST /v1/completions or GET /v1/models"
 
 ValueT = TypeVar("ValueT")
 
@@ -80,13 +84,29 @@ class _EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As `StreamingResponse`. When the caller goes away that stops to send, and leaves the generators as they are."""
+        clock = asyncio.get_running_loop().time
+        offered_s = math.inf  # since when the caller has not taken a part
+
+        async def offer(message: Message) -> None:
+            nonlocal offered_s
+            offered_s = clock()
+            await send(message)
+            offered_s = math.inf
+
         try:
-            # Both, for events that were never asked for close nothing. A caller that reads nothing is waited for no longer than
-            # others.
+            # Both, for events that were never asked for close nothing.
             async with aclosing(self._source), aclosing(self._events):
-                await asyncio.wait_for(super().__call__(scope, receive, send), self._deadline.left_s + LATE_S)
-        except asyncio.TimeoutError:
-            pass  # the server closes the connection of a response that has no end
+                sending = asyncio.ensure_future(super().__call__(scope, receive, offer))
+                try:
+                    end_s = clock() + self._deadline.left_s + LATE_S
+                    while not sending.done() and clock() < min(end_s, offered_s + STALL_S):
+                        await asyncio.wait([sending], timeout=min(end_s - clock(), STALL_S))
+                    if sending.done():
+                        sending.result()
+                finally:
+                    # The server closes the connection of a response that has no end.
+                    sending.cancel()
+                    await asyncio.gather(sending, return_exceptions=True)
         finally:
             self._leave()
 
@@ -146,11 +166,12 @@ def make_shared_app(
     app = make_endpoints(serving, limits, hosts, access_log)
 
     @app.get("/cluster")
-    async def cluster() -> Response:
+    async def cluster(http: HTTPRequest) -> Response:
         try:
             return JSONResponse(await front.state())
         except Error as error:
-            return JSONResponse(error_of(error), 503)
+            away = InvalidState(f"the keeper of the cluster cannot be asked: {error}")
+            return refusal(http.scope, away)
 
     return app
 
@@ -163,26 +184,26 @@ def make_endpoints(
 ) -> FastAPI:
     """OpenAI's endpoints, with /health, /metrics, /version and /tokenize."""
     app = FastAPI(title="remap", openapi_url=None)
-    app.add_middleware(Guard, hosts=hosts)
-    if access_log:
-        app.add_middleware(AccessLog)
     served, metrics = serving.served, serving.metrics
+    app.add_middleware(Guard, hosts=hosts)
+    app.add_middleware(AccessLog, said=access_log, refused=metrics.refused)
+    seen = partial(app.api_route, methods=["GET", "HEAD"])
     readers = Readers(served)
     admission = Admission(limits)
 
     async def admitted(http: HTTPRequest, answer: Callable[[bytes, _Visit], Awaitable[Response]]) -> Response:
-        """The answer to a body, or the error. It is open until the answer is there, or as long as its visit says."""
+        """The answer to a body, or the error. It is open from the body's end until the answer is there, or as long as its visit
+        says."""
+        visit = _Visit(http, Deadline(limits.deadline_s))
         try:
-            visit = _Visit(http, admission.enter(), Deadline(limits.deadline_s))
-        except Busy as error:
-            return _busy(error)
-        try:
-            reading = read_body(http.stream(), http.headers.get("content-length"), limits.body_bytes)
-            return await answer(await visit.in_time(reading), visit)
-        except Busy as error:
-            return _busy(error)
+            reading = admission.read(http.stream(), http.headers.get("content-length"))
+            body = await visit.in_time(reading, limits.body_s)
+            visit.also(admission.enter())
+            return await answer(body, visit)
+        except SlowBody as error:
+            return refusal(http.scope, error, {"Connection": "close"})  # the rest of it is not waited for
         except Error as error:
-            return JSONResponse(error_of(error), status_of(error))
+            return refusal(http.scope, error)
         except (_Gone, ClientDisconnect):
             return Response(status_code=GONE)
         finally:
@@ -193,15 +214,17 @@ def make_endpoints(
         key = None if serving.keyed is None else visit.key
         asked = await visit.unless_gone(readers.run(partial(openai.parse, key=key), body, decoder))
         visit.also(admission.enter(len(asked.requests) - 1))
+        line = line_of(visit.scope)
+        line.model, line.answer, line.prompt = asked.model, asked.id, asked.usage_of(0)["prompt_tokens"]
         source = serving.answering(asked.model) if serving.keyed is None or key is None else serving.keyed
         found = pieces(source, served.find(asked.model), metrics, asked, visit.deadline)
         if not asked.stream:
-            answer = await visit.unless_gone(whole(asked, found))
+            answer = await visit.unless_gone(whole(asked, found, line))
             return JSONResponse(answer, headers=serving.headers(asked))
         # The first piece decides about the status.
         first = await visit.unless_gone(anext(found))
         visit.goes_on = True
-        stream = _EventStream(events(asked, first, found), found, visit.leave, visit.deadline)
+        stream = _EventStream(events(asked, first, found, line), found, visit.leave, visit.deadline)
         stream.headers.update(serving.headers(asked))
         return stream
 
@@ -220,31 +243,56 @@ def make_endpoints(
 
         return await admitted(http, answer)
 
-    @app.get("/v1/models")
+    @seen("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_card(each) for each in served.models]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    @seen("/v1/models/{name:path}")
+    async def model(http: HTTPRequest, name: str) -> Response:
         try:
             return JSONResponse(_card(served.find(name)))
         except UnknownModel as error:
-            return JSONResponse(error_of(error), status_of(error))
+            return refusal(http.scope, error)
 
-    @app.get("/version")
+    @seen("/version")
     async def version() -> Response:
         return JSONResponse({"version": remap.__version__})
 
-    @app.get("/health")
+    @seen("/health")
     async def health() -> Response:
         found = serving.health()
         return JSONResponse(found, 200 if found["serving"] else 503)
 
-    @app.get("/metrics")
+    @seen("/metrics")
     async def figures() -> Response:
         return Response(await serving.figures(), media_type=CONTENT_TYPE_LATEST)
 
+    @app.exception_handler(HTTPException)
+    async def not_there(http: HTTPRequest, found: HTTPException) -> Response:
+        path, method = http.scope["path"], http.method
+        error: Error = NoPath(f"{path!r} is not served here; nothing was asked; {ENDPOINTS}", path=path)
+        if found.status_code == NOT_ALLOWED:
+            error = NoMethod(f"{path!r} takes no {method}; nothing was asked; {ENDPOINTS}", path=path, method=method)
+        return refusal(http.scope, error, found.headers)
+
     return app
+
+
+def make_starting(hosts: Collection[str] | None = None, access_log: bool = False) -> ASGIApp:
+    """What a server answers before it serves: 503, whatever it is asked."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        # Connections end with the answer, since the next one is another app's.
+        headers = {"Connection": "close", "Retry-After": str(RETRY_S)}
+        if scope["path"] == "/health":
+            response = JSONResponse({"status": "starting", "serving": 0}, 503, headers)
+        else:
+            response = refusal(
+                scope, InvalidState("the server is starting; nothing was asked; ask again soon"), headers
+            )
+        await response(scope, receive, send)
+
+    return AccessLog(Guard(answer, hosts), access_log)
 
 
 def _card(served: Served) -> dict[str, Any]:
@@ -253,13 +301,14 @@ def _card(served: Served) -> dict[str, Any]:
 
 
 class _Visit:
-    """A request of the server, from its first byte on. leave: ends it. goes_on: its response does that."""
+    """A request of the server, from its first byte on. goes_on: its response calls `leave`."""
 
-    def __init__(self, http: HTTPRequest, leave: Callable[[], None], deadline: Deadline) -> None:
+    def __init__(self, http: HTTPRequest, deadline: Deadline) -> None:
         self.deadline = deadline
         self.goes_on = False
+        self.scope = http.scope
         self._http = http
-        self._leaves = [leave]
+        self._leaves: list[Callable[[], None]] = []
 
     @property
     def key(self) -> str | None:
@@ -275,15 +324,20 @@ class _Visit:
         for each in self._leaves:
             each()
 
-    async def in_time(self, work: Awaitable[ValueT]) -> ValueT:
-        """The work's result or exception; it is cancelled, and TooLate raised, when the time is over."""
+    async def in_time(self, reading: Awaitable[ValueT], body_s: float) -> ValueT:
+        """What is read, or its exception; it is cancelled, and TooLate or SlowBody raised, when the time is over."""
+        left_s = self.deadline.left_s
         try:
-            return await asyncio.wait_for(work, self.deadline.left_s)
+            return await asyncio.wait_for(reading, min(left_s, body_s))
         except asyncio.TimeoutError:
-            raise self.deadline.error() from None
+            if left_s <= body_s:
+                raise self.deadline.error() from None
+            text = f"the body did not come within {body_s:g} s; nothing was asked; send it faster, or send less"
+            raise SlowBody(text, body_s=body_s) from None
 
     async def unless_gone(self, work: Awaitable[ValueT]) -> ValueT:
-        """As `in_time`; it is cancelled, and _Gone raised, also if the caller goes away before."""
+        """The work's result or exception; it is cancelled, and TooLate raised, when the time is over, or _Gone, when the caller
+        goes away before."""
         answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(self._http))
         try:
             # A wait for tokens ends by itself at the deadline, and says how many there were.
@@ -303,7 +357,3 @@ class _Visit:
 async def _gone(http: HTTPRequest) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-
-
-def _busy(error: Busy) -> Response:
-    return JSONResponse(error_of(error), status_of(error), {"Retry-After": str(error.fields["retry_after_s"])})

@@ -30,7 +30,8 @@ class AnswerPiece(NamedTuple):
 class AnswerAsked:
     """id: of the answer. requests: of the engine, one for each try, those of one prompt together. n: choices of each prompt, the
     likeliest of its `tries`. echoes: the text that each prompt's choices begin with. logprobs: whether the answer has any.
-    echo_only: it has no tokens, and ends with the echo."""
+    echo_only: it has no tokens, and ends with the echo. prompt_ids: whether it says the prompts' tokens, where vLLM does: with a
+    choice, of a chat beside its choices; in a stream with the first part of each."""
 
     id: str
     requests: tuple[Request, ...]
@@ -45,6 +46,7 @@ class AnswerAsked:
     created: int
     logprobs: bool = False
     echo_only: bool = False
+    prompt_ids: bool = False
 
     @property
     def request(self) -> Request:
@@ -65,14 +67,16 @@ class AnswerAsked:
             for piece in found[: self.n]:
                 message = {"role": "assistant", "content": piece.text}
                 key, value = ("message", message) if self.chat else ("text", piece.text)
-                made.append(self._choice(len(made), key, value, piece))
-        return self._object(made, False) | {"usage": self.usage_of(sum(len(piece.tokens) for piece in tried))}
+                made.append(self._choice(len(made), key, value, piece, True))
+        usage = self.usage_of(sum(len(piece.tokens) for piece in tried))
+        return self._object(made, False) | self._prompt(0, self.chat) | {"usage": usage}
 
     def chunk(self, piece: AnswerPiece, first: bool) -> dict[str, Any]:
         """A part of a streamed answer. first: of its choice."""
         delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
         key, value = ("delta", delta) if self.chat else ("text", piece.text)
-        return self._object([self._choice(piece.choice, key, value, piece)], True)
+        choice = self._choice(piece.choice, key, value, piece, first)
+        return self._object([choice], True) | self._prompt(0, self.chat and first)
 
     def last(self, tokens: int) -> dict[str, Any]:
         """The chunk behind all others, with the usage."""
@@ -83,9 +87,12 @@ class AnswerAsked:
         prompt = sum(len(one.prompt) for one in self.requests[:: self.tries])
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
-    def _choice(self, number: int, key: str, value: Any, piece: AnswerPiece) -> dict[str, Any]:
+    def _choice(self, number: int, key: str, value: Any, piece: AnswerPiece, first: bool) -> dict[str, Any]:
         found = {"index": number, key: value, "finish_reason": piece.reason, "logprobs": piece.logprobs}
-        return found | {"token_ids": piece.tokens}
+        return found | {"token_ids": piece.tokens} | self._prompt(piece.choice, first and not self.chat)
+
+    def _prompt(self, tried: int, here: bool) -> dict[str, Any]:
+        return {"prompt_token_ids": self.requests[tried].prompt} if here and self.prompt_ids else {}
 
     def _object(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"

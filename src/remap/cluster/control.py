@@ -24,6 +24,10 @@ ticks: `drop` says which merge, for as many tokens as the cluster lacks; when a 
     alone      never merges
     pipeline   groups of `stages` instances as soon as that many serve alone; never dissolves
 
+A request that was with an instance when it died goes to other instances, of other nodes, where there are such with room for it.
+One that fails again and again has none of the same twice, and a request that ends whoever has it is known by their number
+(`service`).
+
 An instance whose process is to be replaced (`Leaving`) keeps its requests, and gets no others while another group is there; its
 group begins no change. When its process has ended, what it had starts again elsewhere.
 
@@ -80,6 +84,7 @@ from .messages import (
     ChangeRefused,
     Command,
     Commit,
+    Death,
     Decline,
     Description,
     Died,
@@ -122,7 +127,7 @@ class OtherModel(Error):
 class NoCopy(Error):
     """No instance is left, and none comes back: there is no complete copy of the model. The request is answered with this.
 
-    Fields: request (its id), instances (how many are left, 0).
+    Fields: request (its id), instances (how many are left, 0), death (of the last, a `Death`; None if there was none).
     """
 
 
@@ -197,6 +202,8 @@ class Control:
         self._returning: set[str] = set()
         self._leaving: set[str] = set()
         self._held: dict[str, int] = {}
+        self._deaths: dict[str, tuple[Death, ...]] = {}  # of held requests that were lost
+        self._last: Death | None = None
         # Requests that were stuck and moved, and the tokens that they asked for: more than the caller that asks again may know.
         self._moved: dict[str, int] = {}
         self._foresight = None if policy.outlook is None else Foresight(policy.outlook)
@@ -265,8 +272,8 @@ class Control:
         match event:
             case Joined(description):
                 self._join(description, now_s)
-            case Died(instance, returns):
-                self._die(instance, returns, now_s)
+            case Died():
+                self._die(event, now_s)
             case Leaving(instance, leaves):
                 if instance in self._of:
                     (self._leaving.add if leaves else self._leaving.discard)(instance)
@@ -276,12 +283,15 @@ class Control:
                 self._prepared(instance, epoch, now_s)
             case ChangeRefused(instance, epoch, error, reason):
                 self._refused(instance, epoch, f"{error}: {reason}", now_s)
-            case PlacementAsked(id, tokens):
+            case PlacementAsked(id, tokens, deaths):
                 for each in self._groups:
                     each.sent.pop(id, None)  # it was sent there, and came back
                 self._held[id] = max(tokens, self._moved.get(id, 0))
+                if deaths:
+                    self._deaths[id] = deaths
             case Finished(id):
                 self._held.pop(id, None)
+                self._deaths.pop(id, None)
                 self._moved.pop(id, None)
                 for each in self._groups:
                     each.sent.pop(id, None)
@@ -300,7 +310,7 @@ class Control:
         whole = Group((PlannedStage(instance, 0, len(self.model.layers)),))
         check(Placement(self.model, (whole,), self.epoch))  # it has room for the model
         if name in self._of:
-            self._lose(name, now_s)  # it was started again before its death was noticed
+            self._lose(name, now_s, "it was started again before its end was noticed")
         self._returning.discard(name)
         self._leaving.discard(name)
         self._known[name] = description
@@ -333,12 +343,12 @@ class Control:
                 differs=differs,
             )
 
-    def _die(self, instance: str, returns: bool, now_s: float) -> None:
-        (self._returning.add if returns else self._returning.discard)(instance)
-        if not returns:
-            self._leaving.discard(instance)
-        if instance in self._of:
-            self._lose(instance, now_s)
+    def _die(self, died: Died, now_s: float) -> None:
+        (self._returning.add if died.returns else self._returning.discard)(died.instance)
+        if not died.returns:
+            self._leaving.discard(died.instance)
+        if died.instance in self._of:
+            self._lose(died.instance, now_s, died.why, died.outside)
 
     def _report(self, report: InstanceReport, now_s: float) -> None:
         group = self._of.get(report.instance)
@@ -392,20 +402,39 @@ class Control:
         if not self._held:
             return
         if not self._of and not self._returning:
-            self._commands += [Decline(id, _no_copy(id)) for id in self._held]
+            self._commands += [Decline(id, _no_copy(id, self._last)) for id in self._held]
             self._held.clear()
+            self._deaths.clear()
         groups = self._staying or self._groups
         if not any(each.routable for each in groups):
             return
-        loads = [each.load for each in groups]
-        capacities = [each.capacity(self.model) for each in groups]
-        chosen_numbers = self.dispatcher(loads, capacities, self._held.values())
-        for (id, tokens), number in zip(list(self._held.items()), chosen_numbers):
-            chosen = groups[number]
-            if chosen.routable:
-                del self._held[id]
-                chosen.sent[id] = tokens
-                self._commands.append(Route(id, chosen.names[0]))
+        sizes = [each.capacity(self.model) for each in groups]
+        alike: dict[tuple[int, ...], list[str]] = {}  # by the groups that they may go to
+        for id, tokens in self._held.items():
+            alike.setdefault(self._apart(groups, sizes, tokens, self._deaths.get(id, ())), []).append(id)
+        for numbers, ids in alike.items():
+            loads, capacities = [groups[each].load for each in numbers], [sizes[each] for each in numbers]
+            for id, place in zip(ids, self.dispatcher(loads, capacities, [self._held[id] for id in ids])):
+                chosen = groups[numbers[place]]
+                if chosen.routable:
+                    chosen.sent[id] = self._held.pop(id)
+                    self._deaths.pop(id, None)
+                    self._commands.append(Route(id, chosen.names[0]))
+
+    def _apart(
+        self, groups: Sequence[ServingGroup], sizes: Sequence[int], tokens: int, deaths: Sequence[Death]
+    ) -> tuple[int, ...]:
+        """The numbers of those groups that have nothing to do with these deaths: without their nodes, or else without their
+        instances. All, where none of these has as much room as the request finds anywhere."""
+        numbers = tuple(range(len(groups)))
+        if not deaths:
+            return numbers
+        room = min(tokens, max(sizes))
+        instances, nodes = {death.instance for death in deaths}, {death.node for death in deaths if death.node}
+        others = [each for each in numbers if instances.isdisjoint(groups[each].names) and sizes[each] >= room]
+        known = self._known
+        far = [each for each in others if nodes.isdisjoint(known[name].node for name in groups[each].names)]
+        return tuple(far or others) or numbers
 
     # -- Changes --------------------------------------------------------------------------------------------------------------
 
@@ -515,9 +544,9 @@ class Control:
     def _evict(self, instance: str, reason: str, now_s: float) -> None:
         self._commands.append(Evict(instance, reason))
         self._returning.add(instance)
-        self._lose(instance, now_s)
+        self._lose(instance, now_s, reason)
 
-    def _lose(self, instance: str, now_s: float) -> None:
+    def _lose(self, instance: str, now_s: float, why: str, outside: bool = False) -> None:
         """This instance is gone: its group's survivors, and those of a change that was decided, serve alone again."""
         group = self._of[instance]
         change = group.change
@@ -532,11 +561,12 @@ class Control:
         self._groups = [each for each in self._groups if each not in hit]
         for name in names:
             del self._of[name]
-        del self._known[instance], self._heard_s[instance]
+        self._last = death = Death(instance, self._known.pop(instance).node, why, outside)
+        del self._heard_s[instance]
         self._rates.pop(instance, None)
         self._recover([bare(stage) for stage in stages if stage.instance.name != instance], now_s)
         # Last: when these requests are asked for again, no instance may still count as able to serve them that is not.
-        self._commands.append(Restart(tuple(names)))
+        self._commands.append(Restart(tuple(names), death))
 
     def _recover(self, stages: Sequence[PlannedStage], now_s: float) -> None:
         """These instances serve alone from a new epoch on, once they report so."""
@@ -759,10 +789,11 @@ def _lack(placement: Placement, plan: drop.DropPlan) -> str:
     return f"{count} requests ask for {wanted} tokens of KV, there is room for {room}, and the plan frees {plan.freed}"
 
 
-def _no_copy(id: str) -> NoCopy:
+def _no_copy(id: str, last: Death | None) -> NoCopy:
     return NoCopy(
         f"request {id!r} needs a complete copy of the model, and no instance is left or comes back; nothing changed; start "
-        "instances",
+        f"instances{'' if last is None else f'; the last one was {last}'}",
         request=id,
         instances=0,
+        death=last,
     )

@@ -23,6 +23,7 @@ from remap.errors import Error, InvalidArgument, InvalidState, StalePlan
 from remap.policy.cluster.placement import InstanceLoad
 
 from .contract import require_not_recovered
+from .ends import last_words, log_here
 from .messages import Description, InstanceReport, Tokens
 from .wire import require_sendable
 
@@ -325,9 +326,10 @@ class EngineInstance:
 
     def _failure(self, error: BaseException) -> InvalidState:
         return InvalidState(
-            f"the engine of instance {self.name!r} has failed: {type(error).__name__}: {error}; end its process",
+            f"the engine of instance {self.name!r} has failed: {type(error).__name__}: {error}; end its process{_said()}",
             instance=self.name,
             cause=type(error).__name__,
+            log=log_here(),
         )
 
     def _require_awake(self) -> None:
@@ -341,3 +343,9 @@ class EngineInstance:
                 instance=self.name,
                 silent_s=silent_s,
             )
+
+
+def _said() -> str:
+    """An engine's own processes write where this one does: what an error here does not say of its cause is there."""
+    log = log_here()
+    return f"; its log {log} ends with: {last_words(log)}" if log else ""

@@ -67,7 +67,8 @@ RequestT = TypeVar("RequestT")
 
 
 class Lost(Error):
-    """An instance's process is gone. Fields: instance, returns (whether it is being started again)."""
+    """An instance's process is gone. Fields: instance, returns (whether it is being started again), why. Where they are known
+    also: pid, node, log, signal (its name) or exit_code, outside (as of `messages.Death`)."""
 
 
 class InstanceFailed(Error):
@@ -170,7 +171,7 @@ class Front(Generic[RequestT]):
             LOG.info("instance %s is replaced, with %d requests that start again", name, service.busy(name))
             self._told.add(name)
             self._connections[name].kill()
-            self._event(Died(name))
+            self._event(Died(name, why="it was replaced", outside=True))
         while not self.up[name]:
             if name in self.rejected:
                 raise self.rejected[name]
@@ -260,7 +261,9 @@ class Front(Generic[RequestT]):
             except Lost as lost:
                 self._tell(logging.WARNING, connection.name, "%s", lost)
                 self.reports.pop(connection.name, None)
-                self._event(Died(connection.name, bool(lost.returns)))
+                known = lost.fields
+                why = str(known.get("why", lost))
+                self._event(Died(connection.name, bool(lost.returns), why, bool(known.get("outside", False))))
                 if not lost.returns:
                     self._reject(connection.name, lost)
                     return
@@ -273,7 +276,7 @@ class Front(Generic[RequestT]):
         """It answers, but not as agreed: another process in its place may do better."""
         self._tell(logging.ERROR, connection.name, "instance %s failed and is killed: %s", connection.name, error)
         self.reports.pop(connection.name, None)
-        self._event(Died(connection.name))
+        self._event(Died(connection.name, why=str(error)))
         connection.kill()
 
     async def _join(self, connection: Connection) -> bool:

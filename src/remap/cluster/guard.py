@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 
 from remap.errors import Error, InvalidArgument
 
-from .http_errors import NotJSON, error_of, status_of
+from .access_log import refusal
+from .http_errors import NotJSON
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -45,8 +45,7 @@ class Guard:
             self._check(scope["method"], Headers(scope=scope))
         except Error as error:
             # The rest of such a request is not read, so the connection is of no more use.
-            refused = JSONResponse(error_of(error), status_of(error), {"Connection": "close"})
-            await refused(scope, receive, send)
+            await refusal(scope, error, {"Connection": "close"})(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -10,10 +10,27 @@ from remap.errors import Error, InvalidArgument, InvalidState, OutOfBlocks, OutO
 from .control import NoCopy
 from .limits import Busy, TooLarge
 
-__all__ = ["MOST_TEXT", "NotJSON", "TooLate", "UnknownModel", "error_of", "status_of"]
+__all__ = [
+    "MOST_TEXT",
+    "RETRY_S",
+    "Defect",
+    "NoMethod",
+    "NoPath",
+    "NotJSON",
+    "SlowBody",
+    "TooLate",
+    "UnknownModel",
+    "error_of",
+    "retry_of",
+    "status_of",
+]
 
 MOST_TEXT = 1000
 """Characters of an error's text that a caller gets: its quotes of a body may be as long as that."""
+
+
+RETRY_S = 1
+"""Seconds of a `Retry-After` that nobody said otherwise."""
 
 
 class UnknownModel(Error):
@@ -24,16 +41,35 @@ class NotJSON(Error):
     """The body's Content-Type is not JSON. Nothing was read. Fields: got (None: it has none)."""
 
 
+class SlowBody(Error):
+    """The body did not come in time. Nothing was asked. Fields: body_s."""
+
+
+class NoPath(Error):
+    """There is no such path. Nothing was asked. Fields: path."""
+
+
+class NoMethod(Error):
+    """The path is there, and not for this method. Nothing was asked. Fields: path, method."""
+
+
+class Defect(Error):
+    """An error that is none of this library's ended the request."""
+
+
 class TooLate(Error):
     """The request's time is over; it was ended. Fields: deadline_s, tokens (generated until then)."""
 
 
 def status_of(error: Error) -> int:
-    """The HTTP status: 400, 413 and 415 what the caller has to change, 404 another model, 429 too many requests, 503 what another
-    time or place may do, 504 a deadline."""
+    """The HTTP status: 400, 413 and 415 what the caller has to change, 404 another model or path, 405 another method, 408 a body
+    that does not come, 429 too many requests, 503 what another time or place may do, 504 a deadline."""
     statuses: tuple[tuple[type[Error], int], ...] = (
         (InvalidArgument, 400),
         (UnknownModel, 404),
+        (NoPath, 404),
+        (NoMethod, 405),
+        (SlowBody, 408),
         (TooLarge, 413),
         (NotJSON, 415),
         (Busy, 429),
@@ -44,6 +80,13 @@ def status_of(error: Error) -> int:
         (OutOfMemory, 503),
     )
     return next((status for kind, status in statuses if isinstance(error, kind)), 500)
+
+
+def retry_of(error: Error) -> dict[str, str]:
+    """The header that says when to ask again: for what another time, or another server behind the same balancer, may do."""
+    if isinstance(error, (Busy, InvalidState, NoCopy, OutOfMemory)):
+        return {"Retry-After": str(error.fields.get("retry_after_s", RETRY_S))}
+    return {}
 
 
 def error_of(error: Error) -> dict[str, Any]:

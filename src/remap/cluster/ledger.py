@@ -20,7 +20,7 @@ from remap.errors import InvalidArgument
 if TYPE_CHECKING:
     from remap.engine.request import TokenLogprobs
 
-    from .messages import Tokens
+    from .messages import Death, Tokens
 
 __all__ = ["Delivery", "RequestLedger", "Submission"]
 
@@ -53,7 +53,7 @@ class Delivery:
 @dataclass
 class _Entry(Generic[RequestT]):
     """early: messages by the place of each of their tokens, behind a gap. ends: place behind the last token, and the reason, once
-    known. faults: how often it was lost with an instance."""
+    known. deaths: that count against it: of instances that had it."""
 
     request: RequestT
     attempt: int = 0
@@ -61,7 +61,7 @@ class _Entry(Generic[RequestT]):
     tokens: list[int] = field(default_factory=list)
     early: dict[int, Tokens] = field(default_factory=dict)
     ends: tuple[int, str] | None = None
-    faults: int = 0
+    deaths: list[Death] = field(default_factory=list)
 
 
 class RequestLedger(Generic[RequestT]):
@@ -109,13 +109,19 @@ class RequestLedger(Generic[RequestT]):
                 entry.instance = instance
         return unwanted
 
-    def restart(self, instances: Collection[str]) -> list[str]:
-        """The requests that were at these instances, in the order in which they came. They are nowhere now."""
+    def restart(self, instances: Collection[str], death: Death) -> list[str]:
+        """The requests that were at these instances, in the order in which they came. They are nowhere now. The death counts
+        against each, unless it came from outside."""
         lost = [id for id, entry in self._entries.items() if entry.instance in instances]
         for id in lost:
             entry = self._entries[id]
-            entry.instance, entry.faults = None, entry.faults + 1
+            entry.instance = None
+            entry.deaths += [] if death.outside else [death]
         return lost
+
+    def excuse(self, id: str) -> None:
+        """The last death does not count against this request."""
+        self._entries[id].deaths.pop()
 
     def take(self, tokens: Tokens) -> Delivery | None:
         """Record what an instance produced, and return what its caller has not had yet; None if that is nothing.
@@ -160,9 +166,9 @@ class RequestLedger(Generic[RequestT]):
         """The number of an unfinished request's last attempt, 0 before the first; KeyError if there is none of this id."""
         return self._entries[id].attempt
 
-    def faults(self, id: str) -> int:
-        """How often an unfinished request was lost with an instance; KeyError if there is none of this id."""
-        return self._entries[id].faults
+    def deaths(self, id: str) -> tuple[Death, ...]:
+        """Those that count against an unfinished request; KeyError if there is none of this id."""
+        return tuple(self._entries[id].deaths)
 
     def where(self, id: str) -> str | None:
         """The instance that has an unfinished request; KeyError if there is none of this id."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -40,6 +41,11 @@ LOG = logging.getLogger(__name__)
 IDLE_S = 0.25
 """So often the session may act while no request is there."""
 
+HUNG_S = 300.0
+"""A round of the thread takes so long at most, else it hangs, in a driver or in a lock: as an instance's loop in a cluster. It is
+a pass for each active model, and one of them may wait for its layers: 30 GB of them in that time, at the 100 MB/s of a slow
+disk. Where nothing is to be done a round takes IDLE_S."""
+
 KEPT_STEPS = 1000
 """Steps of which the engines keep samples, at most."""
 
@@ -59,7 +65,7 @@ class _Cancelled:
 class ManyModels:
     """The models' requests. The caller awaits `start` before anything else, in its event loop, and `close` at the end."""
 
-    def __init__(self, shared: SharedEngines) -> None:
+    def __init__(self, shared: SharedEngines, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_cold: Callable[[str, float], None] = lambda model, seconds: None
         """Called in the event loop with a model that was cold, and the seconds of `cold_s`."""
         self.failure: BaseException | None = None
@@ -79,6 +85,8 @@ class ManyModels:
         self._new: dict[str, dict[str, Request]] = {name: {} for name in shared.engines}
         self._begun: dict[str, float] = {}
         self._steps = 0
+        # When the thread began its round. It writes it, `hangs` reads it: one number.
+        self._round_s, self._clock = math.inf, clock
 
     async def start(self) -> None:
         """Begin to serve."""
@@ -108,6 +116,11 @@ class ManyModels:
     def unfinished(self) -> int:
         """Requests that are not answered yet."""
         return len(self._callers)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the thread's round has taken longer than HUNG_S."""
+        return self._clock() - self._round_s > HUNG_S
 
     def cold_s(self, request: Request) -> float:
         """Seconds from the first sign of a request for this one's model, which had no pages for some of its layers then, to the
@@ -178,6 +191,7 @@ class ManyModels:
         assert self._loop is not None
         try:
             while True:
+                self._round_s = self._clock()
                 refused = self._take()
                 if refused is None:
                     return

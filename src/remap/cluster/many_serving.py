@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 
 from remap.metrics import collector
 
@@ -38,16 +38,19 @@ def serving_of(front: ManyModels, catalog: Catalog, session: Session) -> ServedM
     )
     unfinished = Gauge("remap_server_unfinished", "Requests without their answer", registry=metrics.registry)
     unfinished.set_function(lambda: front.unfinished)
-    metrics.registry.register(collector(session))
+    of_session = CollectorRegistry()
+    of_session.register(collector(session))
     front.on_cold = lambda model, seconds: cold.labels(model).observe(seconds)
 
     async def figures() -> bytes:
-        # Beside the event loop: the session is looked at between two of its calls, and an activation may take its time.
-        return await asyncio.to_thread(metrics.text)
+        # Beside the event loop: the session is looked at between two of its calls, and an activation may take its time. One that
+        # hangs is not waited for.
+        return metrics.text() + (b"" if front.hangs else await asyncio.to_thread(generate_latest, of_session))
 
     def health() -> dict[str, Any]:
-        serving = 0 if front.failure is not None or front.draining else len(catalog.models)
-        return {"status": "ok" if serving else "draining" if front.draining else "failed", "serving": serving}
+        wrong = "failed" if front.failure is not None else "hangs" if front.hangs else None
+        status = wrong or ("draining" if front.draining else "ok")
+        return {"status": status, "serving": len(catalog.models) if status == "ok" else 0}
 
     def headers(asked: AnswerAsked) -> dict[str, str]:
         return {COLD_START: f"{1e3 * max(map(front.cold_s, asked.requests)):.1f}"}

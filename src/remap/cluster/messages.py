@@ -37,6 +37,7 @@ __all__ = [
     "ChangeRefused",
     "Command",
     "Commit",
+    "Death",
     "Decline",
     "Description",
     "Died",
@@ -85,7 +86,8 @@ class Description:
     """An instance that is ready. model: its layers, with their bytes and measured seconds. memory_bytes: for layers and KV
     together. rendezvous: where those that merge with it find each other (`ServedStore.address`).
     host_bytes_per_s: at which layers come from the host's master copy, measured; 0: unknown. merges: whether it takes part in
-    changes of groups (`contract.MergingInstance`). epoch: the highest that it was told: an earlier control may have had it."""
+    changes of groups (`contract.MergingInstance`). epoch: the highest that it was told: an earlier control may have had it.
+    node: the machine that its process is on, and dies with; log: the file there that its errors go to; "" if not known."""
 
     name: str
     fingerprint: Fingerprint
@@ -96,6 +98,8 @@ class Description:
     host_bytes_per_s: float = 0.0
     merges: bool = True
     epoch: int = 0
+    node: str = ""
+    log: str = ""
 
 
 @dataclass(frozen=True)
@@ -255,10 +259,26 @@ class GiveUp:
 
 
 @dataclass(frozen=True)
+class Death:
+    """The end of an instance's process. node: as of `Description`. why: as far as it is known. outside: no request can be why,
+    such as when it was replaced."""
+
+    instance: str
+    node: str = ""
+    why: str = ""
+    outside: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.instance} ({self.why or 'it is not known why'})"
+
+
+@dataclass(frozen=True)
 class Restart:
-    """The KV of these instances was lost: ask for their requests again (`Ledger.restart`, then Asked)."""
+    """The KV of these instances was lost by this death: ask for their requests again (`RequestLedger.restart`, then
+    PlacementAsked)."""
 
     instances: tuple[str, ...]
+    death: Death
 
 
 @dataclass(frozen=True)
@@ -300,10 +320,12 @@ class Joined:
 
 @dataclass(frozen=True)
 class Died:
-    """An instance's process ended. returns: it is being started again."""
+    """An instance's process ended. returns: it is being started again. why, outside: as of `Death`."""
 
     instance: str
     returns: bool = True
+    why: str = ""
+    outside: bool = False
 
 
 @dataclass(frozen=True)
@@ -343,10 +365,11 @@ class ChangeRefused:
 @dataclass(frozen=True)
 class PlacementAsked:
     """A request has to be placed: a new one, one that is started again, or one whose instance was not a head any more.
-    tokens: of KV that it asks for now."""
+    tokens: of KV that it asks for now. deaths: of instances that had it."""
 
     id: str
     tokens: int
+    deaths: tuple[Death, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,12 @@ class RequestMetrics:
             [*labels, "outcome"],
             registry=self.registry,
         )
+        self._refused = Counter(
+            f"{prefix}_refused",
+            "Requests answered with the status of an error, by that and by the error's name",
+            ["status", "reason"],
+            registry=self.registry,
+        )
         self._tokens = Counter(f"{prefix}_tokens", "Tokens, by kind", [*labels, "kind"], registry=self.registry)
         self._ttft = Histogram(
             f"{prefix}_ttft_seconds",
@@ -69,6 +75,10 @@ class RequestMetrics:
         self._of(self._e2e, model).observe(whole_s)
         if tokens > 1 and outcome in ("stop", "length"):
             self._of(self._tpot, model).observe(decoding_s / (tokens - 1))
+
+    def refused(self, status: int, reason: str) -> None:
+        """A request was answered with this status, for an error of this class."""
+        self._refused.labels(str(status), reason).inc()
 
     def text(self) -> bytes:
         """The text that Prometheus reads."""

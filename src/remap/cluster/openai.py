@@ -3,16 +3,18 @@
 
 A feature that the engine does not have is refused by name, unless its value asks for nothing; so is a field that the server does
 not know, unless its value is one that usually asks for nothing. `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` (besides
-those that the model ends with), `ignore_eos` (not those) and `token_ids` in each choice are vLLM's additions.
+those that the model ends with), `ignore_eos` (not those), `add_special_tokens`, `chat_template_kwargs`, `return_token_ids` (those
+of the prompt) and `token_ids` in each choice are vLLM's additions.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import secrets
 import time
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
@@ -28,8 +30,16 @@ COMPLETION_TOKENS = 16
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """As instances can send each other."""
 
-MOST_STOPS = 4
-"""As many as OpenAI takes."""
+if TYPE_CHECKING:
+    Whole = int
+else:
+    Whole = Int | Annotated[float, msgspec.Meta(ge=-(2**53), le=2**53)]
+    """As languages with one kind of number write it: 4.0. `_whole` makes it the other."""
+
+WHOLE = ("max_tokens", "max_completion_tokens", "top_k", "seed", "n", "best_of", "logprobs", "top_logprobs")
+
+MOST_STOPS = 32
+"""OpenAI takes 4; editors that complete code send more."""
 
 MOST_CHOICES = 128
 """Of one body: n choices, or best_of tries, of each of its prompts. OpenAI takes as many of one prompt."""
@@ -45,8 +55,13 @@ NO_GRAMMARS = (
 )
 ANY_OBJECT = '{"type": "object"}'
 
-LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Fields that name the caller, or tell OpenAI what to do beside the answer: ignored, whatever their values."""
+LABELS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "prediction", "parallel_tool_calls"),
+    }
+)
+"""Fields that name the caller, say what to do beside the answer, or how it may come sooner: ignored, whatever their values."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -54,10 +69,11 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,),
-    "parallel_tool_calls": (True, False),
-    "function_call": ("none",),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "include_reasoning": (True,),
+    "best_of": (1,),
 }
 """Fields that bodies need not know, with values that ask for nothing. Of all others None, false, 0 and empty values do."""
 
@@ -72,28 +88,28 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """The fields of both. `nothing`: OpenAI's fields that ask for what there is not, and the values with which they do not."""
+    """The fields of both."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Int | None = None
+    max_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
-    seed: Int | None = None
+    seed: Whole | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
-    n: int | None = None
+    n: Whole | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
-
-    nothing: ClassVar[dict[str, Any]] = {}
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -105,24 +121,29 @@ class Completion(_Body, kw_only=True):
 
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
-    best_of: int | None = None
-    logprobs: int | bool | None = None
-    suffix: str | None = None
-
-    nothing: ClassVar[dict[str, Any]] = {"suffix": ""}
+    best_of: Whole | None = None
+    logprobs: Whole | bool | None = None
 
 
 class Chat(_Body, kw_only=True):
-    """The body of /v1/chat/completions. messages: as the tokenizer's template takes them; of content in parts, their texts."""
+    """The body of /v1/chat/completions. messages: as the tokenizer's template takes them; of content in parts, their texts.
+    chat_template_kwargs, reasoning_effort: what the template may ask for."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: Int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
-    nothing: ClassVar[dict[str, Any]] = {"tools": [], "tool_choice": "none"}
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
 
 
 # Decoders are made here, by one thread. By a class alone msgspec would decode as well, and learn it when it meets it first; a
@@ -147,6 +168,7 @@ def parse(
     """
     body: Completion | Chat = decoded(text, decoder)
     served = served.find(body.model)
+    _whole(body)
     _require_supported(body, text, served)
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MOST_CHOICES:
@@ -155,7 +177,8 @@ def parse(
     still(wanted)
     chat, echoes, echo_only = isinstance(body, Chat), [""], False
     if isinstance(body, Chat):
-        prompts = [encoded("messages", messages_text(body.messages, served), served, special=False)]
+        written = messages_text(body.messages, served, body.template_kwargs)
+        prompts = [encoded("messages", written, served, special=bool(body.add_special_tokens))]
     else:
         prompts, echoes = _prompts(body, tries, served, wanted)
         echo_only = bool(body.echo) and body.max_tokens == 0
@@ -186,6 +209,7 @@ def parse(
         now,
         logprobs is not None,
         echo_only,
+        bool(body.return_token_ids),
     )
 
 
@@ -206,15 +230,31 @@ def decoded(text: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
         raise InvalidArgument(f"the body cannot be read: {error}; nothing was asked", param=None) from error
 
 
-def messages_text(messages: list[dict[str, Any]], served: Served, generates: bool = True) -> str:
-    """The chat as the model's template writes it. Raises InvalidArgument (field param)."""
+def messages_text(
+    messages: list[dict[str, Any]], served: Served, variables: dict[str, Any], generates: bool = True
+) -> str:
+    """The chat as the model's template writes it. variables: of the template, as callers name them. Raises InvalidArgument (field
+    param)."""
     if served.tokenizer is None or not served.tokenizer.chat_template:
         raise refused("messages", "needs a chat template, and the model has none: use /v1/completions")
-    plain = [one | {"content": _content(one["content"])} if "content" in one else one for one in messages]
+    write, template = served.tokenizer.apply_chat_template, str(served.tokenizer.chat_template)
+    # What is none of the template's: another template, for one.
+    for name in inspect.signature(write).parameters.keys() & variables.keys():
+        raise refused("chat_template_kwargs", f"has variables of the model's template, and {name} is none")
+    plain = [_message(one, "developer" in template) for one in messages]
     try:
-        return str(served.tokenizer.apply_chat_template(plain, add_generation_prompt=generates, tokenize=False))
+        return str(write(plain, add_generation_prompt=generates, tokenize=False, **variables))
     except Exception as error:  # what a template raises is its author's choice
         raise refused("messages", f"does not suit the model's chat template: {error}") from error
+
+
+def _message(given: dict[str, Any], developers: bool) -> dict[str, Any]:
+    """As templates take it: without what is null, with which OpenAI's client sends an answer back, and which they take for
+    something. developers: whether the template knows that role, OpenAI's newer name for system."""
+    found = {name: value for name, value in given.items() if value is not None}
+    if found.get("role") == "developer" and not developers:
+        found["role"] = "system"
+    return found | {"content": _content(found.get("content", ""))}
 
 
 def _content(content: Any) -> Any:
@@ -232,10 +272,15 @@ def _content(content: Any) -> Any:
 
 def _require_supported(body: Completion | Chat, text: bytes, served: Served) -> None:
     """Raises InvalidArgument (field param) for what there is not."""
-    for name, nothing in body.nothing.items():
-        value = getattr(body, name)
-        if value is not None and value != nothing:
-            raise refused(name, f"is not supported: it must be left out, or be {nothing!r}, got {value!r}")
+    if isinstance(body, Chat):
+        for many, name in (("tools", "tool_choice"), ("functions", "function_call")):
+            choice = getattr(body, name)
+            if choice == "none":
+                continue
+            if getattr(body, many):
+                raise refused(many, f'are not supported: leave them out, or give {name} "none"')
+            if choice not in (None, "auto"):
+                raise refused(name, f"is not supported: it must be left out, got {choice!r}")
     known = set(body.__struct_fields__) | LABELS
     for name, raw in _FIELDS.decode(text).items():
         if name in known:
@@ -248,6 +293,16 @@ def _require_supported(body: Completion | Chat, text: bytes, served: Served) -> 
         raise refused("stop", f"must be at most {MOST_STOPS} texts, none of them empty, got {body.stop!r}")
     if body.stops and served.tokenizer is None:
         raise refused("stop", "needs a tokenizer, and the model has none: give stop_token_ids")
+
+
+def _whole(body: Completion | Chat) -> None:
+    """Of numbers that were written as 4.0 make 4. Raises InvalidArgument (field param) for one that is not whole."""
+    for name in WHOLE:
+        value: object = getattr(body, name, None)
+        if isinstance(value, float):
+            if not value.is_integer():
+                raise refused(name, f"must be a whole number, got {value}")
+            setattr(body, name, int(value))
 
 
 def _tries(body: Completion | Chat, n: int) -> int:
@@ -303,7 +358,7 @@ def _prompts(body: Completion, n: int, served: Served, wanted: Wanted) -> tuple[
         still(wanted)
         if not isinstance(one, (str, list)):
             raise refused("prompt", "must be a text, or a list of one or more token ids, or a list of such")
-        prompts.append(ids_of("prompt", one, served))
+        prompts.append(ids_of("prompt", one, served, body.add_special_tokens is not False))
         text = one if isinstance(one, str) else ""
         if body.echo and not text and served.tokenizer is not None:
             text = served.tokenizer.decode(prompts[-1])

@@ -4,11 +4,9 @@ grows with the square of the length."""
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from time import time
 from typing import Any
@@ -52,9 +50,13 @@ class Served:
             )
         return self
 
-    def copied(self) -> Served:
-        """With a tokenizer of its own."""
-        return replace(self, tokenizer=copy.deepcopy(self.tokenizer))
+    def settle(self) -> bool:
+        """Before several threads read: what the tokenizer sets in its first call (no truncation, no padding), which no other call
+        may meet, and what is looked up once. Returns whether it bears several threads."""
+        if self.tokenizer is not None:
+            self.tokenizer.encode("a", add_special_tokens=False)
+            _ = self.most_bytes
+        return self.tokenizer is None or bool(getattr(self.tokenizer, "is_fast", False))
 
     @cached_property
     def most_bytes(self) -> int:
@@ -70,12 +72,9 @@ class Served:
 class Catalog:
     """Several models, of which each body has to name one."""
 
-    def __init__(self, models: Sequence[Served], copying: threading.Lock | None = None) -> None:
-        """copying: held while a tokenizer is copied, of a catalog whose models have tokenizers of their own (`copied`)."""
+    def __init__(self, models: Sequence[Served]) -> None:
         self.models = tuple(models)
         self._found = {each.name: each for each in models}
-        self._copying = copying
-        self._copies: dict[str, Served] = {}
 
     def find(self, name: str | None) -> Served:
         """As `Served.find`."""
@@ -86,20 +85,7 @@ class Catalog:
             raise UnknownModel(
                 f"{asked}; nothing was asked; ask for one of {', '.join(names)}", model=name, served=names
             )
-        if self._copying is None:
-            return found
-        if found.name not in self._copies:
-            with self._copying:
-                self._copies[found.name] = found.copied()
-        return self._copies[found.name]
-
-    def copied(self) -> Catalog:
-        """As `Served.copied`, of each model when it is first asked for: by one thread."""
-        return Catalog(self.models, self._lock)
-
-    @cached_property
-    def _lock(self) -> threading.Lock:
-        return threading.Lock()
+        return found
 
 
 def always() -> bool:

@@ -17,12 +17,14 @@ import atexit
 import importlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,8 +34,12 @@ from ray.util.placement_group import get_placement_group, placement_group, remov
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from remap.errors import Error, InvalidArgument, OutOfMemory
+from remap.sizes import show_size
 
+from . import ray_sessions
+from .ends import ProcessEnd, last_words, log_here
 from .front import InstanceFailed, Lost
+from .messages import Description
 
 __all__ = [
     "GCS_PATIENCE_S",
@@ -49,6 +55,7 @@ __all__ = [
     "unless_lost",
 ]
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 NAMESPACE = "remap"
 GCS_PATIENCE_S = 86_400
@@ -65,6 +72,10 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0
 accepts connections."""
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MiB: nothing large goes through it
 PLACING_S = 60.0
+ENDING_S = 0.2
+"""A process whose connections are closed has ended so much later, or runs on."""
+MISSED_S = 30.0
+"""An instance that is being started again, and is not there after so long, is missed; then after twice as long, and so on."""
 THREADS = 8
 """Commands of one instance at a time."""
 
@@ -92,20 +103,25 @@ class _Actor:
         if self._refused is not None:
             return "error", self._refused
         try:
-            return "ok", getattr(self._instance, method)(*arguments)
+            value = getattr(self._instance, method)(*arguments)
         except Error as error:
             return "error", error
+        if isinstance(value, Description):
+            value = replace(value, node=str(ray.util.get_node_ip_address()), log=log_here())
+        return "ok", value
 
 
 class RayConnection:
-    """A `front.Connection` to an actor. local: it is of a Ray that this process started, and so on this machine. apart: calls
-    that have threads of their own."""
+    """A `front.Connection` to an actor. logs: Ray's folder of them, of a Ray that this process started. apart: calls that have
+    threads of their own."""
 
-    def __init__(self, name: str, actor: Any, local: bool = False, apart: Iterable[str] = ()) -> None:
+    def __init__(self, name: str, actor: Any, logs: str = "", apart: Iterable[str] = ()) -> None:
         self.name = name
         self._actor = actor
-        self._local = local
-        self._process: int | None = None  # a descriptor: a number may be another process's by the time of `end`
+        self._logs = logs
+        self._process: ProcessEnd | None = None  # of the last one that described itself
+        self._node = ""
+        self._missed: asyncio.Task[None] | None = None
         self._apart = {method: actor.call.options(concurrency_group=method) for method in apart}
 
     async def call(self, method: str, *arguments: object) -> Any:
@@ -115,11 +131,21 @@ class RayConnection:
             outcome, value = await call.remote(method, arguments)
         except RayActorError as error:
             returns = not isinstance(error, ActorDiedError)
+            if not returns:
+                self._back()
+            elif self._missed is None:
+                self._missed = asyncio.get_running_loop().create_task(self._miss())
+            if method == "describe" and self._logs:
+                ray_sessions.trim(Path(self._logs))
+            why, known = await self._end_of(error)
             raise Lost(
                 f"instance {self.name!r} is gone, and {'is being' if returns else 'cannot be'} started again; what it had "
-                f"starts elsewhere: {_reason(error)}",
+                f"starts elsewhere: {why}",
                 instance=self.name,
                 returns=returns,
+                why=why,
+                outside=error.preempted,
+                **known,
             ) from error
         except RayTaskError as error:
             raise InstanceFailed(
@@ -136,10 +162,11 @@ class RayConnection:
                 method=method,
                 cause=type(error).__name__,
             ) from error
+        self._back()
         if outcome == "error":
             raise value
-        if method == "describe" and self._local:
-            self._note(value.pid)
+        if isinstance(value, Description):
+            self._note(value)
         return value
 
     def kill(self) -> None:
@@ -151,19 +178,67 @@ class RayConnection:
         ray.kill(self._actor, no_restart=True)
 
     def end(self) -> None:
-        """Kill the process, if it still runs: without its raylet no other process does."""
+        """Kill the process, if it is on this machine and still runs: without its raylet no other process does."""
+        self._back()
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
-        self._note(None)
+            self._process.kill()
+            self._process.close()
+            self._process = None
 
-    def _note(self, pid: int | None) -> None:
+    def _note(self, described: Description) -> None:
+        """It is there, in this process."""
         if self._process is not None:
-            os.close(self._process)
-        self._process = None
-        if pid is not None:
-            with suppress(ProcessLookupError):
-                self._process = os.pidfd_open(pid)
+            self._process.close()
+        self._process, self._node = ProcessEnd(described.pid, described.log), described.node
+
+    def _back(self) -> None:
+        """It answers, or never will again: it is not missed."""
+        if self._missed is not None:
+            self._missed.cancel()
+        self._missed = None
+
+    async def _end_of(self, error: RayActorError) -> tuple[str, dict[str, object]]:
+        """Why its process ended, for people and as fields: what the kernel tells, or else what Ray says, and its log."""
+        process = self._process
+        if process is None:
+            return f"it had not begun to serve; {_reason(error)}", {}
+        looks = 10
+        while process.here and not process.over() and looks:
+            looks -= 1
+            await asyncio.sleep(ENDING_S / 10)
+        killer, code = process.status()
+        if killer is not None:
+            how = f"was ended by {killer}"
+        elif code is not None:
+            how = f"ended with exit code {code}"
+        elif process.here and not process.over():
+            how = f"is out of Ray's reach, and runs; {_reason(error)}"
+        else:
+            how = f"has ended; {_reason(error)}"
+        said = last_words(process.log) if process.here else ""
+        quoted = f", which ends with: {said}" if said else ""
+        known = {"pid": process.pid, "node": self._node, "log": process.log, "signal": killer, "exit_code": code}
+        return f"process {process.pid} on {self._node} {how}; its log there is {process.log}{quoted}", known
+
+    async def _miss(self) -> None:
+        """Say, now and then, that it does not come back: Ray tries again for ever, and says nothing."""
+        away_s = MISSED_S
+        await asyncio.sleep(away_s)
+        while True:
+            logs = self._logs or (str(Path(self._process.log).parent) if self._process is not None else "")
+            where = f"; its logs, and Ray's, are in {logs}" if logs else ""
+            with suppress(OSError):  # it is a folder of another machine
+                disk = shutil.disk_usage(logs)
+                full = ": nothing starts that cannot write there, so make room" if disk.free < disk.total // 100 else ""
+                where += f", with {show_size(disk.free)} of the disk free{full}"
+            LOG.warning(
+                "instance %s has not come back for %.0f s, and Ray starts it again and again%s",
+                self.name,
+                away_s,
+                where,
+            )
+            await asyncio.sleep(away_s)
+            away_s *= 2
 
 
 def _reason(error: BaseException | None) -> str:
@@ -198,18 +273,24 @@ class RayInstances:
             raise InvalidArgument(
                 f"instances need names, each its own, got {list(names)}; nothing was started", names=names
             )
+        logs = ""
         if kept is not None:
             pass
         elif address is None:
-            ray.init(
+            started: Any = ray.init(
                 "local",  # else it joins whatever cluster it finds on this machine
                 num_cpus=max(1, round(sum(resources.get("CPU", 0) for _ in names))),
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 configure_logging=False,
-                _system_config={"gcs_rpc_server_reconnect_timeout_s": GCS_PATIENCE_S},
+                _system_config={"gcs_rpc_server_reconnect_timeout_s": GCS_PATIENCE_S, **_niceness()},
             )
+            session = Path(str(started.address_info["session_dir"]))
+            logs = str(session / "logs")
+            self._mark = ray_sessions.mark(session)
+            removed = ray_sessions.remove_old(session.parent)
+            LOG.info("Ray's logs of this server are in %s; %d folders of former ones are removed", logs, len(removed))
         else:
             join_ray(address)
         self.connections: list[RayConnection] = []
@@ -244,7 +325,7 @@ class RayInstances:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
                     **_outliving(kept, name),
                 ).remote(factory, name, dict(arguments)),
-                address is None and kept is None,
+                logs,
                 APART,
             )
             for bundle, name in enumerate(names)
@@ -409,6 +490,12 @@ async def _answers(host: str, port: int) -> None:
         await reader.read(1)
     finally:
         writer.close()
+
+
+def _niceness() -> dict[str, int]:
+    """Workers as nice as this server. Ray makes them 15 nicer, so that beside any other program they hardly run, and as slowly as
+    that are missed. What Ray's environment says holds."""
+    return {} if "RAY_worker_niceness" in os.environ else {"worker_niceness": 0}
 
 
 def _outliving(kept: str | None, name: str) -> dict[str, Any]:

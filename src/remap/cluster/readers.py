@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies become requests beside the event loop: a long prompt holds up neither tokens nor another prompt.
 
-A few threads, each with a copy of the tokenizer, for tokenizers need not bear several threads. A copy is made when its thread
-first has something to do, which is when all others are busy. A body that no caller waits for is not begun; one that has been
-begun ends at its next step (parsed, template, one prompt of several), and a step is bounded, since a body and a prompt are
-(`limits`).
+A few threads, with one tokenizer for all of them and the event loop: the usual kind, in Rust, encodes and decodes in several
+threads at once, and lets others run meanwhile. What its first call sets is set before there are threads (`Served.settle`). The
+other kind, in Python, need not bear that: with it one body is read at a time. A body that no caller waits for is not begun; one
+that has been begun ends at its next step (parsed, template, one prompt of several), and a step is bounded, since a body and a
+prompt are (`limits`).
 """
 
 from __future__ import annotations
@@ -26,14 +27,12 @@ ValueT = TypeVar("ValueT")
 
 
 class Readers:
-    """The function that they run is called with its arguments, `served` with the thread's tokenizer, and wanted(): whether a
-    caller waits."""
+    """The function that they run is called with its arguments, `served`, and wanted(): whether a caller waits."""
 
     def __init__(self, served: Served | Catalog, threads: int = THREADS) -> None:
         self._served = served
-        self._own = threading.local()
-        self._copying = threading.Lock()
-        self._pool = ThreadPoolExecutor(threads, "bodies")
+        settled = [each.settle() for each in served.models]
+        self._pool = ThreadPoolExecutor(threads if all(settled) else 1, "bodies")
 
     async def run(self, function: Callable[..., ValueT], *arguments: object) -> ValueT:
         """The function's result or exception. When this is cancelled it is not begun, or wanted() is False from now on."""
@@ -41,16 +40,9 @@ class Readers:
         wanted.set()
 
         def work() -> ValueT:
-            return function(*arguments, self._mine(), wanted.is_set)
+            return function(*arguments, self._served, wanted.is_set)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
             wanted.clear()
-
-    def _mine(self) -> Served | Catalog:
-        served: Served | Catalog | None = getattr(self._own, "served", None)
-        if served is None:
-            with self._copying:
-                served = self._own.served = self._served.copied()
-        return served

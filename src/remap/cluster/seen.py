@@ -43,5 +43,6 @@ def cluster_state(front: Front[Any]) -> dict[str, Any]:
         "unfinished": front.unfinished,
         "restarts": front.restarts,
         "suspects": front.service.suspects,
+        "deaths": [{"instance": each.instance, "node": each.node, "why": each.why} for each in front.service.deaths],
         "rejected": {name: str(error) for name, error in front.rejected.items()},
     }

@@ -227,7 +227,7 @@ class SharedFront:
 
     def _fail(self, error: Error) -> None:
         self.failure = error
-        self._end_all(InvalidState("the cluster has ended; the request was not finished; start it again"))
+        self._end_all(InvalidState(f"the cluster has ended: {error}; the request was not finished; start it again"))
         self.over.set()
 
     def _end_all(self, error: Error) -> None:

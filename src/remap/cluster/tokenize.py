@@ -16,13 +16,15 @@ __all__ = ["tokenize"]
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """A prompt, or messages. add_special_tokens: by itself with a prompt, and not with messages, whose template has them."""
+    """A prompt, or messages. add_special_tokens: by itself with a prompt, and not with messages, whose template has them.
+    chat_template_kwargs: of that."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 _BODY = msgspec.json.Decoder(_Body)  # made by one thread: see `openai`
@@ -38,7 +40,8 @@ def tokenize(text: bytes, served: Served | Catalog, wanted: Wanted = always) -> 
     name, asked = ("prompt", body.prompt)
     special = body.add_special_tokens is not False
     if body.messages is not None:
-        name, asked = "messages", messages_text(body.messages, served, body.add_generation_prompt)
+        variables, generates = body.chat_template_kwargs or {}, body.add_generation_prompt
+        name, asked = "messages", messages_text(body.messages, served, variables, generates)
         special = bool(body.add_special_tokens)
     if not asked:
         raise refused(name, "must have at least one token, and has none")

@@ -44,7 +44,7 @@ def _require_call(name: str, call: object) -> None:
 class BlockCopies(Protocol):
     """The mover of the bytes of blocks: remap.memory.kv_copies."""
 
-    def copy(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
+    def copy(self, ranges: Sequence[tuple[int, int, int]], moves: Iterable[tuple[int, int]]) -> None: ...
     def copy_out(
         self, ranges: Sequence[tuple[int, int, int]], host_blocks: Sequence[int], blocks: Iterable[int]
     ) -> None: ...
@@ -58,6 +58,7 @@ class BlockCopies(Protocol):
     def arrived(self, ticket: int) -> bool: ...
     def join(self, ticket: int | None = None) -> None: ...
     def release(self, blocks: Iterable[int]) -> None: ...
+    def forget(self, blocks: Iterable[int]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -119,7 +120,7 @@ class TenantKV:
 
     def returned(self, ids: Iterable[int]) -> None:
         """`BlockPool.returned`. Raises ForkedProcess in a forked child."""
-        self._turn.run(self.pool.returned, listed(ids))
+        self._turn.run(self._give, self.pool.returned, listed(ids))
 
     def copy_out(self, ids: Iterable[int], below: int | None = None) -> list[int]:
         """Copy live blocks to host memory. Returns the host blocks, one for each id in this order; `below`: all below that,
@@ -157,15 +158,20 @@ class TenantKV:
         recompute its KV."""
         return self._copies.kept(listed(host_ids))
 
+    def kept_of(self, host_ids: Iterable[int]) -> bool:
+        """`kept`, for who may name what it does not have. Raises InvalidArgument for a host block that is not in use."""
+        return self.kept(self._turn.run(self.host.checked, listed(host_ids)))
+
     def arrived(self, ticket: int) -> bool:
-        """Whether the copies of this ticket have been made. Does not wait. Raises the backend's error if copies have failed:
-        none of those in flight has arrived then, and their host blocks are as they were."""
+        """Whether the copies of this ticket have been made. Does not wait. Raises the backend's error if they have failed, each
+        time: none of those in flight has arrived then, and their host blocks are as they were. Raises InvalidArgument for a
+        ticket that `copy_in` has not returned."""
         there: bool = self._turn.run(self._copies.arrived, _ticket(ticket))
         return there
 
     def join(self, ticket: int | None = None) -> None:
-        """The next pass comes behind this copy in and those that began before it, or behind all. Raises as `arrived`
-        does."""
+        """The next pass comes behind this copy in and those that began before it, or behind all. Raises as `arrived` does;
+        without a ticket while blocks of any copy in that has failed are neither freed nor copied in again."""
         self._turn.run(self._copies.join, None if ticket is None else _ticket(ticket))
 
     def free_host(self, host_ids: Iterable[int]) -> None:
@@ -227,7 +233,8 @@ class TenantKV:
         """
         if self._host_store is not None:
             self._turn.exclusively(self._take_host)
-        return self.host.total
+        total: int = self._turn.run(getattr, self.host, "total")
+        return total
 
     def offer(self, blocks: int) -> None:
         """The engine says that it could free that many live blocks now, by copying them out: others may need their pages while
@@ -237,7 +244,7 @@ class TenantKV:
             raise invalid("blocks", blocks, "an int of at least 0")
         if self._offer is None:
             self.open_host()
-        self._offer = blocks
+        self._turn.run(setattr, self, "_offer", blocks)
 
     @property
     def reclaims(self) -> bool:
@@ -346,6 +353,7 @@ class TenantKV:
     def _allocate(self, got: list[list[int]], count: int) -> None:
         """Puts what it takes into `got`: then it has happened."""
         got.append(self.pool.allocate(count))
+        self._copies.forget(got[0])
 
     def _take_host(self) -> None:
         if self._host_store is not None:
@@ -380,11 +388,16 @@ class TenantKV:
         try:
             self.streamed.release(streamed)
             if pool or not streamed:
-                self.pool.free(pool)
+                self._give(self.pool.free, pool)
         except BaseException:
             if self.pool.live_blocks == live:  # else both have happened
                 self.streamed.books = before
             raise
+
+    def _give(self, give: Callable[[list[int]], None], ids: list[int]) -> None:
+        """The pool gets these blocks back; if it refuses them, `join` still tells what they lack."""
+        give(ids)
+        self._copies.forget(ids)
 
     def _free_host(self, host_ids: Sequence[int]) -> None:
         shown = self.streamed.shows(host_ids)
@@ -457,4 +470,4 @@ class TenantKV:
             for (source, nbytes), (target, _) in zip(sources, targets):
                 ranges.append((self.address + target, self.address + source, nbytes))
         if ranges:
-            self._copies.copy(ranges)
+            self._copies.copy(ranges, pairs)

@@ -70,19 +70,20 @@ class HostKV:
         return self._kv.copy_in(host_ids, ids)
 
     def arrived(self, ticket: int) -> bool:
-        """Whether the copies of this ticket have been made. Does not wait. Raises the backend's error if copies have failed:
-        none of those in flight has arrived then, and their host blocks are as they were."""
+        """Whether the copies of this ticket have been made. Does not wait. Raises the backend's error if they have failed, each
+        time: none of those in flight has arrived then, and their host blocks are as they were. Raises InvalidArgument for a
+        ticket that `copy_in` has not returned."""
         return self._kv.arrived(ticket)
 
     def join(self, ticket: int | None = None) -> None:
-        """The next pass comes behind this copy in and those that began before it, or behind all. Raises as `arrived`
-        does."""
+        """The next pass comes behind this copy in and those that began before it, or behind all. Raises as `arrived` does;
+        without a ticket while blocks of any copy in that has failed are neither freed nor copied in again."""
         self._kv.join(ticket)
 
     def kept(self, host_ids: Iterable[int]) -> bool:
         """Whether these host blocks hold the KV copied out to them: False if a copy to one of them has failed. Then
-        recompute its KV."""
-        return self._kv.kept(host_ids)
+        recompute its KV. Raises InvalidArgument for one that is not in use."""
+        return self._kv.kept_of(host_ids)
 
     def free(self, host_ids: Iterable[int]) -> None:
         """Give host blocks back. Raises InvalidArgument for one that is not in use, and InvalidState (field host_blocks) for

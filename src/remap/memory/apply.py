@@ -390,6 +390,9 @@ class Changes:
 
     def _configure(self, tenant: TenantState, ready: PreparedPlan, held: Sequence[int], after: int) -> None:
         """Tell the prefetcher which layers stream, and which come home."""
+        if tenant.prefetcher.in_pass:  # one that nobody can end any more (locking.Turn): no change is made in others
+            tenant.timing.abandoned += 1
+            tenant.prefetcher.end_pass()
         plan, copies = ready.plan, ready.copies
         size = tenant.pages.buffer_pages * self.arena.page_bytes
         ring = [tenant.ring_address + index * size for index in range(len(plan.there.ring))]

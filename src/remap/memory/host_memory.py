@@ -12,8 +12,8 @@ import ctypes
 import logging
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -437,19 +437,19 @@ class HostMemories:
             room -= (counts["total"] - counts["params"]) * self._arena.page_bytes
         return room, why
 
-    @contextmanager
-    def taken(self, name: str, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory]:
-        """Memory for a tenant to be, `name`. If the block raises, gives it back, unless a tenant has `kept` it by then: an
-        interrupt can come when the tenant is attached already."""
+    def take(self, name: str, hosts: list[HostMemory]) -> HostMemory:
+        """Memory for a tenant to be, `name`: into `hosts`, for `settle`."""
         host = HostMemory(self._backend, self._device, self.nbytes, self._make_room, self.spare, name)
+        hosts.append(host)
         self._held.append(host)
+        return host
+
+    def settle(self, hosts: Sequence[HostMemory], kept: Callable[[HostMemory], bool]) -> None:
+        """Give back those of `take` that no tenant has `kept`: an interrupt can come when the tenant is attached already."""
         try:
-            yield host
-        except BaseException:
-            # On any exception, KeyboardInterrupt included: undo, then re-raise.
-            if not kept(host):
-                self.give_back(host)
-            raise
+            for host in hosts:
+                if not kept(host):
+                    self.give_back(host)
         finally:
             self._share_again()
 

@@ -8,8 +8,9 @@ were gained). So no pass may read or write the blocks of a copy in until it has 
 out while they are live, and whatever takes such blocks away comes behind their copies: `join`. A copy in comes behind the
 copies out that write what it reads.
 
-A copy that fails, or whose enqueuing is interrupted, is written down: `arrived` raises for it, and `kept` is False for
-the host blocks that it should have filled. Its stream is replaced, since a stream that has failed fails for ever.
+A copy that fails, or whose enqueuing is interrupted, is written down: `arrived` and `join` raise for its ticket from then on,
+`join` of all until its blocks are given back or copied in again, and `kept` is False for the host blocks that it should have
+filled. Its stream is replaced, since a stream that has failed fails for ever.
 
 Threads: the tenant's engine calls, or the change in progress, which has claimed the tenant (locking.py).
 """
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from remap.config import invalid
 from remap.errors import Error, InvalidState
 from remap.memory.streams import ComputeStream, Streams, gone, make_into
 
@@ -48,14 +50,17 @@ class KVCopies:
         self._leaving: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
         self._lost: set[int] = set()  # host blocks that a failed copy out should have filled
         # Tickets of copies in: the event behind each that is in flight, and its blocks, in the order in which they began; those
-        # that failed.
+        # that failed. Blocks that still lack what such a copy should have brought, and its ticket.
         self._flying: dict[int, tuple[int, frozenset[int]]] = {}
         self._failed: dict[int, Error] = {}
+        self._unfilled: dict[int, int] = {}
         self._tickets = 0
 
-    def copy(self, ranges: Ranges) -> None:
-        """Within the region."""
-        self.join()
+    def copy(self, ranges: Ranges, moves: Iterable[tuple[int, int]]) -> None:
+        """Within the region: what lies in the first block of each pair goes to the second."""
+        self._join(self._tickets, self._out)
+        if self._unfilled:  # the old ones too: the change may be undone, and who is given one later forgets it
+            self._unfilled.update({new: self._unfilled[old] for old, new in moves if old in self._unfilled})
         stream = self._compute.current()
         if not stream:
             self._streams.copy(ranges)
@@ -83,6 +88,7 @@ class KVCopies:
             event = self._start(_IN, ranges, filled=self.filled(host_blocks))
             self._tickets += 1
             self._flying[self._tickets] = event, frozenset(blocks)
+            self.forget(blocks)
             return self._tickets
 
     def kept(self, host_blocks: Iterable[int]) -> bool:
@@ -104,9 +110,8 @@ class KVCopies:
 
     def arrived(self, ticket: int) -> bool:
         """Whether these copies in have been made. Raises the error of copies that failed with them: then no copy in has
-        arrived that was in flight, and none is any more."""
-        if ticket in self._failed:
-            raise self._failed[ticket]
+        arrived that was in flight, and none is any more. Raises InvalidArgument for a ticket that never was."""
+        self._require(ticket)
         if ticket not in self._flying:
             return True
         try:
@@ -120,9 +125,21 @@ class KVCopies:
 
     def join(self, ticket: int | None = None) -> None:
         """Whatever the tenant does next comes behind this copy in and those that began before it, or behind all copies.
-        Raises as `arrived` does."""
-        last = max(self._flying, default=0) if ticket is None else ticket
-        self._join(last, self._out if ticket is None else 0)
+        Raises as `arrived` does; for all, while blocks lack what a copy in should have brought."""
+        for each in self._unfilled.values() if ticket is None else (ticket,):
+            self._require(each)
+        self._join(self._tickets if ticket is None else ticket, self._out if ticket is None else 0)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Nobody waits any more for what a copy in that failed should have brought into these blocks."""
+        for block in blocks if self._unfilled else ():
+            self._unfilled.pop(block, None)
+
+    def _require(self, ticket: int) -> None:
+        if not 0 < ticket <= self._tickets:
+            raise invalid("ticket", ticket, "what `copy_in` returned")
+        if ticket in self._failed:
+            raise self._failed[ticket]
 
     def release(self, blocks: Iterable[int]) -> None:
         """Whatever the tenant does next comes behind the copies of these blocks. Raises as `arrived` does."""
@@ -218,7 +235,9 @@ class KVCopies:
     def _fail(self, error: BaseException) -> None:
         """Write down which copies cannot be relied on, then replace the streams."""
         known = error if isinstance(error, Error) else InvalidState("copies in were interrupted; make them again")
-        self._failed.update(dict.fromkeys(self._flying, known))
+        for ticket, (_, blocks) in self._flying.items():
+            self._failed[ticket] = known
+            self._unfilled.update(dict.fromkeys(blocks, ticket))
         self._flying.clear()
         self._settle()
         try:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages that other processes have: brought in when they are wanted here, handed out when others want them and they can be spared.
 
-    a step, or attach, lacks pages    -> bring, supply: ask the broker, which answers with what is free; the rest may come later
+    a step lacks pages                -> bring: ask the broker, which answers with what is free; the rest may come later
+    attach, activate lack some        -> supply: ask, and wait for what others can spare without the session's lock (`Lacking`)
     some will be lacking soon         -> expect: asks, and waits for nothing; load_expected, give_unused
     others lack pages                 -> give_up: free pages, then unused KV of the tenants, as `UnusedKV` counts it; asked for
                                          layers, those of tenants that serve no pass, as `InactiveLayers` counts them
@@ -29,10 +30,11 @@ home when no block is in their way, and pages in which live blocks lie are given
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from remap.errors import OutOfBlocks
@@ -48,7 +50,7 @@ from remap.memory.trace import Trace
 from remap.memory.view import count_free
 from remap.policy.views import Take
 
-__all__ = ["MembershipCalls", "Outside", "UnmetWant"]
+__all__ = ["Lacking", "MembershipCalls", "Outside", "UnmetWant"]
 
 IDLE_S = 1.0
 """A tenant without a pass for that long counts as inactive."""
@@ -82,17 +84,39 @@ class MembershipCalls(Protocol):
 
     @property
     def met(self) -> bool: ...
-    def want(self, pages: int, *, patient: bool = False) -> list[int]: ...
+    @property
+    def silence(self) -> str: ...
+    def want(self, pages: int, *, keeps: bool = False) -> list[int]: ...
     def want_ahead(self, pages: int, *, keeps: bool) -> bool: ...
-    def cancel(self) -> list[int]: ...
+    def ask(self, pages: int) -> bool: ...
+    def await_answer(self) -> list[int]: ...
+    def end_asking(self) -> None: ...
     def arrived(self) -> list[int]: ...
     def let_read(self) -> None: ...
     def give(self, pages: Sequence[int], *, lent: bool = False) -> None: ...
+    def give_all(self, pages: Sequence[int]) -> None: ...
     def call(self, pages: Sequence[int], *, gently: bool = False) -> list[int]: ...
     def await_call(self, calls: Sequence[int], seconds: float) -> None: ...
     def disown(self, pages: Sequence[int]) -> None: ...
     def recheck(self) -> None: ...
     def prepare(self) -> None: ...
+
+
+class Lacking(Exception):
+    """Pages were asked for, for good: nothing has changed, and the call is made again when others have answered. No user sees
+    it."""
+
+
+@dataclass
+class _Supply:
+    """Of the call of this thread that may wait: the tenant that lacks pages, which gives none meanwhile; how many pages it has
+    asked for, and not looked for yet; what came of these; and whether others have no more."""
+
+    name: str
+    thread: int
+    asked: int = 0
+    came: list[int] = field(default_factory=list)
+    over: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,6 +197,7 @@ class Outside:
         self._looked = -1  # the epoch of the last look
         self._gently: set[int] = set()  # numbers of tenants whose layers come home though they serve no pass
         self._rechecked = False  # pages may come in twice
+        self._supply: _Supply | None = None
         self.index_of: Container[int] = range(membership.pages)
         self.borrowed: Container[int] = membership.borrowed
 
@@ -199,10 +224,40 @@ class Outside:
             raise
         return bool(useful)
 
-    def supply(self, pages: int) -> str:
-        """Ask for `pages` pages, and wait for what others can spare: for attach. Returns why no broker answers; "": one has."""
+    @contextmanager
+    def supplying(self, name: str) -> Iterator[Callable[[], None]]:
+        """While a call of this thread for the tenant `name` may raise `Lacking`: what then waits, without the session's lock."""
+        self._supply = supply = _Supply(name, threading.get_ident())
+
+        def await_supply() -> None:
+            supply.came += self._membership.await_answer()
+
         try:
-            self.take_in(self._membership.want(pages, patient=True))
+            yield await_supply
+        finally:
+            self._supply = None
+            self._membership.end_asking()
+            if supply.came:  # it was interrupted, or lacks none any more
+                self._membership.recheck()
+
+    def supply(self, pages: int) -> str:
+        """`pages` pages are lacking: ask for them, and raise `Lacking`; or take in what has come of these, and return why no
+        broker answers; "": one has. Others are asked again only if all has come, and did not suit. In a call that cannot wait:
+        what is free at once."""
+        supply = self._supply
+        came: list[int] = []
+        try:
+            if supply is None or supply.thread != threading.get_ident():
+                came = self._membership.want(pages, keeps=True)
+            elif supply.asked:
+                came, supply.came = supply.came, []
+                supply.over, supply.asked = len(came) < supply.asked, 0
+            elif not supply.over and self._membership.ask(pages):
+                supply.asked = pages
+                raise Lacking
+            self.take_in(came)
+        except Lacking:
+            raise
         except BaseException:
             self._membership.recheck()
             raise
@@ -244,7 +299,7 @@ class Outside:
     @property
     def problem(self) -> str:
         """Why no broker answers now; "": one does."""
-        return self._membership.problem
+        return self._membership.problem or self._membership.silence
 
     def recheck(self) -> None:
         """An interrupt may have lost pages on their way here, or out: those that the broker counts as the session's come in."""
@@ -282,7 +337,7 @@ class Outside:
     def hand_back(self, pages: Sequence[int]) -> None:
         """The arena is closed, and had these."""
         self._membership.disown(sorted(self._lent))
-        self._membership.give([*pages, *self._membership.cancel(), *self._membership.arrived()])
+        self._membership.give_all([*pages, *self._membership.arrived()])
 
     def forget_gone(self) -> None:
         """A tenant has gone: this session will not call what only its layers lent."""
@@ -349,7 +404,7 @@ class Outside:
         """Others want `pages` pages for layers of theirs. Idle tenants here give their own ones up, which then have no pages:
         first those behind the ones that hide the others' loading, as for a tenant of this session. ahead: only these."""
         before = len(self._membership.held)
-        self._give_layers_for_good(pages, cold, self._offers.idle(), ahead)
+        self._give_layers_for_good(pages, cold, [one for one in self._offers.idle() if not self._comes(one)], ahead)
         if not ahead:
             self.pass_over(pages - before + len(self._membership.held))
 
@@ -506,7 +561,12 @@ class Outside:
     def _sleeps(self, giver: TenantState) -> bool:
         """Whether it serves no pass now: it is inactive, or idle. An idle one may begin its next pass at any time, which then
         streams: its passes have to have waited for every layer (`TenantState.require_seen`)."""
+        if self._comes(giver):
+            return False
         return not giver.active or (giver.unseen is None and not giver.slicing and self._idle(giver))
+
+    def _comes(self, tenant: TenantState) -> bool:
+        return self._supply is not None and self._supply.name == tenant.name
 
     def _spare(self, layers: bool, ahead: bool = False) -> list[int]:
         """Free pages, the last ones first: the first ones are where KV grows next. Behind these borrowed ones, then those that a

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pass begins and ends: the checks before its first layer, and the checks at its end.
 
-    begin   no change in progress, none left to be finished -> turn.open_pass -> Prefetcher.begin_pass
+    begin   no change in progress, none left to be finished -> Turn.enter -> Prefetcher.begin_pass
     end     layers that were not waited for -> Prefetcher.end_pass -> times are learnt -> bad results are refused
 
 The thread of the tenant's engine runs this, under the turn's lock where a change might begin (locking.py).
@@ -71,27 +71,20 @@ class Passes:
 
     # -- begin -----------------------------------------------------------------------------------------------------
 
-    def begin(self, tenant: TenantState, stream: object, mark: object, streamed: Sequence[int] = ()) -> None:
-        """Begin a pass that reads these streamed blocks; `mark` is the turn's `open_pass` while it is open. Raises as
-        `Tenant.forward` says."""
+    def begin(self, tenant: TenantState, stream: object, bracket: object, streamed: Sequence[int] = ()) -> None:
+        """Begin a pass that reads these streamed blocks; `bracket` is the turn's `open_pass` while it is open. Raises as
+        `Tenant.forward` says; if the pass had begun by then, the caller closes it."""
         self._lock.refuse_fork()
         if tenant.abroad and self.serves is not None:
             self._ask_for_layers(tenant, self.serves)
-        if not self._try_begin(tenant, stream, mark, streamed):
-            self._lock.run(self._begin_behind_changes, tenant, stream, mark, streamed)
+        if not self._try_begin(tenant, stream, bracket, streamed):
+            self._lock.run(self._begin_behind_changes, tenant, stream, bracket, streamed)
         if tenant.parts > tenant.layers:
-            self._await_ends(tenant)
-        tenant.began_s = self._trace.now()
-        nvtx.push("remap.pass")
-
-    def _await_ends(self, tenant: TenantState) -> None:
-        """Wait for what stands before the first layer and behind the last: no hook does, and it never streams."""
-        try:
+            # For what stands before the first layer and behind the last: no hook does, and it never streams.
             tenant.prefetcher.wait(tenant.layers)
             tenant.prefetcher.done(tenant.layers)
-        except BaseException:
-            self.close(tenant)
-            raise
+        tenant.began_s = self._trace.now()
+        nvtx.push("remap.pass")
 
     def _ask_for_layers(self, tenant: TenantState, serves: Callable[[TenantState], bool]) -> None:
         """Other processes have some of its layers: ask for them, and bring home what has come. Waits for nothing: while another
@@ -107,12 +100,14 @@ class Passes:
             except Error as error:
                 _logger.warning("tenant %r: layers that have come back stream on: %s", tenant.name, error)
 
-    def _begin_behind_changes(self, tenant: TenantState, stream: object, mark: object, streamed: Sequence[int]) -> None:
+    def _begin_behind_changes(
+        self, tenant: TenantState, stream: object, bracket: object, streamed: Sequence[int]
+    ) -> None:
         """Begin a pass after the change that was in progress, and finish first the rest of the last change."""
         self._changes.settle(tenant)
         self._changes.retry_failed(tenant)
         self._changes.wake(tenant)
-        if not self._try_begin(tenant, stream, mark, streamed, finished=True):
+        if not self._try_begin(tenant, stream, bracket, streamed, finished=True):
             raise InvalidState(
                 f"tenant {tenant.name!r}: a listener cannot begin a pass while the call that it is told of is in "
                 "progress; no pass was begun; begin it afterwards",
@@ -120,7 +115,7 @@ class Passes:
             )
 
     def _try_begin(
-        self, tenant: TenantState, stream: object, mark: object, streamed: Sequence[int], finished: bool = False
+        self, tenant: TenantState, stream: object, bracket: object, streamed: Sequence[int], finished: bool = False
     ) -> bool:
         """Begin a pass, unless a change is in progress or has left something to finish first. finished: the caller has
         finished it just now; if a re-pointing has failed since, `wait` for its layer raises that."""
@@ -139,12 +134,8 @@ class Passes:
             if not finished and (tenant.unsettled is not None or tenant.asleep or self._changes.failed_points(tenant)):
                 return False
             run, filled = tenant.kv.reading(streamed) if streamed else (None, 0)
-            turn.open_pass = mark  # before the pass begins, so that end() or close() ends it even after an interrupt
-            try:
-                tenant.prefetcher.begin_pass(tenant.compute.begin(stream), [run] if run else [], filled)
-            except BaseException:
-                self.close(tenant)
-                raise
+            turn.enter(bracket)  # before the pass begins, so that close() ends it even after an interrupt
+            tenant.prefetcher.begin_pass(tenant.compute.begin(stream), [run] if run else [], filled)
             if tenant.unseen is not None:
                 tenant.unseen.update(range(tenant.layers))
             return True
@@ -163,8 +154,7 @@ class Passes:
     # -- end -------------------------------------------------------------------------------------------------------
 
     def close(self, tenant: TenantState) -> None:
-        """Leave no pass open, however far it came. Can be called again. Takes no lock: the garbage collector may call
-        it while this thread holds the lock."""
+        """Leave no pass open, however far it came. Can be called again."""
         try:
             prefetcher = tenant.live_prefetcher
             if prefetcher is not None and prefetcher.in_pass:
@@ -173,12 +163,13 @@ class Passes:
         except Error:
             pass  # a stream that takes no events (it is being captured): the next pass abandons this one in the core
         finally:
-            tenant.turn.open_pass = None
+            tenant.turn.leave()
 
-    def end(self, tenant: TenantState, phase: str, tokens: int, *, completed: bool) -> None:
-        """End the pass. Raises InvalidState as `Tenant.forward` says where its results must be discarded."""
+    def end(self, tenant: TenantState, phase: str, tokens: int, kind: object, *error: object) -> None:
+        """End the pass; kind, error: as for `__exit__`. Raises InvalidState as `Tenant.forward` says where its results must be
+        discarded."""
         try:
-            self._finish(tenant, phase, tokens, completed)
+            self._finish(tenant, phase, tokens, completed=kind is None)
         finally:
             nvtx.pop()
             # Last of all: from here on a change may claim this tenant and read the learnt times.

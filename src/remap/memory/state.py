@@ -386,6 +386,7 @@ class TenantState:
         if self.handle is not None:
             self.handle.retire()
         self.detached = True
+        self.turn.retire(self.name)
         self.kv.retire()
 
     # -- which layers ----------------------------------------------------------------------------------------------

@@ -108,12 +108,13 @@ class PassTimes:
         return self._known
 
     def decode(self) -> LayerTimes | None:
-        """Measured seconds per layer for the shape of the last decode pass; None before the first pass.
+        """Measured seconds per layer for the shape of the last decode pass; None before the first pass, and while no copy was
+        timed: a layer's first load is timed with calls of the backend that may fail.
 
         The same object for some passes, so that answers computed from it (the exact bound) can be kept meanwhile.
         """
         self._asked = True
-        if self._last_shape is None:
+        if self._last_shape is None or not self._cost.measured:
             return None
         if self._known is None or self._known_age >= _TIMES_EVERY:
             self._known = self._cost.estimate(*self._last_shape)

@@ -1,142 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch glue: find a model's tensors, copy their bytes into packed memory, and point the model at that memory.
 
-Call `find.collect`, `pack.build`, `master.make_master` (optional), `fill` for the resident layers, and `install`, in
-this order; call `restore` before the memory goes away. A tensor keeps its identity throughout: these functions exchange
-only the memory behind it (`tensor.data = view`), for buffers as well as for parameters, so tied names, optimisers,
-hooks and other references to the same object stay right.
+Call `find.collect` and `find.tensors_of`, `pack.build`, `master.make_master` (optional), `fill` for the resident layers,
+and `install`, in this order; call `restore` before the memory goes away. A tensor keeps its identity throughout: these
+functions exchange only the memory behind it (`tensor.data = view`), for buffers as well as for parameters, so tied names,
+optimisers, hooks and other references to the same object stay right.
 
 find.py finds and describes the tensors; this module re-exports its functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from remap.errors import InvalidArgument, InvalidState
-from remap.model.find import BASE_ALIGNMENT, collect, dtype_name, find_layers, resolve_layers, span_of
+from remap.model.find import (
+    BASE_ALIGNMENT,
+    Registration,
+    collect,
+    dtype_name,
+    find_layers,
+    registrations,
+    resolve_layers,
+    span_of,
+    tensors_of,
+)
 from remap.model.pack import LayerLayout, Layout, Placed, TensorSpec
 
 __all__ = [
+    "Tensors",
     "WriteWatch",
     "changed",
     "collect",
+    "differs",
     "fill",
     "find_layers",
     "install",
     "own_copy",
     "resolve_layers",
     "restore",
+    "tensors_of",
 ]
 
+Tensors = Mapping[str, torch.Tensor]
+"""Path at attach -> the tensor object. What follows goes by the objects: a model may register them elsewhere."""
 
-def fill(part: LayerLayout, model: nn.Module, destination: torch.Tensor) -> None:
+
+def fill(part: LayerLayout, tensors: Tensors, destination: torch.Tensor) -> None:
     """Copy the present bytes of the part's tensors into `destination` (1-D uint8, any device).
 
     Does not write the bytes between tensors, and does not change the model. Raises InvalidArgument if `destination` is
     unsuitable or a tensor no longer matches its spec.
     """
     _check_storage(part, destination)
-    targets = _targets(model, part)
+    targets = _targets(tensors, part)
     with torch.inference_mode(False), torch.no_grad():
         memory = _as_bytes(destination)
-        for target in targets:
-            start = target.placed.offset
-            source = _as_bytes(target.tensor)
-            memory[start : start + source.numel()].copy_(source)
+        for placed, tensor in targets:
+            source = _as_bytes(tensor)
+            memory[placed.offset : placed.offset + source.numel()].copy_(source)
 
 
-def install(model: nn.Module, layout: Layout, storages: Sequence[torch.Tensor], rest: torch.Tensor) -> None:
-    """Point every parameter and buffer of `model` at `storages` (one per layer) and `rest`: 1-D uint8, one device.
+def install(layout: Layout, tensors: Tensors, storages: Sequence[torch.Tensor], rest: torch.Tensor) -> None:
+    """Point all tensors at `storages` (one per layer) and `rest`: 1-D uint8, one device.
 
     Copies nothing: fill the storages before the next forward pass. Tensor objects, `requires_grad`, strides, ties and
     version counters do not change. Raises InvalidArgument, and leaves the model as it was, if a storage is too short,
     misaligned, of another type or device, or overlaps another, or if a tensor does not match its spec.
     """
     everything = _storages(layout, storages, rest)
-    targets = [
-        (target, storage)
-        for part, storage in zip(layout.parts, everything, strict=True)
-        for target in _targets(model, part)
-    ]
-    _exchange([(target.tensor, storage, target.placed.offset) for target, storage in targets])
+    _exchange(
+        [
+            (tensor, storage, placed.offset)
+            for part, storage in zip(layout.parts, everything, strict=True)
+            for placed, tensor in _targets(tensors, part)
+        ]
+    )
 
 
 def restore(
-    model: nn.Module,
     layout: Layout,
+    tensors: Tensors,
     storages: Sequence[torch.Tensor],
     rest: torch.Tensor,
     *,
+    others: Iterable[tuple[str, torch.Tensor]] = (),
     sources: Mapping[int, torch.Tensor] | None = None,
     device: str | torch.device | None = None,
-) -> list[str]:
-    """Move an installed model back onto ordinary torch memory, so that the storages can be freed.
+) -> None:
+    """Move installed tensors back onto ordinary torch memory, so that the storages can be freed.
 
-    storages, rest: as passed to `install`. sources: layer -> 1-D uint8 tensor that the layer's bytes are copied from
-    instead (its master copy; needed for streamed layers, whose regions may show another layer). device: of the new
-    memory; by default the device of the storages. Each original storage becomes one new storage, so ties and
-    overlapping views stay.
+    tensors, storages, rest: as passed to `install`. It goes by the objects and the memory that they show, whatever the
+    model calls them by now. others: further tensors with names, such as the model's present ones; those that show the
+    storages move too.
+    sources: layer -> 1-D uint8 tensor that the layer's bytes are copied from instead (its master copy; needed for
+    streamed layers, whose regions may show another layer). device: of the new memory; by default the device of the
+    storages. Each original storage becomes one new storage, so ties and overlapping views stay. A tensor that has memory
+    of its own by now (`tensor.data = other`) stays there.
 
-    Returns the paths that were skipped because the model has replaced their tensors since (`module.x = other`,
-    `.to()`). Raises InvalidArgument for unsuitable storages or sources, and InvalidState if a tensor points into a
-    storage at another place than `install` gave it; in both cases the model has not changed.
+    Raises InvalidArgument for unsuitable storages or sources, and InvalidState (field path) if a tensor shows more of the
+    storages than one original storage; in both cases the model has not changed.
     """
     everything = _storages(layout, storages, rest)
-    skipped: list[str] = []
-    exchange: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    # (first address, end, its bytes, where they begin there) of each original storage, by address
+    spans: list[tuple[int, int, torch.Tensor, int]] = []
     for part, storage in zip(layout.parts, everything, strict=True):
         source = storage
         if part.index is not None and sources is not None and part.index in sources:
             source = sources[part.index]
             _check_storage(part, source)
-        groups: dict[int, list[_Target]] = {}
+        groups: dict[int, tuple[int, int]] = {}
         for placed in part.tensors:
-            tensor = _lookup(model, placed.spec.path)
-            if tensor is not None and _is_at(tensor, placed, storage):
-                groups.setdefault(placed.spec.storage, []).append(_Target(placed, tensor))
-            elif tensor is not None and _points_into(tensor, storage):
-                raise InvalidState(
-                    f"{placed.spec.path} points into the memory of its layer, at another place than it was installed "
-                    "at. The model has not changed; give the tensor memory of its own (clone it), then restore again",
-                    path=placed.spec.path,
-                )
-            else:
-                skipped.append(placed.spec.path)
-        for members in groups.values():
-            spans = [(t.placed.offset, t.placed.spec.span_bytes) for t in members if t.placed.spec.span_bytes]
-            start = min((first for first, _ in spans), default=0)
-            start -= start % BASE_ALIGNMENT  # keeps every view aligned in the new memory
-            end = max((first + size for first, size in spans), default=0)
-            with torch.inference_mode(False), torch.no_grad():
-                home = torch.empty(end - start, dtype=torch.uint8, device=device or storage.device)
-                home.copy_(source[start:end])
-            exchange.extend((t.tensor, home, max(t.placed.offset - start, 0)) for t in members)
+            if placed.spec.span_bytes:
+                start, end = groups.get(placed.spec.storage, (part.nbytes, 0))
+                # A multiple of the alignment keeps every view aligned in the new memory.
+                start = min(start, placed.offset - placed.offset % BASE_ALIGNMENT)
+                groups[placed.spec.storage] = start, max(end, placed.offset + placed.spec.span_bytes)
+        base = storage.data_ptr()
+        spans.extend((base + start, base + end, source, start) for start, end in groups.values())
+    spans.sort(key=itemgetter(0))
+    ours = {id(tensor) for tensor in tensors.values()}
+    found = {id(one): (path, one) for path, tensor in (*others, *tensors.items()) for one in _plain(tensor)}
+    homes: dict[int, torch.Tensor] = {}
+    exchange: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    for path, tensor in found.values():
+        first, size = tensor.data_ptr(), span_of(tensor)
+        place = bisect_right(spans, first, key=itemgetter(0)) - 1
+        if not size:
+            if id(tensor) in ours:
+                exchange.append((tensor, torch.empty(0, dtype=torch.uint8, device=device or rest.device), 0))
+        elif tensor.device == rest.device and place >= 0 and first + size <= spans[place][1]:
+            start, end, source, offset = spans[place]
+            if place not in homes:
+                with torch.inference_mode(False), torch.no_grad():
+                    homes[place] = torch.empty(end - start, dtype=torch.uint8, device=device or rest.device)
+                    homes[place].copy_(source[offset : offset + end - start])
+            exchange.append((tensor, homes[place], first - start))
+        elif any(_overlaps(tensor, storage) for storage in everything):
+            raise InvalidState(
+                f"{path} shows memory of the session that no single tensor had when it was attached. The model has not "
+                "changed; give the tensor memory of its own (clone it), then restore again",
+                path=path,
+            )
     _exchange(exchange)
-    return skipped
 
 
-def changed(part: LayerLayout, model: nn.Module, master: torch.Tensor) -> list[str]:
-    """Paths of the part whose bytes in `model` now differ from those in `master` (1-D uint8, packed as the part).
+def changed(part: LayerLayout, tensors: Tensors, master: torch.Tensor) -> list[str]:
+    """Paths of the part whose bytes now differ from those in `master` (1-D uint8, packed as the part).
 
-    This answer is exact, where `WriteWatch` compares version counters. Call it before a layer is streamed for the first
-    time if the model may write its weights in ways that autograd does not see. Changes nothing.
+    This answer is exact, where `WriteWatch` compares version counters: it sees writes that autograd does not see.
+    Changes nothing.
     """
     _check_storage(part, master)
-    found = []
-    for target in _targets(model, part):
-        mine = _as_bytes(target.tensor)
-        start = target.placed.offset
-        if not torch.equal(mine.cpu(), master[start : start + mine.numel()].cpu()):
-            found.append(target.placed.spec.path)
-    return found
+    return [each.spec.path for each in part.tensors if differs(each, tensors[each.spec.path], master)]
+
+
+def differs(placed: Placed, tensor: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether the tensor is not, in shape or in bytes, what lies at its place in `master`."""
+    if not _matches(tensor, placed.spec):
+        return True
+    mine = _as_bytes(tensor)
+    return not torch.equal(mine.cpu(), master[placed.offset : placed.offset + mine.numel()].cpu())
 
 
 def own_copy(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -150,6 +182,19 @@ def own_copy(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 _version_of = attrgetter("_version")
+_address_of = methodcaller("data_ptr")
+
+
+class _Names:
+    """What is registered, and where: `same` looks no dotted name up."""
+
+    def __init__(self, found: Sequence[Registration]) -> None:
+        self._registries: list[Any] = [each.registry for each in found]
+        self._names = [each.name for each in found]
+        self.objects = [each.value for each in found]
+
+    def same(self) -> bool:
+        return all(map(is_, map(dict.get, self._registries, self._names), self.objects))
 
 
 class WriteWatch:
@@ -161,88 +206,99 @@ class WriteWatch:
     kernels that do not announce them, such as those of batch norm's running statistics; therefore, when one buffer of a
     module has changed, all buffers of that module are reported. `changed` compares bytes and is exact.
 
+    A tensor is replaced if it has other memory than it was installed in; if it is registered outside of its layer, which alone
+    waits for its bytes; or if it is registered nowhere, and its layer has got tensors or modules that were not there before
+    (they may have been made from its bytes), or is no part of the model any more. A tensor that has another name, or that
+    is only removed, is not.
+
     untracked: layer -> paths of inference tensors (made under inference_mode), for which torch keeps no version.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._model = model
-        self._watched: list[tuple[int, TensorSpec, torch.Tensor, int]] = []
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module], layout: Layout, tensors: Tensors) -> None:
+        """modules: the layers. A part of the layout behind them holds tensors of no layer."""
+        self._model, self._modules = model, modules
         self.untracked: dict[int, list[str]] = {}
-        # written_in() compares, for each layer: the tensors and their versions; and, for the tensors and the modules on
-        # the way to them, the dicts that they are registered in, their names there, and the objects. While nothing has
-        # changed it therefore looks up no dotted name.
-        self._look: list[tuple[list[torch.Tensor], list[int], list[Any], list[str], list[Any]]] = []
+        self._specs: list[list[TensorSpec]] = []
+        # Of each layer, as written_in() compares them: its tensors, their versions and their addresses.
+        self._look: list[tuple[list[torch.Tensor], list[int], list[int]]] = []
         for index, layer in enumerate(layout.layers):
-            tensors: list[torch.Tensor] = []
-            registered: dict[str, tuple[Any, str, Any]] = {}
-            for target in _targets(model, layer):
-                spec, tensor = target.placed.spec, target.tensor
-                if tensor.is_inference():
-                    self.untracked.setdefault(index, []).append(spec.path)
-                    continue
-                self._watched.append((index, spec, tensor, tensor._version))
-                tensors.append(tensor)
-                *prefix, name = spec.path.split(".")
-                owner, path = model, ""
-                for child in prefix:
-                    path = f"{path}.{child}"
-                    inner = owner.get_submodule(child)
-                    registered[path] = (owner._modules, child, inner)
-                    owner = inner
-                registry = owner._parameters if owner._parameters.get(name) is tensor else owner._buffers
-                registered[f"{path}.{name}"] = (registry, name, tensor)
-            dicts, names, objects = ([each[i] for each in registered.values()] for i in range(3))
-            self._look.append((tensors, [tensor._version for tensor in tensors], dicts, names, objects))
+            watched = [placed.spec for placed in layer.tensors if not tensors[placed.spec.path].is_inference()]
+            untracked = [placed.spec.path for placed in layer.tensors if tensors[placed.spec.path].is_inference()]
+            if untracked:
+                self.untracked[index] = untracked
+            ours = [tensors[spec.path] for spec in watched]
+            self._specs.append(watched)
+            self._look.append((ours, list(map(_version_of, ours)), list(map(_address_of, ours))))
+        self._replaced: dict[int, set[str]] = {}
+        # Of each layer when nothing was replaced: its objects by id, and the tensors that had only been removed.
+        self._known: dict[int | None, dict[int, Any]] = {}
+        self._removed: dict[int, set[str]] = {}
+        self._read_names()
 
-    def written(self) -> dict[int, list[str]]:
-        """layer -> paths, in layout order, for the layers that were written. Reads no tensor's bytes."""
-        return self._written(self._watched)
+    def _read_names(self) -> None:
+        found: dict[int | None, list[Registration]] = {index: [] for index in (None, *range(len(self._modules)))}
+        seen: dict[int, set[int | None]] = {}  # id of a tensor -> where it is registered
+        for each in registrations(self._model, self._modules):
+            found[each.layer].append(each)
+            if each.kind != "module":
+                seen.setdefault(id(each.value), set()).add(each.layer)
+        self._names = {layer: _Names(each) for layer, each in found.items()}
+        self._replaced.clear()
+        for index, (specs, (tensors, _, _)) in enumerate(zip(self._specs, self._look)):
+            layer = self._layer(index)
+            objects = {id(each): each for each in self._names[layer].objects}
+            arrived = not objects or not objects.keys() <= self._known.setdefault(layer, objects).keys()
+            where = {spec.path: seen.get(id(tensor), set()) for spec, tensor in zip(specs, tensors)}
+            gone = {path for path, places in where.items() if not places}
+            lost = {path for path, places in where.items() if places - {layer}}
+            if arrived:
+                lost |= gone - self._removed.get(index, set())
+            if lost:
+                self._replaced[index] = lost
+            else:
+                self._known[layer], self._removed[index] = objects, gone
+
+    def _layer(self, part: int) -> int | None:
+        return part if part < len(self._modules) else None
 
     def written_in(self, layers: Collection[int], *, replaced: bool = True) -> dict[int, list[str]]:
-        """As `written`, for these layers only (an unknown layer has no tensors). replaced: also tensors in whose place the model
-        has others now, of which no byte has changed.
+        """layer -> paths, in layout order, for those of these layers that were written (an unknown layer has no tensors). Reads
+        no tensor's bytes. replaced: also replaced tensors.
 
         It takes a few microseconds per layer while nothing was written: the session calls it just before layers are
         streamed, on the way from demand to usable KV blocks, and after each pass that streamed some.
         """
-        touched = {layer for layer in layers if self._touched(layer)}
-        if not touched:
-            return {}
-        return self._written([watched for watched in self._watched if watched[0] in touched], replaced)
-
-    def _touched(self, layer: int) -> bool:
-        """Whether a tensor of the layer was written or replaced."""
-        if not 0 <= layer < len(self._look):
-            return False
-        tensors, versions, dicts, names, objects = self._look[layer]
-        return list(map(_version_of, tensors)) != versions or not all(map(is_, map(dict.get, dicts, names), objects))
-
-    def _written(
-        self, watched: Sequence[tuple[int, TensorSpec, torch.Tensor, int]], replaced: bool = True
-    ) -> dict[int, list[str]]:
-        paths: set[str] = set()
-        modules: set[str] = set()
-        for _, spec, tensor, version in watched:
-            if tensor._version != version or (replaced and _lookup(self._model, spec.path) is not tensor):
-                paths.add(spec.path)
-                if spec.kind == "buffer":
-                    modules.add(spec.path.rpartition(".")[0])
+        wanted = sorted({layer for layer in layers if 0 <= layer < len(self._look)})
+        if replaced and not all(self._names[layer].same() for layer in (None, *map(self._layer, wanted))):
+            self._read_names()
         found: dict[int, list[str]] = {}
-        for index, spec, _, _ in watched:
-            if spec.path in paths or (spec.kind == "buffer" and spec.path.rpartition(".")[0] in modules):
-                found.setdefault(index, []).append(spec.path)
+        for index in wanted:
+            specs, (tensors, versions, addresses) = self._specs[index], self._look[index]
+            now, at = list(map(_version_of, tensors)), list(map(_address_of, tensors)) if replaced else addresses
+            if now == versions and at == addresses and not (replaced and index in self._replaced):
+                continue
+            paths = set(self._replaced.get(index, ())) if replaced else set()
+            states = zip(specs, zip(now, at), zip(versions, addresses))
+            paths.update(spec.path for spec, present, first in states if present != first)
+            owners = {spec.path.rpartition(".")[0] for spec in specs if spec.kind == "buffer" and spec.path in paths}
+            written = [
+                s.path for s in specs if s.path in paths or (s.kind == "buffer" and s.path.rpartition(".")[0] in owners)
+            ]
+            if written:
+                found[index] = written
         return found
 
 
 # --- one tensor --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A placed tensor and the object that is registered under its path now."""
-
-    placed: Placed
-    tensor: torch.Tensor
+def _plain(tensor: Any) -> list[torch.Tensor]:
+    """The tensors that have addresses: the tensor itself, or those inside of a subclass that wraps them."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [one for each in inner if isinstance(each, torch.Tensor) for one in _plain(each)]
+    strided = tensor.layout == torch.strided and not tensor.is_meta and not nn.parameter.is_lazy(tensor)
+    return [tensor] if strided else []
 
 
 def _show(
@@ -266,30 +322,17 @@ def _view(storage: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tenso
     return _show(storage, like.dtype, int(storage.storage_offset()) + offset, like.shape, like.stride())
 
 
-def _lookup(model: nn.Module, path: str) -> torch.Tensor | None:
-    prefix, _, name = path.rpartition(".")
-    try:
-        module = model.get_submodule(prefix)
-    except AttributeError:
-        return None
-    found = module._parameters.get(name)
-    return found if found is not None else module._buffers.get(name)
-
-
 def _matches(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     return (
         tuple(tensor.shape) == spec.shape and tuple(tensor.stride()) == spec.stride and dtype_name(tensor) == spec.dtype
     )
 
 
-def _targets(model: nn.Module, part: LayerLayout) -> list[_Target]:
-    """The tensors that are registered under the part's paths now.
-
-    Raises InvalidArgument if one does not match its spec.
-    """
+def _targets(tensors: Tensors, part: LayerLayout) -> list[tuple[Placed, torch.Tensor]]:
+    """The part's tensors with their places. Raises InvalidArgument if one does not match its spec."""
     targets = []
     for placed in part.tensors:
-        tensor = _lookup(model, placed.spec.path)
+        tensor = tensors.get(placed.spec.path)
         if tensor is None or not _matches(tensor, placed.spec):
             raise InvalidArgument(
                 f"{placed.spec.path} is not the tensor that the layout was made for: expected {placed.spec.dtype} "
@@ -297,24 +340,13 @@ def _targets(model: nn.Module, part: LayerLayout) -> list[_Target]:
                 "(collect, build)",
                 path=placed.spec.path,
             )
-        targets.append(_Target(placed, tensor))
+        targets.append((placed, tensor))
     return targets
 
 
-def _is_at(tensor: torch.Tensor, placed: Placed, storage: torch.Tensor) -> bool:
-    """Whether the tensor is where `install` put it. True for a tensor without elements."""
-    if not _matches(tensor, placed.spec):
-        return False
-    return not placed.spec.span_bytes or (
-        tensor.device == storage.device and tensor.data_ptr() == storage.data_ptr() + placed.offset
-    )
-
-
-def _points_into(tensor: torch.Tensor, storage: torch.Tensor) -> bool:
-    if tensor.device != storage.device or not span_of(tensor):
-        return False
+def _overlaps(tensor: torch.Tensor, storage: torch.Tensor) -> bool:
     start = tensor.data_ptr() - storage.data_ptr()
-    return start < storage.numel() and start + span_of(tensor) > 0
+    return tensor.device == storage.device and start < storage.numel() and start + span_of(tensor) > 0
 
 
 def _exchange(changes: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:

@@ -6,7 +6,8 @@ The functions see parameters and buffers. A tensor that is a plain attribute of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +17,18 @@ from remap.errors import InvalidArgument
 from remap.model.pack import TensorSpec, span_bytes
 from remap.sizes import shown
 
-__all__ = ["BASE_ALIGNMENT", "KNOWN_LAYER_PATHS", "collect", "dtype_name", "find_layers", "resolve_layers", "span_of"]
+__all__ = [
+    "BASE_ALIGNMENT",
+    "KNOWN_LAYER_PATHS",
+    "Registration",
+    "collect",
+    "dtype_name",
+    "find_layers",
+    "registrations",
+    "resolve_layers",
+    "span_of",
+    "tensors_of",
+]
 
 KNOWN_LAYER_PATHS = (
     "model.layers",  # Llama, Mistral, Qwen, Gemma, Phi, and most others
@@ -91,6 +103,39 @@ def resolve_layers(model: nn.Module, layers: str | Sequence[nn.Module] | nn.Modu
     return modules
 
 
+class Registration(NamedTuple):
+    """One name in a module's registry (its dict of parameters, buffers or modules), and the object that has it now. layer: the
+    index of the layer that the module is in, None outside of the layers."""
+
+    path: str
+    layer: int | None
+    kind: str
+    registry: Mapping[str, Any]
+    name: str
+    value: Any
+
+
+def registrations(model: nn.Module, layers: Sequence[nn.Module] = ()) -> Iterator[Registration]:
+    """Everything that is registered below `model`, under each of its paths, in the order of registration."""
+    index_of = {id(module): index for index, module in enumerate(layers)}
+
+    def below(module: nn.Module, prefix: str, layer: int | None) -> Iterator[Registration]:
+        kinds = (("parameter", module._parameters), ("buffer", module._buffers), ("module", module._modules))
+        for kind, registry in kinds:
+            for name, value in registry.items():
+                if value is not None:
+                    yield Registration(prefix + name, layer, kind, registry, name, value)
+                if isinstance(value, nn.Module):
+                    yield from below(value, f"{prefix}{name}.", index_of.get(id(value), layer))
+
+    return below(model, "", index_of.get(id(model)))
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Path -> parameter or buffer, under each of its paths."""
+    return {each.path: each.value for each in registrations(model) if each.kind != "module"}
+
+
 def collect(
     model: nn.Module, layers: str | Sequence[nn.Module] | nn.ModuleList, *, device: str | torch.device | None = None
 ) -> list[TensorSpec]:
@@ -107,28 +152,19 @@ def collect(
     modules = resolve_layers(model, layers)
     index_of = {id(module): index for index, module in enumerate(modules)}
     entries: list[tuple[str, int | None, str, torch.Tensor]] = []
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, prefix: str, layer: int | None) -> None:
-        index = index_of.get(id(module))
-        if index is not None:
-            if layer is not None and layer != index:
+    seen = {index_of[id(model)]} if id(model) in index_of else set()
+    for each in registrations(model, modules):
+        index = index_of.get(id(each.value))
+        if each.kind != "module":
+            entries.append((each.path, each.layer, each.kind, each.value))
+        elif index is not None:
+            if each.layer is not None and each.layer != index:
                 raise InvalidArgument(
-                    f"layers[{index}] is inside layers[{layer}]. Nothing was changed; pass only the outer ones",
+                    f"layers[{index}] is inside layers[{each.layer}]. Nothing was changed; pass only the outer ones",
                     index=index,
-                    outer=layer,
+                    outer=each.layer,
                 )
-            layer = index
             seen.add(index)
-        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    entries.append((prefix + name, layer, kind, tensor))
-        for name, child in module._modules.items():
-            if child is not None:
-                walk(child, f"{prefix}{name}.", layer)
-
-    walk(model, "", None)
     lost = sorted(set(range(len(modules))) - seen)
     if lost:
         raise InvalidArgument(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks: each layer of a torch model waits for its weights before it runs and says when it is done; a call is a pass.
 
-`Session.attach` puts them in unless it gets `hooks=False`; they go when the tenant goes. No layer streams until one
-complete pass has waited for every layer, so a model that runs past its hooks only loses the remapping.
+They are around the layer's whole call (`_call_impl`), not among its forward hooks: hooks of others read its weights too,
+whenever they were registered. `Session.attach` puts them in unless it gets `hooks=False`; they go when the tenant goes. No
+layer streams until one complete pass has waited for every layer, so a model that runs past its hooks only loses the remapping.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["OURS", "AttachedHooks", "HookedTenant", "attach_hooks", "call_shape"]
 
@@ -52,24 +52,22 @@ class AttachedHooks:
 
     def __init__(self, tenant: HookedTenant) -> None:
         self._tenant: HookedTenant | None = tenant
-        self._handles: list[RemovableHandle] = []
-        self._model: nn.Module | None = None
-        self._bracket: Any = None
-        self._before: Any = None  # the instance's own forward, if it had one
+        # (module, attribute, ours, what the instance had there before)
+        self._put_in: list[tuple[nn.Module, str, Any, Any]] = []
         self.removed = False
 
     def remove(self) -> None:
-        """Restore the modules. A wrapper that others have put around `model.forward` meanwhile stays."""
+        """Restore the modules. A wrapper that others have put around one of ours meanwhile stays."""
         self.removed = True
-        while self._handles:
-            self._handles.pop().remove()
-        model, self._model = self._model, None
-        if model is not None and model.__dict__.get("forward") is self._bracket:
-            if self._before is None:
-                # The bracket is an attribute of the instance; without it Python finds the class's own forward again.
-                del model.__dict__["forward"]
+        while self._put_in:
+            module, name, ours, before = self._put_in.pop()
+            if module.__dict__.get(name) is not ours:
+                continue
+            if before is None:
+                # An attribute of the instance; without it Python finds the class's own again.
+                del module.__dict__[name]
             else:
-                model.__dict__["forward"] = self._before
+                module.__dict__[name] = before
         tenant, self._tenant = self._tenant, None
         if tenant is not None and tenant.hooks is self:
             tenant.hooks = None
@@ -79,15 +77,11 @@ class AttachedHooks:
         tenant = self._tenant
         assert tenant is not None
         for index, module in enumerate(modules):
-            self._handles.append(module.register_forward_pre_hook(_before(tenant, index), prepend=True))
-            self._handles.append(module.register_forward_hook(_after(tenant, index)))
+            self._around(module, functools.partial(_layer, tenant, index))
         if model is not None:
-            self._before = model.__dict__.get("forward")
-            self._bracket = _bracket(model.forward, tenant, self)
-            self._model = model
             # Not a pair of hooks: a forward hook does not run for exceptions that are no `Exception`, so the pass would
-            # stay open. Not through the module's own __setattr__, which is for parameters and submodules.
-            model.__dict__["forward"] = self._bracket
+            # stay open.
+            self.wrap(model, "forward", _bracket(model.forward, tenant, self))
 
     def guard(self, modules: Sequence[nn.Module], part: int) -> None:
         """Refuse calls of these modules, which no layer has, outside of passes while their bytes, those of `part`, are not there.
@@ -95,7 +89,20 @@ class AttachedHooks:
         tenant = self._tenant
         assert tenant is not None
         for module in modules:
-            self._handles.append(module.register_forward_pre_hook(_if_ready(tenant, part), prepend=True))
+            self._around(module, functools.partial(_if_ready, tenant, part))
+
+    def _around(self, module: nn.Module, make: Callable[..., Callable[..., Any]]) -> None:
+        """All ways on which torch calls the module go through `make(module, call, hooks)`."""
+        for name in ("_call_impl", "_compiled_call_impl"):
+            call = getattr(module, name)
+            if call is not None:
+                self.wrap(module, name, make(module, call, self))
+
+    def wrap(self, module: nn.Module, name: str, ours: Callable[..., Any]) -> None:
+        """Put `ours` in the place of an attribute of the instance, until `remove`."""
+        self._put_in.append((module, name, _ours(ours), module.__dict__.get(name)))
+        # Not through the module's own __setattr__, which is for parameters and submodules.
+        module.__dict__[name] = ours
 
     def __enter__(self) -> AttachedHooks:
         return self
@@ -164,33 +171,9 @@ def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _before(tenant: HookedTenant, index: int) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any) -> None:
-        if not tenant.in_pass and tenant.streaming:
-            raise InvalidState(
-                f"layer {index} of tenant {tenant.name!r} was called outside of a pass while layers are streamed; "
-                "nothing was computed; call the model, or put `with tenant.forward():` around the call",
-                tenant=tenant.name,
-                layer=index,
-            )
-        tenant.wait(index)
-
-    return _ours(hook)
-
-
-def _if_ready(tenant: HookedTenant, part: int) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any) -> None:
-        if not tenant.in_pass and part in tenant.away():
-            raise InvalidState(
-                f"{type(module).__name__} of tenant {tenant.name!r} was called outside of a pass while its weights load, or have "
-                "no pages; nothing was computed; call the model, or put `with tenant.forward():` around the call",
-                tenant=tenant.name,
-            )
-
-    return _ours(hook)
-
-
-def _after(tenant: HookedTenant, index: int) -> Callable[..., Any]:
+def _layer(
+    tenant: HookedTenant, index: int, module: nn.Module, call: Callable[..., Any], hooks: AttachedHooks
+) -> Callable[..., Any]:
     def refuse(grad: Any) -> None:
         if not tenant.at_home(index):
             raise InvalidState(
@@ -201,14 +184,41 @@ def _after(tenant: HookedTenant, index: int) -> Callable[..., Any]:
                 layer=index,
             )
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if hooks.removed:  # others kept it
+            return call(*args, **kwargs)
+        if not tenant.in_pass and tenant.streaming:
+            raise InvalidState(
+                f"layer {index} of tenant {tenant.name!r} was called outside of a pass while layers are streamed; "
+                "nothing was computed; call the model, or put `with tenant.forward():` around the call",
+                tenant=tenant.name,
+                layer=index,
+            )
+        tenant.wait(index)
+        output = call(*args, **kwargs)
         tenant.done(index)
         if torch.is_grad_enabled():
             for each in output if isinstance(output, tuple | list) else (output,):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
                     each.register_hook(refuse)
+        return output
 
-    return _ours(hook)
+    return called
+
+
+def _if_ready(
+    tenant: HookedTenant, part: int, module: nn.Module, call: Callable[..., Any], hooks: AttachedHooks
+) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not hooks.removed and not tenant.in_pass and part in tenant.away():
+            raise InvalidState(
+                f"{type(module).__name__} of tenant {tenant.name!r} was called outside of a pass while its weights load, or have "
+                "no pages; nothing was computed; call the model, or put `with tenant.forward():` around the call",
+                tenant=tenant.name,
+            )
+        return call(*args, **kwargs)
+
+    return called
 
 
 def _bracket(forward: Callable[..., Any], tenant: HookedTenant, hooks: AttachedHooks) -> Callable[..., Any]:

@@ -77,9 +77,15 @@ def _kv_heads(attention: Any) -> int | None:
         heads = _whole(attention, name)
         if heads is not None:
             return heads
-    weight = getattr(getattr(attention, "k_proj", None), "weight", None)
+    weight = _weight(attention)
     rows, dim = int(weight.shape[0]) if weight is not None and weight.dim() == 2 else 0, _head_dim(attention)
     return rows // dim if dim and rows and rows % dim == 0 else None
+
+
+def _weight(attention: Any) -> Any:
+    """The weight of the keys' projection, if it has one."""
+    weight = getattr(getattr(attention, "k_proj", None), "weight", None)
+    return None if callable(weight) else weight  # a method of torch's quantised modules, which keep it packed
 
 
 def _config(model: Any) -> Any:
@@ -94,7 +100,7 @@ def _config(model: Any) -> Any:
 def _dtype(model: nn.Module, attentions: Sequence[Any]) -> str | None:
     """The dtype of the keys' projections, else of all the model's floating parameters; None if they differ, or have a
     dtype that no KV cache could have (quantised weights)."""
-    projections = [getattr(getattr(each, "k_proj", None), "weight", None) for each in attentions]
+    projections = map(_weight, attentions)
     weights: Iterable[Any] = [each for each in projections if each is not None] or model.parameters()
     said = {str(each.dtype).removeprefix("torch.") for each in weights if each.dtype.is_floating_point}
     found = said.pop() if len(said) == 1 else None

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from remap.errors import InvalidArgument, InvalidState
-from remap.model.bind import changed, fill
+from remap.model.bind import Tensors, changed, fill
 from remap.model.pack import LayerLayout, Layout
 
 __all__ = [
@@ -191,12 +190,12 @@ class HostMaster(_Master):
     def __init__(
         self,
         layout: Layout,
-        model: nn.Module,
+        tensors: Tensors,
         *,
         allocate: Callable[[int], torch.Tensor] | None = None,
         reason: str = "",
     ) -> None:
-        layers = [(_copy_of(layer, model, allocate or anonymous), "memory") for layer in layout.layers]
+        layers = [(_copy_of(layer, tensors, allocate or anonymous), "memory") for layer in layout.layers]
         super().__init__(layout, layers, reason)
 
 
@@ -208,10 +207,10 @@ class SafetensorsMaster(_Master):
     """
 
     def __init__(
-        self, match: FileMatch, model: nn.Module, *, allocate: Callable[[int], torch.Tensor] | None = None
+        self, match: FileMatch, tensors: Tensors, *, allocate: Callable[[int], torch.Tensor] | None = None
     ) -> None:
         layers = [
-            (_copy_of(layer, model, allocate or anonymous), "memory") if data is None else (data, "file")
+            (_copy_of(layer, tensors, allocate or anonymous), "memory") if data is None else (data, "file")
             for layer, data in zip(match.layout.layers, match.data, strict=True)
         ]
         super().__init__(match.layout, layers, match.reason)
@@ -240,7 +239,7 @@ class FileMatch:
 def match_files(
     files: Files,
     layout: Layout,
-    model: nn.Module,
+    tensors: Tensors,
     *,
     prefix: str = "",
     names: Mapping[str, str] | None = None,
@@ -275,7 +274,7 @@ def match_files(
         except InvalidArgument as refused:
             reasons[number] = str(refused)
             continue
-        different = changed(reordered.layers[number], model, content)
+        different = changed(reordered.layers[number], tensors, content)
         if different:
             reasons[number] = f"{different[0]} has other values in the model than in the file"
             continue
@@ -286,7 +285,7 @@ def match_files(
 
 
 def make_master(
-    model: nn.Module,
+    tensors: Tensors,
     layout: Layout,
     *,
     files: Files | None = None,
@@ -304,15 +303,15 @@ def make_master(
     layout and a `reason`. Use `.layout` of the result from then on.
     """
     if files is None:
-        return HostMaster(layout, model, allocate=allocate)
+        return HostMaster(layout, tensors, allocate=allocate)
     if locked:
         _open_all(_expand(files))  # a wrong path is refused on every device
         reason = "every layer: a mapped file is not page-locked, so a device copies from it far below its link's speed"
-        return HostMaster(layout, model, allocate=allocate, reason=reason)
-    match = match_files(files, layout, model, prefix=prefix, names=names, file_alignment=file_alignment)
+        return HostMaster(layout, tensors, allocate=allocate, reason=reason)
+    match = match_files(files, layout, tensors, prefix=prefix, names=names, file_alignment=file_alignment)
     if all(data is None for data in match.data):
-        return HostMaster(layout, model, allocate=allocate, reason=match.reason)
-    return SafetensorsMaster(match, model, allocate=allocate)
+        return HostMaster(layout, tensors, allocate=allocate, reason=match.reason)
+    return SafetensorsMaster(match, tensors, allocate=allocate)
 
 
 # --- host memory -------------------------------------------------------------------------------------------------
@@ -325,9 +324,9 @@ def anonymous(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
 
 
-def _copy_of(layer: LayerLayout, model: nn.Module, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
+def _copy_of(layer: LayerLayout, tensors: Tensors, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
     memory = allocate(layer.nbytes)[: layer.nbytes]
-    fill(layer, model, memory)
+    fill(layer, tensors, memory)
     return memory
 
 

@@ -133,16 +133,17 @@ def model_source(
     path = modules.find_layers(model) if layers is None else layers
     decoder = modules.resolve_layers(model, path)
     found = decoder if not extra else modules.resolve_layers(model, [*decoder, *_modules(model, extra)])
-    everything = (*model.named_parameters(), *model.named_buffers())
+    # From here on the objects count: the model may register them elsewhere while it is attached.
+    everything = modules.tensors_of(model)
     # All tensors must be on the CPU, or all on the session's device: the first tensor decides which.
     ours = torch.device(device.torch_device)
-    meant = next((tensor.device for _, tensor in everything), ours)
+    meant = next((tensor.device for tensor in everything.values()), ours)
     specs = modules.collect(model, found, device=meant if meant.type == "cpu" else ours)
     require_fit(kv, model, decoder)
     gathered = HostEmbedding(model, specs, device, host) if embedding == "host" else None
     if gathered is not None:
         specs = [spec for spec in specs if spec.path != gathered.path]
-    for tensor_path, tensor in everything:
+    for tensor_path, tensor in everything.items():
         inside = [first for first, stop in _INSTALLED if first <= tensor.data_ptr() < stop]
         # A session that was dropped unclosed leaves its ranges here, and other memory may lie there by now. Ours begins there.
         if inside and tensor.untyped_storage().data_ptr() in inside:
@@ -155,7 +156,7 @@ def model_source(
     last = len(found) if len(layout.layers) > len(found) else None
     locked = host is not None and host.locks([part.nbytes for part in layout.layers])
     allocate = None if host is None else host.allocate if locked else host.ordinary
-    master = masters.make_master(model, layout, files=weights, names=names, allocate=allocate, locked=locked)
+    master = masters.make_master(everything, layout, files=weights, names=names, allocate=allocate, locked=locked)
     layout = master.layout
     if host is not None and not locked:
         parts = [master.range(index) for index in range(len(layout.layers))]
@@ -169,7 +170,7 @@ def model_source(
         return storages, memory(rest, layout.rest.nbytes)
 
     def fill_rest(rest: int) -> None:
-        modules.fill(layout.rest, model, memory(rest, layout.rest.nbytes))
+        modules.fill(layout.rest, everything, memory(rest, layout.rest.nbytes))
         device.wait_for_torch()  # passes may run on another stream than torch's current one
 
     def install(targets: Sequence[int], rest: int, tenant: Handle) -> None:
@@ -177,27 +178,30 @@ def model_source(
         parts = zip((*storages, resident), layout.parts)
         installed["ranges"] = [(each.data_ptr(), each.data_ptr() + part.nbytes) for each, part in parts]
         try:
-            modules.install(model, layout, storages, resident)
+            modules.install(layout, everything, storages, resident)
             if gathered is not None:
                 gathered.install()
             if hooks:
-                attached = attach_hooks(found, tenant, model)
+                put_in = attach_hooks(found, tenant, model)
                 if last is not None:
                     owners = {placed.spec.path.rpartition(".")[0] for placed in layout.layers[last].tensors}
-                    attached.guard([model.get_submodule(path) for path in sorted(owners)], last)
+                    put_in.guard([model.get_submodule(path) for path in sorted(owners)], last)
                 tenant.expect_whole_pass()
-            installed["guards"] = Guards(model, layout, master, tenant, () if gathered is None else (gathered.weight,))
+            installed["watch"] = modules.WriteWatch(model, found, layout, everything)
+            installed["guards"] = Guards(model, layout, everything, master, tenant, written)
             installed["guards"].install()
-            installed["watch"] = modules.WriteWatch(model, layout)
             _INSTALLED.extend(installed["ranges"])
         except BaseException:  # the caller gives the memory up
             if tenant.hooks is not None:
                 tenant.hooks.remove()
-            modules.restore(model, layout, storages, resident, device=meant)
+            modules.restore(layout, everything, storages, resident, device=meant)
             if gathered is not None:
                 gathered.restore(meant)
             leave()
             raise
+
+    def written(wanted: Collection[int]) -> dict[int, list[str]]:
+        return installed["watch"].written_in(wanted)
 
     def leave() -> None:
         if "guards" in installed:
@@ -210,10 +214,16 @@ def model_source(
             return
         # Only a layer that is not in place is taken from its master: a resident one may have been written since.
         master.refuse_change(away)
-        lost = installed["watch"].written_in(away)
+        lost = written(away)
+        home = set(range(len(layout.layers))) - set(away) if away else set[int]()
+        unseen = differing(home - written(home).keys() - master.changed(home).keys())
+        shown = [("a value of state_dict()", value) for value in installed["guards"].shown.values()]
         sources = {index: master.tensor(index) for index in away if layout.layers[index].nbytes}
         try:
-            modules.restore(model, layout, installed["storages"], installed["rest"], sources=sources, device=where)
+            modules.restore(
+                layout, everything, installed["storages"], installed["rest"],
+                others=(*modules.tensors_of(model).items(), *shown), sources=sources, device=where,
+            )  # fmt: skip
         except torch.OutOfMemoryError as error:
             needed = sum(part.nbytes for part in layout.parts)
             raise OutOfMemory(
@@ -224,23 +234,27 @@ def model_source(
             ) from error
         if gathered is not None:
             gathered.restore(where)
-        if lost:
+        if lost or unseen:
+            known = f"something wrote without a counter into {unseen}; " if unseen else ""
             warnings.warn(
-                f"writes into layers that were streamed, or loading, are lost: {lost}", RuntimeWarning, stacklevel=4
+                f"{known}writes into layers that were streamed, or loading, are lost, and what replaced their tensors may have "
+                f"been made of other bytes: {lost or sorted(away)}",
+                RuntimeWarning,
+                stacklevel=4,
             )
         device.wait_for_torch()  # the memory copied from is about to be unmapped
         leave()
 
     def differing(wanted: Collection[int]) -> dict[int, list[str]]:
         parts = ((i, layout.layers[i]) for i in sorted(wanted) if layout.layers[i].nbytes)
-        found = {i: modules.changed(part, model, master.tensor(i)) for i, part in parts}
+        found = {i: modules.changed(part, everything, master.tensor(i)) for i, part in parts}
         return {layer: paths for layer, paths in found.items() if paths}
 
     def renew() -> None:
         for index, part in enumerate(layout.layers):
-            modules.fill(part, model, master.tensor(index))
+            modules.fill(part, everything, master.tensor(index))
         device.wait_for_torch()
-        installed["watch"] = modules.WriteWatch(model, layout)
+        installed["watch"] = modules.WriteWatch(model, found, layout, everything)
 
     if gathered is not None:
         gathered.prepare()
@@ -252,7 +266,7 @@ def model_source(
         fill_rest=fill_rest,
         install=install,
         detach=detach,
-        watch=lambda wanted: installed["watch"].written_in(wanted) | master.changed(wanted),
+        watch=lambda wanted: written(wanted) | master.changed(wanted),
         writes=lambda wanted, replaced: installed["watch"].written_in(wanted, replaced=replaced),
         verify=master.refuse_change if isinstance(master, masters.SafetensorsMaster) else None,
         keep_alive=(master, layout),
