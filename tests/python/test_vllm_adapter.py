@@ -475,8 +475,7 @@ def test_a_size_alone_gets_the_copies_that_a_cpu_can_make(
     module("vllm.engine.arg_utils", EngineArgs=EngineArgs)
     module("vllm.config", KVTransferConfig=lambda **fields: SimpleNamespace(**fields))
     module("vllm.platforms", current_platform=platform)
-    monkeypatch.setattr(internals, "refuse", lambda made: None)
-    monkeypatch.setattr(internals, "split_at_layers", lambda made: None)
+    monkeypatch.setattr(internals, "admit_config", lambda made: None)
     for _ in range(2):  # a plugin is loaded more than once
         internals.enter_without_flags("our.Worker", "our.Scheduler")
     arguments = EngineArgs()
@@ -489,6 +488,20 @@ def test_a_size_alone_gets_the_copies_that_a_cpu_can_make(
         assert (extra["spec_module_path"], extra["spec_name"]) == HOST_KV and extra["offload_prompt_only"] is False
     else:
         assert arguments.kv_transfer_config == given.get("kv_transfer_config")
+
+
+@pytest.mark.parametrize("given", [{}, {"remap": {"slowdown": 0.05}, "the user's": 1}])
+def test_compiled_code_is_kept_apart_from_that_of_stock_vllm(given: dict[str, Any]) -> None:
+    """vLLM's hash of a configuration, by which it keeps compiled code, has no word of workers and schedulers."""
+    changed = SimpleNamespace(additional_config=given)
+    for _ in range(2):  # in front of the workers, and in each of them
+        internals.keep_apart(changed)
+    assert changed.additional_config == {**given, "remap_version": remap.__version__}
+    assert "remap_version" not in given  # the user's own, of which another engine may be made
+    own = SimpleNamespace(additional_config=object())
+    before = own.additional_config
+    internals.keep_apart(own)
+    assert own.additional_config is before
 
 
 # -- the scheduler ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="runs where vLLM is installed: make test-engines")
 
 import vllm.platforms
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
@@ -173,6 +173,13 @@ def test_pieces_end_at_layers_and_vllms_own_list_stays(monkeypatch: pytest.Monke
     assert list(CompilationConfig._attention_ops) == own
     assert config.compilation_config.cudagraph_mode == mode
     assert config.compilation_config.is_attention_compiled_piecewise()
+
+
+def test_compiled_code_is_kept_apart_from_that_of_stock_vllm() -> None:
+    config = VllmConfig()
+    stock = config.compute_hash()
+    internals.keep_apart(config)
+    assert config.compute_hash() != stock
 
 
 @pytest.mark.parametrize("mode", [FULL, DECODES, NONE], ids=lambda mode: mode.name)

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import Any
 
+from remap import __version__
 from remap.adapters.touched import Touched, admit
 from remap.errors import InvalidState
 
@@ -221,7 +222,7 @@ def enter_without_flags(worker: str, scheduler: str) -> None:
     """PATCH.
 
     Set our worker and scheduler in configurations where the user set none: plugins have no other way to do so. Then
-    refuse what the adapter does not serve, here in front of all workers, and let graphs be split at layers.
+    `admit_config`, here in front of all workers.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -239,8 +240,7 @@ def enter_without_flags(worker: str, scheduler: str) -> None:
             _copy_kv_without_streams(self)
         made = original(self, *args, **kwargs)
         if made.parallel_config.worker_cls == worker:
-            refuse(made)
-            split_at_layers(made)
+            admit_config(made)
         return made
 
     create_engine_config.remap = True  # type: ignore[attr-defined]
@@ -260,11 +260,23 @@ def _copy_kv_without_streams(arguments: Any) -> None:
         arguments.kv_transfer_config = KVTransferConfig(kv_connector_extra_config=extra)
 
 
-def refuse(vllm_config: Any) -> None:
-    """Raises InvalidState for a configuration that the adapter does not serve: see `served`."""
+def admit_config(vllm_config: Any) -> None:
+    """Raises InvalidState for a configuration that the adapter does not serve: see `served`. Changes one that it does for passes
+    whose layers wait. Can be called again."""
     from vllm.platforms import current_platform
 
     refuse_unserved(vllm_config, current_platform)
+    keep_apart(vllm_config)
+    split_at_layers(vllm_config)
+
+
+def keep_apart(vllm_config: Any) -> None:
+    """vLLM keeps compiled code by a hash of its configuration, which has neither the worker's class nor the scheduler's: what was
+    compiled with layers that wait would be found without remap, and the other way round. `additional_config` is hashed; an object
+    of the user's there, with a hash of its own, stays as it is."""
+    given = vllm_config.additional_config
+    if isinstance(given, dict):
+        vllm_config.additional_config = {**given, "remap_version": __version__}
 
 
 def tell_schedulers_of_their_executor() -> None:

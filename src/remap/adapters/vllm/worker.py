@@ -71,8 +71,7 @@ class RemapWorker:
                 "no --worker-cls",
                 scheduler=str(scheduler),
             )
-        internals.refuse(self.vllm_config)
-        internals.split_at_layers(self.vllm_config)  # again where the worker was given by a flag
+        internals.admit_config(self.vllm_config)  # again, unless the worker was given by a flag
         settings = self._remap_read(1)
         arena, parallel = settings.arena, self.vllm_config.parallel_config
         if settings.joins and parallel.world_size > 1:
