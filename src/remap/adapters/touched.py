@@ -173,7 +173,7 @@ def _unlike(each: Touched) -> str:
     except ImportError as error:
         return f"{label}: {error}"
     for part in each.name.split("."):
-        if not hasattr(found, part) and inspect.isclass(found) and part in _attributes(found):
+        if not hasattr(found, part) and isinstance(found, type) and part in _attributes(found):
             return ""
         if not hasattr(found, part):
             return f"{label} is not there"
