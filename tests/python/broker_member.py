@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -219,6 +219,7 @@ class Member:
             report = self.session.activate(self.name)
         except OutOfMemory as error:
             return f"cold {error}"
+        self._follow(report.moved)
         why = "" if report.activated else f" {report.reason}"
         return f"{report.activated} {len(report.restored)} {len(report.streamed)}{why}"
 
@@ -234,7 +235,10 @@ class Member:
     def _step(self, blocks: int) -> int:
         if not self.tenant.active:
             return 0
-        moved = self.session.step({self.name: remap.Demand(blocks)}).moved.get(self.name, {})
+        return self._follow(self.session.step({self.name: remap.Demand(blocks)}).moved)
+
+    def _follow(self, moves: Mapping[str, Mapping[int, int]]) -> int:
+        moved = moves.get(self.name, {})
         self.blocks = [moved.get(block, block) for block in self.blocks]
         return len(moved)
 

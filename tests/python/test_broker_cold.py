@@ -449,6 +449,11 @@ def test_what_is_free_is_set_aside_for_who_waits_longest() -> None:
     assert ask(2, 1, keeps=True) == 1  # more, of the same activation
     give(2, [0])  # it serves, and gives some: if it waits again it is behind
     assert ledger.unmet == (3,)
+    give(2, [1, 2, 3, 6, 7, 8, 9])
+    assert ask(2, 8, keeps=True) == 3 and ledger.unmet == (3, 2)
+    assert ask(3, 0, keeps=True) == 0  # it has found what it lacked
+    assert ask(2, 8, keeps=True) == 8 and ledger.unmet == (3, 2)
+    give(2, [0])
     ledger.forgotten(3)
     assert ledger.unmet == ()
     for end in (ledger.left, ledger.ended):
@@ -458,6 +463,25 @@ def test_what_is_free_is_set_aside_for_who_waits_longest() -> None:
         ledger.ended(3)
         ledger.joined(3)
         serials[3] = 0
+
+
+def test_nothing_is_set_aside_for_a_model_that_serves_by_pages_of_its_own_session(
+    broker: Broker, opened_here: ExitStack
+) -> None:
+    """Others had too few for it, and another model of its process gave the rest. For two seconds attachments were refused as by a
+    full broker: so many free pages were set aside for the one that serves."""
+    one = Model(broker, "one", 10)
+    opened_here.callback(one.session.close)
+    one.sleep("none")
+    spec = make_spec(LAYERS, min_blocks=BLOCKS, max_blocks=4 * PAGES)
+    one.session.attach_bytes(one.masters, name="beside", kv=spec, config=remap.advanced.Knobs(min_idle=0.0))
+    one.session.deactivate("beside")
+    assert one.wake().activated
+    one.sleep("none")
+    assert broker.ledger.free >= WHOLE
+    two_ = Model(broker, "two", 60)
+    opened_here.callback(two_.session.close)
+    two_.check()
 
 
 def test_a_turn_that_was_given_in_vain_makes_the_next_one_longer(broker: Broker, opened_here: ExitStack) -> None:

@@ -188,8 +188,6 @@ class World:
             return
         self.serials[member] += 1
         self.wants[member], self.wanted[member] = (self.serials[member], keeps, ahead), [pages, 0]
-        if not pages:
-            self.waits_no_more(member)
         sent = self.ledger.wanted(member, self.serials[member], pages, keeps=keeps, ahead=ahead)
         assert self.hear(sent, at=(member, self.serials[member])), "it hears at once what it got"
 

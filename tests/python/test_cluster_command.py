@@ -104,7 +104,7 @@ def test_top_shows_groups_with_their_layers_requests_and_kv() -> None:
         assert text in said, text
 
 
-@pytest.mark.parametrize("text", [b"{}", b"[]", b"<html>", None])
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"<html>", b"[" * 60_000, None])
 def test_top_refuses_what_is_no_cluster(text: bytes | None) -> None:
     if text is None:
         found = run("top", "--once", "--url", "ftp://127.0.0.1")

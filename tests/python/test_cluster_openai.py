@@ -298,7 +298,10 @@ def test_a_prompts_tokens_are_said_where_vllm_says_them() -> None:
     assert "prompt_token_ids" not in str([completion().answer(pieces[:1]), chat().answer(pieces[:1])])
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"prompt": 7}', b"{}", b"\xff"])
+DEEP = b'{"prompt": "hello", "other": %s}' % (b"[" * 60_000 + b"]" * 60_000)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"prompt": 7}', b"{}", b"\xff", DEEP])
 def test_what_is_no_body_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidArgument):
         parse(text, COMPLETION, SERVED)

@@ -29,7 +29,7 @@ from remap.engine.layer_run import LayerRun  # noqa: E402
 from remap.engine.models import decoder_of  # noqa: E402
 from remap.engine.request import Request, SamplingParams, Sequence, TokenLogprobs  # noqa: E402
 from remap.engine.scheduler import Scheduler  # noqa: E402
-from remap.errors import InvalidArgument, OutOfBlocks  # noqa: E402
+from remap.errors import InvalidArgument, InvalidState, OutOfBlocks  # noqa: E402
 from remap.inside import inside  # noqa: E402
 
 CUTS = [(0, 3, 6), (0, 1, 6), (0, 2, 3, 6), (0, 0, 4, 4, 6), (0, 5, 6, 6), (0, 6, 6)]
@@ -208,3 +208,10 @@ def test_what_goes_to_others_has_every_sampling_parameter():
     (handed,) = decode(encode(Handover([Handed.of(sequence, 1, 0, 16)]))).requests
     assert handed.request == sequence.request and handed.noted == sequence.noted
     assert isinstance(handed.noted[1], TokenLogprobs)
+
+
+@pytest.mark.parametrize("deep", [b"\x91" * 60_000 + b"\xc0", b"\xc1", b""], ids=["deep", "wrong", "none"])
+def test_a_header_that_is_no_message_is_refused_by_type(deep: bytes) -> None:
+    """60,000 nested lists were a RecursionError, and any other wrong header an error of msgspec's."""
+    with pytest.raises(InvalidState, match="is no message"):
+        decode(b"\x82\xa4type\xa6Forget\xa1x" + deep)

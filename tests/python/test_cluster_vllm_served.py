@@ -58,7 +58,7 @@ def test_what_is_no_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
     assert caught.value.fields == {"field": "model", "value": "m"}
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", "1", "max_model_len=3"])
+@pytest.mark.parametrize("text", ["[1]", "{", "1", "max_model_len=3", "[" * 60_000])
 def test_arguments_that_are_no_object_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         engine_args_of(text)

@@ -12,8 +12,9 @@ got, unless pages are unknown: these are waited for. A want *ahead* of need is b
 
 Who keeps pages, and got too few, has a place among those that wait from then on (`unmet`): once as many are free as it wants,
 they are set aside for it, so that of those that want some for good nobody who came later gets them, nor who wants some ahead of
-need. KV of others may use these pages meanwhile: it is asked back. It loses the place when it gives pages though it has got what
-it asked for last (one activation may ask several times), and when `forgotten` is called: it does not ask any more.
+need. KV of others may use these pages meanwhile: it is asked back. Nothing is set aside while it has got what it asked for last,
+such as 0, for what it lacked it has found itself; and it loses the place when it gives pages then (one activation may ask several
+times), or when `forgotten` is called: it does not ask any more.
 
 A page that a member has given as one of its layers' is *lent*: others use it as any other, but not for good.
 When its lender calls it, the member that has it is asked for it by its number, and whenever it is free next it is the lender's.
@@ -217,8 +218,6 @@ class Ledger:
         asked = before.asked if before is not None and before.ahead <= ahead else ()
         if self._recall is not None and self._recall.ahead and not ahead:
             self._recall = None  # this one does not wait for its answer
-        if not pages:
-            self._waits_no_more(member)
         want = _Want(member, serial, pages, pages, keeps, ahead, {(False, member), (True, member), *asked})
         self._wants.append(want)
         first = {each: place for place, each in enumerate(self._unmet)}

@@ -240,6 +240,11 @@ class Membership:
             raise
         return got
 
+    def forgo(self) -> None:
+        """In front of `end_asking`: the call has been made. What it asked for and has not got is not set aside for it."""
+        if self._patient and not self.met:
+            self._begin_asking(0, keeps=True)
+
     def end_asking(self) -> None:
         """What has come and was not waited for is looked for."""
         left: list[int] = []

@@ -125,7 +125,8 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
 
 class Want(msgspec.Struct, tag=True, frozen=True):
     """The member can use `pages` pages more. It replaces what it wanted before. serial: larger than that of each earlier one.
-    keeps: for good, so none that is lent. ahead: it has no use for them yet, so nobody gives what it needs itself."""
+    keeps: for good, so none that is lent; with 0 pages, what it lacked of these it has found itself. ahead: it has no use for
+    them yet, so nobody gives what it needs itself."""
 
     serial: int
     pages: int

@@ -94,7 +94,7 @@ def _state(url: str) -> dict[str, Any]:
             state = json.loads(answer.read())
         if not isinstance(state, dict) or "groups" not in state:
             raise ValueError("what answers is no cluster")
-    except (URLError, HTTPException, OSError, ValueError) as error:
+    except (URLError, HTTPException, OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(
             f"url: {url} shows no cluster: {error}; give the address that `remap cluster serve` said",
             field="url",

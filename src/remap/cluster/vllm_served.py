@@ -25,7 +25,7 @@ def engine_args_of(text: str | None) -> dict[str, Any]:
     """Arguments of vLLM's, from JSON. Raises InvalidArgument (fields field, value) for a text that is no JSON object."""
     try:
         found = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         found = error
     if not isinstance(found, dict):
         raise InvalidArgument(

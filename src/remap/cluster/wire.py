@@ -13,7 +13,7 @@ import msgspec
 
 from remap.cluster.stage import Choice, Row
 from remap.engine.request import Request, SamplingParams, Sequence, TokenLogprobs
-from remap.errors import InvalidArgument
+from remap.errors import InvalidArgument, InvalidState
 
 __all__ = [
     "Cannot",
@@ -221,4 +221,15 @@ Message = (
 )
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Message).decode
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+
+def decode(header: bytes) -> Message:
+    """Raises InvalidState (field why) for what is no such message."""
+    try:
+        return _DECODER.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidState(
+            f"a header of {len(header)} bytes is no message: {error}; nothing changed; let all instances be of one release",
+            why=str(error),
+        ) from error
