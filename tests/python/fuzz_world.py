@@ -681,12 +681,12 @@ class World:
             return
         expect(engine.host.kept(hosts), f"host blocks {hosts} of {name} were not filled")
         parts = [(hosts[at::2], into[at::2]) for at in range(min(2, len(hosts)))]
-        tickets: list[int] = []
-        result = self.call(lambda: tickets.extend(engine.host.copy_in(*each) for each in parts))
-        for ticket, (sources, blocks) in zip(tickets, parts):
-            engine.flying[ticket] = dict(zip(blocks, [engine.stored[host] for host in sources]))
-        begun = {block for each in engine.flying.values() for block in each}
-        self.come_down(engine, set(into) - begun if isinstance(result, BaseException) else ())
+        for part in parts:
+            tickets: list[int] = []
+            result = self.call(lambda part=part, tickets=tickets: tickets.append(engine.host.copy_in(*part)))
+            for ticket in tickets:
+                engine.flying[ticket] = dict(zip(part[1], [engine.stored[host] for host in part[0]]))
+            self.come_down(engine, part[1] if isinstance(result, BaseException) and not tickets else ())
 
     def op_join(self, name: str, all_of_them: bool) -> None:
         engine = self.hosting(name)

@@ -125,6 +125,37 @@ FOUND: dict[str, tuple[str, int, int, dict[str, Any], list[Any]]] = {
             ["activate", "t3", False, False],
         ],
     ),
+    # An activation tells t1's own allocator that blocks are its again, and is undone: to the pool they were nobody's then, so
+    # their pages could go while the engine used them.
+    "an engine was told to have blocks that nobody has": (
+        "aliased",
+        4096,
+        18,
+        {"dwell": 1, "min_idle": 1.0, "reserve_blocks": 2, "hysteresis_blocks": 0, "contention": 9.0, "slowdown": 5.0},
+        [
+            [
+                "attach",
+                "t0",
+                tenant([4095] * 3, [1, 8, 16], dtype="float32", min_blocks=2, max_blocks=7, layout="layer_major"),
+            ],
+            ["attach", "t1", {**tenant([8191] * 4, [2, 24, 4], dtype="int8", min_blocks=1), "external": "late"}],
+            ["step", {"t0": 60, "t1": 7}],
+            ["step", {"t0": 2, "t1": 0}],
+            ["crowd", "t3", 0.3, 3, True],
+        ],
+    ),
+    # Slices of all layers that have pages, then six whole layers: the same pages, and the report still counted in slices.
+    "whole layers by hand are counted as slices": (
+        "aliased",
+        4096,
+        77,
+        {"selection": "nested", "dwell": 4, "contention": 0.1, "slowdown": 0.02},
+        [
+            ["attach", "t0", tenant([8185, 16384, 0, 14336, 14336, 4089, 4089, 12255], [2, 100, 16])],
+            ["remap", "t0", 0.56, 1, "slices", False],
+            ["remap", "t0", 1.0, 1, "uniform", False],
+        ],
+    ),
 }
 
 

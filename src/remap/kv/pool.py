@@ -440,9 +440,15 @@ class BlockPool:
         self._silent = False
 
     def tell_since(self, known: Collection[int]) -> None:
-        """Listeners have heard, last of all, that these ids are open: they are to hear what differs now."""
+        """Listeners have heard, last of all, that these ids are open: they are to hear what differs now. What an external engine
+        was told to have, it has until it returns it."""
         now = self.open_ids()
         added, withdrawn = tuple(b for b in now if b not in known), tuple(sorted(set(known).difference(now)))
+        for block in withdrawn if self._external else ():
+            if self._state[block] == _EMPTY:
+                self._state[block] = _DRAINING
+                self._live += 1
+                self._withdrawn_live += 1
         if added or withdrawn:
             self._news.append((added, withdrawn))
 

@@ -85,7 +85,9 @@ def remap_by_hand(
                 refuse_in_use(changes, tenant, target)
             changes.cancel_draining(tenant)
             moved = lending.bring_home(tenant, target, drain=drain)
-        changes.note(tenant, replace(tenant.books, by_hand=bool(tenant.streamed)))
+        # Slices of layers that stream whole, or the other way round, take the same pages.
+        chosen = target.selection if tenant.pages.tails == target.tails else tenant.selection
+        changes.note(tenant, replace(tenant.books, by_hand=bool(tenant.streamed), selection=chosen))
     added = max(0, tenant.kv.usable_blocks - before)
     report = {tenant.name: Entry(added, 0, tenant.predicted_stall_s, f"{layers} layers by hand")}
     merge(report, tenant.name, moved)
