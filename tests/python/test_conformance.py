@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from arena_worlds import External
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -85,6 +86,31 @@ def test_where_no_block_moves_the_suite_says_that_it_knows_nothing(model: Any) -
     *before, last = conformance.check(away, cases=conformance.CASES[:2], **SESSION)
     assert not before[0].problems and not last.moved
     assert [each.partition(":")[0] for each in last.problems] == ["inconclusive"]
+
+
+def test_an_engine_with_its_own_allocator_may_leave_by_itself() -> None:
+    """Nothing moves there, which was asked of those alone that were still attached: vLLM detaches, and was inconclusive."""
+
+    def serve(session: remap.Session) -> object:
+        kv = remap.KVSpec(
+            layers=4, kv_heads=2, head_dim=32, block_tokens=16, dtype="float32", min_blocks=2, max_blocks=60
+        )
+        tenant = session.attach_bytes([bytes([n]) * (256 << 10) for n in range(4)], name="own", kv=kv)
+        allocator = External(tenant)
+        for _ in range(6):
+            session.step({"own": remap.Demand(blocks=20)})
+            with tenant.forward(tokens=1, phase="decode"):
+                for layer in range(4):
+                    tenant.wait(layer)
+                    tenant.done(layer)
+        assert not allocator.used
+        session.detach("own")
+        return []
+
+    session = {"capacity": "2MiB", "page_bytes": "64KiB"}
+    outcomes = list(conformance.check(serve, cases=conformance.CASES[:2], **session))
+    assert [each.problems for each in outcomes] == [[], []]
+    assert outcomes[1].external and outcomes[1].copies and not outcomes[1].moved
 
 
 def test_a_layer_that_does_not_wait_is_found(model: Any) -> None:
