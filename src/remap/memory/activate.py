@@ -152,7 +152,7 @@ def _activate(changes: Changes, lending: Lending, tenant: TenantState, partial: 
     most = max(_most_streamed(tenant, own, partial), _stuck(tenant, own))
     # Bring home as many layers as there is room for, the first ones first. The present number of layers need not be
     # tried.
-    for remapped in _candidates(tenant, keep, min(most, tenant.remapped - 1)):
+    for remapped in _candidates(tenant, keep, min(most, _alpha(tenant) - 1)):
         try:
             moved = lending.bring_home(tenant, choose(tenant, remapped, tenant.buffers, "inward"))
         except OutOfBlocks as error:
@@ -172,7 +172,7 @@ def _activate(changes: Changes, lending: Lending, tenant: TenantState, partial: 
     reason = f"{blocks} live blocks of {', '.join(sorted(preempt))} lie in the pages of {tenant.name}'s layers"
     if not preempt:
         reason = f"other processes have {len(tenant.gone)} pages of {tenant.name}'s layers"
-    if most >= tenant.remapped:
+    if most >= _alpha(tenant):
         _awake(changes, tenant)
         certify(tenant)
         reason += f": {len(away)} layers are streamed through {tenant.buffers} buffers meanwhile"
@@ -200,12 +200,17 @@ def _with_cold(tenant: TenantState, report: ActivationReport, came: tuple[int, .
     return replace(report, restored=restored, predicted_stall_s=stall, reason=reason)
 
 
+def _alpha(tenant: TenantState) -> int:
+    """alpha now. Slices of all layers together may be less than one layer: they are more than none."""
+    return tenant.remapped or int(bool(tenant.streamed))
+
+
 def _own(tenant: TenantState) -> int:
     """alpha that the tenant gave its own KV: the most layers that can stay away without a lent page among theirs. If
     layers are unequal, the ring may be made of several and not need all of their pages: those are lent as well."""
     if tenant.slicing:
-        return 0 if any(map(tenant.lends, tenant.streamed)) else tenant.remapped
-    for remapped in range(tenant.remapped, 0, -1):
+        return 0 if any(map(tenant.lends, tenant.streamed)) else _alpha(tenant)
+    for remapped in range(_alpha(tenant), 0, -1):
         if not any(map(tenant.lends, tenant.select(remapped, tenant.buffers, "inward"))):
             return remapped
     return 0
@@ -218,8 +223,8 @@ def _stuck(tenant: TenantState, own: int) -> int:
     if not gone:
         return 0
     if tenant.slicing:
-        return tenant.remapped
-    return min(tenant.remapped, own + sum(not gone.isdisjoint(pages.away(layer)) for layer in pages.streamed))
+        return _alpha(tenant)
+    return min(_alpha(tenant), own + sum(not gone.isdisjoint(pages.away(layer)) for layer in pages.streamed))
 
 
 def _certified(tenant: TenantState, own: int) -> int:
@@ -241,14 +246,14 @@ def _certified(tenant: TenantState, own: int) -> int:
 def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int:
     """The largest alpha that may stay: `keep` (given to the tenant's own KV), or more with `partial`."""
     if isinstance(partial, bool):
-        return tenant.remapped if partial else keep
+        return _alpha(tenant) if partial else keep
     times, buffers = tenant.decode_times(), tenant.buffers
     if times is None:  # nothing was measured: a pass may take any time
         return keep
     allowed = partial * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
-    for remapped in range(tenant.remapped, keep, -1):
+    for remapped in range(_alpha(tenant), keep, -1):
         stays = tenant.pages.streaming
-        if remapped < tenant.remapped:
+        if remapped < _alpha(tenant):
             if tenant.slicing:  # they come home together
                 break
             stays = tenant.streaming_at(remapped, buffers, "inward")

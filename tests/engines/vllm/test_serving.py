@@ -208,7 +208,7 @@ from remap.adapters.vllm import metrics
 from prometheus_client import generate_latest
 from types import SimpleNamespace as N
 stats = N(passes=10, copies=20, copied_bytes=3, stall_s=0.25, misses=3)
-tenant = N(remapped=2, layers=8, kv=N(usable_blocks=4, max_blocks=9), stats=lambda: stats, shortages=(0, 0))
+tenant = N(remapped=2, layers=8, cold=(), kv=N(usable_blocks=4, max_blocks=9), stats=lambda: stats, shortages=(0, 0))
 for engine in range(2): metrics.Writer(engine).write(tenant)
 for _ in range(2):
     said = generate_latest(server.get_prometheus_registry()).decode()
