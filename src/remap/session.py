@@ -545,10 +545,11 @@ class Session:
         """Let the tenant serve no pass until it is activated again. Its live blocks stay; it may lend its unused KV and
         layers.
 
-        pages: "none" frees its pages at once: all layers' but those that something wrote into, and KV without live blocks (of an
-        engine with its own allocator all open blocks are live: a step withdraws them first). Its activation brings them back, as after `attach(pages="none")`. "auto": the same, but the tenant keeps as many first layers
-        as let the others load behind their computation, or its first token come within `ttft_s`, by the passes that it has
-        made; before its first one, none. With a broker's pages they are the broker's again.
+        pages: "none" frees its pages at once: all layers' but those that something wrote into, and KV without live blocks (an
+        engine with its own allocator has all open ones: a step withdraws them first). Its activation brings them back, as after
+        `attach(pages="none")`. "auto": the same, but the tenant keeps as many first layers as let the others load behind their
+        computation, or its first token come within `ttft_s`, by the passes that it has made; before its first one, none. With a
+        broker's pages they are the broker's again.
 
         Raises InvalidArgument for an unknown tenant and InvalidState inside a pass; nothing changes then.
         """
