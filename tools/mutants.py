@@ -929,8 +929,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-streams-less-than-it-may",
         file="src/remap/memory/activate.py",
-        text="    for remapped in range(tenant.remapped, keep, -1):",
-        replacement="    for remapped in range(tenant.remapped - 1, keep, -1):",
+        text="    for remapped in range(_alpha(tenant), keep, -1):",
+        replacement="    for remapped in range(_alpha(tenant) - 1, keep, -1):",
         breaks="A waking tenant is refused although all that is away now could be streamed within its caller's share.",
         tests=("test_sharing_controller.py::test_a_waking_tenant_streams_as_much_as_its_caller_allows",),
     ),
