@@ -63,6 +63,7 @@ _FIELDS = (
     ("vllm.v1.core.block_pool", "BlockPool", "num_gpu_blocks"),
     ("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_hash_num_tokens block_id is_null ref_cnt"),
     ("vllm.v1.kv_cache_interface", "KVCacheConfig", "kv_cache_groups kv_cache_tensors"),
+    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", "layer_names"),
     ("vllm.v1.kv_cache_interface", "KVCacheTensor", "size"),
     ("vllm.v1.kv_cache_interface", "KVCacheSpec", "block_size page_size_bytes"),
     ("vllm.v1.request", "Request", "block_hashes client_index get_finished_reason is_finished num_computed_tokens"),
@@ -131,6 +132,7 @@ TOUCHED = (
     Touched(
         "vllm.v1.core.block_pool", "BlockPool._insert_block_hash", "self block_hash_with_group_id block num_tokens="
     ),
+    Touched("vllm.v1.core.kv_cache_utils", "get_kv_cache_groups", "vllm_config kv_cache_spec"),
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.remove", "self block"),
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.append_n", "self blocks"),
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.get_all_free_blocks", "self"),
@@ -779,18 +781,25 @@ def bytes_of_tokens(specs: dict[str, Any], tokens: int) -> int:
     return sum(-(-tokens // spec.block_size) * spec.page_size_bytes for spec in specs.values())
 
 
-def refuse_more_blocks(cache_config: Any, specs: dict[str, Any], most: int) -> None:
-    """Raises InvalidState (fields asked, most) if --num-gpu-blocks-override asks for more blocks than `most` bytes are: vLLM
-    would hand them out. Fewer are what the KV cache grows to. specs: as in `bytes_of_tokens`.
-    """
+def bytes_of_block(vllm_config: Any, specs: dict[str, Any]) -> int:
+    """Bytes of one block. One group of layers has it at a time: all of them, unless some see a window. specs: as in
+    `bytes_of_tokens`."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    groups = get_kv_cache_groups(vllm_config, dict(specs))
+    return max(sum(specs[layer].page_size_bytes for layer in group.layer_names) for group in groups)
+
+
+def refuse_more_blocks(cache_config: Any, most: int) -> None:
+    """Raises InvalidState (fields asked, most) if --num-gpu-blocks-override asks for more than `most` blocks: vLLM would hand
+    them out. Fewer are what the KV cache grows to."""
     asked = cache_config.num_gpu_blocks_override
-    each = bytes_of_tokens(specs, 1)
-    if asked is not None and asked * each > most:
+    if asked is not None and asked > most:
         raise InvalidState(
-            f"--num-gpu-blocks-override asks for {asked} KV blocks, and there can be {most // each} with all layers but "
+            f"--num-gpu-blocks-override asks for {asked} KV blocks, and there can be {most} with all layers but "
             "those of the ring away; the engine was not started; ask for fewer, or raise REMAP_CAPACITY",
             asked=asked,
-            most=most // each,
+            most=most,
         )
 
 

@@ -123,11 +123,12 @@ class RemapWorker:
         size = footprint(self.model_runner.get_model(), self.remap_offloader.layers)
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
         specs = self.model_runner.get_kv_cache_spec()
+        block = internals.bytes_of_block(self.vllm_config, specs)
         if settings.joins:
             capacity = shared(settings.arena).join(settings, _device())
             # Room for one request of the greatest length is its own for good; all else is for the engine that needs it.
             longest = internals.bytes_of_tokens(specs, self.vllm_config.model_config.max_model_len)
-            own = min(own, longest + internals.bytes_of_tokens(specs, 1))  # and vLLM's null block
+            own = min(own, longest + block)  # and vLLM's null block
         else:
             assert settings.capacity is not None  # read above
             capacity = settings.capacity
@@ -138,7 +139,7 @@ class RemapWorker:
         first = own if settings.arena else capacity - self._remap_weights
         if self.vllm_config.parallel_config.world_size > 1:  # all ranks open the same blocks
             first = _least(first)
-        reach = self._remap_reach = Reach(size, page, internals.bytes_of_tokens(specs, 1), first)
+        reach = self._remap_reach = Reach(size, page, block, first)
         if reach.first < 1:
             raise InvalidArgument(
                 f"{capacity} bytes are to hold weights of {self._remap_weights} bytes (in pages of {page}) "
@@ -149,7 +150,7 @@ class RemapWorker:
         most = reach.reached_of(capacity) if settings.arena else reach.reached(settings.max_layers)
         if settings.max_tokens is not None:
             most = min(most, max(reach.first, internals.bytes_of_tokens(specs, settings.max_tokens) // reach.block))
-        internals.refuse_more_blocks(self.cache_config, specs, most * reach.block)
+        internals.refuse_more_blocks(self.cache_config, most)
         return most * reach.block
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
