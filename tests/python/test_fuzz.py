@@ -144,6 +144,35 @@ FOUND: dict[str, tuple[str, int, int, dict[str, Any], list[Any]]] = {
             ["crowd", "t3", 0.3, 3, True],
         ],
     ),
+    # The same: withdrawn again in the same change, and what the engine has was nobody's still.
+    "an engine was told to have blocks, and to give them": (
+        "strict",
+        4096,
+        21,
+        {"selection": "slices", "buffers": 2, "dwell": 1, "hysteresis_blocks": 0, "contention": 0.0, "slowdown": 0.02},
+        [
+            [
+                "attach",
+                "t0",
+                {
+                    **tenant([8192] * 6, [2, 24, 1], min_blocks=5, max_blocks=805),
+                    "config": {
+                        "max_layers": 2,
+                        "reserve_blocks": 0,
+                        "hysteresis_blocks": 0,
+                        "dwell": 1,
+                        "slowdown": 5.0,
+                    },
+                    "pages": "none",
+                    "external": "late",
+                },
+            ],
+            ["remap", "t0", 0.7, 1, "slices", False],
+            ["step", {"t0": 0}],
+            ["free", "t0", 1, 0],
+            ["remap", "t0", 0.09, 2, "nested", False],
+        ],
+    ),
     # t2 streams slices of less than a layer in all, with a page lent: it was active, and that page did not come home.
     "a tenant with few slices is active, and its layers are lent": (
         "strict",

@@ -51,6 +51,11 @@ class SavedPool:
     slots: tuple[bytes, bytes]
     counts: tuple[int, int, int, int, int]
     news: int
+    unheard: frozenset[int]
+
+    def known(self) -> frozenset[int]:
+        """The ids that listeners know to be open."""
+        return frozenset(b for b, state in enumerate(self.state) if state in (_FREE, _LIVE)) - self.unheard
 
 
 class BlockPool:
@@ -83,6 +88,8 @@ class BlockPool:
         """Blocks that an external engine has in use, by its last word (`Demand.free`). None: the pool knows."""
         self._listeners: list[Listener] = []
         self._news: deque[tuple[Sequence[int], Sequence[int]]] = deque()
+        # Live blocks of which an external engine has not heard that it has them: nobody uses them, and they may be withdrawn.
+        self._unheard: set[int] = set()
         self._telling = False
         self._silent = False  # a change of several steps is under way
         self.changes = 0  # grows whenever anything that can be asked may have changed
@@ -220,6 +227,8 @@ class BlockPool:
                 else:
                     self._withdrawn += high - low
         ids = _joined(added)
+        if self._external and self._silent:
+            self._unheard.update(ids)
         self._tell(ids, ())
         return ids
 
@@ -254,6 +263,9 @@ class BlockPool:
             else:
                 closed.extend(range(b, b + 1) for b, s in enumerate(inner, low) if s in (_FREE, _LIVE))
         ids = tuple(_joined(closed))
+        for block in self._unheard.intersection(ids):
+            self._release(block)
+        self._unheard.difference_update(ids)
         self._tell((), ids)
         return ids
 
@@ -273,6 +285,8 @@ class BlockPool:
                 if state != OPEN or low == high:
                     continue
                 segment = self._state[low:high]
+                if self._external and self._silent:
+                    self._unheard.update(b for b, s in enumerate(segment, low) if s == _EMPTY)
                 draining = segment.count(_DRAINING)
                 self._state[low:high] = segment.translate(_REOPEN_HELD if self._external else _REOPEN)
                 self._withdrawn -= high - low
@@ -423,7 +437,8 @@ class BlockPool:
     def save(self) -> SavedPool:
         """The whole state, for `restore`: a copy of as many bytes as there are blocks and pages. The caller keeps
         engines away until then."""
-        return SavedPool(bytes(self._state), self._slots.save(), self._counts(), len(self._news))
+        unheard = frozenset(self._unheard)
+        return SavedPool(bytes(self._state), self._slots.save(), self._counts(), len(self._news), unheard)
 
     def silence(self) -> None:
         """Tell listeners nothing until `restore` or `tell`."""
@@ -435,26 +450,44 @@ class BlockPool:
         self._slots.restore(saved.slots)
         self._set_counts(saved.counts)
         self.changes += 1
-        while len(self._news) > saved.news:
-            self._news.pop()
+        self._unheard = set(saved.unheard)
+        self.forget_news(saved)
         self._silent = False
 
+    def forget_news(self, saved: SavedPool) -> None:
+        """Listeners are not told what has changed since `save`."""
+        while len(self._news) > saved.news:
+            self._news.pop()
+
+    def tell_withdrawn(self, known: Collection[int]) -> None:
+        """In the midst of a change, listeners hear at once which of the open ids that they know are withdrawn, and nothing else.
+        Of what an engine gets they hear when that is decided: it would use it, and if that is undone it is nobody's."""
+        withdrawn = tuple(sorted(set(known).difference(self.open_ids())))
+        errors: list[Exception] = []
+        self._telling = True
+        try:
+            for listener in tuple(self._listeners) if withdrawn else ():
+                _call(listener, (), withdrawn, errors)
+        finally:
+            self._telling = False
+        if errors:
+            raise errors[0]
+
     def tell_since(self, known: Collection[int]) -> None:
-        """Listeners have heard, last of all, that these ids are open: they are to hear what differs now. What an external engine
-        was told to have, it has until it returns it."""
+        """Listeners have heard, last of all, that these ids are open: they are to hear what differs now."""
         now = self.open_ids()
         added, withdrawn = tuple(b for b in now if b not in known), tuple(sorted(set(known).difference(now)))
-        for block in withdrawn if self._external else ():
-            if self._state[block] == _EMPTY:
-                self._state[block] = _DRAINING
-                self._live += 1
-                self._withdrawn_live += 1
         if added or withdrawn:
             self._news.append((added, withdrawn))
 
     def not_telling(self) -> None:
         """Note that no listener is being told: called after an interrupt has ended a call."""
         self._telling = False
+
+    @property
+    def telling(self) -> bool:
+        """Whether this is a listener's call."""
+        return self._telling
 
     @property
     def has_news(self) -> bool:
@@ -465,6 +498,7 @@ class BlockPool:
         """Tell listeners of the changes since `save`."""
         self._silent = False
         if self._news and not self._telling:
+            self._unheard.clear()
             self._deliver()
 
     # -- verification ----------------------------------------------------------------------------------------------
@@ -486,6 +520,7 @@ class BlockPool:
         _verify(self._withdrawn_live == count(_DRAINING), "withdrawn_live = #DRAINING")
         _verify(self.usable_blocks == len(self._state) - count(_UNUSABLE), "usable = blocks - #UNUSABLE")
         _verify(not (self._external and self._free), "external => free = 0")
+        _verify(all(self._state[block] == _LIVE for block in self._unheard), "unheard => live")
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

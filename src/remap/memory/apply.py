@@ -163,8 +163,11 @@ class Changes:
         """The draft is decided. Can be called again, if it was interrupted."""
         self.moved, self.decisions = draft.moves_told, draft.decisions
         self._owe(draft.due)
-        for tenant in draft.places[0].before:
+        for tenant, (_, saved) in draft.places[0].before.items():
             pool = tenant.kv.pool
+            if tenant in draft.told:
+                pool.forget_news(saved)
+                pool.tell_since(draft.told[tenant])
             if pool not in self._unreported:
                 self._unreported.append(pool)
         self._draft = None
@@ -555,11 +558,15 @@ class Changes:
                 pool.cancel_drain(tenant.draining)
             pool.drain(slots)
             tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=None)
-            draft.told[tenant] = frozenset(pool.open_ids())  # before it hears: an interrupt must not lose that it has
-            try:
-                pool.tell()
-            finally:
-                pool.silence()
+            if pool.telling:  # further up: this is a listener's call, and what is new is told behind it
+                return
+            known = draft.told.get(tenant)
+            if known is None:
+                known = next(place.before[tenant][1].known() for place in draft.places if tenant in place.before)
+            draft.told[tenant] = known.intersection(
+                pool.open_ids()
+            )  # before it hears: an interrupt must not lose that it has
+            pool.tell_withdrawn(known)
 
     def _empty(
         self, tenant: TenantState, slots: Sequence[int], drain_to: Streaming | None
