@@ -74,6 +74,8 @@ INSTALL_TORCH = args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($
 
 # What goes into the wheel. The list itself is a dependency too, so that a deleted file rebuilds.
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
+# The library, and what is built on it.
+WHEELS := build/dist/remap_llm-*.whl build/dist/remap_serve-*.whl
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
 .PHONY: help lint docs demo test test-core test-all suites test-long test-emulated test-engines test-engines-newest test-newest lock stubs check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
@@ -141,7 +143,7 @@ test-all: $(STAMPS)/wheel cpp-tests cpp-example
 # Behind what test-all builds: the host's and each benchmark once, the emulated device's. On all cores; the emulated driver is a
 # library in the process, so that every worker has its own.
 suites:
-	$(HOST_PYTEST) --benchmark-disable $(PYTEST_ARGS) tests/python tests/lab bench
+	$(HOST_PYTEST) --benchmark-disable $(PYTEST_ARGS) tests/python tests/serve tests/lab bench
 	$(RUN_EMULATED)
 
 # tests/python/effort.py. To fuzz beyond that: REMAP_FUZZ=minutes.
@@ -275,7 +277,7 @@ wheel: $(STAMPS)/wheel
 
 # An environment that holds nothing older, with the locked packages that build C++ and the wheel. They come first and alone, so
 # that `make -j2` compiles while pip, which has one thread, installs everything else.
-BUILD_TOOLS := cmake|ninja|pybind11|scikit-build-core|packaging|pathspec|exceptiongroup|tomli|typing-extensions
+BUILD_TOOLS := cmake|ninja|pybind11|scikit-build-core|hatchling|pluggy|tomlkit|trove-classifiers|packaging|pathspec|exceptiongroup|tomli|typing-extensions
 $(STAMPS)/tools: $(LOCK)
 	$(PYTHON) -m venv --clear $(VENV)
 	@mkdir -p $(STAMPS)
@@ -306,6 +308,7 @@ $(NEWEST)/stamps/venv: pyproject.toml tools/extras.py tools/torch_index.py
 $(NEWEST)/stamps/wheel: $(NEWEST)/stamps/venv $(STAMPS)/wheel
 	PATH="$(CURDIR)/$(NEWEST)/bin:$$PATH" $(NEWEST)/bin/python -m pip install -q --no-build-isolation --no-deps --force-reinstall \
 	  -Cbuild-dir=build/wheel-newest .
+	$(NEWEST)/bin/python -m pip install -q --no-deps --force-reinstall build/dist/remap_serve-*.whl
 	@touch $@
 
 $(STAMPS)/sources: FORCE | $(STAMPS)/tools
@@ -318,16 +321,17 @@ build/dist/stamp: $(STAMPS)/tools $(STAMPS)/sources $(SOURCES)
 	rm -f build/dist/*.whl && mkdir -p build/dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(ALONE) $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/cpp \
 	  -Ccmake.define.REMAP_BUILD_TESTS=ON -Ccmake.define.REMAP_WERROR=$(WERROR) -w build/dist .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -w build/dist ./src/remap_serve
 	@touch $@
 
 $(STAMPS)/wheel: $(STAMPS)/venv build/dist/stamp
-	$(PIP) install -q --no-deps --force-reinstall build/dist/remap_llm-*.whl
+	$(PIP) install -q --no-deps --force-reinstall $(WHEELS)
 	@touch $@
 
 # The wheel that `pip wheel .` makes here. Its name says linux; auditwheel tells which systems can load it.
 wheel-check: $(STAMPS)/wheel
 	$(BIN)/python tools/lock.py pins > build/constraints.txt
-	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/remap_llm-*.whl
+	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py $(WHEELS)
 
 # zig has no __cpu_model, which __builtin_cpu_supports reads: gcc's own library has it, and is linked last.
 ZIG_CXX = $(CURDIR)/$(BIN)/python -m ziglang c++ -target $(shell uname -m)-linux-gnu.$(MANYLINUX_GLIBC)
@@ -338,7 +342,7 @@ wheel-manylinux: $(STAMPS)/manylinux
 	  -w build/dist/zig .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w build/dist/manylinux build/dist/zig/remap_llm-*.whl
 	$(BIN)/python tools/lock.py pins > build/constraints.txt
-	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/manylinux/remap_llm-*.whl
+	PIP_CONSTRAINT=$(CURDIR)/build/constraints.txt $(BIN)/python tools/wheel_check.py build/dist/manylinux/remap_llm-*.whl build/dist/remap_serve-*.whl
 
 $(STAMPS)/manylinux: $(STAMPS)/venv
 	$(PIP) install -q $$($(BIN)/python tools/extras.py manylinux | sed 's/ //g')
@@ -367,7 +371,7 @@ $(ENGINES)/stamps/venv: tools/torch_index.py $(ENGINES_PINS) tests/engines/sglan
 
 # A wheel, so that the engines find its entry points.
 $(ENGINES)/stamps/wheel: $(ENGINES)/stamps/venv build/dist/stamp
-	$(ENGINES_PIP) install -q --no-deps --force-reinstall build/dist/remap_llm-*.whl
+	$(ENGINES_PIP) install -q --no-deps --force-reinstall $(WHEELS)
 	@touch $@
 
 # A requirement, as pip takes it: another release of vLLM in the locked one's place, over the same torch.

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 import remap
-from remap.cli.shared_world import ModelSpec, build
-from remap.cli.whole_models import LRUModels, SleepingModels
-from remap.engine import LLMEngine, Request, SamplingParams, SharedEngines
 from remap.inside import inside
-from remap.sim.results import percentile
+from remap_serve.cli.shared_world import ModelSpec, build
+from remap_serve.cli.whole_models import LRUModels, SleepingModels
+from remap_serve.engine import LLMEngine, Request, SamplingParams, SharedEngines
+from remap_serve.sim.results import percentile
 
 PAGE = 64 << 10
 SHAPES = (

@@ -24,7 +24,7 @@ import numpy as np
 
 import remap
 from remap import _core
-from remap.sim.results import percentile
+from remap_serve.sim.results import percentile
 
 SMOLLM2_LAYER_BYTES = 14_160_384
 """One layer of SmolLM2-135M in float32: 3 x 576 x 1536 + 2 x 576 x 576 + 2 x 576 x 192 + 2 x 576 numbers."""

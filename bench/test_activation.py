@@ -26,7 +26,7 @@ from remap import _core
 from remap.inside import inside
 from remap.memory.restream import take_free_pages
 from remap.memory.view import free_pages_of
-from remap.sim.results import percentile
+from remap_serve.sim.results import percentile
 
 LAYERS = 16
 PAGES, PAGE = 4, 2 << 20

@@ -22,7 +22,7 @@ import pytest
 from measure import Abandoned, median, record, rounds
 
 import remap
-from remap.sim.results import percentile
+from remap_serve.sim.results import percentile
 
 PAGE = 4096
 LARGE_LAYERS, LARGE_PAGES, AWAY = 6, 2500, 4  # 10,000 pages are re-pointed at once

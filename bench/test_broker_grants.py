@@ -18,7 +18,7 @@ from measure import median, record, rounds
 
 import remap
 from remap.inside import inside
-from remap.sim.results import percentile
+from remap_serve.sim.results import percentile
 
 STILL = remap.advanced.Knobs(reserve_blocks=0, max_layers=0)
 STEPS = 200

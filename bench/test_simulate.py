@@ -6,8 +6,8 @@ import pytest
 from measure import record, rounds, seconds_of
 
 from remap.policy.hardware import machine
-from remap.sim.serving import Setup, simulate, tenants
-from remap.sim.workload import SHAREGPT, Arrivals, Load, generate
+from remap_serve.sim.serving import Setup, simulate, tenants
+from remap_serve.sim.workload import SHAREGPT, Arrivals, Load, generate
 
 REQUESTS = 10_000
 RATE = 3.0  # requests a second, of each model: their KV does not suffice

@@ -1,4 +1,4 @@
-"""An engine of one's own with continuous batching, in 80 lines. The numbers are those of docs/adopt.md: attach (1), step (2),
+"""An engine of one's own with continuous batching, in 118 lines. The numbers are those of docs/adopt.md: attach (1), step (2),
 allocate and free (3), forward (4), wait and done (5).
 
 pip install '.[transformers]' && python examples/02_own_engine.py

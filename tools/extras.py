@@ -1,7 +1,7 @@
-"""Print the requirements of extras in pyproject.toml, one a line: `python tools/extras.py test dev`.
+"""Print the requirements of extras of both distributions, one a line: `python tools/extras.py test dev`.
 
 The Makefile installs them before the package itself is built (linters and CMake must be there even when the C++ does
-not compile), so that every version bound stands in pyproject.toml alone. The name `build` means build-system.requires.
+not compile), so that every version bound stands in a pyproject.toml alone. The name `build` means build-system.requires.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ if sys.version_info >= (3, 11):
 else:  # Python 3.10: every pip carries the same parser
     from pip._vendor import tomli as tomllib
 
+SERVE = Path("src/remap_serve/pyproject.toml")  # of what is built on the library
+
 
 def requirements(pyproject: Path, names: list[str]) -> list[str]:
     """Requirement strings of the named extras, in order, each once. Raises SystemExit naming the known ones."""
     table = tomllib.loads(pyproject.read_text(encoding="utf-8"))
-    known = {"build": table["build-system"]["requires"], **table["project"]["optional-dependencies"]}
+    known = {"build": table["build-system"]["requires"]}
+    for file in (pyproject, pyproject.parent / SERVE):
+        known |= tomllib.loads(file.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(f"no extra {', '.join(unknown)} in {pyproject}; there are {', '.join(sorted(known))}")

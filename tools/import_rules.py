@@ -1,7 +1,9 @@
 """Who may import whom. Run as `python tools/import_rules.py`; tests/python/test_import_rules.py runs it as well.
 
     errors, config, sizes, locking, notebook, report <- policy, kv, model <- memory <- session, tenant
-    session, tenant <- adapters, engine <- cluster <- sim, cli
+    session, tenant <- adapters, cli        the wall        remap <- remap_serve: engine <- cluster <- sim, cli
+
+Two packages: `remap_serve` imports `remap`, never the other way round, and of it what engines are promised and USED_BY_SERVE.
 
 Python: no two modules import each other, directly or in a circle, imports for annotations (`if TYPE_CHECKING`) counted; a
 package imports from lower floors only (FLOORS). The pure modules import neither torch nor `remap._core`, nor anything here that
@@ -20,17 +22,18 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = "remap"
+PACKAGE, SERVE = "remap", "remap_serve"
 # Pure: no memory, no torch, no C++ core; the simulator and production run the same code.
 PURE = (
     *("errors", "config", "sizes", "report", "schedule", "policy", "kv.spec", "kv.pages", "kv.pool", "model.pack"),
-    *("memory.pages", "memory.plan", "memory.moves", "sim"),
-    *("cluster.messages", "cluster.control", "cluster.groups", "cluster.ledger", "cluster.service"),
-    *("cluster.lanes", "cluster.slots", "cluster.pool"),
+    *("memory.pages", "memory.plan", "memory.moves"),
+    *("remap_serve.policy", "remap_serve.sim", "remap_serve.cluster.messages", "remap_serve.cluster.control"),
+    *("remap_serve.cluster.groups", "remap_serve.cluster.ledger", "remap_serve.cluster.service"),
+    *("remap_serve.cluster.lanes", "remap_serve.cluster.slots", "remap_serve.cluster.pool"),
 )
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
@@ -51,7 +54,10 @@ CORE_IMPORTERS = (
 SIMULATOR = (
     *("advice", "engine", "passes", "running", "scheduling", "sequences", "serving", "setup", "timeline", "worlds"),
 )
-LAZY = ("adapters", "broker", "cli", "cluster", "engine", "metrics", *(f"sim.{name}" for name in SIMULATOR))
+LAZY = (
+    *("adapters", "broker", "cli", "metrics", "remap_serve.cli", "remap_serve.cluster", "remap_serve.engine"),
+    *(f"remap_serve.sim.{name}" for name in SIMULATOR),
+)
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (
     *("transformers", "typer", "rich", "jinja2", "gguf", "safetensors", "accelerate", "vllm", "sglang"),
@@ -59,8 +65,15 @@ OPTIONAL_PACKAGES = (
     *("starlette", "httpx"),
 )
 
-# What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, engine,
-# cluster, sim, cli) may import any of it; nothing here may import them.
+# What `remap_serve` imports of the library beside the names of `remap` itself: the contract for engines (`remap.advanced`,
+# `remap.inside`), plain values, what a machine is and what it costs, and what its commands share with the library's.
+USED_BY_SERVE = (
+    *("advanced", "inside", "errors", "config", "sizes", "extras", "seldom", "arguments", "metrics", "process_turn"),
+    *("kv.spec", "model.footprint", "memory.activate", "memory.device", "policy", "cli", "adapters.vllm"),
+)
+
+# What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, cli,
+# remap_serve) may import any of it; nothing here may import them.
 BASE = ("errors", "config", "sizes", "locking", "moved", "notebook", "nvtx", "report", "extras", "seldom")
 CORE = (
     *(
@@ -87,7 +100,7 @@ CORE = (
 CLI = tuple(
     f"cli.{name}"
     for name in (
-        *("main", "errors", "options", "pages", "check", "machine", "smollm2"),
+        *("main", "errors", "log_lines", "options", "check", "smollm2"),
         *("doctor", "doctor_cuda", "doctor_link", "doctor_vllm"),
     )
 )
@@ -106,7 +119,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "shown": (*BASE, "broker"),
     # Engines bring the adapters into their processes: nothing of the reference engine, the simulator or the cluster comes along.
     "adapters": (*BASE, *CORE),
-    # The command line loads what stands on these by a table of names (remap.cli.main.COMMANDS).
+    # The command line loads all other commands by entry points (remap.cli.main.installed).
     **dict.fromkeys(CLI, (*BASE, *CORE, "adapters", *CLI)),
 }
 
@@ -191,14 +204,23 @@ def imports(source: str, module: str, is_package: bool) -> list[Import]:
     return found
 
 
+def _full(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of the tables above: those of the library have no package."""
+    return tuple(name if name.startswith(f"{SERVE}.") else f"{PACKAGE}.{name}" for name in names)
+
+
+def _files(src: Path) -> list[Path]:
+    return [path for package in (PACKAGE, SERVE) for path in sorted((src / package).rglob("*.py"))]
+
+
 def _within(name: str, roots: tuple[str, ...]) -> bool:
     return any(name == root or name.startswith(f"{root}.") for root in roots)
 
 
 def read_package(src: Path) -> dict[str, tuple[Path, list[Import]]]:
-    """Module name -> (its file, its imports), for every module of the package below `src`."""
+    """Module name -> (its file, its imports), for every module of the packages below `src`."""
     modules = {}
-    for path in sorted((src / PACKAGE).rglob("*.py")):
+    for path in _files(src):
         parts = path.relative_to(src).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
@@ -274,10 +296,34 @@ def check_floors(src: Path) -> Iterator[Violation]:
                 )
 
 
+def check_wall(src: Path) -> Iterator[Violation]:
+    """Imports of the library that reach what is built on it, and of that which reach behind the library's page."""
+    used = _full(USED_BY_SERVE)
+    for name, (path, found) in read_package(src).items():
+        for item in found:
+            if not _within(name, (SERVE,)):
+                if _within(item.module, (SERVE,)):
+                    yield Violation(path, item.line, f"{name} imports {item.module}, which is built on {PACKAGE}")
+            elif _within(item.module, (PACKAGE,)) and item.module.count(".") and not _within(item.module, used):
+                parents = any(one.startswith(f"{item.module}.") for one in used)  # `from remap.kv.spec import` lists it
+                public = item.module.count(".") == 1 and item.module.rpartition(".")[2] in _public(src)
+                if not parents and not public:
+                    yield Violation(path, item.line, f"{name} imports {item.module}, which is no part of USED_BY_SERVE")
+
+
+def _public(src: Path) -> set[str]:
+    """The names that `import remap` promises."""
+    tree = ast.parse((src / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    lists = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return {each.value for found in lists for each in ast.walk(found) if isinstance(each, ast.Constant)}
+
+
 def check_names(src: Path) -> Iterator[Violation]:
     """Class names that stand for two classes."""
     known: dict[str, str] = {}
-    for path in sorted((src / PACKAGE).rglob("*.py")):
+    for path in _files(src):
         module = ".".join(path.relative_to(src).with_suffix("").parts)
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
@@ -304,9 +350,7 @@ def check_types(src: Path) -> Iterator[Violation]:
 def check_python(src: Path) -> Iterator[Violation]:
     """Violations among the modules below `src`."""
     modules = read_package(src)
-    pure = tuple(f"{PACKAGE}.{name}" for name in PURE)
-    lazy = tuple(f"{PACKAGE}.{name}" for name in LAZY)
-    wiring = tuple(f"{PACKAGE}.{name}" for name in CORE_IMPORTERS)
+    pure, lazy, wiring = _full(PURE), _full(LAZY), _full(CORE_IMPORTERS)
     for name, (path, found) in modules.items():
         for item in found:
             if item.annotation:
@@ -378,6 +422,7 @@ def main(root: Path) -> int:
         *check_python(src),
         *check_circles(src),
         *check_floors(src),
+        *check_wall(src),
         *check_names(src),
         *check_types(src),
         *check_cpp(root),

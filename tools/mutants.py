@@ -52,7 +52,7 @@ class Mutant:
     """One wrong change. text: what is replaced; it occurs exactly once in `file`. breaks: what is wrong then, in one sentence.
 
     tests: what must fail because of it, as narrow as possible; for Python sources pytest's paths and node ids (below
-    tests/python), for C++ sources names of ctests.
+    tests/python or tests/serve), for C++ sources names of ctests.
     """
 
     name: str
@@ -216,7 +216,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # -- cluster: who computes which layers, and what moves ------------------------------------------------------------------
     Mutant(
         name="cluster-layer-computed-twice",
-        file="src/remap/policy/cluster/placement.py",
+        file="src/remap_serve/policy/cluster/placement.py",
         text="if computed != list(range(count)) or",
         replacement="if set(computed) != set(range(count)) or",
         breaks="A group whose stages compute a layer twice, or out of order, passes as a complete copy.",
@@ -224,7 +224,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-stage-computes-what-it-lacks",
-        file="src/remap/policy/cluster/stages.py",
+        file="src/remap_serve/policy/cluster/stages.py",
         text="if k > until[j]:",
         replacement="if k > until[j] + 1:",
         breaks="A stage is given the layer behind those that its instance holds (off by one).",
@@ -232,7 +232,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-mergers-in-vain",
-        file="src/remap/policy/cluster/drop.py",
+        file="src/remap_serve/policy/cluster/drop.py",
         text="if more <= 0:",
         replacement="if more == 0:",
         breaks="Groups merge although that frees nothing.",
@@ -240,7 +240,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-relief-counts-as-a-gain",
-        file="src/remap/policy/cluster/drop.py",
+        file="src/remap_serve/policy/cluster/drop.py",
         text="return self.requests(part) * max(0.0, self.round_s(part) - before)",
         replacement="return self.requests(part) * (self.round_s(part) - before)",
         breaks="A merger that relieves a full instance counts as a gain, and groups merge in vain.",
@@ -248,7 +248,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-donors-compared-whole",
-        file="src/remap/policy/cluster/drop.py",
+        file="src/remap_serve/policy/cluster/drop.py",
         text="(more[2] - here[2]) * freed > added_s * (more[0] - here[0])",
         replacement="(more[2] - here[2]) > added_s",
         breaks="Streaming and a drop are compared by what they cost in all, not for each token of room.",
@@ -256,7 +256,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-stages-may-stream",
-        file="src/remap/policy/cluster/placement.py",
+        file="src/remap_serve/policy/cluster/placement.py",
         text="return self.offers if self.end - self.first == len(model.layers) else ()",
         replacement="return self.offers",
         breaks="Layers of a stage of several count as room, though none of them may stream.",
@@ -264,7 +264,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-borrowed-pages-stay",
-        file="src/remap/cluster/beside.py",
+        file="src/remap_serve/cluster/beside.py",
         text="    changed(member, partial(advanced.give_back, has.session, has.name))\n",
         replacement="",
         breaks="A stage keeps KV in pages that another model lent and may take back.",
@@ -274,7 +274,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-layer-is-here-before-its-bytes",
-        file="src/remap/cluster/layer_copies.py",
+        file="src/remap_serve/cluster/layer_copies.py",
         text="if come + nbytes < self._layer_bytes(layer):",
         replacement="if come + nbytes < self._layer_bytes(layer) // 2:",
         breaks="A layer counts as complete when half of its bytes have come from another instance.",
@@ -282,7 +282,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-two-restorations-at-once",
-        file="src/remap/cluster/own_layers.py",
+        file="src/remap_serve/cluster/own_layers.py",
         text="        unfetch(member, member.fetching)\n",
         replacement="        pass\n",
         breaks="A restoration that begins before the abort of the last one has come asks nobody for its layers.",
@@ -324,7 +324,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-sender-is-always-free",
-        file="src/remap/policy/cluster/restore.py",
+        file="src/remap_serve/policy/cluster/restore.py",
         text="begin = max(arrives[name], sends[source])",
         replacement="begin = arrives[name]",
         breaks="An instance is taken to send to several others at once, each at its full rate.",
@@ -332,7 +332,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-activations-of-one-moment",
-        file="src/remap/policy/cluster/exchange.py",
+        file="src/remap_serve/policy/cluster/exchange.py",
         text="(math.floor(now / flow.period_s) + 1)",
         replacement="max(1, math.ceil(now / flow.period_s))",
         breaks="A piece that is asked for when another could begin is taken to go behind it (off by one).",
@@ -340,7 +340,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-bound-between-neighbours",
-        file="src/remap/policy/cluster/lookahead.py",
+        file="src/remap_serve/policy/cluster/lookahead.py",
         text="        bound = min(bound, math.nextafter(high, low))\n",
         replacement="        bound = min(bound, high)\n",
         breaks="A division does not end where the mean of two bounds is the upper one.",
@@ -348,7 +348,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-line-behind-the-head",
-        file="src/remap/policy/cluster/dispatch.py",
+        file="src/remap_serve/policy/cluster/dispatch.py",
         text="dispatch([load.wanted for load in loads]",
         replacement="dispatch([load.demand for load in loads]",
         breaks="Requests go where a long line waits, since only its head counts.",
@@ -380,7 +380,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-later-chunks-forget-the-earlier",
-        file="src/remap/policy/cluster/lookahead.py",
+        file="src/remap_serve/policy/cluster/lookahead.py",
         text="return self._cost.chunk(prefix + first, end - first)",
         replacement="return self._cost.chunk(prefix, end - first)",
         breaks="A request's later chunk is taken not to attend to the tokens of its earlier ones.",
@@ -388,7 +388,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-neighbouring-bounds",
-        file="src/remap/policy/cluster/lookahead.py",
+        file="src/remap_serve/policy/cluster/lookahead.py",
         text="bound = min(bound, math.nextafter(high, low))",
         replacement="bound = min(bound, high)",
         breaks="The search for the largest microbatch tries a bound that is known to suffice, for ever.",
@@ -396,7 +396,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-places-begin-with-blocks",
-        file="src/remap/cluster/slots.py",
+        file="src/remap_serve/cluster/slots.py",
         text="slot = self._tails.pop(first, first * self.layers)",
         replacement="slot = first * self.layers",
         breaks="Blocks that continue a run begin anew, so places share slots or what was left over is lost.",
@@ -404,7 +404,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-places-in-blocks-that-leave",
-        file="src/remap/cluster/slots.py",
+        file="src/remap_serve/cluster/slots.py",
         text="            if not gone.isdisjoint(self._blocks_of(slot)):\n                kept[block]",
         replacement="            if slot // self.layers in gone:\n                kept[block]",
         breaks="A place that only ends in a block that leaves stays where it is.",
@@ -412,7 +412,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-shared-blocks-leave-with-the-first",
-        file="src/remap/cluster/slots.py",
+        file="src/remap_serve/cluster/slots.py",
         text="self._kept[span] -= 1",
         replacement="self._kept[span] = 0",
         breaks="A physical block with KV of two requests is used for something else when the first of them has left.",
@@ -420,7 +420,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-stage-reads-its-first-layer",
-        file="src/remap/cluster/stage_kv.py",
+        file="src/remap_serve/cluster/stage_kv.py",
         text="torch.arange(layer - self.first, end - self.first)",
         replacement="torch.arange(end - layer)",
         breaks="KV of a stage's later layers is read from, or written to, the slots of its first ones.",
@@ -428,7 +428,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-two-microbatches-of-a-lane",
-        file="src/remap/cluster/head.py",
+        file="src/remap_serve/cluster/head.py",
         text="if number in self._schedulers.flying or not lane.unfinished:",
         replacement="if not lane.unfinished:",
         breaks="A lane launches while a microbatch of it is in flight: its requests compute the same tokens again.",
@@ -436,7 +436,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-prompts-are-not-divided",
-        file="src/remap/cluster/lanes.py",
+        file="src/remap_serve/cluster/lanes.py",
         text="lane.allow(self._allowances.take(number, self._decode_s, self._prompts))",
         replacement="lane.allow(None)",
         breaks="One microbatch takes the long prompt, and all stages go at its pace.",
@@ -444,7 +444,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-an-awaited-token-changes-its-lane",
-        file="src/remap/cluster/lanes.py",
+        file="src/remap_serve/cluster/lanes.py",
         text="if not self.awaits(sequence):",
         replacement="if True:",
         breaks="A prompt whose token is on its way goes on in another lane.",
@@ -452,7 +452,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-a-lost-part-counts",
-        file="src/remap/cluster/lanes.py",
+        file="src/remap_serve/cluster/lanes.py",
         text="return schedule._replace(chunks=tuple(chunk for chunk in schedule.chunks if chunk.samples))",
         replacement="return schedule",
         breaks="A part whose request lost its blocks meanwhile counts as computed when it lands.",
@@ -460,7 +460,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-room-under-a-part-in-flight",
-        file="src/remap/cluster/head.py",
+        file="src/remap_serve/cluster/head.py",
         text="(held if block in writing else found).append(block)",
         replacement="found.append(block)",
         breaks="KV of others is overwritten by a part of a request that is gone.",
@@ -468,7 +468,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-stage-computes-what-it-dropped",
-        file="src/remap/cluster/change.py",
+        file="src/remap_serve/cluster/change.py",
         text="    if missing:\n        raise InvalidState(",
         replacement="    if missing and part.first == part.end:\n        raise InvalidState(",
         breaks="An instance prepares to compute layers that it gave up.",
@@ -476,7 +476,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-stages-go-on-streaming",
-        file="src/remap/cluster/switch.py",
+        file="src/remap_serve/cluster/switch.py",
         text="    if old.alone and not new.alone:\n        # Behind the drop",
         replacement="    if old.alone and not old.stages:\n        # Behind the drop",
         breaks="Layers of a stage stream on; when they come home they move blocks that its places straddle.",
@@ -484,7 +484,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-late-submission",
-        file="src/remap/cluster/contract.py",
+        file="src/remap_serve/cluster/contract.py",
         text="if epoch is not None and epoch < recovered:",
         replacement="if epoch is not None and epoch < 0:",
         breaks="A submission from before a recovery is taken after it, beside the request's next attempt.",
@@ -492,7 +492,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-two-attempts-in-one-change",
-        file="src/remap/cluster/exchange.py",
+        file="src/remap_serve/cluster/exchange.py",
         text="if self.attempt(each.id) is not None:",
         replacement="if self.attempt(each.id) == each.attempt:",
         breaks="Two attempts of one request may be handed over to one head, whose KV is mixed then.",
@@ -500,7 +500,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-model-of-who-comes-first",
-        file="src/remap/cluster/control.py",
+        file="src/remap_serve/cluster/control.py",
         text="expected, got = self._fingerprint or description.fingerprint, description.fingerprint",
         replacement="expected, got = self._known and self._fingerprint or description.fingerprint, description.fingerprint",
         breaks="When all instances are gone, one of another model is taken, and goes on with half-answered requests.",
@@ -508,7 +508,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-freed-blocks-are-forgotten",
-        file="src/remap/cluster/exchange.py",
+        file="src/remap_serve/cluster/exchange.py",
         text="self._departure is not None and not self._departure.live and not self._freed",
         replacement="self._departure is not None and not self._departure.live",
         breaks="An exchange may end with blocks that nobody has taken.",
@@ -516,7 +516,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-text-that-may-begin-a-stop",
-        file="src/remap/cluster/answer_text.py",
+        file="src/remap_serve/cluster/answer_text.py",
         text="range(min(len(text), len(stop) - 1), 0, -1)",
         replacement="range(min(len(text), len(stop) - 2), 0, -1)",
         breaks="Text that lacks one letter of a stop is given out, and the stop shows in the answer (off by one).",
@@ -524,7 +524,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-half-a-letter-is-given-out",
-        file="src/remap/cluster/answer_text.py",
+        file="src/remap_serve/cluster/answer_text.py",
         text="if now.endswith(UNFINISHED) and not last:",
         replacement="if now.endswith(UNFINISHED) and last:",
         breaks="A letter whose bytes are several tokens becomes signs that stand for nothing.",
@@ -532,7 +532,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-caller-who-left-is-served",
-        file="src/remap/cluster/app.py",
+        file="src/remap_serve/cluster/app.py",
         text="return_when=asyncio.FIRST_COMPLETED",
         replacement="return_when=asyncio.ALL_COMPLETED",
         breaks="The request of a caller who went away is served to its end.",
@@ -540,7 +540,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-refused-fields-are-ignored",
-        file="src/remap/cluster/openai.py",
+        file="src/remap_serve/cluster/openai.py",
         text="if value is not None and not nothing:",
         replacement="if value is not None and not nothing and nothing:",
         breaks="Who asks for a suffix gets an answer without it, and no word about it.",
@@ -548,7 +548,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-penalties-see-no-tokens",
-        file="src/remap/cluster/stage.py",
+        file="src/remap_serve/cluster/stage.py",
         text="if sampling.changes_logits or chunk.scores_prompt else",
         replacement="if chunk.scores_prompt else",
         breaks="Penalties count nothing where another stage than the first chooses tokens.",
@@ -556,7 +556,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="cluster-pages-of-layers-have-no-place",
-        file="src/remap/cluster/served_model.py",
+        file="src/remap_serve/cluster/served_model.py",
         text="most, host = capacity // block.block_bytes + 1, swap",
         replacement="most, host = blocks, swap",
         breaks="The pages of layers that others compute have no place in the KV region.",
@@ -623,7 +623,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="schedule-bound-of-a-layer-too-many",
-        file="src/remap/policy/offline.py",
+        file="src/remap_serve/policy/offline.py",
         text="link = copied + self.layers * self._loads(mix)",
         replacement="link = copied + (self.layers + 1) * self._loads(mix)",
         breaks="The bound counts the blocks of a layer that no pass copies, so that the best division may be left out.",
@@ -631,7 +631,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="schedule-range-loads-more",
-        file="src/remap/policy/hybrid.py",
+        file="src/remap_serve/policy/hybrid.py",
         text="keys = [each - count for each, count in zip(blocks, many, strict=True)]",
         replacement="keys = [each - count for each, count in zip(blocks, few, strict=True)]",
         breaks="The bound of a range of ratios is that of the end that loads most, so that the best one may be left out.",
@@ -639,7 +639,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="schedule-offline-stores-hidden",
-        file="src/remap/policy/offline.py",
+        file="src/remap_serve/policy/offline.py",
         text="return passed + self._stores(mix)",
         replacement="return passed",
         breaks="The pass is certified without the copies out that its copies in come behind.",
@@ -647,7 +647,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="schedule-offline-one-request-fewer",
-        file="src/remap/policy/offline.py",
+        file="src/remap_serve/policy/offline.py",
         text="if used > room.host_bytes:",
         replacement="if used >= room.host_bytes:",
         breaks="A request that just fits into host memory is not counted, so that a ratio is taken for worse than it is.",
@@ -655,7 +655,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="schedule-tie-goes-to-kv",
-        file="src/remap/policy/activations.py",
+        file="src/remap_serve/policy/activations.py",
         text="[(2 * wanted * each + every) // (2 * every) for each in blocks]",
         replacement="[(2 * wanted * each + every - 1) // (2 * every) for each in blocks]",
         breaks="The closed form rounds a half down, so that requests keep another ratio than block by block.",
@@ -796,7 +796,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # -- engine: an interrupt between two lines loses no request and no KV ------------------------------------------------------
     Mutant(
         name="engine-a-finish-that-was-interrupted-is-refused",
-        file="src/remap/engine/due.py",
+        file="src/remap_serve/engine/due.py",
         text="            if pool.holds(blocks):\n                pool.free(blocks)\n",
         replacement="            pool.free(blocks)\n",
         breaks="A request whose blocks the pool had back when an interrupt came can never be finished (fault 04).",
@@ -807,7 +807,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="engine-a-request-is-nowhere",
-        file="src/remap/engine/scheduler.py",
+        file="src/remap_serve/engine/scheduler.py",
         text="        sequence, state, ticket = self._moving\n",
         replacement="        (sequence, state, ticket), self._moving = self._moving, None\n",
         breaks="An interrupt between two queues leaves a request in none of them.",
@@ -815,7 +815,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="engine-due-host-blocks-are-forgotten",
-        file="src/remap/engine/due.py",
+        file="src/remap_serve/engine/due.py",
         text="            self.ids = [], hosts\n",
         replacement="            self.ids = [], []\n",
         breaks="An interrupt between blocks and the host blocks that they showed loses the latter.",
@@ -823,7 +823,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="engine-pairs-go-out-twice",
-        file="src/remap/engine/throughput.py",
+        file="src/remap_serve/engine/throughput.py",
         text="            if not pair.host:\n                pair.host",
         replacement="            if True:\n                pair.host",
         breaks="A pair that was copied out when an interrupt came is copied out again, and its first host blocks are lost.",
@@ -831,7 +831,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="engine-a-lost-token-is-not-computed-again",
-        file="src/remap/engine/engine.py",
+        file="src/remap_serve/engine/engine.py",
         text="                sequence.computed -= 1\n",
         replacement="                pass\n",
         breaks="A request whose token an interrupt lost has nothing to compute, and waits for ever.",
@@ -920,7 +920,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="lending-streams-whatever-that-costs",
-        file="src/remap/engine/sharing.py",
+        file="src/remap_serve/engine/sharing.py",
         text="default = False if self._prepares else PARTIAL",
         replacement="default = not self._prepares",
         breaks="A turn's passes stream whole layers over a slow link for as long as others' blocks live.",
@@ -1217,7 +1217,13 @@ class Copy:
 
     def pytest(self, mutants: Sequence[Mutant], *options: str, timeout_s: float = TIMEOUT_S) -> Ended:
         """The tests of these mutants."""
-        tests = dict.fromkeys(f"tests/python/{test}" for mutant in mutants for test in mutant.tests)
+        folders = {
+            path.name: path.parent
+            for suite in ("python", "serve")
+            for path in (self.folder / "tests" / suite).glob("test_*.py")
+        }
+        named = (test for mutant in mutants for test in mutant.tests)
+        tests = dict.fromkeys(str(folders[test.partition("::")[0]] / test) for test in named)
         modules = dict.fromkeys(("remap._core", *(mutant.module for mutant in mutants)))
         env = self.env | {
             "REMAP_MUTANTS_MODULES": " ".join(modules),

@@ -1,11 +1,12 @@
-"""Is this a wheel that imports everywhere? `python tools/wheel_check.py build/dist/remap_llm-*.whl`
+"""Is this a wheel that imports everywhere? `python tools/wheel_check.py build/dist/remap_*.whl`
 
 1. `auditwheel show` calls it manylinux: it needs no libraries but those that every Linux of that age has.
 2. Its module links neither the CUDA driver nor torch, asks the linker for no driver function, and shows nothing to others but
    the function that Python calls.
 3. In a new virtual environment, without torch and without a driver, it imports, opens an arena on the CPU, and says readably
    that there is no driver.
-4. `remap doctor` runs there with the extra `cli`, and the templates of pages are there.
+4. `remap doctor` runs there with the extra `cli`, and `remap plan` says what to install.
+5. With the wheel of remap-serve, if one is given, `remap plan` runs, and the templates of pages are there.
 
 `--installed` does 3 alone, for the interpreter that runs it.
 """
@@ -50,7 +51,7 @@ else:
 TEMPLATES_CHECK = """
 import jinja2
 
-pages = jinja2.Environment(loader=jinja2.PackageLoader("remap.cli"))
+pages = jinja2.Environment(loader=jinja2.PackageLoader("remap_serve.cli"))
 names = pages.list_templates()
 assert "demo.html.j2" in names, names
 for name in names:
@@ -109,16 +110,17 @@ def needless_exports(module: Path) -> list[str]:
     return [name for name in linkage(module)[2] if not name.startswith("PyInit_")]
 
 
-def run(command: list[str | Path]) -> str:
-    """Standard output. Raises SystemExit with what it said if it fails."""
+def run(command: list[str | Path], code: int = 0) -> str:
+    """What it said on standard output, or, of a code that is not 0, on standard error. Raises SystemExit if it ends with
+    another."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=clean_environment(), cwd="/")
-    if done.returncode != 0:
-        raise SystemExit(f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    if done.returncode != code:
+        raise SystemExit(f"{command[0]} ended with {done.returncode}, not {code}:\n{done.stdout}{done.stderr}")
+    return done.stderr if code else done.stdout
 
 
-def check_wheel(wheel: Path) -> None:
-    """All four steps; raises SystemExit at the first that fails."""
+def check_wheel(wheel: Path, serve: Path | None) -> None:
+    """All steps; raises SystemExit at the first that fails."""
     tag = platform_tag(wheel)
     print(f"auditwheel: {tag}")
     if not tag.startswith("manylinux"):
@@ -146,18 +148,24 @@ def check_wheel(wheel: Path) -> None:
         run([*pip, f"{wheel.resolve()}[cli]"])
         report = json.loads(run([environment / "bin" / "remap", "doctor", "--json"]))
         print(f"remap doctor: {len(report['checks'])} checks, ok: {report['ok']}")
-        print(f"templates: {run([python, '-c', TEMPLATES_CHECK]).strip()}")
+        plan: list[str | Path] = [environment / "bin" / "remap", "plan", "--help"]
+        print(run(plan, 2).strip())
+        if serve is not None:
+            run([*pip, "--no-deps", serve.resolve()])
+            print(run(plan).strip().splitlines()[0].strip())
+            print(f"templates: {run([python, '-c', TEMPLATES_CHECK]).strip()}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("wheel", nargs="?", type=Path)
+    parser.add_argument("wheel", nargs="?", type=Path, help="of remap-llm")
+    parser.add_argument("serve", nargs="?", type=Path, help="of remap-serve")
     parser.add_argument("--installed", action="store_true", help="check the remap that this interpreter imports")
     arguments = parser.parse_args()
     if arguments.installed:
         run([sys.executable, "-c", installed_check()])
         print("installed: imports, opens an arena, misses the driver readably")
     elif arguments.wheel is not None:
-        check_wheel(arguments.wheel)
+        check_wheel(arguments.wheel, arguments.serve)
     else:
         parser.error("a wheel, or --installed")

@@ -68,7 +68,9 @@ def figure(
     **detail: Any,
 ) -> Figure:
     """A figure with its samples, in seconds (at least one)."""
-    from remap.sim.results import percentile  # here, since the suite tells of figures before it has built the package
+    from remap_serve.sim.results import (
+        percentile,  # here, since the suite tells of figures before it has built the package
+    )
 
     return Figure(
         name,

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from remap.cli.demo import environment
-from remap.cli.demo_config import DemoConfig
 from remap.errors import InvalidState
+from remap_serve.cli.demo import environment
+from remap_serve.cli.demo_config import DemoConfig
 
 from . import ROOT
 

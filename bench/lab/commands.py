@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from remap.cli.demo_config import default_config
 from remap.cli.errors import EXIT_CODES, exit_on_error, writable
 from remap.sizes import parse_size
+from remap_serve.cli.demo_config import default_config
 
 __all__ = ["app"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from remap.sim.policies import OURS, SLEEP_AND_SWAP, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
+from remap_serve.sim.policies import OURS, SLEEP_AND_SWAP, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
 from . import ROOT, seeds
 from .cells import Cell, Group, empty, run_missing

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from remap.sim.policies import OURS, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
+from remap_serve.sim.policies import OURS, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
 from . import ROOT, seeds
 from .paper.experiment_list import C1, C2

@@ -18,9 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from remap.cli.simulate_plots import STYLE, need_matplotlib
 from remap.policy.hardware import machine
-from remap.sim.policies import OURS, UNUSED_KV_AND_SWAP
+from remap_serve.cli.simulate_plots import STYLE, need_matplotlib
+from remap_serve.sim.policies import OURS, UNUSED_KV_AND_SWAP
 
 from . import ROOT, seeds
 from .paper.experiments import BASELINE, Panel

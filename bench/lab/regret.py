@@ -24,8 +24,8 @@ from typing import Any
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import machine
-from remap.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
-from remap.sim.setup import evenly
+from remap_serve.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
+from remap_serve.sim.setup import evenly
 
 from . import ROOT, seeds
 from .paper.experiments import BASELINE, Panel

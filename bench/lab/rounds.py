@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from remap.cli.machine import machine_info
 from remap.errors import InvalidArgument, InvalidState
+from remap_serve.cli.machine import machine_info
 
 from . import seeds
 from .apart import run_apart

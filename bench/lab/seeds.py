@@ -15,9 +15,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from remap.cli.simulate_report import part
 from remap.errors import InvalidArgument
-from remap.sim.ideal import AGAINST_IDEAL, against_ideal
+from remap_serve.cli.simulate_report import part
+from remap_serve.sim.ideal import AGAINST_IDEAL, against_ideal
 
 from .paper.runs import Run, Settings, run_one
 

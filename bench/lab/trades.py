@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from remap.policy.hardware import machine
-from remap.sim.policies import OURS
+from remap_serve.sim.policies import OURS
 
 from . import ROOT, seeds
 from .cells import Cell, Group, empty, run_missing

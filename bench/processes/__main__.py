@@ -26,7 +26,7 @@ from typing import Any
 from bench.processes.server import SIDES, Config, spec_of
 
 from remap.broker.server import Broker
-from remap.sim.results import percentile
+from remap_serve.sim.results import percentile
 
 __all__ = ["Load", "main", "run_side", "summary", "table"]
 

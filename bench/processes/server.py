@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remap.engine import Request
+    from remap_serve.engine import Request
 
 __all__ = ["BLOCK_TOKENS", "DTYPE", "SIDES", "Config", "main", "requests_of", "spec_of"]
 
@@ -48,7 +48,7 @@ class Config:
 
 def requests_of(config: Config, vocabulary: int) -> list[Request]:
     """The same in every run."""
-    from remap.engine import Request, SamplingParams
+    from remap_serve.engine import Request, SamplingParams
 
     rng = random.Random(config.index)
     arrivals = [at for at in config.bursts for _ in range(config.burst)]
@@ -96,7 +96,7 @@ def load(config: Config) -> tuple[Any, Any]:
 def serve(config: Config, wait: Any) -> dict[str, Any]:
     """Everything. wait(): says that the server is ready, and returns the time at which all begin."""
     import remap
-    from remap.engine import LLMEngine, Request, SamplingParams
+    from remap_serve.engine import LLMEngine, Request, SamplingParams
 
     model, folder = load(config)
     shape = model.config

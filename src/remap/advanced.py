@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests, ablations and several instances together (`remap.cluster`): the controller's verbs by hand, layers that other
+"""For tests, ablations and several instances together (`remap_serve.cluster`): the controller's verbs by hand, layers that other
 instances compute, and a look inside a session. An engine needs none of it.
 
     from remap import advanced

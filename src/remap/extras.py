@@ -7,9 +7,11 @@ and needs no index that has remap.
 
 from __future__ import annotations
 
-__all__ = ["DISTRIBUTION", "install"]
+__all__ = ["DISTRIBUTIONS", "OF_SERVE", "install"]
 
-DISTRIBUTION = "remap-llm"  # its name in pyproject.toml; the module is `remap`
+DISTRIBUTIONS = ("remap-llm", "remap-serve")  # names in pyproject.toml; what is imported is `remap`, and `remap_serve`
+OF_SERVE = ("demo", "sim", "cluster", "many")
+"""The extras of the second."""
 
 
 def install(extra: str) -> str:
@@ -17,14 +19,16 @@ def install(extra: str) -> str:
 
     Where remap was not installed (a source tree on the path), or the extra is unknown there, it is the command for a clone.
     """
+    from contextlib import suppress
     from importlib.metadata import PackageNotFoundError, requires  # takes 20 ms: only where something is missing
 
-    try:
-        stated = requires(DISTRIBUTION) or []
-    except PackageNotFoundError:
-        stated = []
+    stated: list[str] = []
+    for name in DISTRIBUTIONS:
+        with suppress(PackageNotFoundError):
+            stated += requires(name) or []
     split = [each.partition(";") for each in stated]
+    folder = "./src/remap_serve" if extra in OF_SERVE else "."
     found = [name.strip() for name, _, marker in split if marker.strip().replace("'", '"') == f'extra == "{extra}"']
-    return " ".join(["pip install", *(f"'{each}'" for each in found or [f".[{extra}]"])]) + (
+    return " ".join(["pip install", *(f"'{each}'" for each in found or [f"{folder}[{extra}]"])]) + (
         "" if found else ", in a clone of remap"
     )

@@ -68,7 +68,7 @@ class Event:
 
 
 class EagerGraphs:
-    """`remap.engine.graphs.TorchCudaGraphs`, of which nothing can be recorded here."""
+    """`remap_serve.engine.graphs.TorchCudaGraphs`, of which nothing can be recorded here."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -140,7 +140,7 @@ def cuda_on_cpu() -> Iterator[None]:
         "max_memory_allocated": lambda: 0,
     }
     patches = [mock.patch.object(torch.cuda, name, value) for name, value in fake.items()]
-    patches.append(mock.patch("remap.engine.graphs.TorchCudaGraphs", EagerGraphs))
+    patches.append(mock.patch("remap_serve.engine.graphs.TorchCudaGraphs", EagerGraphs))
     from bench.gpu import registry
 
     real = registry.missing

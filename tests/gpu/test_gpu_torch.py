@@ -67,7 +67,7 @@ def test_decode_graphs_of_the_engine_stay_valid(real_gpu: Any, models: Any) -> N
     """The engine's captured decode steps give the tokens of eager passes while layers come and go, and capture nothing anew."""
     import torch
 
-    from remap.engine import LLMEngine, Request, SamplingParams
+    from remap_serve.engine import LLMEngine, Request, SamplingParams
 
     requests = [Request(f"r{i}", tuple(range(3 + i, 20 + 2 * i)), SamplingParams(max_tokens=24)) for i in range(4)]
     tokens: dict[str, dict[str, tuple[int, ...]]] = {}

@@ -21,9 +21,9 @@ from bench.lab.ablations.report import METRICS, chart, compare, markdown, to_jso
 from bench.lab.ablations.serving import AblationRun, Settings, busy_rate, run_ablation
 
 import remap
-from remap.cli.shared_world import SMALL, SharedWorld, Wiring
 from remap.errors import InvalidArgument, InvalidState
-from remap.sim.workload import ALPACA, Arrivals, Load, generate
+from remap_serve.cli.shared_world import SMALL, SharedWorld, Wiring
+from remap_serve.sim.workload import ALPACA, Arrivals, Load, generate
 
 SETTINGS = Settings(seconds=1.0, runs=3, quick=True)
 

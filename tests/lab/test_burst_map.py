@@ -37,7 +37,7 @@ from bench.lab.kunserve.twin.setup import CLUSTER_A
 from bench.lab.kunserve.twin.systems import SYSTEMS
 
 from remap.errors import InvalidArgument
-from remap.sim.workload import Item
+from remap_serve.sim.workload import Item
 
 LOAD = QUICK.loads[0]
 

@@ -7,9 +7,9 @@ from bench.lab.kunserve.twin.systems import SYSTEMS
 from bench.lab.kunserve.twin.world import World
 from test_cluster_twin import BURST, FOUR, TWO
 
-from remap.policy.cluster.dispatch import whole_lines
-from remap.policy.cluster.placement import InstanceLoad
-from remap.sim.workload import Item
+from remap_serve.policy.cluster.dispatch import whole_lines
+from remap_serve.policy.cluster.placement import InstanceLoad
+from remap_serve.sim.workload import Item
 
 
 def test_by_demand_lines_behind_the_head_do_not_count() -> None:

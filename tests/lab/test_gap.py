@@ -18,8 +18,8 @@ from effort import BRIEF, some
 from typer.testing import CliRunner
 
 from remap.policy.hardware import machine
-from remap.sim.policies import find
-from remap.sim.serving import fitting, tenants
+from remap_serve.sim.policies import find
+from remap_serve.sim.serving import fitting, tenants
 
 LESS = seeds.Column("ttft_p99_s", "TTFT P99, s")
 MORE = seeds.Column("tokens_per_s", "tokens/s", more_is_better=True)

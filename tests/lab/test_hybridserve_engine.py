@@ -16,7 +16,7 @@ from bench.lab.hybridserve.window import Window, window
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from remap.policy.minibatches import Mix, total
+from remap_serve.policy.minibatches import Mix, total
 
 SMALL = Batch("RTX-4090", "OPT-13b", 256, 16)
 STORED = json.loads(command.RESULTS.read_text(encoding="utf-8"))["points"]

@@ -18,7 +18,7 @@ from bench.lab.paper.experiments import headlines
 from typer.testing import CliRunner
 
 from remap.errors import InvalidArgument
-from remap.policy.minibatches import total
+from remap_serve.policy.minibatches import total
 
 SMALL = Batch("RTX-4090", "OPT-13b", 256, 16)
 

@@ -25,8 +25,8 @@ from bench.lab.cluster.instances import engine_answers
 from bench.lab.cluster.one import serve
 from bench.lab.seeds import AGAINST
 
-from remap.cli.shared_world import build
 from remap.errors import InvalidArgument
+from remap_serve.cli.shared_world import build
 
 COUNTED = [column.key for column in command.COLUMNS if column not in (*AGAINST, command.BUBBLES)]
 

@@ -19,7 +19,7 @@ from bench.lab.machine.operators import Operators, flops_of  # noqa: E402
 
 from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory  # noqa: E402
 from remap.policy.hardware import machine  # noqa: E402
-from remap.sim.fit import GROUPS, PAGE_CALLS, fit  # noqa: E402
+from remap_serve.sim.fit import GROUPS, PAGE_CALLS, fit  # noqa: E402
 
 MIB = 1 << 20
 OPERATORS = {"shapes": ((64, 96), (128, 64), (256, 256)), "tokens": (1, 16, 64), "decode": ((1, 64), (4, 256))}

@@ -21,10 +21,10 @@ from bench.lab.real.one import _Watch, requests, serve
 from near_tokens import Near
 from typer.testing import CliRunner
 
-from remap.cli.shared_world import SharedWorld, build
-from remap.engine.request import Output, Request, SamplingParams, Sequence
 from remap.errors import InvalidArgument, InvalidState
-from remap.sim.results import Targets
+from remap_serve.cli.shared_world import SharedWorld, build
+from remap_serve.engine.request import Output, Request, SamplingParams, Sequence
+from remap_serve.sim.results import Targets
 
 NAMES = {rounds.run_name(case.name, policy, 0) for case in QUICK.cases for policy in POLICIES}
 BYTES = ("weights_in_bytes", "kv_in_bytes", "kv_out_bytes")

@@ -12,10 +12,10 @@ from bench.lab.twin import compare as twins
 from bench.lab.twin.calibrated import CalibratedCost, Rerun, rerun
 from sim_world import MIB, recording
 
-from remap.cli.demo_config import DemoConfig
 from remap.errors import InvalidState
-from remap.sim.passes import SessionPass
-from remap.sim.sequences import Work
+from remap_serve.cli.demo_config import DemoConfig
+from remap_serve.sim.passes import SessionPass
+from remap_serve.sim.sequences import Work
 
 COST = CalibratedCost(8, 0.04, 0.001, 2e-6, 0.003, 3e-6, 0.0005)
 CONFIG = DemoConfig(dtype="bfloat16", requests=20)

@@ -34,7 +34,7 @@ from bench.lab.paper.runs import Run, Settings, Store, keys_of, run_all, run_one
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import machine
-from remap.sim.results import PolicyResult, TenantResult
+from remap_serve.sim.results import PolicyResult, TenantResult
 
 GH200, approx = machine("GH200-96GB"), pytest.approx
 

@@ -27,10 +27,10 @@ from sim_world import tiny
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import Machine, machine, model
-from remap.sim.pools import PiePool
-from remap.sim.roofline import Roofline, prefill_pairs
-from remap.sim.sequences import Work
-from remap.sim.workload import Item
+from remap_serve.sim.pools import PiePool
+from remap_serve.sim.roofline import Roofline, prefill_pairs
+from remap_serve.sim.sequences import Work
+from remap_serve.sim.workload import Item
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 from pie_ticks import passes

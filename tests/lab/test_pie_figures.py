@@ -37,8 +37,8 @@ from bench.lab.pie.figures import (
 from typer.testing import CliRunner
 
 from remap.policy.hardware import machine
-from remap.sim.policies import find
-from remap.sim.serving import fitting
+from remap_serve.sim.policies import find
+from remap_serve.sim.serving import fitting
 
 PLACES: dict[str, Place] = {f"{place[0].name} x{place[1]:g}": place for one in FIGURES for place in one.places}
 TINY = Settings(requests=20, seeds=2)

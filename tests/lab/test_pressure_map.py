@@ -15,8 +15,8 @@ from bench.lab.pressure_map import FULL, Grid, gains
 from effort import BRIEF, some
 
 from remap.policy.hardware import machine
-from remap.sim.policies import find
-from remap.sim.serving import fitting
+from remap_serve.sim.policies import find
+from remap_serve.sim.serving import fitting
 
 
 class Small(Grid):

@@ -10,7 +10,7 @@ import pytest
 from bench.lab import regret
 from bench.lab.paper.runs import Settings
 
-from remap.sim.policies import find
+from remap_serve.sim.policies import find
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFi
     assert regret.run_regret(path, settings, loads=loads) == page and not capsys.readouterr().err
 
 
-def test_where_the_readme_says_that_nobody_needs_it_all_policies_are_alike() -> None:
+def test_where_the_results_say_that_nobody_needs_it_all_policies_are_alike() -> None:
     """ "the same latencies with nothing, with shared KV, with swapping and with remap": P99 times to the first token and TPOT,
     seed by seed, within what goes unnoticed or a tenth; nothing is preempted."""
-    text = (regret.ROOT / "README.md").read_text(encoding="utf-8")
+    text = (regret.ROOT / "docs/results.md").read_text(encoding="utf-8")
     assert "one Qwen3-4B with 95 % of an RTX 4090 at 1.2 times" in text and "70 % of an A100 and short answers" in text
     points = json.loads(regret.RESULTS.read_text(encoding="utf-8"))["points"]
     for load in (
@@ -140,9 +140,10 @@ def test_what_the_pages_say_is_what_was_stored() -> None:
     matters = sum(regret.scarce(points, load, number) for load in ran)
     results = (regret.ROOT / "docs/results.md").read_text(encoding="utf-8")
     assert f"Of the first {len(ran)} loads **in {len(ran) - matters} the policy does not matter**" in results
-    readme = (regret.ROOT / "README.md").read_text(encoding="utf-8")
     assert (
-        (len(ran), matters) == (13, 2) and "Of [13 loads drawn at random]" in readme and "it mattered in two" in readme
+        (len(ran), matters) == (13, 2)
+        and "Of [13 loads drawn at random]" in results
+        and "it mattered in two" in results
     )
     found = [regret.regrets(points, load, "remap", number) for load in ran]
     worst = {figure: max(one[figure][0] for one in found if one is not None) for figure in regret.FIGURES}

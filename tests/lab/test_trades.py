@@ -14,8 +14,8 @@ from bench.lab.paper.experiments import setup_of
 from bench.lab.paper.runs import Settings
 
 from remap.policy.hardware import machine
-from remap.sim.policies import find
-from remap.sim.serving import fitting
+from remap_serve.sim.policies import find
+from remap_serve.sim.serving import fitting
 
 GROUPS = (trades.TARGETS, trades.TURNS)
 

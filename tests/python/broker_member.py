@@ -76,6 +76,10 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },  # a program of tests/serve imports this
         )
         assert self.read() == "ready"
 

@@ -48,6 +48,7 @@ from remap.inside import inside
 CASES = {case.name: case for case in (*CASES_OF_PLANS, *INTERRUPTED, *HOSTED)}
 BLOCKS = ("allocate", "free", *(case.name for case in HOSTED))  # calls of the engine alone
 PACKAGE = str(Path(remap.__file__).resolve().parent) + os.sep
+BUILT_ON_IT = os.path.join(os.path.dirname(PACKAGE.rstrip(os.sep)), "remap_serve", "")
 PATIENCE_S = 5.0
 # Files whose functions change nothing but what they return.
 PURE = re.compile(
@@ -100,20 +101,25 @@ def _points_of(code: CodeType, points: str) -> Iterator[int]:
         before = each
 
 
+def _path(name: str) -> str:
+    built = name.removeprefix("remap_serve/")
+    return PACKAGE + name if built == name else BUILT_ON_IT + built
+
+
 class Interrupt:
-    """A trace function that raises once, at the `at`-th point; with at = -1 it counts only. files: of the package, where
-    points are; all by default."""
+    """A trace function that raises once, at the `at`-th point; with at = -1 it counts only. files: of the package, or below
+    remap_serve/, where points are; all by default."""
 
     def __init__(self, at: int, points: str, files: Sequence[str] = ()) -> None:
         self.at, self.points, self.count, self.where = at, points, 0, ""
-        self.files = tuple(PACKAGE + name for name in files)
+        self.files = tuple(_path(name) for name in files)
         self.seen: list[str] = []  # where each point is, if at = -1
         self._event = "line" if points == "lines" else "opcode"
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
         # What __del__ raises goes to nobody, whoever wrote it.
         name = frame.f_code.co_filename
-        if not name.startswith(self.files or PACKAGE) or frame.f_code.co_name == "__del__":
+        if not name.startswith(self.files or (PACKAGE, BUILT_ON_IT)) or frame.f_code.co_name == "__del__":
             return None
         frame.f_trace_opcodes = self.points != "lines"
         return self._local
@@ -134,8 +140,9 @@ def where_of(frame: FrameType) -> str:
     """The line, and the lines that called it, innermost first, as far as they are the package's."""
     places = []
     each: FrameType | None = frame
-    while each is not None and each.f_code.co_filename.startswith(PACKAGE):
-        places.append(f"{each.f_code.co_filename[len(PACKAGE) :]}:{each.f_lineno}")
+    while each is not None and each.f_code.co_filename.startswith((PACKAGE, BUILT_ON_IT)):
+        name = each.f_code.co_filename.replace(BUILT_ON_IT, "remap_serve/").replace(PACKAGE, "")
+        places.append(f"{name}:{each.f_lineno}")
         each = each.f_back
     return " < ".join(places)
 

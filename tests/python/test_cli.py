@@ -15,13 +15,13 @@ import typer
 from typer.testing import CliRunner
 
 import remap
-from remap.cli import demo_config, demo_run
 from remap.cli.main import app
 from remap.config import Knobs
 from remap.errors import InvalidArgument
 from remap.extras import install
 from remap.policy.hardware import machine
 from remap.sizes import MOST_BYTES, parse_size
+from remap_serve.cli import demo_config, demo_run
 
 LONG = "1" * 400
 LONGER = "1" * 6000  # Python refuses to read or print an int of so many digits
@@ -192,6 +192,33 @@ def test_a_reader_that_has_gone_is_no_error(more: tuple[str, ...]) -> None:
     finally:
         os.close(writes)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_full_disk_behind_stdout_is_an_error_in_one_line() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "remap", *PLAN, "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(r"what was printed could not be written: .*\n", done.stderr), done.stderr
+
+
+def test_a_command_of_the_other_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from remap.cli import main
+
+    here = {name: found for name, found in main.installed().items() if found.value.startswith("remap.")}
+    assert {*here} == {"top", "trace", "serve"} and {*main.installed()} == {*main.COMMANDS}
+    monkeypatch.setattr(main, "installed", lambda: here)
+    for command in ("demo", "plan", "cluster"):
+        found = run(command, "--help")
+        assert (found.exit_code, "pip install remap-serve" in found.output) == (2, True)
+    assert run("nonsense").exit_code == 2 and "remap-serve" not in run("nonsense").output
+    listed = run("--help").output
+    assert "doctor" in listed and "serve-many" not in listed
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])

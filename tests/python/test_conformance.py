@@ -175,7 +175,7 @@ def test_what_an_engine_asserts_and_a_pass_that_it_leaves_open_are_told(model: A
 
 
 def test_the_reference_engine_conforms(model: Any) -> None:
-    from remap.engine import LLMEngine, Request, SamplingParams
+    from remap_serve.engine import LLMEngine, Request, SamplingParams
 
     def serve(session: remap.Session) -> object:
         kv = remap.KVSpec(

@@ -367,8 +367,8 @@ def demo_in_this_process() -> Iterator[None]:
     remap (in the long form all of one model). Of several models those beside SmolLM2 are small, and answers are short; in the
     long form both are the demo's.
     """
-    from remap.cli import demo, demo_requests, demo_run, demo_tenants
-    from remap.cli.shared_world import LARGE, SMALL
+    from remap_serve.cli import demo, demo_requests, demo_run, demo_tenants
+    from remap_serve.cli.shared_world import LARGE, SMALL
 
     apart = demo.run_in_process
 
@@ -473,8 +473,7 @@ def _make(command: Command) -> None:
 def _pip(command: Command) -> None:
     """Extras are those of pyproject.toml, versions those of the Makefile."""
     requirements = pytest.importorskip("packaging.requirements", reason="packaging is not installed")
-    pyproject = load_tool("extras").tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    extras = pyproject["project"]["optional-dependencies"]
+    read = load_tool("extras").tomllib.loads
     pinned = re.findall(r"[\w-]+==[\w.]+", documented.MAKEFILE.read_text(encoding="utf-8"))
     does, *what = (word for word in command.words[1:] if word not in ("-y", "--no-deps"))
     if "--extra-index-url" in what:
@@ -482,7 +481,11 @@ def _pip(command: Command) -> None:
         assert what.pop(at) == load_tool("torch_index").CPU_INDEX, command
     for each in what:
         if each.startswith("."):
-            assert set(re.findall(r"[\w-]+", each)) <= set(extras), f"{command}: there are {', '.join(extras)}"
+            folder, _, named = each.rstrip("]").partition("[")
+            extras = read((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+                "optional-dependencies"
+            ]
+            assert set(filter(None, named.split(","))) <= set(extras), f"{command}: there are {', '.join(extras)}"
             continue
         name = requirements.Requirement(each).name
         assert name != "remap", f"{command}: no index has it; in a clone it is '.'"

@@ -27,7 +27,7 @@ import remap  # noqa: E402
 from remap.adapters import settings  # noqa: E402
 from remap.kv.public import HostKV, KVCache  # noqa: E402
 from remap.memory.activate import ActivationReport  # noqa: E402
-from remap.sim import policies  # noqa: E402
+from remap_serve.sim import policies  # noqa: E402
 
 VARIABLE = re.compile(r"REMAP_[A-Z0-9_]*[A-Z0-9]")
 OURS_ALONE = {"REMAP_METRICS_FILE"}
@@ -222,7 +222,7 @@ def test_a_block_that_imports_runs(code: Code, tmp_path: Path, monkeypatch: pyte
     transformers = pytest.importorskip("transformers", reason="the blocks serve models")
     from test_documented_commands import save_model, write_requests
 
-    from remap.engine import LLMEngine
+    from remap_serve.engine import LLMEngine
 
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "MODEL", layers=8)

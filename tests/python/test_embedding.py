@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from models import LAYERS, addresses_of, generate, ids_for, kv_spec, layers_of, logits_of, make  # noqa: E402
 
-from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
+from remap_serve.engine import LLMEngine, Request, SamplingParams  # noqa: E402
 
 PAGE = 16384
 

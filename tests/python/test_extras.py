@@ -14,11 +14,13 @@ from subprocesses import ROOT, load_tool
 
 import remap
 from remap.cli import smollm2
-from remap.extras import DISTRIBUTION, install
+from remap.extras import DISTRIBUTIONS, OF_SERVE, install
 
 
 def of(monkeypatch: pytest.MonkeyPatch, stated: Any) -> None:
     def requires(name: str) -> Any:
+        if name != DISTRIBUTIONS[0]:
+            raise metadata.PackageNotFoundError(name)
         if isinstance(stated, Exception):
             raise stated
         return stated
@@ -35,10 +37,11 @@ def test_the_packages_of_the_extra_are_named_with_their_versions(monkeypatch: py
     assert install("cluster") == "pip install 'ray>=2'"
 
 
-@pytest.mark.parametrize("stated", [None, [], ["always>=1"], metadata.PackageNotFoundError(DISTRIBUTION)])
+@pytest.mark.parametrize("stated", [None, [], ["always>=1"], metadata.PackageNotFoundError(DISTRIBUTIONS[0])])
 def test_without_metadata_the_command_is_for_a_clone(monkeypatch: pytest.MonkeyPatch, stated: Any) -> None:
     of(monkeypatch, stated)
-    assert install("sim") == "pip install '.[sim]', in a clone of remap"
+    assert install("cli") == "pip install '.[cli]', in a clone of remap"
+    assert install("sim") == "pip install './src/remap_serve[sim]', in a clone of remap"
 
 
 def sources(kind: str) -> Iterator[Path]:
@@ -62,9 +65,9 @@ def named() -> Iterator[tuple[str, str | None]]:
 
 
 def test_each_extra_that_a_message_names_brings_the_package() -> None:
-    """In pyproject.toml, and in what is installed from it."""
+    """In a pyproject.toml, and in what is installed from it."""
     extras = load_tool("extras")
-    installed = any(found.name == DISTRIBUTION for found in metadata.distributions())
+    installed = {*DISTRIBUTIONS} <= {found.name for found in metadata.distributions()}
     found = set(named())
     assert {"cli", "sim", "cluster", "transformers", "vllm", "torch"} <= {extra for extra, _ in found}
     for extra, package in found:
@@ -73,14 +76,21 @@ def test_each_extra_that_a_message_names_brings_the_package() -> None:
             extra,
             package,
         )
-        assert not installed or ".[" not in install(extra), extra
+        assert not installed or "in a clone" not in install(extra), extra
 
 
-def test_one_name_is_asked_of_indexes() -> None:
-    """`remap` on an index would be a stranger's: every command that installs says `.`, a file, or the one name."""
-    project = load_tool("extras").tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["name"] == DISTRIBUTION != "remap"
-    assert project["version"] == remap.__version__
+def test_two_names_are_asked_of_indexes() -> None:
+    """`remap` on an index would be a stranger's: who installs says `.`, a file, or one of the names. What is built on
+    the library is pinned to it."""
+    read = load_tool("extras").tomllib.loads
+    library, serve = (
+        read((ROOT / file).read_text(encoding="utf-8"))["project"]
+        for file in ("pyproject.toml", "src/remap_serve/pyproject.toml")
+    )
+    assert (library["name"], serve["name"]) == DISTRIBUTIONS
+    assert library["version"] == serve["version"] == remap.__version__
+    assert {*serve["optional-dependencies"]} == {*OF_SERVE}
+    assert serve["dependencies"] == [f"{library['name']}=={library['version']}"]
     texts = [path for kind in ("*.py", "*.md", "*.yml", "*.toml", "*.ipynb", "*.j2") for path in sources(kind)]
     wrong = re.compile(
         r"""\bpip (?:install|download)\b[^#\n]*[ '"]remap(?:\[|==|[ `'"\n]|$)"""

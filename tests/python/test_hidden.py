@@ -12,8 +12,8 @@ from reference.first_layers_des import ends_at
 from reference.first_layers_des import first_kept as slow_first_kept
 from remap.policy.hardware import machine, model
 from remap.policy.hidden import first_kept, lateness, lateness_beyond, most_hidden, most_lent, verdict
-from remap.sim.planning import limit, plan
-from remap.sim.roofline import Roofline
+from remap_serve.sim.planning import limit, plan
+from remap_serve.sim.roofline import Roofline
 
 
 @pytest.mark.parametrize("name", ["GH200", "H100-PCIe"])

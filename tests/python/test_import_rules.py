@@ -15,7 +15,8 @@ rules = load_tool("import_rules")
 
 def test_the_sources_keep_the_rules() -> None:
     found = [*rules.check_cpp(ROOT)]
-    for check in (rules.check_python, rules.check_circles, rules.check_floors, rules.check_names, rules.check_types):
+    checks = (rules.check_python, rules.check_circles, rules.check_floors, rules.check_wall, rules.check_names)
+    for check in (*checks, rules.check_types):
         found += check(ROOT / "src")
     assert [str(each) for each in found] == []
     modules = rules.read_package(ROOT / "src")  # and they are really read
@@ -36,7 +37,7 @@ def _package(tmp_path: Path, files: dict[str, str]) -> Path:
     [
         ({"policy/schedule.py": "import torch"}, "pure and imports torch"),
         ({"memory/plan.py": "def f():\n    from .. import _core"}, "imports remap._core"),
-        ({"sim/clock.py": "from .. import _core"}, "imports remap._core"),
+        ({"../remap_serve/sim/clock.py": "from remap import _core"}, "imports remap._core"),
         ({"policy/cost.py": "from ..engine2 import f", "engine2.py": "import torch.nn as nn"}, "reaches torch"),
         ({"__init__.py": "from .session import Session", "session.py": "import torch"}, "`import remap` would load"),
         ({"session.py": "from .adapters import transformers"}, "eagerly"),
@@ -86,6 +87,22 @@ def test_planted_imports_that_go_up_are_found(tmp_path: Path, name: str, text: s
     files = {f"{other}.py": "" for other in others} | {name: text}
     files |= {f"{other.split('/')[0]}/__init__.py": "" for other in (*others, name) if "/" in other}
     assert (not list(rules.check_floors(_package(tmp_path, files)))) is good
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "good"),
+    [
+        ("remap/session.py", "def f():\n    from remap_serve.engine import f", False),
+        ("remap/cli/main.py", f"{_FOR_TYPES}import remap_serve.sim", False),
+        ("remap_serve/engine/engine.py", "from remap import Session\nfrom remap.advanced import inside", True),
+        ("remap_serve/engine/engine.py", "from remap.kv.spec import KVSpec\nfrom remap_serve.sim import clock", True),
+        ("remap_serve/engine/engine.py", "from remap.kv.pool import BlockPool", False),
+        ("remap_serve/engine/engine.py", f"{_FOR_TYPES}from remap.memory.apply import Changes", False),
+    ],
+)
+def test_nothing_goes_through_the_wall_between_the_packages(tmp_path: Path, name: str, text: str, good: bool) -> None:
+    src = _package(tmp_path, {"__init__.py": '__all__ = ["Session", "advanced"]', f"../{name}": text})
+    assert (not list(rules.check_wall(src))) is good
 
 
 def test_a_class_name_is_given_once(tmp_path: Path) -> None:
@@ -152,6 +169,6 @@ def test_importing_remap_loads_neither_torch_nor_an_engine() -> None:
     code = "import sys, json, remap; remap.attach; print(json.dumps(sorted(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     loaded = json.loads(result.stdout)
-    heavy = ("torch", "numpy", "transformers", "typer", "rich", "remap.engine", "remap.adapters", "remap.cli")
+    heavy = ("torch", "numpy", "transformers", "typer", "rich", "remap_serve.engine", "remap.adapters", "remap.cli")
     assert "remap" in loaded
     assert [name for name in loaded if any(name == h or name.startswith(f"{h}.") for h in heavy)] == []

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 import remap
 from remap import DriverError, _core
-from remap.engine.request import Request, SamplingParams, Sequence
-from remap.engine.scheduler import Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
 from remap.inside import inside
 from remap.kv.host import HostBlocks
 from remap.kv.spec import KVGeometry, KVSpec
 from remap.memory.device import simulated
 from remap.policy.hardware import machine
-from remap.sim.masters import masters
+from remap_serve.engine.request import Request, SamplingParams, Sequence
+from remap_serve.engine.scheduler import Scheduler
+from remap_serve.sim.masters import masters
 
 LAYOUTS = ("block_major", "layer_major")
 MODES = ("aliased", "strict")
@@ -595,8 +595,8 @@ pytest.importorskip("transformers")
 from models import kv_spec, make, minimum_bytes  # noqa: E402
 from test_engine_on_session import STEADY, reference, requests_for, run, unhooked  # noqa: E402
 
-from remap.engine import LLMEngine  # noqa: E402
-from remap.engine.sharing import SharedEngines  # noqa: E402
+from remap_serve.engine import LLMEngine  # noqa: E402
+from remap_serve.engine.sharing import SharedEngines  # noqa: E402
 
 
 class Watch:

@@ -258,7 +258,7 @@ def test_layers_called_outside_of_a_pass_are_refused_while_layers_stream():
 
 def test_the_reference_engine_proves_itself_without_hooks_false():
     """It calls wait and done by itself, and never calls a layer as a module: the hooks see nothing."""
-    from remap.engine import LLMEngine, Request, SamplingParams
+    from remap_serve.engine import LLMEngine, Request, SamplingParams
 
     with World(prove=False) as world:
         prompt = ids_for(1, 9)

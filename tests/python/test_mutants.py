@@ -41,8 +41,7 @@ def test_a_mutant_names_tests_that_exist(mutant: Any) -> None:
             assert (ROOT / "tests" / "cpp" / f"{test}.cpp").is_file()
             continue
         name, _, function = test.partition("::")
-        path = ROOT / "tests" / "python" / name
-        assert path.is_file()
+        (path,) = (path for suite in ("python", "serve") if (path := ROOT / "tests" / suite / name).is_file())
         assert not function or function.partition("[")[0] in _tests_in(path)
 
 
@@ -54,7 +53,7 @@ def test_all_areas_have_mutants_and_names_are_unique() -> None:
     assert min(areas.values()) >= 5
     for mutant in tool.MUTANTS:
         assert mutant.breaks.endswith(".")
-        assert mutant.file.startswith(("cpp/",) if mutant.is_cpp else ("src/remap/", "bench/lab/"))
+        assert mutant.file.startswith(("cpp/",) if mutant.is_cpp else ("src/remap/", "src/remap_serve/", "bench/lab/"))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_a_copy_is_as_it_was_after_a_mutant(tmp_path: Path) -> None:
 def test_what_becomes_of_a_mutant_is_told_apart(tmp_path: Path) -> None:
     """In a copy of the sources and of one small file of tests: what they import is the copy, and only a failed test kills."""
     files = [str(path.relative_to(ROOT)) for path in (ROOT / "src" / "remap").rglob("*.py")]
-    suite = (f"tests/python/{name}.py" for name in ("conftest", "effort", "fixtures", "test_rental"))
+    suite = (f"tests/python/{name}.py" for name in ("conftest", "suite", "effort", "fixtures", "test_rental"))
     copy = tool.Copy(tmp_path, [*files, "pyproject.toml", *suite])
     copy.add_core(tool.compiled_core())
 

@@ -180,7 +180,7 @@ def test_exactly_the_minimum_works_and_a_page_less_does_not(kind, layout):
 
 def test_a_kv_dtype_that_is_not_the_engines(bare):
     """attach cannot know what the engine wants to store; the engine refuses."""
-    from remap.engine import ModelRunner
+    from remap_serve.engine import ModelRunner
 
     (model,) = bare.models
     bare.session.attach(model, kv=kv_spec(model, dtype="bfloat16"), name="m")

@@ -14,9 +14,9 @@ from remap.inside import inside
 from remap.memory.activate import WELL_ABOVE
 from remap.policy.hardware import machine
 from remap.policy.switching import MOST, STEPS, Switching
-from remap.sim.loads import load
-from remap.sim.results import PolicyResult
-from remap.sim.serving import Setup, simulate, tenants
+from remap_serve.sim.loads import load
+from remap_serve.sim.results import PolicyResult
+from remap_serve.sim.serving import Setup, simulate, tenants
 
 # -- the share -------------------------------------------------------------------------------------------------------------
 

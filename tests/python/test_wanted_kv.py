@@ -16,9 +16,9 @@ from sharing_worlds import Shared, spec, times_of
 from test_sharing_controller import N, config_of, world_of
 
 import remap
-from remap.engine.reports import Reports
 from remap.errors import DriverError, InvalidState, OutOfBlocks
 from remap.inside import inside
+from remap_serve.engine.reports import Reports
 
 LIVE = 8
 
@@ -244,7 +244,7 @@ def test_a_copy_that_fails_is_the_caller_s_to_hear_and_ends_nothing() -> None:
 def test_an_interrupt_anywhere_between_the_two_calls_loses_nothing() -> None:
     """Before every line of what asks and of what decides: the same call again finds the pages, and every block has its bytes."""
     files = (
-        "engine/reports.py",
+        "remap_serve/engine/reports.py",
         "memory/step.py",
         "memory/offers.py",
         "memory/donors.py",

@@ -43,7 +43,7 @@ def missing(script: str) -> list[str]:
             wanted = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
             found += [word for word in wanted if word not in TARGETS] if wanted else [line]
         for word in words:
-            if re.fullmatch(r"(\./)?(\.ci|tools|bench|tests|src)/[\w./-]+", word) and not (ROOT / word).is_file():
+            if re.fullmatch(r"(\./)?(\.ci|tools|bench|tests|src)/[\w./-]+", word) and not (ROOT / word).exists():
                 found.append(word)
     return found
 

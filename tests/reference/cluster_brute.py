@@ -1,5 +1,5 @@
-"""Capacity, divisions of layers and drop plans by trying everything. Tests `remap.policy.cluster`; no sums are kept, nothing is
-greedy."""
+"""Capacity, divisions of layers and drop plans by trying everything. Tests `remap_serve.policy.cluster`; no sums are kept,
+nothing is greedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divisions of a queue into microbatches, by trying every place. Tests `remap.policy.cluster.lookahead`."""
+"""Divisions of a queue into microbatches, by trying every place. Tests `remap_serve.policy.cluster.lookahead`."""
 
 from __future__ import annotations
 

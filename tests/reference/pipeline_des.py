@@ -1,4 +1,4 @@
-"""A pipeline of stages and links, event by event. Tests `remap.policy.cluster.pipeline`: no recurrence, no formula.
+"""A pipeline of stages and links, event by event. Tests `remap_serve.policy.cluster.pipeline`: no recurrence, no formula.
 
 Every machine (stage or link) has a queue and serves it in the order of arrival, one job at a time.
 """

@@ -1,4 +1,4 @@
-"""A link that sends pieces by priority and is never interrupted, piece by piece. Tests `remap.policy.cluster.exchange`."""
+"""A link that sends pieces by priority and is never interrupted, piece by piece. Tests `remap_serve.policy.cluster.exchange`."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from remap.sim.results import PolicyResult, Sample, Targets, TenantResult
+from remap_serve.sim.results import PolicyResult, Sample, Targets, TenantResult
 
 
 def from_json(data: Mapping[str, Any]) -> PolicyResult:

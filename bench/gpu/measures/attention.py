@@ -51,7 +51,7 @@ class Replays:
     runs, and engines replay graphs too."""
 
     def __init__(self, torch: Any) -> None:
-        from remap.engine.graphs import TorchCudaGraphs
+        from remap_serve.engine.graphs import TorchCudaGraphs
 
         self._torch, self.stream = torch, torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -146,7 +146,7 @@ def verify(torch: Any, name: str, shape: Shape, kernel: Kernel, q: Any, kv: Any,
 
 def kernels_for(torch: Any, shape: Shape, table: Any) -> dict[str, Kernel]:
     """The engine's Triton kernel, and FlashInfer where it is installed."""
-    from remap.engine.paged_triton import paged_decode
+    from remap_serve.engine.paged_triton import paged_decode
 
     lengths = torch.full((shape.sequences,), shape.tokens, dtype=torch.int32, device="cuda")
     found: dict[str, Kernel] = {"Triton": lambda q, kv: paged_decode(q, kv, table, lengths)}

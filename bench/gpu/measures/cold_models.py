@@ -25,13 +25,13 @@ from bench.gpu.registry import Wrong, measure, missing
 from bench.gpu.results import Figure, count, figure, seconds
 
 import remap
-from remap.cli.whole_models import SleepingModels
 from remap.inside import inside
 from remap.session import Session
-from remap.sim.results import percentile
+from remap_serve.cli.whole_models import SleepingModels
+from remap_serve.sim.results import percentile
 
 if TYPE_CHECKING:
-    from remap.engine import LLMEngine, Request
+    from remap_serve.engine import LLMEngine, Request
 
 OURS, LRU, SLEEP = WAYS = ("remap", "whole models, LRU", "sleep mode")
 BLOCK_TOKENS, MIN_BLOCKS = 16, 16
@@ -77,7 +77,7 @@ class Cold:
         so much a cold model's first token may be late (`Knobs.reload_s`); None: the default."""
         import torch
 
-        from remap.engine import LLMEngine
+        from remap_serve.engine import LLMEngine
 
         on_gpu = missing("torch-cuda", emulated=ctx.emulated) is None
         dtype, page = ("bfloat16", 16 * MIB) if on_gpu else ("float32", 2 * MIB)
@@ -156,7 +156,7 @@ class Cold:
 
     def tokens(self, name: str, prompt: Sequence[int], answer: int) -> tuple[int, ...]:
         """What one request, alone, is answered."""
-        from remap.engine import Request, SamplingParams
+        from remap_serve.engine import Request, SamplingParams
 
         engine, found = self.engines[name], list[int]()
         engine.add_request(Request(f"{time.perf_counter_ns()}", tuple(prompt), SamplingParams(max_tokens=answer)))
@@ -210,7 +210,7 @@ def first_tokens(ctx: Context, cold: Cold, prompt: int) -> Iterator[Figure]:
 
 def requests_for(names: Sequence[str], longest: int, rate: float, span_s: float, seed: int) -> dict[str, list[Request]]:
     """Poisson arrivals; model i is asked for in proportion to 1 / (i + 1). longest: of a prompt and its answer, tokens."""
-    from remap.engine import Request, SamplingParams
+    from remap_serve.engine import Request, SamplingParams
 
     rng, at = random.Random(seed), 0.0
     made: dict[str, list[Request]] = {name: [] for name in names}
@@ -226,7 +226,7 @@ def requests_for(names: Sequence[str], longest: int, rate: float, span_s: float,
 
 def served(cold: Cold, way: str, requests: Mapping[str, Sequence[Request]]) -> dict[str, float]:
     """One run."""
-    from remap.engine import SharedEngines
+    from remap_serve.engine import SharedEngines
 
     cold.sleep()
     before = _copied(cold)

@@ -22,7 +22,7 @@ from bench.gpu.results import Figure, count, figure
 from bench.gpu.tenants import PAGE
 
 import remap
-from remap.sim.results import percentile
+from remap_serve.sim.results import percentile
 
 BLOCK_TOKENS = 16
 FIRST_S, TOKEN_S = 1.0, 0.1  # a request is good if its first token and the mean of the others came within these

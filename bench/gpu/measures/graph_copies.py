@@ -231,7 +231,7 @@ class Bench:
     """A tenant, its layers' bytes once more in other memory of the device, and how long a copy and a unit of work take."""
 
     def __init__(self, ctx: Context, torch: Any, raw: DeviceTenant, marks: Marks) -> None:
-        from remap.engine.graphs import TorchCudaGraphs
+        from remap_serve.engine.graphs import TorchCudaGraphs
 
         self.ctx, self.torch, self.raw, self.marks = ctx, torch, raw, marks
         self.main = torch.cuda.ExternalStream(raw.stream)

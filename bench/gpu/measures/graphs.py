@@ -23,7 +23,7 @@ def graphs(ctx: Context) -> Iterator[Figure]:
     """One decode-like step of 40 layers: eager, a graph a layer between wait and done, one graph inside the bracket."""
     import torch
 
-    from remap.engine.graphs import TorchCudaGraphs
+    from remap_serve.engine.graphs import TorchCudaGraphs
 
     with device_tenant(ctx, LAYERS, 2 * MIB) as (raw, marks):
         kernels = DecodeLike(raw.stream, ctx.pick(5120, 5120, 0), 16)
@@ -75,7 +75,7 @@ def graphs_over_alpha(ctx: Context) -> Iterator[Figure]:
     """Graphs captured once with nothing remapped, replayed for every alpha and beta: addresses stay, results are equal."""
     import torch
 
-    from remap.engine.graphs import TorchCudaGraphs
+    from remap_serve.engine.graphs import TorchCudaGraphs
 
     layers, hidden = 8, 1024
     masters = float_masters(layers, hidden)

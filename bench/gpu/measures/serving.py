@@ -1,6 +1,6 @@
 """A burst of requests on an OPT of random weights in a capped budget: recompute, remap by hand, remap by the controller.
 
-One model, attached once; the engine of `remap.engine` serves the same requests three times. What differs is who changes the
+One model, attached once; the engine of `remap_serve.engine` serves the same requests three times. What differs is who changes the
 number of remapped layers: nobody (a sequence that finds no block is preempted and computed again), the hand, once, before
 the burst, or the controller, at every step. The hand takes what a decode pass can hide nearly all of, by the measured times of
 its layers and of their copies: where the link is slow that is the last pages of each layer, or nothing.
@@ -23,10 +23,10 @@ from bench.gpu.tenants import PAGE
 import remap
 from remap.inside import inside
 from remap.policy import schedule
-from remap.sim.results import percentile
+from remap_serve.sim.results import percentile
 
 if TYPE_CHECKING:
-    from remap.engine import LLMEngine, Request
+    from remap_serve.engine import LLMEngine, Request
 
 BLOCK_TOKENS = 16
 BUFFERS = 2
@@ -139,7 +139,7 @@ def make_model(shape: Shape, device: str) -> Any:
 
 def make_requests(shape: Shape) -> list[Request]:
     """The burst: all at once, lengths and tokens from a fixed seed."""
-    from remap.engine import Request, SamplingParams
+    from remap_serve.engine import Request, SamplingParams
 
     rng = random.Random(1)
     made = []
@@ -222,8 +222,8 @@ def serving(ctx: Context) -> Iterator[Figure]:
     """The same burst three times: baseline, by hand (what the measured times allow), controller."""
     import torch
 
-    from remap.engine import LLMEngine
     from remap.model.footprint import footprint
+    from remap_serve.engine import LLMEngine
 
     shape = choose(ctx)
     on_gpu = missing("torch-cuda", emulated=ctx.emulated) is None

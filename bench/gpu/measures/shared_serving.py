@@ -42,11 +42,11 @@ import remap
 from remap.inside import inside
 from remap.memory.plan import plan_free_pages
 from remap.memory.view import free_pages_of
-from remap.sim.results import percentile
-from remap.sim.whole_models import WholeModels
+from remap_serve.sim.results import percentile
+from remap_serve.sim.whole_models import WholeModels
 
 if TYPE_CHECKING:
-    from remap.engine import LLMEngine, Request
+    from remap_serve.engine import LLMEngine, Request
 
 BLOCK_TOKENS = 16
 
@@ -184,8 +184,8 @@ def make_requests(case: Combination, after: int = -1) -> tuple[dict[str, list[Re
     few bursts fall into so short a time; it depends on nothing that is measured."""
     import random
 
-    from remap.engine import Request, SamplingParams
-    from remap.sim.workload import AZURE_CODE, SHAREGPT, Load, generate
+    from remap_serve.engine import Request, SamplingParams
+    from remap_serve.sim.workload import AZURE_CODE, SHAREGPT, Load, generate
 
     loads = [
         Load(shape.name, replace(AZURE_CODE.at(case.rate), cv=CV),
@@ -220,7 +220,7 @@ class Arena:
     def __init__(self, case: Combination, drawn_on: str, stack: ExitStack) -> None:
         import torch
 
-        from remap.engine import LLMEngine
+        from remap_serve.engine import LLMEngine
 
         self.case, self._torch = case, torch
         page = case.page_bytes
@@ -288,7 +288,7 @@ class Arena:
 
     def warm_up(self) -> None:
         """Graphs are recorded and kernels compiled, and the session learns the times of prompts and of decodes."""
-        from remap.engine import Request, SamplingParams
+        from remap_serve.engine import Request, SamplingParams
 
         for engine in self.engines.values():
             engine.session = None
@@ -443,7 +443,7 @@ def serve(
     kind: str, arena: Arena, requests: Mapping[str, Sequence[Request]], limit_s: float, quantum_s: float, seed: int
 ) -> Run:
     """All requests, each from its arrival on, in turns of the tenants, until they are finished or the time is over."""
-    from remap.engine import SharedEngines
+    from remap_serve.engine import SharedEngines
 
     session = arena.prepare(kind)
     for engine in arena.engines.values():
@@ -615,9 +615,9 @@ Simulated = Callable[[str, Mapping[str, Sequence["Request"]], float, float], Map
 def _simulation(ctx: Context, case: Combination, arena: Arena) -> Simulated | None:
     """What the simulator says of this arena; None if it knows no such device, or not all of the models as they are."""
     from remap.policy.hardware import machine, model
-    from remap.sim.serving import Setup, simulate
-    from remap.sim.setup import TenantSetup
-    from remap.sim.workload import Item
+    from remap_serve.sim.serving import Setup, simulate
+    from remap_serve.sim.setup import TenantSetup
+    from remap_serve.sim.workload import Item
 
     name = next((known for part, known in KNOWN.items() if part in ctx.probe["name"]), "")
     if not name or any(shape.layers != model(shape.name).layers for shape in case.models):

@@ -21,7 +21,7 @@ from bench.gpu.timing import Marks, marks
 import remap
 from remap import _core
 from remap.inside import inside
-from remap.sim.results import percentile
+from remap_serve.sim.results import percentile
 
 from .link import bytes_at
 from .prefetch import LAYERS, take_turns

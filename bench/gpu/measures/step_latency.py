@@ -18,7 +18,7 @@ from bench.gpu.tenants import DeviceTenant, device_tenant
 from bench.gpu.timing import Marks
 
 import remap
-from remap.sim.results import percentile
+from remap_serve.sim.results import percentile
 
 LAYERS = 8
 IN_A_ROW = 16  # calls of each kind, after which the device is waited for

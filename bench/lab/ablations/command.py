@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from remap.cli.demo import environment
-from remap.cli.demo_config import DemoConfig
-from remap.cli.machine import machine_now
+from remap_serve.cli.demo import environment
+from remap_serve.cli.demo_config import DemoConfig
+from remap_serve.cli.machine import machine_now
 
 from .questions import select
 from .report import verdict, write

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from remap.cli.shared_world import SharedWorld, Wiring
-from remap.sim.workload import ALPACA, SHAREGPT, Arrivals, Lengths, Load
+from remap_serve.cli.shared_world import SharedWorld, Wiring
+from remap_serve.sim.workload import ALPACA, SHAREGPT, Arrivals, Lengths, Load
 
 __all__ = ["ABLATIONS", "Ablation", "Claim", "Side", "select"]
 

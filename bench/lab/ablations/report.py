@@ -15,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from remap.cli.demo_report import NOISE, format_seconds
 from remap.errors import InvalidState
+from remap_serve.cli.demo_report import NOISE, format_seconds
 
 from .questions import Ablation, Claim
 from .serving import AblationRun, Settings

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from remap.cli.shared_world import LARGE, SMALL, SharedWorld, Wiring
-from remap.engine.metrics import percentile
-from remap.sim.workload import ALPACA, Arrivals, Load, generate, summary
+from remap_serve.cli.shared_world import LARGE, SMALL, SharedWorld, Wiring
+from remap_serve.engine.metrics import percentile
+from remap_serve.sim.workload import ALPACA, Arrivals, Load, generate, summary
 
 from .questions import Ablation
 
 if TYPE_CHECKING:
-    from remap.engine import SharedEngines, SharedResult
-    from remap.sim.workload import Item
+    from remap_serve.engine import SharedEngines, SharedResult
+    from remap_serve.sim.workload import Item
 
 __all__ = ["AblationRun", "Settings", "busy_rate", "run_ablation", "worlds"]
 

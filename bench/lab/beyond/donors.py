@@ -25,12 +25,12 @@ from bench.lab.seeds import write
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import machine
-from remap.sim import policies
-from remap.sim.engine import SimEngine
-from remap.sim.policies import OURS
-from remap.sim.setup import Setup
-from remap.sim.timeline import Timeline
-from remap.sim.worlds import make_world
+from remap_serve.sim import policies
+from remap_serve.sim.engine import SimEngine
+from remap_serve.sim.policies import OURS
+from remap_serve.sim.setup import Setup
+from remap_serve.sim.timeline import Timeline
+from remap_serve.sim.worlds import make_world
 
 __all__ = ["FACTOR", "PANEL", "RESULTS", "RUN", "SEED", "SOURCES", "models", "read", "run", "simulated", "stored_point"]
 

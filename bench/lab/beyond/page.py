@@ -12,7 +12,7 @@ from bench.lab import ROOT, regret, seeds
 from bench.lab.paper.experiments import BASELINE
 from bench.lab.paper.pictures import save
 
-from remap.sim.policies import OURS
+from remap_serve.sim.policies import OURS
 
 from . import donors, pictures, processes
 from .donors import SOURCES

@@ -9,8 +9,8 @@ from typing import Any
 
 from bench.lab.paper.experiments import BASELINE
 
-from remap.cli.simulate_plots import STYLE, colours, need_matplotlib
-from remap.sim.policies import OURS
+from remap_serve.cli.simulate_plots import STYLE, colours, need_matplotlib
+from remap_serve.sim.policies import OURS
 
 from .donors import SOURCES
 from .exact import Compared

@@ -20,9 +20,9 @@ from typing import Any
 
 from bench.lab import ROOT
 
-from remap.cli.machine import machine_now
 from remap.errors import InvalidArgument
-from remap.sim.results import percentile
+from remap_serve.cli.machine import machine_now
+from remap_serve.sim.results import percentile
 
 from . import kills
 from .messages import FREE, Member, Pages, give, serve

@@ -9,9 +9,9 @@ from functools import partial
 
 from bench.lab.rounds import Suite, find_in
 
-from remap.cli.shared_world import ModelSpec
-from remap.cluster.control import GroupPolicy as Control
-from remap.engine.request import Request, SamplingParams
+from remap_serve.cli.shared_world import ModelSpec
+from remap_serve.cluster.control import GroupPolicy as Control
+from remap_serve.engine.request import Request, SamplingParams
 
 __all__ = ["AGAIN", "COMPARED", "POLICIES", "SUITES", "Case", "Policy", "find"]
 

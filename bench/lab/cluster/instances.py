@@ -6,12 +6,12 @@ from functools import cache
 from typing import Any
 
 import remap
-from remap.cli.shared_world import build
-from remap.cluster.instance import ClusterInstance
-from remap.cluster.transport import ASSUMED
-from remap.engine import LLMEngine
-from remap.engine.request import Request
 from remap.model.footprint import footprint
+from remap_serve.cli.shared_world import build
+from remap_serve.cluster.instance import ClusterInstance
+from remap_serve.cluster.transport import ASSUMED
+from remap_serve.engine import LLMEngine
+from remap_serve.engine.request import Request
 
 from .cases import POLICIES, Case, Policy, find
 

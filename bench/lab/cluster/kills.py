@@ -6,8 +6,8 @@ python -m bench.lab.cluster.kills [KILLS] [RESULT] shared      of servers, keepe
 Bursts of requests and silences alternate, so that groups merge and part all the time; each answer is compared with that of one
 engine with room for everybody. What is computed again, in another batch, may round otherwise: an answer whose first other token
 is as good (`as_good`) counts by itself. Who was there at three kills, at the last on trial, is given up, as the server does
-(`remap.cluster.service`); that is counted, too. Each kill waits for an instance in the phase of a change in which the fewest were
-killed so far (`PHASES`), as long as such a phase comes within `PATIENCE_S`; else it hits whoever is there.
+(`remap_serve.cluster.service`); that is counted, too. Each kill waits for an instance in the phase of a change in which the
+fewest were killed so far (`PHASES`), as long as such a phase comes within `PATIENCE_S`; else it hits whoever is there.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 
-from remap.cli.shared_world import build
-from remap.cluster.control import Control, GroupPolicy
-from remap.cluster.front import Front, Lost
-from remap.cluster.ray_cluster import RayInstances
-from remap.cluster.service import Fatal
-from remap.cluster.transport import ASSUMED
-from remap.engine.request import Request
+from remap_serve.cli.shared_world import build
+from remap_serve.cluster.control import Control, GroupPolicy
+from remap_serve.cluster.front import Front, Lost
+from remap_serve.cluster.ray_cluster import RayInstances
+from remap_serve.cluster.service import Fatal
+from remap_serve.cluster.transport import ASSUMED
+from remap_serve.engine.request import Request
 
 from .cases import QUICK, Case
 from .instances import engine_answers

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from remap.cli.machine import machine_now
-from remap.cluster.control import Control
-from remap.cluster.front import Front
-from remap.cluster.messages import Command, Event
-from remap.cluster.ray_cluster import RayInstances
-from remap.cluster.transport import ASSUMED
-from remap.engine.request import Request
-from remap.sim.results import weighted_percentile
+from remap_serve.cli.machine import machine_now
+from remap_serve.cluster.control import Control
+from remap_serve.cluster.front import Front
+from remap_serve.cluster.messages import Command, Event
+from remap_serve.cluster.ray_cluster import RayInstances
+from remap_serve.cluster.transport import ASSUMED
+from remap_serve.engine.request import Request
+from remap_serve.sim.results import weighted_percentile
 
 from .cases import POLICIES, Case, find
 

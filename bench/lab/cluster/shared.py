@@ -29,9 +29,9 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 from urllib.request import urlopen
 
-from remap.cli.machine import machine_now
-from remap.cli.shared_world import build
-from remap.engine.request import Request
+from remap_serve.cli.machine import machine_now
+from remap_serve.cli.shared_world import build
+from remap_serve.engine.request import Request
 
 from .cases import QUICK
 from .instances import engine_answers

@@ -26,8 +26,8 @@ from bench.lab.pie.command import flexgen_beside
 from bench.lab.seeds import Point
 
 from remap.errors import InvalidArgument
-from remap.sim.ideal import against_ideal
-from remap.sim.policies import OURS, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
+from remap_serve.sim.ideal import against_ideal
+from remap_serve.sim.policies import OURS, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
 __all__ = [
     *(

@@ -15,7 +15,7 @@ from bench.lab.paper.experiment_list import C1, C2, UNEQUAL
 from bench.lab.paper.experiments import ALGORITHM_1, BASELINE, FACTORS, IDEAL, Headline, headlines
 from bench.lab.pie import figures as pie
 
-from remap.sim.policies import UNUSED_KV_AND_SWAP
+from remap_serve.sim.policies import UNUSED_KV_AND_SWAP
 
 from . import words
 from .numbers import (

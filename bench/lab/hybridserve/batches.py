@@ -1,4 +1,4 @@
-"""One offline batch on one machine, in virtual time. Decisions are the library's (`remap.policy.hybrid`) or the paper's
+"""One offline batch on one machine, in virtual time. Decisions are the library's (`remap_serve.policy.hybrid`) or the paper's
 (`division`, `packing`), seconds of passes `layerwise`'s; what an operator takes is the roofline's. Pure.
 
 The device holds embeddings and head, two layers' buffers of weights, buffers of blocks, and WORKING bytes for the tensors
@@ -19,14 +19,14 @@ from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
 from bench.lab.hybridserve.layerwise import Part, pass_seconds
 from bench.lab.seeds import Point
 
-from remap.policy import hybrid
-from remap.policy.activations import Line, Ratio, block_bytes
 from remap.policy.hardware import machine, model
-from remap.policy.hybrid import Costs, HybridPlan, HybridRoom
 from remap.policy.maxplus import copied_uses
-from remap.policy.minibatches import BufferLimits, Mix, first_fit, total
-from remap.sim.loads import SHAREGPT_PAPER
-from remap.sim.roofline import Roofline, prefill_pairs
+from remap_serve.policy import hybrid
+from remap_serve.policy.activations import Line, Ratio, block_bytes
+from remap_serve.policy.hybrid import Costs, HybridPlan, HybridRoom
+from remap_serve.policy.minibatches import BufferLimits, Mix, first_fit, total
+from remap_serve.sim.loads import SHAREGPT_PAPER
+from remap_serve.sim.roofline import Roofline, prefill_pairs
 
 __all__ = ["SHAREGPT", "SYSTEMS", "Batch", "costs_and_room", "fits_of", "run", "setup"]
 

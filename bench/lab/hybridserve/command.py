@@ -58,8 +58,8 @@ settings give equal figures.
 `KV` keeps K and V alone, `activations` activations alone. `FlexGen` is `KV` in FlexGen's schedule and with its attention
 ([flexgen.py](../lab/hybridserve/flexgen.py)), the baseline of the paper. `paper` is HybridServe's Algorithm 1 and its
 greedy packing, with what the paper leaves open decided in
-[hybrid.py](../../src/remap/policy/hybrid.py) and [minibatches.py](../../src/remap/policy/minibatches.py). `ours` is the
-division with the least certified seconds of all passes. All run on one model of
+[hybrid.py](../../src/remap_serve/policy/hybrid.py) and [minibatches.py](../../src/remap_serve/policy/minibatches.py). `ours` is
+the division with the least certified seconds of all passes. All run on one model of
 time: a pass layer by layer over mini-batches ([layerwise.py](../lab/hybridserve/layerwise.py)), event by event, with
 weights, KV, activations and stores on the link. Blocks have {block} tokens, prompts are computed {prefill:,} tokens at a time. No
 system loses time between passes, waits for its host's memory, or shares device memory's bandwidth with copies.

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from bench.lab.hybridserve import packing
 from bench.lab.hybridserve.layerwise import Part, pass_seconds
 
-from remap.policy.activations import Ratio, ratios
-from remap.policy.hybrid import Costs, HybridPlan, HybridRoom, algorithm_1, better_ratio, fixed
 from remap.policy.maxplus import copied_uses
-from remap.policy.minibatches import BufferLimits, Mix, Packing, total
+from remap_serve.policy.activations import Ratio, ratios
+from remap_serve.policy.hybrid import Costs, HybridPlan, HybridRoom, algorithm_1, better_ratio, fixed
+from remap_serve.policy.minibatches import BufferLimits, Mix, Packing, total
 
 __all__ = ["LayerwiseCosts", "LayerwiseRoom", "as_in_the_paper", "best", "best_ratio"]
 

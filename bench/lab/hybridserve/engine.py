@@ -20,24 +20,24 @@ from bench.lab.offline.slow_link import SlowLink
 from bench.lab.seeds import Point
 
 import remap
-from remap.cli.shared_world import ModelSpec, build
-from remap.engine.pairs import END, PAIR
-from remap.engine.request import Request, SamplingParams
 from remap.inside import inside
-from remap.policy import hybrid
-from remap.policy.activations import Line
-from remap.policy.minibatches import total
+from remap_serve.cli.shared_world import ModelSpec, build
+from remap_serve.engine.pairs import END, PAIR
+from remap_serve.engine.request import Request, SamplingParams
+from remap_serve.policy import hybrid
+from remap_serve.policy.activations import Line
+from remap_serve.policy.minibatches import total
 
 if TYPE_CHECKING:
     from bench.lab.hybridserve.batches import Setup
 
-    from remap.engine.throughput import ThroughputEngine
-    from remap.engine.throughput_runner import MiniBatch
+    from remap_serve.engine.throughput import ThroughputEngine
+    from remap_serve.engine.throughput_runner import MiniBatch
 
 __all__ = ["ENGINE_POLICIES", "VirtualLoad", "serve_virtually"]
 
 ENGINE_POLICIES = ("KV", "activations", "Algorithm 1", "best")
-"""Names of the options of `remap.policy.offline.choose`; best is the engine's choice."""
+"""Names of the options of `remap_serve.policy.offline.choose`; best is the engine's choice."""
 _WIDTH, _HEADS, _VOCABULARY = 32, 2, 128
 _BATCH_TOKENS = 8192
 _PAGE = 4096
@@ -151,7 +151,7 @@ def serve_virtually(load: VirtualLoad, policy: str, seed: int) -> Point:
     tokens: a digest of all answers."""
     import torch
 
-    from remap.engine.throughput import ChosenRatio, ThroughputEngine
+    from remap_serve.engine.throughput import ChosenRatio, ThroughputEngine
 
     class Named(ThroughputEngine):
         """Takes the option of this name."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bench.lab.seeds import Point
 
-from remap.sim.roofline import prefill_pairs
+from remap_serve.sim.roofline import prefill_pairs
 
 from .batches import BLOCK_TOKENS, SHAREGPT, Batch, setup
 from .engine import ENGINE_POLICIES, VirtualLoad

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from bench.lab.hybridserve.division import LayerwiseCosts
 
-from remap.policy.minibatches import Mix
+from remap_serve.policy.minibatches import Mix
 
 if TYPE_CHECKING:
     from bench.lab.hybridserve.batches import Setup

@@ -19,8 +19,8 @@ from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
 from bench.lab.hybridserve.layerwise import Part
 
 from remap.policy import kv_stream
-from remap.policy.activations import Ratio
-from remap.policy.minibatches import BufferLimits, Mix, Packing, fewest, total
+from remap_serve.policy.activations import Ratio
+from remap_serve.policy.minibatches import BufferLimits, Mix, Packing, fewest, total
 
 if TYPE_CHECKING:
     from bench.lab.hybridserve.batches import Setup

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from remap.policy.activations import Line
-from remap.policy.minibatches import BufferLimits, Mix, Packing, fewest, first_fit, require_room, total
+from remap_serve.policy.activations import Line
+from remap_serve.policy.minibatches import BufferLimits, Mix, Packing, fewest, first_fit, require_room, total
 
 __all__ = ["as_in_the_paper", "candidates", "imbalance"]
 

@@ -6,7 +6,7 @@ python -m bench.lab kunserve-map --report-only    writes both from what is store
 
 The loads of Figures 12 and 13, whose runs `bench.lab kunserve` stores, and BurstGPT's prompts with longer answers at lower
 rates: they ask for as much KV with less to compute. `ideal` is vLLM with six times the KV: its line waits for computation alone.
-Then bursts of other lengths, other dispatchers, groups that merge by a forecast (`remap.policy.cluster.foresight`), and an
+Then bursts of other lengths, other dispatchers, groups that merge by a forecast (`remap_serve.policy.cluster.foresight`), and an
 autoscaler, which is told what dropping cannot free. `burst_page` says what comes of it.
 """
 
@@ -24,11 +24,11 @@ from typing import Any
 from bench.lab import ROOT, seeds
 from bench.lab.seeds import Column, Point
 
-from remap.cli.simulate_plots import STYLE, need_matplotlib
-from remap.policy.cluster.drop import plan
-from remap.policy.cluster.placement import UNLIMITED, Instance, alone
-from remap.sim.sequences import Work
-from remap.sim.workload import Item
+from remap_serve.cli.simulate_plots import STYLE, need_matplotlib
+from remap_serve.policy.cluster.drop import plan
+from remap_serve.policy.cluster.placement import UNLIMITED, Instance, alone
+from remap_serve.sim.sequences import Work
+from remap_serve.sim.workload import Item
 
 from .figures import FIGURES, SETUPS, Settings, Setup, name_of, rounded
 from .twin.loads import BURSTS

@@ -82,7 +82,8 @@ A drop for what is lacking at the moment leaves one pair with room, to which all
 until the next pair merges. That is why `remap` and `kunserve` fall short of `{bound}` with some seeds of "x2, 26/s" and
 "x4, 18/s". `kunserve-ahead` and `remap-ahead` merge by a forecast, when demand would be above the KV in 2 s, and as many as
 30 s will need, but no groups longer than pairs for that alone. What wrong forecasts cost is bounded
-([foresight.py](../../src/remap/policy/cluster/foresight.py)). The 2 s and 30 s were chosen on seed 0 of three of these loads.
+([foresight.py](../../src/remap_serve/policy/cluster/foresight.py)). The 2 s and 30 s were chosen on seed 0 of three of these
+loads.
 
 "more instances after 30 s": an autoscaler starts as many as `Control.lacking` says, four at most, and each joins 30 s later.
 
@@ -120,7 +121,7 @@ helps there is instances.
 
 `remap` looks at every partition of up to eight instances, and dissolves a group by ski rental. With each replaced, the loads of
 the first table and two of [kunserve.md](kunserve.md), P99 TTFT over that of `remap`, five seeds each, median (lowest to highest)
-(28 November 2026; not stored; with `EXACT` of [drop.py](../../src/remap/policy/cluster/drop.py) 0, stages still
+(28 November 2026; not stored; with `EXACT` of [drop.py](../../src/remap_serve/policy/cluster/drop.py) 0, stages still
 tried in as many orders as for eight, and with `Control._pays` of "kunserve"):
 
 | load | the better of greedy and equal sizes | below half of the KV (the paper's) |

@@ -14,9 +14,9 @@ from bench.lab.kunserve.twin.systems import SYSTEMS
 from bench.lab.kunserve.twin.world import World
 from bench.lab.seeds import Point
 
-from remap.sim.roofline import prefill_pairs
-from remap.sim.sequences import Work
-from remap.sim.workload import Item
+from remap_serve.sim.roofline import prefill_pairs
+from remap_serve.sim.sequences import Work
+from remap_serve.sim.workload import Item
 
 __all__ = [
     "BASELINES",

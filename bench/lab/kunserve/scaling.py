@@ -11,8 +11,8 @@ from typing import Any
 
 from bench.lab.kunserve.twin.setup import CLUSTER_A
 
-from remap.cluster.control import Control, GroupPolicy
-from remap.cluster.messages import (
+from remap_serve.cluster.control import Control, GroupPolicy
+from remap_serve.cluster.messages import (
     BringHome,
     Commit,
     Description,
@@ -26,8 +26,8 @@ from remap.cluster.messages import (
     Reported,
     Tick,
 )
-from remap.policy.cluster import drop, restore
-from remap.policy.cluster.placement import Instance, InstanceLoad, alone
+from remap_serve.policy.cluster import drop, restore
+from remap_serve.policy.cluster.placement import Instance, InstanceLoad, alone
 
 __all__ = ["SIZES", "measure"]
 

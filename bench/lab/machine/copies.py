@@ -72,7 +72,7 @@ def _lanes(backend: Any, nbytes: int, count: int) -> Iterator[list[_Lane]]:
 
 
 def measure_copies(backend: Any, sizes: Sequence[int], repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Groups h2d, d2h and both_ways of `remap.sim.fit`: the lower quartile of `repeats` copies of each size, alone and with
+    """Groups h2d, d2h and both_ways of `remap_serve.sim.fit`: the lower quartile of `repeats` copies of each size, alone and with
     the other direction beside. Verified: what was sent comes back. Raises DriverError if it does not, or takes too long."""
     groups: dict[str, list[dict[str, float]]] = {"h2d": [], "d2h": [], "both_ways": []}
     page = _page_bytes(backend)

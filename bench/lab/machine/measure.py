@@ -1,4 +1,4 @@
-"""What a machine's table entry needs, measured; `remap fit` makes the entry of it (`remap.sim.fit`)."""
+"""What a machine's table entry needs, measured; `remap fit` makes the entry of it (`remap_serve.sim.fit`)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ COPY_SIZES = {True: (1, 4, 16, 64), False: (1, 2, 4, 8, 16, 32, 64, 128, 256)}  
 def measure(
     device: str, *, quick: bool, dtype: str | None = None, say: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Measurements of this machine in the form that `remap.sim.fit` takes. device: "cpu" or "cuda:N"; dtype: a name of
+    """Measurements of this machine in the form that `remap_serve.sim.fit` takes. device: "cpu" or "cuda:N"; dtype: a name of
     torch's, by default bfloat16 on CUDA and float32 on the CPU.
 
     Raises InvalidArgument (field) for a bad device or dtype, Missing without torch or its CUDA, DriverError where a
@@ -135,7 +135,7 @@ def need_torch(cuda: bool) -> Any:
 
 
 def _about(torch: Any, device: str, cuda: bool) -> dict[str, Any]:
-    from remap.cli.machine import machine_now
+    from remap_serve.cli.machine import machine_now
 
     found = machine_now()
     if cuda:

@@ -19,7 +19,7 @@ from typing import Any
 from bench.lab import ROOT
 
 from remap.policy.hardware import Machine, machine, model
-from remap.sim.roofline import Roofline
+from remap_serve.sim.roofline import Roofline
 
 from .strategies import STRATEGIES
 from .world import Device, Served, Tenant, arrivals, serve

@@ -1,9 +1,9 @@
 """One GPU that many models share in virtual time: a request has lengths, a pass the time that the roofline says, and the link
 copies one thing after another. A strategy decides what is on the device, and whose turn it is.
 
-Not `remap.sim`, which runs the library's own session token by token: too slow for a hundred models, thousands of requests and a
-search. Of the library it uses the roofline, the certificate of first layers and the rule of turns. Decode passes of one batch are
-taken together up to the next event, at the context of their middle.
+Not `remap_serve.sim`, which runs the library's own session token by token: too slow for a hundred models, thousands of requests
+and a search. Of the library it uses the roofline, the certificate of first layers and the rule of turns. Decode passes of one
+batch are taken together up to the next event, at the context of their middle.
 
 A token is on time if it comes within ttft_s + i tbt_s of its request's arrival, i = 0 for the first.
 """
@@ -18,8 +18,8 @@ from typing import Protocol
 
 from remap.policy.hardware import Machine, Model
 from remap.policy.turns import Next, PresentTurn, Queue
-from remap.sim.loads import SHAREGPT_PAPER
-from remap.sim.roofline import Roofline, prefill_pairs
+from remap_serve.sim.loads import SHAREGPT_PAPER
+from remap_serve.sim.roofline import Roofline, prefill_pairs
 
 __all__ = ["Ask", "Device", "Served", "Strategy", "Tenant", "arrivals", "serve"]
 

@@ -9,14 +9,14 @@ from functools import partial
 
 from bench.lab.rounds import Suite, find_in
 
-from remap.cli.shared_world import ModelSpec
-from remap.engine.request import Request, SamplingParams
+from remap_serve.cli.shared_world import ModelSpec
+from remap_serve.engine.request import Request, SamplingParams
 
 __all__ = ["AMPLE", "FULL", "GROUPED", "POLICIES", "QUICK", "SUITES", "Case", "find"]
 
 AMPLE = "ample"
 # Each round runs them in this order; all are compared with the tokens of the first. But for it, a policy is the name of one of
-# the options of `remap.policy.offline.choose`.
+# the options of `remap_serve.policy.offline.choose`.
 POLICIES: Mapping[str, str] = {
     AMPLE: "the usual engine with memory for all weights and all requests at once",
     "KV": "keys and values alone, as FlexGen keeps them",

@@ -64,7 +64,7 @@ All but `{first}` have the same session and host memory, layers that stay, buffe
 begin. Waiting: passes for copies. Computing: all other time from the first step on, on a busy machine others' too. Processor
 time: of all threads, copies included. Between: a pass copies a run of host blocks, with those that nobody of the pass has.
 A pass of all: the median of those without prompts in which as many requests run as ever do in the run. Expected: of such a
-pass, by `remap.policy.offline` from what the run itself measured.
+pass, by `remap_serve.policy.offline` from what the run itself measured.
 
 {table}
 

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import remap
-from remap.cli.machine import machine_now
-from remap.cli.shared_world import build
-from remap.engine.pairs import PAIR
-from remap.engine.scheduler import TILE
-from remap.engine.throughput import ChosenRatio, ThroughputEngine
-from remap.engine.throughput_layout import lay_out
 from remap.errors import InvalidArgument
 from remap.inside import inside
 from remap.model.footprint import footprint
+from remap_serve.cli.machine import machine_now
+from remap_serve.cli.shared_world import build
+from remap_serve.engine.pairs import PAIR
+from remap_serve.engine.scheduler import TILE
+from remap_serve.engine.throughput import ChosenRatio, ThroughputEngine
+from remap_serve.engine.throughput_layout import lay_out
 
 from .cases import AMPLE, GROUPED, POLICIES, Case, find
 from .slow_link import SlowLink
@@ -35,8 +35,8 @@ from .slow_link import SlowLink
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from remap.engine.chunk import Chunk
-    from remap.engine.engine import Engine
+    from remap_serve.engine.chunk import Chunk
+    from remap_serve.engine.engine import Engine
 
 __all__ = ["refusal", "serve"]
 
@@ -99,7 +99,7 @@ def _serving(case: Case, policy: str, model: Any) -> Iterator[Engine]:
     page = size.page_size(ranges=2 * case.model.layers)
     blocks = sum(PAIR * (request.max_kv_tokens // (PAIR * case.block_tokens) + 1) for request in requests)
     if policy == AMPLE:
-        from remap.engine import LLMEngine
+        from remap_serve.engine import LLMEngine
 
         spec = _spec(case, min_blocks=blocks, max_blocks=blocks)
         capacity = size.pages(page) * page + (blocks + 1) * spec.block_bytes + page

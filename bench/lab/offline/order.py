@@ -15,8 +15,8 @@ from bench.lab.hybridserve.batches import BLOCK_TOKENS, OUTPUT, Batch, setup
 from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
 
 from remap.policy import kv_stream
-from remap.policy.hybrid import HybridPlan
-from remap.policy.minibatches import total
+from remap_serve.policy.hybrid import HybridPlan
+from remap_serve.policy.minibatches import total
 
 __all__ = ["Order", "order"]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from remap import advanced
 from remap.errors import ArenaBroken, Error
-from remap.sim.policies import Policy
+from remap_serve.sim.policies import Policy
 
 from .experiments import ALGORITHM_1
 

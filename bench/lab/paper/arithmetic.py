@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from remap.policy.hardware import Machine, model
-from remap.sim.roofline import Roofline
+from remap_serve.sim.roofline import Roofline
 
 __all__ = ["arithmetic"]
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from remap.cli.simulate_plots import need_matplotlib
+from remap_serve.cli.simulate_plots import need_matplotlib
 
 from .experiment_list import EXPERIMENTS
 from .experiments import select

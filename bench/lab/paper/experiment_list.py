@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from bench.lab.pie.events import PREFIX as PIE_EVENTS
 
-from remap.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
+from remap_serve.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
 from .experiments import ALGORITHM_1, BASELINE, IDEAL, PAPERS_OWN, Comparison, Experiment, Panel, Reckoning
 

@@ -20,8 +20,8 @@ from types import MappingProxyType
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import Machine, model
-from remap.sim.policies import WEIGHTS_ONLY
-from remap.sim.serving import Setup, TenantSetup, tenants
+from remap_serve.sim.policies import WEIGHTS_ONLY
+from remap_serve.sim.serving import Setup, TenantSetup, tenants
 
 __all__ = [
     "ALGORITHM_1",

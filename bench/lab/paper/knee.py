@@ -22,9 +22,9 @@ from bench.lab import ROOT, seeds
 from bench.lab.seeds import Column, Point
 
 from remap.policy.hardware import machine
-from remap.sim.policies import WEIGHTS_ONLY
-from remap.sim.results import weighted_percentile
-from remap.sim.serving import Setup, simulate
+from remap_serve.sim.policies import WEIGHTS_ONLY
+from remap_serve.sim.results import weighted_percentile
+from remap_serve.sim.serving import Setup, simulate
 
 from .experiment_list import C1, C2
 from .experiments import BASELINE, IDEAL, Panel, setup_of

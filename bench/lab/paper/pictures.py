@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from remap.cli.simulate_plots import STYLE, colours, need_matplotlib
+from remap_serve.cli.simulate_plots import STYLE, colours, need_matplotlib
 
 from .experiments import BASELINE, Experiment, Panel
 from .reckoning import Spread

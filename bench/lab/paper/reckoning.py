@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from remap.sim.results import PolicyResult, weighted_percentile
+from remap_serve.sim.results import PolicyResult, weighted_percentile
 
 from .experiments import BASELINE, Headline, Panel, Reckoning
 

@@ -13,7 +13,7 @@ from bench.lab.seeds import AGAINST, GOODPUT, Column, Line, cell
 from bench.lab.seeds import table as table_of_seeds
 
 from remap.policy.hardware import machine
-from remap.sim.policies import WEIGHTS_ONLY
+from remap_serve.sim.policies import WEIGHTS_ONLY
 
 from .experiment_list import EXPERIMENTS
 from .experiments import (

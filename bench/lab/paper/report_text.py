@@ -9,7 +9,7 @@ from operator import itemgetter
 from bench.lab.seeds import Column, Point, cell
 
 from remap.policy.hardware import machine
-from remap.sim.serving import Setup
+from remap_serve.sim.serving import Setup
 
 from .experiments import BASELINE, Experiment, Reckoning, setup_of
 from .reckoning import Finding

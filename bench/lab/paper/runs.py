@@ -20,11 +20,11 @@ from bench.lab.pie.events import policy_of
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import machine
-from remap.sim.loads import load
-from remap.sim.policies import Policy
-from remap.sim.results import PolicyResult, weighted_percentile
-from remap.sim.serving import Setup, simulate
-from remap.sim.workload import Item
+from remap_serve.sim.loads import load
+from remap_serve.sim.policies import Policy
+from remap_serve.sim.results import PolicyResult, weighted_percentile
+from remap_serve.sim.serving import Setup, simulate
+from remap_serve.sim.workload import Item
 
 from .algorithm_1 import POLICY
 from .arithmetic import arithmetic

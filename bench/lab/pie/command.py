@@ -83,8 +83,8 @@ between models, of which there is one here, and was not run. `ideal` is `recompu
 
 Event by event a layer is looked for when it starts, copies begin then and at no other time, places are held from the start
 of a copy to its end, a look takes 8.3 us, and an expansion can be used once every layer has been reallocated. The
-closed form ([passes.py](../../src/remap/sim/passes.py)) errs on Pie's side: no layer waits for a copy unless all copies take
-longer than the pass, and expanding is free. Both copy only blocks in use, one copy a layer however many blocks that is.
+closed form ([passes.py](../../src/remap_serve/sim/passes.py)) errs on Pie's side: no layer waits for a copy unless all copies
+take longer than the pass, and expanding is free. Both copy only blocks in use, one copy a layer however many blocks that is.
 
 {text}## The paper's figures beside ours
 

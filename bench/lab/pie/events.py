@@ -24,14 +24,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from remap.engine.scheduler import Schedule
 from remap.policy.hardware import Machine, Model
-from remap.sim.clock import VirtualClock
-from remap.sim.engine import SimEngine
-from remap.sim.passes import Cost, Pass
-from remap.sim.policies import Policy, find
-from remap.sim.pools import PiePool
-from remap.sim.sequences import Work
+from remap_serve.engine.scheduler import Schedule
+from remap_serve.sim.clock import VirtualClock
+from remap_serve.sim.engine import SimEngine
+from remap_serve.sim.passes import Cost, Pass
+from remap_serve.sim.policies import Policy, find
+from remap_serve.sim.pools import PiePool
+from remap_serve.sim.sequences import Work
 
 __all__ = ["ANYTIME", "LOOK_S", "POLICY", "PREFIX", "Adaptive", "EventEngine", "LayerSwaps", "Window", "policy_of"]
 

@@ -14,7 +14,7 @@ from bench.lab.paper.experiments import BASELINE, IDEAL, Panel
 from bench.lab.seeds import Point
 
 from remap.policy.hardware import model
-from remap.sim.serving import Setup
+from remap_serve.sim.serving import Setup
 
 from .events import ANYTIME, PREFIX
 
@@ -39,7 +39,7 @@ EXPANSIONS = tuple(f"{PREFIX}:{value}" for value in (1.2, 1.4, 1.6, 1.8, 2.0, 2.
 KV_ONLY = KV_STREAM
 """Of the library only what Pie has too: complete blocks of KV stream from host memory, weights stay."""
 PIE, CLOSED_FORM = PREFIX, "pie"
-"""Event by event, deciding at layer starts alone, and `remap.sim`'s closed form."""
+"""Event by event, deciding at layer starts alone, and `remap_serve.sim`'s closed form."""
 SWAP = "remap:weights+swap"
 RATES = (BASELINE, PIE, CLOSED_FORM, KV_ONLY, SWAP, IDEAL)
 ADAPTIVE = (BASELINE, PIE, ANYTIME, *RATES[2:])

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from remap.policy.hardware import Machine, Model
-from remap.sim.roofline import Roofline, prefill_pairs
-from remap.sim.workload import Item
+from remap_serve.sim.roofline import Roofline, prefill_pairs
+from remap_serve.sim.workload import Item
 
 __all__ = ["BATCHES", "HOST_BYTES", "SIZES", "Block", "best_block"]
 

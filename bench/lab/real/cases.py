@@ -9,10 +9,10 @@ from typing import Any
 
 from bench.lab.rounds import Suite, find_in
 
-from remap.cli.demo_config import default_config
-from remap.cli.shared_world import LARGE, SMALL, ModelSpec, Preset, Wiring
-from remap.sim.results import Targets
-from remap.sim.workload import Arrivals
+from remap_serve.cli.demo_config import default_config
+from remap_serve.cli.shared_world import LARGE, SMALL, ModelSpec, Preset, Wiring
+from remap_serve.sim.results import Targets
+from remap_serve.sim.workload import Arrivals
 
 from .pie import Pie
 

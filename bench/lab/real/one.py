@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remap.cli.machine import machine_now
-from remap.cli.shared_world import SharedWorld
-from remap.sim.results import Targets
-from remap.sim.workload import SHAREGPT, Load, generate
+from remap_serve.cli.machine import machine_now
+from remap_serve.cli.shared_world import SharedWorld
+from remap_serve.sim.results import Targets
+from remap_serve.sim.workload import SHAREGPT, Load, generate
 
 from .cases import POLICIES, Case, find
 
 if TYPE_CHECKING:
-    from remap.engine import SharedEngines
-    from remap.engine.request import Sequence
+    from remap_serve.engine import SharedEngines
+    from remap_serve.engine.request import Sequence
 
 __all__ = ["serve"]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import Machine, Model
-from remap.sim.policies import WEIGHTS_ONLY, find
-from remap.sim.serving import Setup, TenantSetup
-from remap.sim.workload import Item
-from remap.sim.worlds import make_world
+from remap_serve.sim.policies import WEIGHTS_ONLY, find
+from remap_serve.sim.serving import Setup, TenantSetup
+from remap_serve.sim.workload import Item
+from remap_serve.sim.worlds import make_world
 
 __all__ = ["CalibratedCost", "MeasuredPass", "Recording", "Rerun", "RerunStep", "calibrate", "rerun"]
 

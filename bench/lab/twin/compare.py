@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from bench.lab.apart import run_apart
 
 from remap.cli import smollm2
-from remap.cli.demo_config import DemoConfig
-from remap.cli.machine import machine_now
 from remap.policy.hardware import Machine, Model
 from remap.policy.hardware import machine as machine_of
-from remap.sim.policies import WEIGHTS_ONLY
-from remap.sim.results import percentile
+from remap_serve.cli.demo_config import DemoConfig
+from remap_serve.cli.machine import machine_now
+from remap_serve.sim.policies import WEIGHTS_ONLY
+from remap_serve.sim.results import percentile
 
 from .calibrated import CalibratedCost, MeasuredPass, Recording, Rerun, calibrate, rerun
 

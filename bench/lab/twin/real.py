@@ -13,15 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remap.cli.demo_config import DemoConfig
-from remap.cli.demo_run import serving
 from remap.inside import inside
-from remap.sim.sequences import Work
+from remap_serve.cli.demo_config import DemoConfig
+from remap_serve.cli.demo_run import serving
+from remap_serve.sim.sequences import Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from remap.engine.chunk import Chunk
+    from remap_serve.engine.chunk import Chunk
 
 __all__ = ["run_real"]
 

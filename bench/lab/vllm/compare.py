@@ -27,7 +27,7 @@ from bench.lab import ROOT
 from remap.cli.errors import Missing
 from remap.errors import InvalidArgument, InvalidState
 from remap.extras import install
-from remap.sim.workload import SHAREGPT, Arrivals, Load, generate
+from remap_serve.sim.workload import SHAREGPT, Arrivals, Load, generate
 
 __all__ = ["HOST", "LOADS", "SIDES", "VllmBench", "measure", "need_vllm"]
 

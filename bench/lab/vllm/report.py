@@ -7,9 +7,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from remap.cli.machine import machine_now
-from remap.engine.metrics import percentile
 from remap.sizes import show_size
+from remap_serve.cli.machine import machine_now
+from remap_serve.engine.metrics import percentile
 
 from .compare import SIDES
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from remap.extras import install
@@ -20,8 +21,15 @@ def main() -> None:
         sys.stderr.write(f"The command line needs the package {error.name}: {install('cli')}\n")
         sys.exit(2)
     try:
-        app(prog_name="remap")
+        try:
+            app(prog_name="remap")
+        finally:
+            sys.stdout.flush()
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # who reads stdout has read enough: `remap plan ... | head`
             sys.exit(0)
         raise
+    except OSError as error:  # nobody gets what was printed: the disk is full
+        sys.stderr.write(f"what was printed could not be written: {error}\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, without a traceback
+        sys.exit(1)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typer application: `remap demo`, `offline`, `cluster`, `serve`, `top`, `advise`, `plan`, `simulate`, `fit` and `doctor`."""
+"""The typer application `remap`: `doctor`, and the commands that this distribution and remap-serve name in their
+pyproject.toml."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
 import typer
@@ -13,38 +14,33 @@ from typer.core import TyperGroup
 
 import remap
 
-from .errors import EXIT_CODES
+from .errors import EXIT_CODES, REFUSED
 from .options import Json, accept_old_options, print_json
 
 __all__ = ["COMMANDS", "app"]
 
-COMMANDS: Mapping[str, str] = {
-    "demo": "remap.cli.demo_command:demo",
-    "offline": "remap.cli.offline:offline",
-    "advise": "remap.cli.advise:advise",
-    "plan": "remap.cli.plan:plan",
-    "simulate": "remap.cli.simulate:simulate",
-    "fit": "remap.cli.fit:fit_command",
-    "top": "remap.cli.top:top",
-    "trace": "remap.cli.trace:trace",
-    "serve": "remap.cli.serve:serve",
-    "serve-many": "remap.cli.serve_many:serve_many",
-    "cluster": "remap.cli.cluster:app",
-}
-"""Where the commands are that stand on the reference engine, the simulator, the broker or the cluster. A call loads its own
-alone: here nothing imports these (tools/import_rules.py)."""
+COMMANDS = ("demo", "offline", "advise", "plan", "simulate", "fit", "top", "trace", "serve", "serve-many", "cluster")
+"""In the order of `remap --help`. Installed distributions say by entry points where theirs are, and a call loads its own
+alone."""
+
+
+def installed() -> dict[str, EntryPoint]:
+    """The commands that distributions bring, those that are known here first."""
+    found = {each.name: each for each in entry_points(group="remap.commands")}
+    known = {name: found.pop(name) for name in COMMANDS if name in found}
+    return known | found
 
 
 class _Loaded(MutableMapping[str, Any]):
-    """The commands of this file, and those of `COMMANDS`, each imported when it is first asked for."""
+    """The commands of this file, and those that are installed, each imported when it is first asked for."""
 
     def __init__(self, here: Mapping[str, Any]) -> None:
         self._loaded: dict[str, Any] = dict(here)
+        self._installed = installed()
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._loaded:
-            module, _, attribute = COMMANDS[name].partition(":")
-            found = getattr(import_module(module), attribute)
+            found = self._installed[name].load()
             if not isinstance(found, typer.Typer):
                 alone = typer.Typer(add_completion=False)
                 alone.command(name)(found)
@@ -62,16 +58,24 @@ class _Loaded(MutableMapping[str, Any]):
         del self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*COMMANDS, *self._loaded)))
+        return iter(dict.fromkeys((*self._installed, *self._loaded)))
 
     def __len__(self) -> int:
-        return len({*COMMANDS, *self._loaded})
+        return len({*self._installed, *self._loaded})
 
 
 class _Group(TyperGroup):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.commands = _Loaded(self.commands)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS and args[0] not in self.commands:
+            typer.echo(
+                f"`remap {args[0]}` is of the package remap-serve: pip install remap-serve; nothing was done", err=True
+            )
+            raise typer.Exit(REFUSED)
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

@@ -17,7 +17,7 @@ from remap.memory.device import Platform, usual_page_bytes
 from remap.sizes import parse_size, show_size
 
 from .errors import exit_on_error, needed
-from .serving import log_lines
+from .log_lines import log_lines
 
 __all__ = ["serve"]
 
@@ -39,6 +39,7 @@ def serve(
         page = (
             usual_page_bytes(size, device, Platform()) if page_bytes == "auto" else parse_size(page_bytes, "page_bytes")
         )
+        needed("msgspec", "broker", "remap serve")
         if metrics is not None:
             needed("prometheus_client", "metrics", "--metrics")
         try:

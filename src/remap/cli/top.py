@@ -20,7 +20,7 @@ from rich.table import Table
 
 from remap.errors import InvalidArgument
 
-from .errors import exit_on_error
+from .errors import exit_on_error, needed
 from .options import Json, print_json, print_whole
 
 __all__ = ["top"]
@@ -63,6 +63,7 @@ def top(
 
 @contextmanager
 def _broker(socket: Path) -> Iterator[View]:
+    needed("msgspec", "broker", "--socket")
     from remap.broker.observer import Observer
 
     from .top_broker import document, tables
@@ -96,7 +97,8 @@ def _state(url: str) -> dict[str, Any]:
             raise ValueError("what answers is no cluster")
     except (URLError, HTTPException, OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(
-            f"url: {url} shows no cluster: {error}; give the address that `remap cluster serve` said",
+            f"url: {url} shows no cluster: {error}; give the address that `remap cluster serve` said, or --socket PATH of a "
+            "broker (`remap serve`)",
             field="url",
             value=url,
         ) from error

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from remap.errors import InvalidArgument
 
-from .errors import exit_on_error
+from .errors import exit_on_error, needed
 
 __all__ = ["trace"]
 
@@ -30,6 +30,7 @@ def trace(
     from and go to other processes. For `seconds`, or until it is interrupted. Nothing is synchronised for it; a session keeps
     events only while it is traced."""
     with exit_on_error():
+        needed("msgspec", "broker", "remap trace")
         from remap.broker.observer import Observer
 
         from .trace_events import Recording

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller's verbs by hand: `advanced.remap`, `lend` and `give_back`, for tests, ablations, people and
-`remap.cluster`.
+`remap_serve.cluster`.
 
 Called with the session's lock held, outside of passes.
 """

@@ -153,7 +153,7 @@ def parse(device: object) -> DeviceName:
     found = _CUDA.fullmatch(device) if isinstance(device, str) else None
     if found is None:
         raise InvalidArgument(
-            f"device must be 'cpu', 'cuda', 'cuda:N' or 'sim:NAME', got {shown(device)}; nothing was created",
+            f"device must be 'cpu', 'cuda', 'cuda:N', 'unix:PATH' or 'sim:NAME', got {shown(device)}; nothing was created",
             device=device,
         )
     return DeviceName("cuda", int(found.group(1) or 0))

@@ -19,13 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from remap.cluster.control import Control, GroupPolicy
-from remap.cluster.front import Front
-from remap.cluster.ray_cluster import RayInstances
-from remap.cluster.transport import ASSUMED
-from remap.cluster.vllm_served import vllm_model
-from remap.engine.request import Request, SamplingParams
 from remap.errors import Error
+from remap_serve.cluster.control import Control, GroupPolicy
+from remap_serve.cluster.front import Front
+from remap_serve.cluster.ray_cluster import RayInstances
+from remap_serve.cluster.transport import ASSUMED
+from remap_serve.cluster.vllm_served import vllm_model
+from remap_serve.engine.request import Request, SamplingParams
 
 ARGUMENTS = {
     "max_model_len": 512,
@@ -134,7 +134,7 @@ def main() -> None:
     served, arguments = vllm_model(model, model, ARGUMENTS)
     assert served.grammars
     common = {"model": model, "memory": None, "threads": 1, "max_num_seqs": 8, "max_batch_tokens": 128}
-    instances = RayInstances("remap.cluster.vllm_engine:make", NAMES, common | arguments, {"CPU": 1})
+    instances = RayInstances("remap_serve.cluster.vllm_engine:make", NAMES, common | arguments, {"CPU": 1})
     try:
         asyncio.run(serve(instances, said))
     finally:

@@ -10,9 +10,9 @@ import torch
 from vllm import SamplingParams as VllmSampling
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
-from remap.cluster.vllm_sampling import OWNER, ChosenTokens, chosen_by_us
-from remap.engine.request import Request, SamplingParams, Sequence
-from remap.engine.sampling import sample
+from remap_serve.cluster.vllm_sampling import OWNER, ChosenTokens, chosen_by_us
+from remap_serve.engine.request import Request, SamplingParams, Sequence
+from remap_serve.engine.sampling import sample
 
 KINDS = [
     SamplingParams(),

@@ -1,5 +1,5 @@
-"""The twin of a cluster that drops replicated layers: the production control (`remap.cluster.control`) and planners in virtual
-time.
+"""The twin of a cluster that drops replicated layers: the production control (`remap_serve.cluster.control`) and planners in
+virtual time.
 
     events      what happens next
     setup       instances, their network, what computing takes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from remap.policy.cluster.dispatch import Dispatcher, dispatch, whole_lines
-from remap.policy.cluster.placement import InstanceLoad
+from remap_serve.policy.cluster.dispatch import Dispatcher, dispatch, whole_lines
+from remap_serve.policy.cluster.placement import InstanceLoad
 
 __all__ = ["DISPATCHERS", "DispatcherName", "InTurn", "by_demand"]
 

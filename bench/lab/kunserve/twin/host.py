@@ -6,7 +6,7 @@ and nobody waits for copies out, only for those that come back.
 
 from __future__ import annotations
 
-from remap.sim.pools import CountedPool
+from remap_serve.sim.pools import CountedPool
 
 from .events import Events
 

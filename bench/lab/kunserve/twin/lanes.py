@@ -1,4 +1,5 @@
-"""How the systems that are compared schedule a group, where that is not what the library does (`remap.cluster.lanes`). Pure.
+"""How the systems that are compared schedule a group, where that is not what the library does (`remap_serve.cluster.lanes`).
+Pure.
 
 How prompts are cut:
 
@@ -16,10 +17,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from remap.cluster.lanes import Lane, Lanes
-from remap.engine.request import Sequence as EngineSequence
-from remap.policy.cluster.allowances import Allowances
-from remap.policy.cluster.lookahead import ChunkCost, Microbatch, Waiting, halved
+from remap_serve.cluster.lanes import Lane, Lanes
+from remap_serve.engine.request import Sequence as EngineSequence
+from remap_serve.policy.cluster.allowances import Allowances
+from remap_serve.policy.cluster.lookahead import ChunkCost, Microbatch, Waiting, halved
 
 __all__ = ["BATCH_TOKENS", "Cut", "OwnLines", "allowances", "vllm_lane"]
 

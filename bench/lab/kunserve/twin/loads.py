@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from remap.sim.lengths import Quantiles
-from remap.sim.loads import BURSTGPT
-from remap.sim.workload import Arrivals, Item, Lengths, Load, Lognormal, generate
+from remap_serve.sim.lengths import Quantiles
+from remap_serve.sim.loads import BURSTGPT
+from remap_serve.sim.workload import Arrivals, Item, Lengths, Load, Lognormal, generate
 
 __all__ = ["BURSTS", "BURST_S", "LENGTHS", "bursts", "swells"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remap.policy.cluster.exchange import Priority
+from remap_serve.policy.cluster.exchange import Priority
 
 from .network import Links
 from .pipeline import Pipeline, Request

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from remap.policy.cluster.exchange import Priority
+from remap_serve.policy.cluster.exchange import Priority
 
 from .events import Events
 

@@ -13,15 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-from remap.cluster.lanes import Lane, Lanes
-from remap.cluster.messages import Part
-from remap.engine.request import RequestState
-from remap.engine.request import Sequence as EngineSequence
-from remap.engine.scheduler import Schedule
-from remap.policy.cluster.exchange import Priority
-from remap.policy.cluster.placement import InstanceLoad
-from remap.sim.pools import CountedPool
-from remap.sim.sequences import SimSequence, Work
+from remap_serve.cluster.lanes import Lane, Lanes
+from remap_serve.cluster.messages import Part
+from remap_serve.engine.request import RequestState
+from remap_serve.engine.request import Sequence as EngineSequence
+from remap_serve.engine.scheduler import Schedule
+from remap_serve.policy.cluster.exchange import Priority
+from remap_serve.policy.cluster.placement import InstanceLoad
+from remap_serve.sim.pools import CountedPool
+from remap_serve.sim.sequences import SimSequence, Work
 
 from .events import Events
 from .lanes import Cut, OwnLines, allowances, vllm_lane

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from remap.sim.workload import Item
+from remap_serve.sim.workload import Item
 
 __all__ = ["Answer", "Result", "Sample", "percentile"]
 

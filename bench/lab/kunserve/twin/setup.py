@@ -1,8 +1,9 @@
 """What a simulated cluster is made of: instances of one model on one kind of machine, their network, and what computing takes.
 Pure.
 
-A pass through layers takes what the roofline says (`remap.sim.roofline`), attention to prefixes included. With tensor parallelism
-an instance is several devices: each computes its share of each layer, and two sums over all of them follow each layer.
+A pass through layers takes what the roofline says (`remap_serve.sim.roofline`), attention to prefixes included. With tensor
+parallelism an instance is several devices: each computes its share of each layer, and two sums over all of them follow each
+layer.
 
 The planner knows less: seconds by tokens alone (`placement.Layer`), and the cost of chunks (`lookahead.ChunkCost`). Both are
 read off the roofline here, as a deployment would measure them.
@@ -13,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from remap.policy.activations import Line
-from remap.policy.cluster.lookahead import ChunkCost
-from remap.policy.cluster.pipeline import Network
-from remap.policy.cluster.placement import Layer, ServedLayers
 from remap.policy.hardware import Machine, machine, model
 from remap.policy.hardware import Model as Sizes
-from remap.sim.model_variants import sharded
-from remap.sim.roofline import Roofline, prefill_pairs
-from remap.sim.sequences import Work
+from remap_serve.policy.activations import Line
+from remap_serve.policy.cluster.lookahead import ChunkCost
+from remap_serve.policy.cluster.pipeline import Network
+from remap_serve.policy.cluster.placement import Layer, ServedLayers
+from remap_serve.sim.model_variants import sharded
+from remap_serve.sim.roofline import Roofline, prefill_pairs
+from remap_serve.sim.sequences import Work
 
 __all__ = ["CLUSTER_A", "CLUSTER_B", "Hardware"]
 

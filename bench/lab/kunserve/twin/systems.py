@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remap.cluster.control import GroupPolicy
-from remap.policy.cluster.foresight import Outlook
-from remap.sim.policies import IDEAL_MEMORY
+from remap_serve.cluster.control import GroupPolicy
+from remap_serve.policy.cluster.foresight import Outlook
+from remap_serve.sim.policies import IDEAL_MEMORY
 
 from .lanes import Cut
 

@@ -1,7 +1,7 @@
 """A cluster in virtual time: the production control and dispatcher, and instances that take the time that computing, copies
 and messages would. Pure.
 
-Events go into `remap.cluster.control.Control` and its commands come out, as in production. What is simplified: nobody dies;
+Events go into `remap_serve.cluster.control.Control` and its commands come out, as in production. What is simplified: nobody dies;
 all instances of a change switch together, when the last of them is at its pass boundary; KV that moves counts where it goes,
 so what both ends hold for a moment is not counted twice; a message takes MESSAGE_S.
 """
@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from remap.cluster.control import Control
-from remap.cluster.messages import (
+from remap_serve.cluster.control import Control
+from remap_serve.cluster.messages import (
     Abort,
     BringHome,
     Commit,
@@ -33,11 +33,11 @@ from remap.cluster.messages import (
     Route,
     Tick,
 )
-from remap.policy.cluster.exchange import Priority, Running, chunk_bytes, moves, resumptions, takers
-from remap.policy.cluster.placement import Group, Instance, InstanceLoad, PlannedStage
-from remap.policy.cluster.restore import Copy
-from remap.sim.pools import CountedPool
-from remap.sim.workload import Item
+from remap_serve.policy.cluster.exchange import Priority, Running, chunk_bytes, moves, resumptions, takers
+from remap_serve.policy.cluster.placement import Group, Instance, InstanceLoad, PlannedStage
+from remap_serve.policy.cluster.restore import Copy
+from remap_serve.sim.pools import CountedPool
+from remap_serve.sim.workload import Item
 
 from .dispatchers import DISPATCHERS, DispatcherName
 from .events import Events

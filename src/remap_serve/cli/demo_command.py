@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`remap demo`: its options, and a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from remap.cli.errors import exit_on_error, writable
+from remap.cli.options import Json, MaxBatchTokens, MaxNumSeqs
+from remap.sizes import parse_size
+
+from .demo_config import FITTING_MODELS, MOST_MODELS, DemoConfig, default_config
+
+__all__ = ["demo"]
+
+DEFAULTS = default_config()
+
+
+def demo(
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for weights, KV cache and ring, such as 640MiB.",
+            show_default=f"{DEFAULTS.budget_bytes >> 20}MiB; of several tenants the weights that have room, and a tenth of them",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULTS.dtype,
+    requests: Annotated[int, typer.Option(min=1, max=DEFAULTS.requests, help="Serve the first N prompts.")] = (
+        DEFAULTS.requests
+    ),
+    max_num_seqs: MaxNumSeqs = DEFAULTS.max_num_seqs,
+    max_batch_tokens: MaxBatchTokens = DEFAULTS.max_batch_tokens,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one KV block.")] = DEFAULTS.block_tokens,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, in all three runs.")] = DEFAULTS.threads,
+    tenants: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_MODELS,
+            help=f"Models on the arena: SmolLM2, and others with random weights; from {FITTING_MODELS + 1} on in memory for "
+            f"{FITTING_MODELS}, and requests come one by one.",
+        ),
+    ] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds of the three runs; for several, shows medians and ranges.")
+    ] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.html.")] = Path("out"),
+    as_json: Json = False,
+) -> None:
+    """Serve real prompts on a real model in a fixed memory budget, without and with remap, and compare."""
+    from .demo import demo as run
+
+    with exit_on_error():
+        config = DemoConfig(
+            budget_bytes=_budget(memory, tenants),
+            dtype=dtype,
+            requests=requests,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            block_tokens=block_tokens,
+            threads=threads,
+            tenants=tenants,
+        )
+        writable(out / "demo.json")
+        run(config, out, Console(stderr=as_json), rounds)
+        if as_json:
+            typer.echo((out / "demo.json").read_text(encoding="utf-8"), nl=False)
+
+
+def _budget(text: str | None, tenants: int) -> int:
+    if text is not None:
+        return parse_size(text, "memory")
+    return DEFAULTS.budget_bytes if tenants == 1 else 0

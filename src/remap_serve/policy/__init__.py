@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pure: decisions from frozen views. No memory, no torch, no clock."""
