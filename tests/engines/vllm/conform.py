@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serve import Stepper, shut
-
 import remap
 from remap import conformance
 from remap.adapters.arenas import hosted
+from serve import Stepper, shut
 
 ARENA = "conformance"
 
