@@ -298,7 +298,7 @@ def check_floors(src: Path) -> Iterator[Violation]:
 
 def check_wall(src: Path) -> Iterator[Violation]:
     """Imports of the library that reach what is built on it, and of that which reach behind the library's page."""
-    used = _full(USED_BY_SERVE)
+    used, promised = _full(USED_BY_SERVE), _public(src)
     for name, (path, found) in read_package(src).items():
         for item in found:
             if not _within(name, (SERVE,)):
@@ -306,7 +306,7 @@ def check_wall(src: Path) -> Iterator[Violation]:
                     yield Violation(path, item.line, f"{name} imports {item.module}, which is built on {PACKAGE}")
             elif _within(item.module, (PACKAGE,)) and item.module.count(".") and not _within(item.module, used):
                 parents = any(one.startswith(f"{item.module}.") for one in used)  # `from remap.kv.spec import` lists it
-                public = item.module.count(".") == 1 and item.module.rpartition(".")[2] in _public(src)
+                public = item.module.count(".") == 1 and item.module.rpartition(".")[2] in promised
                 if not parents and not public:
                     yield Violation(path, item.line, f"{name} imports {item.module}, which is no part of USED_BY_SERVE")
 

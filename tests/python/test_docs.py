@@ -73,8 +73,8 @@ def test_a_figure_at_a_glance_stands_where_it_says_how_it_was_measured(
     page: str, begins: str, ends: str, least: int
 ) -> None:
     table = (ROOT / page).read_text(encoding="utf-8").partition(begins)[2].partition(ends)[0]
-    pages = " ".join((ROOT / page).read_text(encoding="utf-8") for page in ("docs/results.md", "docs/gpu-run.md"))
-    pages = pages.replace(table, "")
+    told = ("docs/results.md", "docs/gpu-run.md", "docs/vllm.md")
+    pages = " ".join((ROOT / page).read_text(encoding="utf-8") for page in told).replace(table, "")
     figures = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)", table)
     assert len(figures) >= least
     assert [each for each in figures if not re.search(rf"(?<![\d.,]){re.escape(each)}(?![\d]|[.,]\d)", pages)] == []

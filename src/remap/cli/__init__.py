@@ -29,7 +29,7 @@ def main() -> None:
         if isinstance(ended.__context__, BrokenPipeError):  # who reads stdout has read enough: `remap plan ... | head`
             sys.exit(0)
         raise
-    except OSError as error:  # nobody gets what was printed: the disk is full
-        sys.stderr.write(f"what was printed could not be written: {error}\n")
+    except OSError as error:  # of a command that does not expect one, or of stdout: the disk is full
+        sys.stderr.write(f"{type(error).__name__}: {error}; what was printed may not be whole\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, without a traceback
         sys.exit(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typer application `remap`: `doctor`, and the commands that this distribution and remap-serve name in their
+"""The typer application `remap`: the library's commands, and those that other distributions, remap-serve first, name in their
 pyproject.toml."""
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import remap
 from .errors import EXIT_CODES, REFUSED
 from .options import Json, accept_old_options, print_json
 
-__all__ = ["COMMANDS", "app"]
+__all__ = ["GROUP", "OF_SERVE", "app", "installed"]
 
-COMMANDS = ("demo", "offline", "advise", "plan", "simulate", "fit", "top", "trace", "serve", "serve-many", "cluster")
-"""In the order of `remap --help`. Installed distributions say by entry points where theirs are, and a call loads its own
-alone."""
+GROUP = "remap.commands"
+OWN = {name: EntryPoint(name, f"remap.cli.{name}:{name}", GROUP) for name in ("top", "trace", "serve")}
+OF_SERVE = ("demo", "offline", "advise", "plan", "simulate", "fit", "serve-many", "cluster")
+"""What the package remap-serve brings, in the order of `remap --help`."""
 
 
 def installed() -> dict[str, EntryPoint]:
-    """The commands that distributions bring, those that are known here first."""
-    found = {each.name: each for each in entry_points(group="remap.commands")}
-    known = {name: found.pop(name) for name in COMMANDS if name in found}
-    return known | found
+    """The commands that are here, each with where it is: distributions add theirs by entry points. A call loads its own alone."""
+    found = {each.name: each for each in entry_points(group=GROUP)}
+    known = {name: found.pop(name) for name in OF_SERVE if name in found}
+    return known | OWN | found
 
 
 class _Loaded(MutableMapping[str, Any]):
@@ -70,7 +71,7 @@ class _Group(TyperGroup):
         self.commands = _Loaded(self.commands)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in COMMANDS and args[0] not in self.commands:
+        if args and args[0] in OF_SERVE and args[0] not in self.commands:
             typer.echo(
                 f"`remap {args[0]}` is of the package remap-serve: pip install remap-serve; nothing was done", err=True
             )

@@ -563,9 +563,8 @@ class Changes:
             known = draft.told.get(tenant)
             if known is None:
                 known = next(place.before[tenant][1].known() for place in draft.places if tenant in place.before)
-            draft.told[tenant] = known.intersection(
-                pool.open_ids()
-            )  # before it hears: an interrupt must not lose that it has
+            # Before it hears: an interrupt must not lose that it has.
+            draft.told[tenant] = known.intersection(pool.open_ids())
             pool.tell_withdrawn(known)
 
     def _empty(

@@ -240,6 +240,7 @@ class RemapWorker:
         if not current_platform.is_cpu():
             _to_host(model)  # the session's pages need its place on the device
         most = kv_cache_config.num_blocks
+        self._remap_reach = self._remap_reach._replace(block=block)  # vLLM may round it for some layouts
         first = min(self._remap_reach.first, most)
         settings = self._remap_settings
         # Of a broker's any page may be its own one day.
