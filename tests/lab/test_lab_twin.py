@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from bench.lab.twin import compare as twins
 from bench.lab.twin.calibrated import CalibratedCost, Rerun, rerun
-from sim_world import MIB, recording
+from sim_models import MIB, recording
 
 from remap.errors import InvalidState
 from remap_serve.cli.demo_config import DemoConfig

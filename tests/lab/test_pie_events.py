@@ -23,7 +23,7 @@ from bench.lab.pie.flexgen import HOST_BYTES, Block, _seconds, best_block
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_world import tiny
+from sim_models import tiny
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import Machine, machine, model

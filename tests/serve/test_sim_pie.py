@@ -20,7 +20,7 @@ import pytest
 from effort import examples, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_world import MIB, tiny
+from sim_models import MIB, tiny
 
 from remap.policy.hardware import Machine, machine
 from remap_serve.engine.chunk import Chunk

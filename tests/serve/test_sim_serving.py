@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bench.lab.twin.calibrated import CalibratedCost, MeasuredPass, Recording, calibrate, rerun
-from sim_world import MIB, recording, tiny
+from sim_models import MIB, recording, tiny
 
 import remap
 from remap.config import Knobs

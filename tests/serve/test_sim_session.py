@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import pytest
-from sim_world import kv_spec
+from sim_models import kv_spec
 
 import remap
 from remap import _core
