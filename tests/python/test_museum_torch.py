@@ -73,6 +73,7 @@ class World:
 
     def remap(self, layers, *more):
         advanced.remap(self.session, "m", layers, *more)
+        advanced.settle(self.session)  # until regions are re-pointed there is nothing behind them, and a device faults
 
     def logits(self):
         return logits_of(self.model, self.ids)
@@ -87,7 +88,7 @@ class World:
     def bypassed(self, call=None, layers=None):
         """The pass raises when it is left, names the layers, and the next one is right again."""
         away = tuple(layers or self.tenant.streamed)
-        advanced.settle(self.session)  # until regions are re-pointed there is nothing behind them, and a device faults
+        advanced.settle(self.session)
         with pytest.raises(InvalidState, match="discarded") as caught:
             (call or self.logits)()
         assert (caught.value.tenant, caught.value.layer, caught.value.layers) == ("m", away[0], away)
