@@ -20,6 +20,8 @@ ELSEWHERE = {
     "security.md": "SECURITY.md",
     "cpp.md": "examples/cpp/README.md",
 }
+# Those that lie in docs/ have their name there.
+PAGES = {path.relative_to(ROOT / "docs").as_posix(): path for path in sorted((ROOT / "docs").rglob("*.md"))}
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^()\s]+)\)")
 _PICTURE = re.compile(r"!\[([^\[\]]*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -29,7 +31,8 @@ def rewritten(text: str, source: str, repository: str = "") -> str:
     """The page with links as the site has them. source: its file, from the root. Raises ValueError for a link to a file that is
     not there."""
     site = {file: name for name, file in ELSEWHERE.items()}
-    site.update({f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")})
+    site.update({path.relative_to(ROOT).as_posix(): name for name, path in PAGES.items()})
+    here = os.path.dirname(site.get(source, source.removeprefix("docs/")))
 
     def link(found: re.Match[str]) -> str:
         shown, target = found.groups()
@@ -40,14 +43,12 @@ def rewritten(text: str, source: str, repository: str = "") -> str:
         if not (ROOT / file).exists():
             raise ValueError(f"{source} links to {target}, which is not there")
         if file in site:
-            return f"[{shown}]({site[file]}{mark}{anchor})"
-        if file.startswith("docs/"):
-            return f"[{shown}]({file.removeprefix('docs/')}{mark}{anchor})"
+            return f"[{shown}]({os.path.relpath(site[file], here)}{mark}{anchor})"
         return f"[{shown}]({repository.rstrip('/')}/blob/main/{file}{mark}{anchor})" if repository else shown
 
     def picture(found: re.Match[str]) -> str:
         file = os.path.relpath((ROOT / source).parent / found[2], ROOT)
-        return f"![{found[1]}]({file.removeprefix('docs/')})"  # all pages of the site stand beside the folders of docs/
+        return f"![{found[1]}]({os.path.relpath(file.removeprefix('docs/'), here)})"
 
     parts = _FENCE.split(text)
     return "".join(

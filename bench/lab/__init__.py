@@ -4,7 +4,7 @@
     commands.py   the commands and their options
     machine/      operators, copies and driver calls of this machine, for `remap fit`
     paper/        figures of Oneiros beside those of a simulation (bench/results/paper.md)
-    four_papers/  Oneiros, KunServe, HybridServe and Pie on one page (docs/paper-vs-ours.md)
+    four_papers/  Oneiros, KunServe, HybridServe and Pie on one page (docs/notes/paper-vs-ours.md)
     beyond/       what the four papers lack, in four figures (bench/results/beyond.md)
     headline.py   the simulated headline of the README, over several seeds
     gap.py        what each policy gets of what memory is worth, over several seeds

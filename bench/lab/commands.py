@@ -88,7 +88,7 @@ def paper(
 
 @app.command("four-papers")
 def four_papers(
-    page: Annotated[Path | None, typer.Option(help="The page.", show_default="docs/paper-vs-ours.md")] = None,
+    page: Annotated[Path | None, typer.Option(help="The page.", show_default="docs/notes/paper-vs-ours.md")] = None,
 ) -> None:
     """Oneiros, KunServe, HybridServe and Pie beside ours on one page, from bench/results. Nothing is run."""
     from .four_papers.page import PAGE, write

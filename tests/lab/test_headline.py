@@ -1,4 +1,4 @@
-"""The simulated headline: docs/results.md and bench/results/headline.md say what was stored, and a seed can be run again."""
+"""The simulated headline: docs/notes/results.md and bench/results/headline.md say what was stored, and a seed can be run again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STORED = json.loads(headline.RESULTS.read_text(encoding="utf-8"))
 def test_the_pages_say_what_is_stored() -> None:
     table = headline.table(STORED)
     assert table in headline.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
-    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    results = (ROOT / "docs/notes/results.md").read_text(encoding="utf-8")
     for load, factor, rows in (("C1", 0.5, 4), ("C1", 0.85, 4), ("C2", 0.85, 4)):
         lines = [line for line in table.splitlines() if line.startswith(f"| {load} ShareGPT | {factor:g} c")]
         lines = [line for line in lines if "| ideal |" not in line]
@@ -29,7 +29,7 @@ def test_the_pages_say_what_is_stored() -> None:
 
 
 def test_the_results_have_the_medians_and_ranges_of_three_models_at_half_the_rate() -> None:
-    lines = (ROOT / "docs/results.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs/notes/results.md").read_text(encoding="utf-8").splitlines()
     (row,) = (line for line in lines if line.startswith("| three models in turns | simulated"))
     told = []
     for figure, unit in (("ttft_p99_s", "s"), ("tbt_p99_s", "ms")):
@@ -42,7 +42,7 @@ def test_the_results_have_the_medians_and_ranges_of_three_models_at_half_the_rat
 
 
 def test_what_the_words_say_is_what_is_stored() -> None:
-    """Medians of the default over those of others; docs/results.md: first tokens "31, 48 and 5.4 times as soon", "9.2,
+    """Medians of the default over those of others; docs/notes/results.md: first tokens "31, 48 and 5.4 times as soon", "9.2,
     19 and 3.6 times"."""
 
     def ratios(figure: str, other: str = "recompute") -> dict[tuple[str, float], float]:

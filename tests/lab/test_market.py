@@ -77,7 +77,7 @@ def test_the_pages_say_what_is_stored() -> None:
     stored = json.loads(page.RESULTS.read_text(encoding="utf-8"))
     assert set(stored["cells"]) == {cell.key for cell in page.CELLS} and stored["seeds"] == page.SEEDS
     assert page.RESULTS.with_suffix(".md").read_text(encoding="utf-8") == page.page(stored)
-    tenants_page = (ROOT / "docs/tenants.md").read_text(encoding="utf-8")
+    tenants_page = (ROOT / "docs/notes/tenants.md").read_text(encoding="utf-8")
     for target in page.TARGETS:
         assert page.table(stored, *target) in tenants_page
     more, fewer = {}, {}

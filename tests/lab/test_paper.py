@@ -502,7 +502,7 @@ def test_what_docs_results_says_is_what_is_stored() -> None:
     """P99 TBT "not reproduced": in no average of Figures 8 to 13; and the two means of Figure 14."""
     found = {row.headline.id: row for row in rows(Store.read(RESULTS))}
     assert verdict(found["oneiros-01"]) == "not reproduced"
-    text = " ".join((ROOT / "docs/results.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs/notes/results.md").read_text(encoding="utf-8").split())
     for id, said in (("oneiros-25", "tokens/s are {} more"), ("oneiros-24", "P99 time to first token is {} shorter")):
         (mean,) = (one.mean for one in found[id].findings if one.test == "remap:weights")
         assert mean is not None
@@ -521,7 +521,7 @@ def test_what_docs_results_says_of_one_model_alone_is_what_is_stored() -> None:
             found.append(median(mine[figure] / its[figure] for mine, its in zip(ours, theirs)))
         return round(100 * min(found) - 100), round(100 * max(found) - 100)
 
-    text = " ".join((ROOT / "docs/results.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs/notes/results.md").read_text(encoding="utf-8").split())
     sooner = [changes("sharegpt", other, "ttft_p99_s") for other in ("swap", "pie", "static")]
     assert sooner == [(-35, -28), (-19, -16), (-28, -22)]
     assert "28 to 35 % sooner than with `swap`, 16 to 19 % sooner than with `pie`, and 22 to 28 % sooner" in text

@@ -1,4 +1,4 @@
-"""The paragraph of each paper in docs/paper-vs-ours.md: the numbers of ours in it, computed once more from the stored files
+"""The paragraph of each paper in docs/notes/paper-vs-ours.md: the numbers of ours in it, computed once more from the stored files
 alone, by other code than the page's (but for the bound on mixtures, which `test_four_papers` looks at)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from bench.lab import ROOT
 
 RESULTS = ROOT / "bench" / "results"
-WORDS = " ".join((ROOT / "docs" / "paper-vs-ours.md").read_text(encoding="utf-8").split())
+WORDS = " ".join((ROOT / "docs" / "notes" / "paper-vs-ours.md").read_text(encoding="utf-8").split())
 
 
 def stored(name: str) -> Any:

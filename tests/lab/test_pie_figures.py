@@ -197,7 +197,7 @@ def test_what_is_stored_is_whole_and_is_what_the_page_says() -> None:
 
 
 def test_what_the_words_say_is_what_is_stored() -> None:
-    """Of the page, what is no number: those are made of the stored runs. And the table of docs/results.md."""
+    """Of the page, what is no number: those are made of the stored runs. And the table of docs/notes/results.md."""
     data = json.loads(command.RESULTS.read_text(encoding="utf-8"))
     stored, said = data["points"], command.words(data)
     assert said and said in command.page(data)
@@ -222,7 +222,7 @@ def test_what_the_words_say_is_what_is_stored() -> None:
     assert min(late) > 10
     behind = [over(PIE, BASELINE, place) for place in PLACES.values() if "KV 12 GB" in place[0].name]
     assert len(behind) == 2 and max(behind) < 1
-    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/notes/results.md").read_text(encoding="utf-8")
     (line,) = (line for line in text.splitlines() if line.startswith("| OPT-30b, ShareGPT | "))
     for policy, cell in zip(
         (BASELINE, PIE, KV_ONLY, "remap:weights+swap"), line.strip("|").split("|")[1:], strict=True

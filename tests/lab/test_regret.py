@@ -138,13 +138,10 @@ def test_what_the_pages_say_is_what_was_stored() -> None:
     points, number = stored["points"], stored["settings"]["seeds"]
     ran = [load for load in regret.LOADS if regret.whole(points, load, number)]
     matters = sum(regret.scarce(points, load, number) for load in ran)
-    results = (regret.ROOT / "docs/results.md").read_text(encoding="utf-8")
+    results = (regret.ROOT / "docs/notes/results.md").read_text(encoding="utf-8")
     assert f"Of the first {len(ran)} loads **in {len(ran) - matters} the policy does not matter**" in results
-    assert (
-        (len(ran), matters) == (13, 2)
-        and "Of [13 loads drawn at random]" in results
-        and "it mattered in two" in results
-    )
+    short = (regret.ROOT / "docs/results.md").read_text(encoding="utf-8")
+    assert (len(ran), matters) == (13, 2) and "Of [13 loads drawn at random]" in short and "In two of them" in short
     found = [regret.regrets(points, load, "remap", number) for load in ran]
     worst = {figure: max(one[figure][0] for one in found if one is not None) for figure in regret.FIGURES}
     assert worst["ttft_p99_s"] == pytest.approx(0.02, abs=0.005)

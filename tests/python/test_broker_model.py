@@ -1,4 +1,4 @@
-"""The protocol of docs/broker.md, in every order of its steps: `reference.broker_model` visits all states within `Limits`.
+"""The protocol of docs/notes/broker.md, in every order of its steps: `reference.broker_model` visits all states within `Limits`.
 
 No run is cut at a depth: what is limited is how often members ask, and how much goes wrong. The farthest states are 15 to 28
 steps away. Each rule of the protocol is then left out in turn, and the same checker has to find what goes wrong.

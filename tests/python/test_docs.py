@@ -14,7 +14,7 @@ FOR_CONTRIBUTORS = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "
 PAGES = [
     ROOT / "README.md",
     *FOR_CONTRIBUTORS,
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "examples/cpp/README.md",
 ]
 
@@ -67,13 +67,13 @@ def test_the_readmes_examples_run_on_a_small_model() -> None:
 
 @pytest.mark.parametrize(
     ("page", "begins", "ends", "least"),
-    [("README.md", "## What it changes", "\nRanges", 16), ("docs/results.md", "## At a glance", "\n![The page", 41)],
+    [("README.md", "## What it changes", "\nMedians of", 16), ("docs/results.md", "## At a glance", "\n![The page", 41)],
 )
 def test_a_figure_at_a_glance_stands_where_it_says_how_it_was_measured(
     page: str, begins: str, ends: str, least: int
 ) -> None:
     table = (ROOT / page).read_text(encoding="utf-8").partition(begins)[2].partition(ends)[0]
-    told = ("docs/results.md", "docs/gpu-run.md", "docs/vllm.md")
+    told = ("docs/results.md", *(f"docs/notes/{name}.md" for name in ("results", "gpu-run", "vllm")))
     pages = " ".join((ROOT / page).read_text(encoding="utf-8") for page in told).replace(table, "")
     figures = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)", table)
     assert len(figures) >= least
@@ -96,11 +96,18 @@ def test_the_readme_is_read_in_two_minutes() -> None:
     assert max(len(cell.split()) for cell in cells) <= 15
 
 
+def test_pages_for_users_are_short() -> None:
+    """How and why, and what was measured, stands in docs/notes."""
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")}
+    assert sum(words.values()) < 25_000
+    assert {name: count for name, count in words.items() if count > 1500} == {"adopt.md": words["adopt.md"]}
+
+
 @pytest.mark.parametrize(("file", "rate"), [("gpu-h100-sharing", 8), ("gpu-h100-sharing-12", 12)])
 def test_the_table_of_three_models_on_a_gpu_has_the_medians_and_ranges_of_its_file(file: str, rate: int) -> None:
     results = json.loads((ROOT / f"bench/results/{file}.json").read_text(encoding="utf-8"))["results"]
     figures = {each["name"].split("turns of 1 s, ")[1]: each for each in results}
-    page = (ROOT / "docs/gpu-run.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/notes/gpu-run.md").read_text(encoding="utf-8")
     rows = page.partition("Medians, lowest to highest:")[2].partition(f"\n| {rate} |")[2].splitlines()[:4]
     ways = {
         "`remap`": "remap",

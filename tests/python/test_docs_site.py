@@ -29,7 +29,7 @@ def pages(entry: Any) -> list[str]:
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    there = [*site.ELSEWHERE, *(path.name for path in (ROOT / "docs").glob("*.md"))]
+    there = [*site.ELSEWHERE, *site.PAGES]
     assert sorted(pages(SETTINGS["nav"])) == sorted(there)
     assert SETTINGS["strict"] is True and set(SETTINGS["validation"]["links"].values()) == {"warn"}
     assert all((ROOT / hook).is_file() for hook in SETTINGS["hooks"])
@@ -52,13 +52,14 @@ def test_links_lead_to_pages_of_the_site_or_to_the_repository(tmp_path: Path) ->
     )
     with pytest.raises(ValueError, match="nowhere"):
         site.rewritten("[a](nowhere.md)", "docs/vllm.md")
-    for name, file in {
-        **site.ELSEWHERE,
-        **{path.name: f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")},
-    }.items():
-        assert "](../" not in re.sub(
-            r"```.*?```", "", site.rewritten((ROOT / file).read_text(encoding="utf-8"), file), flags=re.S
-        ), name
+    assert site.rewritten("[a](../vllm.md), ![d](../pictures/map.svg)", "docs/notes/vllm.md", "x") == (
+        "[a](../vllm.md), ![d](../pictures/map.svg)"
+    )
+    pages = {**site.ELSEWHERE, **{name: f"docs/{name}" for name in site.PAGES}}
+    for name, file in pages.items():
+        text = re.sub(r"```.*?```", "", site.rewritten((ROOT / file).read_text(encoding="utf-8"), file), flags=re.S)
+        for target in re.findall(r"\]\(((?:\.\./)[^)#]+)", text):  # out of a folder of the site, never out of the site
+            assert name.startswith("notes/") and target.removeprefix("../") in {*pages, "pictures/map.svg"}, (name, target)
 
 
 def test_the_reference_names_what_is_there() -> None:
@@ -69,7 +70,7 @@ def test_the_reference_names_what_is_there() -> None:
         f"remap.{name}"
         for name in ("Session", "Tenant", "KVSpec", "Config", "Demand", "StepReport", "Snapshot", "attach")
     }
-    assert public | {"remap.errors", "remap.advanced", "remap.schedule"} <= set(named)
+    assert public | {"remap.errors", "remap.advanced", "remap.schedule", "remap.conformance"} <= set(named)
 
 
 def test_the_page_of_settings_is_what_the_sources_say() -> None:

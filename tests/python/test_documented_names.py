@@ -239,7 +239,7 @@ def test_a_block_that_imports_runs(code: Code, tmp_path: Path, monkeypatch: pyte
         known["inputs"] = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
         exec(compile(text, str(code), "exec"), known)
     if code.page.endswith("offline.md"):
-        _, told = (block.text for block in documented.blocks(ROOT / code.page) if block.kind == "json")
+        _, told = (block.text for block in documented.blocks(ROOT / "docs/offline.md") if block.kind == "json")
         kinds = [set(json.loads(line)) for line in told.splitlines()]
         found = [set(json.loads(line)) for line in Path("answers.jsonl").read_text(encoding="utf-8").splitlines()]
         assert len(found) == 2 and all(keys | {"text"} in [kind | {"text"} for kind in kinds] for keys in found)
@@ -259,12 +259,12 @@ def test_a_source_that_a_page_names_is_there() -> None:
 
 
 def test_policies_of_the_simulators_page_exist() -> None:
-    """Each name of its table, and each of the words that may follow `remap:`."""
-    text = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
-    rows = re.search(r"^\| name \| behaviour.*?\n\|[-|]+\n(.*?)\n\n", text, re.DOTALL | re.MULTILINE)
-    assert rows is not None
+    """Each name of its two tables, and each of the words that may follow `remap:`."""
+    text = "".join((ROOT / f"docs/{page}.md").read_text(encoding="utf-8") for page in ("simulate", "notes/simulate"))
+    tables = re.findall(r"^\| name \| behaviour.*?\n\|[-|]+\n(.*?)\n\n", text, re.DOTALL | re.MULTILINE)
+    assert len(tables) == 2
     names = []
-    for row in rows[1].splitlines():
+    for row in "\n".join(tables).splitlines():
         first, second = row.split("|")[1:3]
         names += re.findall(r"`([^`]+)`", first)
         if "remap:A+B" in first:

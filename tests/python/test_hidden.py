@@ -82,7 +82,7 @@ def test_what_a_first_token_within_a_second_takes_over_pcie() -> None:
 
 
 def test_the_pages_table_of_pieces_at_every_second_and_fourth_layer() -> None:
-    """In docs/vllm.md: a piece of so many layers computes as one, and at best 1, 2, ... of its layers stream."""
+    """In docs/notes/vllm.md: a piece of so many layers computes as one, and at best 1, 2, ... of its layers stream."""
     copy = model("llama-3-8b").layer_bytes / machine("GH200-96GB").h2d_bytes_per_s
     hidden = {
         layers: [
@@ -91,7 +91,7 @@ def test_the_pages_table_of_pieces_at_every_second_and_fourth_layer() -> None:
         ]
         for layers in (1, 2, 4)
     }
-    page = (Path(__file__).resolve().parents[2] / "docs/vllm.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs/notes/vllm.md").read_text(encoding="utf-8")
     for row in (0, 3):
         cells = " | ".join(", ".join(map(str, counts[row : row + 3])) for counts in hidden.values())
         assert f"| {cells} |" in page

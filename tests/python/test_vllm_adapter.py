@@ -340,7 +340,7 @@ def test_in_a_shared_arena_no_more_are_told_than_one_engine_leaves_itself() -> N
 
 def rows() -> list[tuple[str, str, str]]:
     """What, what becomes of it, and its tests."""
-    page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/notes/vllm.md").read_text(encoding="utf-8")
     table = page.partition("| what | with remap | test |\n|---|---|---|\n")[2].partition("\n\n")[0]
     return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table.splitlines()]  # type: ignore[misc]
 

@@ -104,13 +104,13 @@ def test_a_merge_passes_what_passes_here() -> None:
 
 
 def not_run() -> set[str]:
-    """Versions of Python that docs/versions.md says were not run: wheels are built, and nothing is claimed."""
-    text = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    """Versions of Python that docs/notes/versions.md says were not run: wheels are built, and nothing is claimed."""
+    text = (ROOT / "docs/notes/versions.md").read_text(encoding="utf-8")
     return set(re.findall(r"^\| \| (3\.\d+) \| \*\*not run\*\*", text, re.MULTILINE))
 
 
 def test_what_the_classifiers_claim_was_run() -> None:
-    text = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/notes/versions.md").read_text(encoding="utf-8")
     ran = set(re.findall(r"\b(3\.\d+)\.\d+\b", text[text.index("| Python |") : text.index("| torch |")]))
     assert pythons() <= ran and not pythons() & not_run()
 

@@ -1,4 +1,4 @@
-"""The protocol of docs/broker.md as a model of explicit states, and a checker that visits every one of them.
+"""The protocol of docs/notes/broker.md as a model of explicit states, and a checker that visits every one of them.
 
 One broker, two or three members, one or two pages. A step is one thing that one party does: it takes one message out of a
 socket, begins or ends a pass, zeroes a page, sees that a socket has ended, is killed. `explore` takes every step in every order.
@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of docs/broker.md, by what they say. nothing_is_late: as it is built: one thread of each side reads, and only the
+    """The rules of docs/notes/broker.md, by what they say. nothing_is_late: as it is built: one thread of each side reads, and only the
     newest connection, so what was not read of an earlier one is lost. Then four rules are needed no more (`Rules.built`)."""
 
     taker_zeroes: bool = True

@@ -80,7 +80,7 @@ def _device() -> list[Compared]:
         found = [one for name in names for one in _read(name)["results"] if about in one["name"]]
         count = sum(int(one["n"]) for one in found)
         out.append(
-            Compared(what, "../../docs/gpu-run.md", reference, count - sum(int(one["value"]) for one in found), count)
+            Compared(what, "../../docs/notes/gpu-run.md", reference, count - sum(int(one["value"]) for one in found), count)
         )
     return out
 
@@ -101,7 +101,7 @@ def compared() -> list[Compared]:
         _rounds("offline", "offline batches, weights that stream", "offline.md"),
         Compared(
             "three processes that lend each other memory",
-            "../../docs/results.md",
+            "../../docs/notes/results.md",
             "each has a third, recomputation",
             sum(same for same, _ in pairs),
             sum(requests for _, requests in pairs),
@@ -109,7 +109,7 @@ def compared() -> list[Compared]:
         _rounds("cluster", "four processes that merge and dissolve", "cluster.md"),
         Compared(
             f"a cluster of which {kills['kills']} instances were killed",
-            "../../docs/cluster.md",
+            "../../docs/notes/cluster.md",
             "one engine, nothing killed",
             kills["answered"] - kills["answered otherwise"] - kills.get("answered otherwise, as good", 0),
             kills["answered"],

@@ -31,7 +31,7 @@ TEXT = """# What four papers lack and we have, in four figures
 
 `python -m bench.lab beyond` draws them from what other commands have stored, and one load that it simulates itself. None of
 the four papers says how far its policy is behind the best one of a load, has more than one or two sources of KV, lends memory
-between processes, or counts answers that stay the same. What they have: [paper-vs-ours](../../docs/paper-vs-ours.md).
+between processes, or counts answers that stay the same. What they have: [paper-vs-ours](../../docs/notes/paper-vs-ours.md).
 
 ## Regret: how far each policy is behind the best one of a load
 
@@ -59,7 +59,7 @@ In a cell: the loads in which it is more than 10 % behind; its regret in the wor
 
 ## Lending between processes
 
-Three servers in three processes, measured on two cores ([results.md](../../docs/results.md) has machine and load): a bar is
+Three servers in three processes, measured on two cores ([results.md](../../docs/notes/results.md) has machine and load): a bar is
 the median of {rounds} alternating rounds, a dot a round.
 
 ![Three processes with and without a broker](pictures/beyond-processes.svg)

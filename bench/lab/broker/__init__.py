@@ -1,4 +1,4 @@
-"""Two prototypes of how pages go from one process to another, and what a grant takes with each (docs/broker.md).
+"""Two prototypes of how pages go from one process to another, and what a grant takes with each (docs/notes/broker.md).
 
 messages.py   the ledger is the broker's own: members ask over a Unix-domain socket
 shared.py     the ledger lies in a memfd, under a robust mutex that all processes share: members change it themselves

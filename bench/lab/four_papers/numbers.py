@@ -1,4 +1,4 @@
-"""The numbers of docs/paper-vs-ours.md, from the stored results of other commands. Nothing is run here."""
+"""The numbers of docs/notes/paper-vs-ours.md, from the stored results of other commands. Nothing is run here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/paper-vs-ours.md: a table and a paragraph for each of four papers, from stored results."""
+"""docs/notes/paper-vs-ours.md: a table and a paragraph for each of four papers, from stored results."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from .numbers import (
 
 __all__ = ["PAGE", "page", "write"]
 
-PAGE = ROOT / "docs" / "paper-vs-ours.md"
-RESULTS = "../bench/results"
-"""As docs/ links to it."""
+PAGE = ROOT / "docs" / "notes" / "paper-vs-ours.md"
+RESULTS = "../../bench/results"
+"""As docs/notes links to it."""
 NONE = "–"
 _FIGURES_8_TO_13 = ("oneiros-04", "oneiros-07", "oneiros-10", "oneiros-13", "oneiros-16", "oneiros-19")
 """The first of three headlines each: P99 TBT, P99 TTFT, tokens/s."""

@@ -1,4 +1,4 @@
-"""The sentences of docs/paper-vs-ours.md. What stands in braces is computed from what is stored (page.py)."""
+"""The sentences of docs/notes/paper-vs-ours.md. What stands in braces is computed from what is stored (page.py)."""
 
 __all__ = ["BEFORE", "HYBRIDSERVE", "KUNSERVE", "ONEIROS", "PIE"]
 

@@ -21,7 +21,7 @@ INTRO = """# Oneiros' figures beside ours
 
 Figures of a paper beside those of a simulation on one machine, `{machine}`. The paper is Oneiros: Li et al., KV Cache
 Optimization through Parameter Remapping for Multi-tenant LLM Serving. This page has all figures and their reasons; what
-follows from them, for this paper and three others: [docs/paper-vs-ours.md](../../docs/paper-vs-ours.md).
+follows from them, for this paper and three others: [docs/paper-vs-ours.md](../../docs/notes/paper-vs-ours.md).
 
 Every number of ours is the median of {seeds} seeds, (lowest to highest), and {requests} requests a run (three times
 as many of Alpaca's). TTFT is the time to a request's first token, TBT the time between two tokens of a request;

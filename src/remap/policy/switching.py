@@ -11,7 +11,7 @@ in their tenant's next turn, which then waits for the link rather than compute. 
 preempt requests, whose KV goes over the same link.
 
 Source: derived. Simulated without it, a machine of 24 GB at 25.5 GB/s spent half of its turns waiting for two layers that
-streamed behind 7 GB of a switch (docs/simulate.md).
+streamed behind 7 GB of a switch (docs/notes/tenants.md, "What a block costs").
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["MOST", "Switching"]
 STEPS = 64
 """The share is rounded up to a multiple of 1 / STEPS, so that certificates are not made anew for every turn."""
 MOST = 0.5
-"""Of the link's time. Chosen, not derived: docs/tenants.md ("What a block costs") has what a quarter does, and no limit."""
+"""Of the link's time. Chosen, not derived: docs/notes/tenants.md ("What a block costs") has what a quarter does, and no limit."""
 
 
 class Switching:

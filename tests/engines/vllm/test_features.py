@@ -1,6 +1,6 @@
 """What a request or an engine may ask for gives what it gives without remap: in memory that is short, and in memory that is not.
 
-docs/vllm.md has the table; a test there compares it with these names.
+docs/notes/vllm.md has the table; a test there compares it with these names.
 """
 
 from __future__ import annotations
