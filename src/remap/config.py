@@ -38,12 +38,12 @@ class Config:
     """The operator's settings. Raises InvalidArgument (field) for values out of range.
 
     slowdown: the stall allowed per pass, as a share of its computation.
-    reserve_blocks: blocks kept free beyond the demand (L); None: derived from the demand.
+    reserve_blocks: blocks kept free beyond the demand; None: derived from the demand.
     max_layers: the most layers ever remapped; None: as many as hide.
-    tbt_s, ttft_s: the targets of the model's requests, in seconds; None: no target. tbt_s: between two tokens. No growth
-    lifts the predicted time of a decode pass that reads all blocks (computation and stall) above it; requests wait
-    instead. ttft_s: from arrival to the first token. Requests wait for blocks that tbt_s refuses only while they can still
-    meet it; an idle model gives only layers that are back in time for its first prefill to meet it.
+    tbt_s: target for the time between two tokens, in seconds; None: no target. No growth lifts the predicted time of a
+    decode pass that reads all blocks above it; requests wait instead.
+    ttft_s: target for the time from a request's arrival to its first token, in seconds; None: no target. Requests wait for
+    blocks that tbt_s refuses only while they can still meet it. An idle model gives only layers that can be back in time.
     lends: whether other tenants may get this tenant's unused KV and its layers.
     """
 
@@ -70,10 +70,11 @@ class Config:
 class Knobs(Config):
     """All settings, for ablations and experts (`remap.advanced`).
 
-    hysteresis_blocks: sigma; None takes the larger of the demand's variation and half a layer.
-    contention: kappa, the cost of a hidden copy to the computation, as a share of the copy's time. With 0, layers whose
+    hysteresis_blocks: unused blocks beyond the reserve at which layers begin to come home; None: the larger of the
+    demand's variation and half a layer.
+    contention: the cost of a hidden copy to the computation, as a share of the copy's time. With 0, layers whose
     streaming is hidden never move back.
-    map_s: T_map, seconds to map a layer back.
+    map_s: seconds to map a layer back.
     dwell: the fewest steps from any change to a shrink.
     smoothing: weight of the newest step in the moving average.
     policy: which inactive tenant gives first: "priority" (the one of lowest priority, then the one needed last), "mru",
