@@ -2,8 +2,8 @@
 
 Runs on the emulated driver with the costs that kvcached measured on an A100 (1.5, 36 and 25.6 us a page for map, set access and
 unmap: 0.6 s of driver calls for 10,000 pages). The emulator's calls sleep, so that the worker takes no core from anybody. What is
-shown is the waiting for locks, which is the library's; what a real driver makes launches wait for is its own (docs/notes/cuda.md). Both
-sides alternate in one process. Needs REMAP_EMULATED_DRIVER, as `make test` sets it.
+shown is the waiting for locks, which is the library's; what a real driver makes launches wait for, docs/notes/cuda.md says.
+Both sides alternate in one process. Needs REMAP_EMULATED_DRIVER, as `make test` sets it.
 """
 
 from __future__ import annotations

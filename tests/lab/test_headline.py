@@ -1,4 +1,4 @@
-"""The simulated headline: docs/notes/results.md and bench/results/headline.md say what was stored, and a seed can be run again."""
+"""The simulated headline: docs/notes/results.md and bench/results/headline.md say what was stored; a seed can be run again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/notes/paper-vs-ours.md says what is stored: the page as a whole, numbers computed here once more from the files as they are,
+"""docs/notes/paper-vs-ours.md says what is stored: the page as a whole, numbers computed here once more from the files,
 and what its words claim."""
 
 from __future__ import annotations

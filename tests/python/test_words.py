@@ -1,4 +1,4 @@
-"""One word, one sense: what the table of docs/concepts.md says is not said stands on no page for users and in no public docstring."""
+"""One word, one sense: what the table of docs/concepts.md excludes stands on no page for users and in no public docstring."""
 
 from __future__ import annotations
 
