@@ -67,7 +67,10 @@ def test_the_readmes_examples_run_on_a_small_model() -> None:
 
 @pytest.mark.parametrize(
     ("page", "begins", "ends", "least"),
-    [("README.md", "## What it changes", "\nMedians of", 16), ("docs/results.md", "## At a glance", "\n![The page", 41)],
+    [
+        ("README.md", "## What it changes", "\nMedians of", 16),
+        ("docs/results.md", "## At a glance", "\n![The page", 41),
+    ],
 )
 def test_a_figure_at_a_glance_stands_where_it_says_how_it_was_measured(
     page: str, begins: str, ends: str, least: int

@@ -24,7 +24,9 @@ def docstrings(name: str) -> str:
     found = pkgutil.resolve_name(name)
     texts = [inspect.getdoc(found) or ""]
     for key, value in vars(found).items() if hasattr(found, "__dict__") else ():
-        if not key.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value) or isinstance(value, property)):
+        if not key.startswith("_") and (
+            inspect.isfunction(value) or inspect.isclass(value) or isinstance(value, property)
+        ):
             texts.append(inspect.getdoc(value) or "")
     return "\n".join(texts)
 

@@ -52,7 +52,8 @@ class Limits:
 @dataclass(frozen=True)
 class Rules:
     """The rules of docs/notes/broker.md, by what they say. nothing_is_late: as it is built: one thread of each side reads, and
-    only the newest connection, so what was not read of an earlier one is lost. Then four rules are needed no more (`Rules.built`)."""
+    only the newest connection, so what was not read of an earlier one is lost. Then four rules are needed no more
+    (`Rules.built`)."""
 
     taker_zeroes: bool = True
     drained_behind_last_reader: bool = True

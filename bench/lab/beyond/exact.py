@@ -80,7 +80,9 @@ def _device() -> list[Compared]:
         found = [one for name in names for one in _read(name)["results"] if about in one["name"]]
         count = sum(int(one["n"]) for one in found)
         out.append(
-            Compared(what, "../../docs/notes/gpu-run.md", reference, count - sum(int(one["value"]) for one in found), count)
+            Compared(
+                what, "../../docs/notes/gpu-run.md", reference, count - sum(int(one["value"]) for one in found), count
+            )
         )
     return out
 
