@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -22,6 +23,8 @@ pytest.importorskip("msgspec", reason="messages between processes need msgspec")
 
 from arena_worlds import make_layers, make_spec
 from broker_member import PAGE, Process, attached, opened
+from rich.console import Console
+from rich.text import Text
 from test_broker import JOIN, raw, refusal, until
 from test_cli import run
 
@@ -53,6 +56,8 @@ from remap.broker.observer import Observer
 from remap.broker.report import report_of
 from remap.broker.server import Broker
 from remap.broker.window import MOST_CONNECTIONS, Window
+from remap.cli.options import print_whole, whole
+from remap.cli.top_broker import tables
 from remap.errors import InvalidArgument, InvalidState
 from remap.report import DecisionRecord
 
@@ -110,7 +115,25 @@ def test_top_goes_on_until_it_is_interrupted(broker: Broker, monkeypatch: pytest
         monkeypatch.setattr("remap.cli.top.time", SimpleNamespace(sleep=sleep))
         shown = run("top", "--socket", str(broker.path))
         assert shown.exit_code == 0 and len(looks) == 3
-        assert "weights lent" in shown.output and "models" in shown.output
+        assert "lent" in shown.output and "models" in shown.output
+
+
+def test_on_a_narrow_terminal_a_table_is_records_with_whole_words_and_numbers(broker: Broker) -> None:
+    """At 60 columns headings and numbers were broken. A file has the table."""
+    with opened(broker) as one:
+        attached(one, "one")
+        with Observer(str(broker.path)) as observer:
+            members, models = tables(observer.look())
+        for width, terminal, narrow in ((60, True, True), (100, True, False), (60, False, False)):
+            out = io.StringIO()
+            console = Console(file=out, width=width, force_terminal=terminal, no_color=True)
+            print_whole(console, members)
+            text = out.getvalue()
+            assert max(map(len, text.splitlines())) <= max(width, 95)
+            assert "weights" in text and ("  weights: " in text) is narrow
+        console = Console(file=io.StringIO(), width=60, force_terminal=True, no_color=True)
+        shown = whole(console, models)
+        assert isinstance(shown, Text) and "KV blocks used: " in shown.plain and "model: one" in shown.plain
 
 
 def test_looking_changes_nothing_and_nothing_is_told_unless_somebody_looks(

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from remap.moved import OPTIONS, goes
 
@@ -33,6 +34,7 @@ __all__ = [
     "accept_old_options",
     "print_json",
     "print_whole",
+    "whole",
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -76,15 +78,33 @@ def print_json(document: Any) -> None:
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """Print every cell in full. On a narrow terminal lines are longer than it is wide: a number of which the end is missing
-    would be another number."""
-    before = console.width
-    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    console.width = max(before, needed)
+    """Print every cell in full: a number of which the end is missing would be another number."""
+    before, shown = console.width, whole(console, table)
+    if shown is table:  # lines of a file may be longer
+        console.width = max(before, _width(console, table))
     try:
-        console.print(table, markup=False, highlight=False)
+        console.print(shown, markup=False, highlight=False)
     finally:
         console.width = before
+
+
+def whole(console: Console, table: Table) -> Table | Text:
+    """The table, or on a terminal that is narrower its rows as records, a cell a line."""
+    if not console.is_terminal or _width(console, table) <= console.width:
+        return table
+    rows = zip(
+        *([cell.plain if isinstance(cell, Text) else str(cell) for cell in each.cells] for each in table.columns)
+    )
+    heads = [str(each.header) for each in table.columns]
+    lines = [str(text) for text in (table.title, table.caption) if text]
+    for first, *cells in rows:
+        lines += ["", f"{heads[0]} {first}".strip()]
+        lines += [f"  {head}: {cell}" if head else f"  {cell}" for head, cell in zip(heads[1:], cells) if cell]
+    return Text("\n".join(lines))
+
+
+def _width(console: Console, table: Table) -> int:
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
 def accept_old_options(command: Any, name: str) -> None:

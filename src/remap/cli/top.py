@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from rich.table import Table
 from remap.errors import InvalidArgument
 
 from .errors import exit_on_error, needed
-from .options import Json, print_json, print_whole
+from .options import Json, print_json, print_whole, whole
 
 __all__ = ["top"]
 
@@ -53,10 +54,11 @@ def top(
                     print_whole(console, table)
                 return
             try:
-                with Live(Group(*tables), console=console, auto_refresh=False) as live:
+                fits = partial(map, partial(whole, console))
+                with Live(Group(*fits(tables)), console=console, auto_refresh=False) as live:
                     while True:
                         time.sleep(EVERY_S)
-                        live.update(Group(*view()[1]), refresh=True)
+                        live.update(Group(*fits(view()[1])), refresh=True)
             except KeyboardInterrupt:
                 return
 
@@ -97,8 +99,8 @@ def _state(url: str) -> dict[str, Any]:
             raise ValueError("what answers is no cluster")
     except (URLError, HTTPException, OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(
-            f"url: {url} shows no cluster: {error}; give the address that `remap cluster serve` said, or --socket PATH of a "
-            "broker (`remap serve`)",
+            f"url: {url} shows no cluster: {error}; give --socket PATH of a broker (`remap serve`), or the address that "
+            "`remap cluster serve` said",
             field="url",
             value=url,
         ) from error

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from msgspec import to_builtins
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -44,7 +45,7 @@ def tables(seen: Seen) -> list[Table]:
 
 
 def _table(title: str, texts: tuple[str, ...], numbers: tuple[str, ...], last: tuple[str, ...] = ()) -> Table:
-    made = Table(title=Text(title), title_justify="left")
+    made = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in texts:
         made.add_column(name, overflow="fold")
     for name in numbers:
@@ -62,7 +63,7 @@ def _members(seen: Seen) -> Table:
         title += (
             f"; processes of the broker before this one are awaited, which may have {show_size(state.unknown * page)}"
         )
-    numbers = ("has", "free", "weights", "KV", "ring", "weights lent", "waits", "allowed", "said")
+    numbers = ("has", "free", "weights", "KV", "ring", "lent", "waits", "allowed", "said")
     made = _table(title, ("member", "process"), numbers)
     for each in seen.members:
         report = each.report
