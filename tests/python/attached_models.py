@@ -87,7 +87,7 @@ class Watched:
             short()
         assert (self.tenant.remapped, self.tenant.streamed) == (0, ())
         self.attached.step()
-        assert self.attached.snapshot.live_blocks == self.attached.blocks.held == 0
+        assert self.attached.snapshot.live_blocks == len(self.attached.blocks._shown) == 0
         remap.advanced.check(self.session)
 
 

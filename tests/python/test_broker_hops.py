@@ -95,10 +95,9 @@ def test_who_alone_can_give_is_asked_once_and_two_are_asked_for_what_they_do_not
             ledger.wanted(member, 1, 2)
         ledger.wanted(others + 1, 2, 6)
         asked = []
-        while ledger.recalling is not None:
-            recall, member = ledger.recalling
-            asked.append(member)
-            sent = ledger.done(member, recall)
+        while (recall := ledger._recall) is not None:
+            asked.append(recall.member)
+            sent = ledger.done(recall.member, recall.number)
         assert asked == ([1] if others == 1 else [1, 2, 1, 2])
         assert not [message for _, message in sent if isinstance(message, Recall)]
         assert not ledger.waiting

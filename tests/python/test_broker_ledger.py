@@ -172,7 +172,7 @@ class World:
         # Nobody waits while pages are free, or while nobody is asked.
         for member, (_, keeps, ahead) in self.wants.items():
             assert not self.usable(member, keeps, ahead)
-            assert ledger.recalling is not None
+            assert ledger._recall is not None
         assert ledger.unmet == tuple(self.unmet)
 
     def join(self, member: int) -> None:
@@ -360,9 +360,9 @@ def test_a_want_ahead_of_need_is_behind_all_others_and_asks_for_what_nobody_need
         world.join(member)
         world.want(member, 4)
     world.want(1, 3, ahead=True)
-    assert world.ledger.recalling == (1, 2)
+    assert (world.ledger._recall.number, world.ledger._recall.member) == (1, 2)
     world.want(3, 2)  # it waits for no answer to the one ahead of need
-    assert world.ledger.recalling == (2, 2)
+    assert (world.ledger._recall.number, world.ledger._recall.member) == (2, 2)
     assert [pages for _, _, pages in world.recalls] == [3, 2], "nobody is asked for what is not needed yet"
     world.recalls.pop(0)
     world.give(2, {4, 5, 6})

@@ -80,10 +80,6 @@ def test_every_byte_of_every_tensor_survives_packing(specs, alignment, mutable):
             assert min(p.offset for p in members) % alignment < slack
             if len({p.spec.itemsize for p in members}) == 1:
                 assert min(p.offset for p in members) % alignment == 0
-    assert {path for path, _ in layout.kept_resident} == {
-        s.path for s in specs if s.layer is not None and reference.must_stay_resident(s, specs, mutable)
-    }
-    assert all(reason for _, reason in layout.kept_resident)
     again = build([replace(s) for s in specs], layers=4, alignment=alignment, mutable=mutable)
     assert (again, hash(again)) == (layout, hash(layout))
 
@@ -118,7 +114,7 @@ def test_one_tensor_a_storage_is_packed_in_order_at_multiples_of_256():
     assert build([]).layers == ()
 
 
-def test_tied_and_mutable_tensors_are_kept_resident_with_a_reason():
+def test_tied_and_mutable_tensors_are_kept_resident():
     specs = [
         *(spec("embed.weight", layer=None, storage=1), spec("layers.0.head", storage=1)),
         *(spec(f"layers.{layer}.shared", layer=layer, storage=2) for layer in (0, 1)),
@@ -127,12 +123,8 @@ def test_tied_and_mutable_tensors_are_kept_resident_with_a_reason():
     layout = build(specs, mutable=DEFAULT_MUTABLE)
     assert [p.spec.path for p in layout.layers[1].tensors] == ["layers.1.own"]
     assert (layout.layers[0].tensors, layout.layers[0].nbytes) == ((), 0)
-    reasons = dict(layout.kept_resident)
-    assert "embed.weight" in reasons["layers.0.head"]
-    assert "embed.weight" not in reasons
-    assert "0, 1" in reasons["layers.0.shared"] == reasons["layers.1.shared"]
-    assert "*.running_var" in reasons["layers.1.bn.running_var"]
     offsets = {p.spec.path: p.offset for p in layout.rest.tensors}
+    assert set(offsets) == {each.path for each in specs} - {"layers.1.own"}
     assert offsets["embed.weight"] == offsets["layers.0.head"]
 
 

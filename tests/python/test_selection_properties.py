@@ -17,11 +17,12 @@ from remap.policy import schedule
 from remap.policy.cost import LayerTimes
 from remap.policy.search import EVALUATIONS, Problem, _starts, best_double, hidden
 from remap.policy.selection import best_set
-from remap.policy.slices import slices_freed, slices_period, tail_shares
+from remap.policy.slices import slices_freed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 from schedule_des import seconds_per_pass
 from selection_brute import least_period, least_single_waits, window_test
+from sliced_passes import slices_period, tail_shares
 
 RELAXED = settings(deadline=None, max_examples=examples(200))
 SLOW = settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])

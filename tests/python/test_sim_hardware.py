@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from remap.errors import InvalidArgument
-from remap.policy.hardware import Machine, machine, machines, model, models, namesakes
+from remap.policy._tables import table_of
+from remap.policy.hardware import Machine, machine, model, namesakes
 
 MACHINES = (
     *("GH200-96GB", "GB200", "B200", "H100-SXM", "H100-PCIe", "H200-SXM", "A100-80GB-SXM", "A800-80GB", "H800-80GB"),
@@ -68,8 +69,8 @@ def test_a_name_like_no_other_is_told_none() -> None:
 
 
 def test_the_tables_hold_what_they_are_known_for() -> None:
-    assert machines() == MACHINES
-    assert set(models()) == set(PARAMETERS)
+    assert tuple(table_of("machines", None)) == MACHINES
+    assert set(table_of("models", None)) == set(PARAMETERS)
     gh200 = machine("GH200-96GB")
     assert gh200.hbm_bytes == 97871 << 20
     assert (gh200.h2d_bytes_per_s, gh200.d2h_bytes_per_s) == (419e9, 371e9)
@@ -169,7 +170,7 @@ def test_a_users_table_adds_and_overrides(tmp_path: Path) -> None:
     path.write_text(json.dumps(table))
     for extra in (table, path, str(path)):
         mine, base = machine("MY-BOX", extra), machine("H100-SXM")
-        assert machines(extra) == (*MACHINES, "my-box")
+        assert tuple(table_of("machines", extra)) == (*MACHINES, "my-box")
         assert mine == base.with_(name="my-box", h2d_bytes_per_s=4e10)
         assert mine == machine("mine", extra)
         assert mine.sources["h2d_bytes_per_s"] == "L: measured"
@@ -178,7 +179,7 @@ def test_a_users_table_adds_and_overrides(tmp_path: Path) -> None:
         assert changed == machine("GH200").with_(h2d_bytes_per_s=3.46e11, attn_decode_eff=0.7)
         assert changed.sources["h2d_bytes_per_s"] == "user's table"
         assert model("half", extra).layers == 16
-        assert models(extra)[-1] == "half"
+        assert list(table_of("models", extra))[-1] == "half"
     assert machine("H100").name == "H100-SXM", "an alias is not inherited, and nothing built in has changed"
     assert machine("GH200").h2d_bytes_per_s == 419e9
 

@@ -505,7 +505,7 @@ class World:
     def all_answered(self) -> None:
         """Every request has had each of its tokens, once and in order, and one end, unless it was declined."""
         assert len(self.service.ledger) == 0
-        assert self.control.held == 0
+        assert len(self.control._held) == 0
         for id, ask in self.asks.items():
             if id in self.cancelled or id in self.declined:
                 assert self.ended[id] == 0

@@ -17,7 +17,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument, OutOfMemory
-from remap.policy.hardware import model, models
+from remap.policy._tables import table_of
+from remap.policy.hardware import model
 from remap_serve.policy import hybrid, minibatches
 from remap_serve.policy.activations import BlockBytes, Line, activations_of, block_bytes, next_is_activations, ratios
 from remap_serve.policy.minibatches import BufferLimits, Mix, total
@@ -28,7 +29,7 @@ import hybrid_brute as brute
 # ---------------------------------------------------------------------------------------------- bytes and costs
 
 
-@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("name", list(table_of("models", None)))
 def test_activations_are_refused_where_they_are_not_smaller(name: str) -> None:
     one = model(name)
     sizes = (16, one.kv_heads, one.head_dim, one.hidden, one.dtype_bytes)

@@ -24,7 +24,6 @@ from remap.advanced import Platform
 from remap.errors import InvalidArgument
 from remap.inside import inside
 from remap.policy import schedule
-from remap.policy.slices import slices_period
 from remap_serve.engine.chunk import Chunk
 from remap_serve.sim.engine import SimEngine
 from remap_serve.sim.masters import masters
@@ -34,6 +33,7 @@ from remap_serve.sim.sequences import SimSequence as Request
 from remap_serve.sim.workload import Item
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
+from sliced_passes import slices_period
 from stall_closed_form import stall_uniform
 
 PAGE = 2 << 20

@@ -10,11 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from reference.sliced_passes import slices_period
 from remap.adapters.settings import Settings
 from remap.errors import InvalidArgument
 from remap.policy import schedule
 from remap.policy.hardware import machine, model
-from remap.policy.slices import slices_period
 from remap_serve.cli.plan import plan as command
 from remap_serve.sim.model_variants import in_dtype, least_rows, sharded
 from remap_serve.sim.planning import balance, kv_tokens, limit, memory_of, plan

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.policy.hardware import machine, machines, model, models
+from remap.policy._tables import table_of
+from remap.policy.hardware import machine, model
 from remap_serve.sim.roofline import Roofline, prefill_pairs
 
 # A machine on which every term is a round number: 1 TB/s, 100 TFLOP/s, half of each reached.
@@ -84,8 +85,8 @@ def test_a_mixture_of_experts_reads_the_weights_that_its_tokens_touch() -> None:
 
 
 @given(
-    st.sampled_from(machines()),
-    st.sampled_from(models()),
+    st.sampled_from(list(table_of("machines", None))),
+    st.sampled_from(list(table_of("models", None))),
     st.integers(0, 2048),
     st.integers(0, 300),
     st.integers(0, 100_000),

@@ -78,11 +78,6 @@ class SharedBlocks:
         weakref.finalize(table, self._left.append, table.rows).atexit = False
         return table
 
-    @property
-    def held(self) -> int:
-        """Number of blocks that at least one row shows."""
-        return len(self._shown)
-
     def collect(self) -> None:
         """Free the blocks of tables that have ended."""
         while self._left:

@@ -66,14 +66,6 @@ class BlockStore:
         """The memory goes away."""
         self._rows = None
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of the workspace: one layer's keys and values of the longest batch.
-
-        It is not part of the session's memory.
-        """
-        return int(self._workspace.numel() * self._workspace.element_size())
-
     def rows(self, blocks: torch.Tensor, first: int, tokens: int) -> torch.Tensor:
         """Layer 0's rows of tokens [first, first + tokens), shape (2, sequences, kv_heads, tokens).
 

@@ -143,11 +143,6 @@ class Ledger:
         return tuple(self._unmet)
 
     @property
-    def recalling(self) -> tuple[int, int] | None:
-        """(recall, member) of the one who is asked now for what others want."""
-        return None if self._recall is None else (self._recall.number, self._recall.member)
-
-    @property
     def recalls(self) -> set[int]:
         """The numbers of all recalls that are not answered, nor late."""
         return {*self._named, *(() if self._recall is None else (self._recall.number,))}

@@ -9,11 +9,9 @@ from typing import SupportsIndex, SupportsInt, cast
 from remap.errors import InvalidArgument
 from remap.sizes import shown
 
-__all__ = ["LEGACY_DEFAULT_STREAM", "PER_THREAD_DEFAULT_STREAM", "native_stream"]
+__all__ = ["LEGACY_DEFAULT_STREAM", "native_stream"]
 
-# The driver's names for its two default streams (CU_STREAM_LEGACY, CU_STREAM_PER_THREAD).
-LEGACY_DEFAULT_STREAM = 1
-PER_THREAD_DEFAULT_STREAM = 2
+LEGACY_DEFAULT_STREAM = 1  # CU_STREAM_LEGACY
 
 _PROTOCOL_VERSION = 0
 _HANDLE_BITS = 64

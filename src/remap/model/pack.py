@@ -90,16 +90,10 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The place of every tensor of a model. Equal input gives an equal (and hashable) layout.
-
-    kept_resident: (path, reason) of each tensor that belongs to a layer but is placed in `rest`.
-    alignment: bytes; each packed storage starts at a multiple of it, except in layers in file order.
-    """
+    """The place of every tensor of a model. Equal input gives an equal (and hashable) layout."""
 
     layers: tuple[LayerLayout, ...]
     rest: LayerLayout
-    kept_resident: tuple[tuple[str, str], ...]
-    alignment: int
 
     @property
     def parts(self) -> tuple[LayerLayout, ...]:
@@ -167,20 +161,16 @@ def build(
     groups: dict[int, list[TensorSpec]] = {}
     for spec in specs:
         groups.setdefault(spec.storage, []).append(spec)
-    reasons = {storage: _why_resident(members, mutable) for storage, members in groups.items()}
-
+    stays = {storage for storage, members in groups.items() if _stays(members, mutable)}
     goes = {storage for storage, members in groups.items() if ends and _goes_with_layers(members, mutable)}
     parts: list[list[TensorSpec]] = [[] for _ in range(count)]
     last: list[TensorSpec] = []
     rest: list[TensorSpec] = []
-    kept: list[tuple[str, str]] = []
     for spec in specs:
-        reason = reasons[spec.storage]
         if spec.layer is None:
             (last if spec.storage in goes else rest).append(spec)
-        elif reason:
+        elif spec.storage in stays:
             rest.append(spec)
-            kept.append((spec.path, reason))
         else:
             parts[spec.layer].append(spec)
 
@@ -189,27 +179,16 @@ def build(
             _pack(index, members, alignment) for index, members in enumerate([*parts, last] if last else parts)
         ),
         rest=_pack(None, rest, alignment),
-        kept_resident=tuple(kept),
-        alignment=alignment,
     )
     return layout.with_file_order(file_order, file_alignment) if file_order else layout
 
 
-def _why_resident(members: Sequence[TensorSpec], mutable: Sequence[str]) -> str:
-    """Why the storage with these members must not be streamed with a layer; "" if it may be."""
-    layers = sorted({spec.layer for spec in members if spec.layer is not None})
-    if not layers:
-        return ""
-    outside = [spec.path for spec in members if spec.layer is None]
-    if outside:
-        return f"layer {layers[0]} shares its storage with {outside[0]}, which is outside of the layers"
-    if len(layers) > 1:
-        return f"layers {', '.join(map(str, layers))} share its storage"
-    for spec in members:
-        for pattern in mutable:
-            if fnmatchcase(spec.path, pattern):
-                return f"{spec.path} matches the mutable pattern {pattern!r}"
-    return ""
+def _stays(members: Sequence[TensorSpec], mutable: Sequence[str]) -> bool:
+    """Whether the storage with these members must not be streamed with a layer: it is of several, or of one and the rest, or
+    the model writes it."""
+    return len({spec.layer for spec in members}) > 1 or any(
+        fnmatchcase(spec.path, pattern) for spec in members for pattern in mutable
+    )
 
 
 def _goes_with_layers(members: Sequence[TensorSpec], mutable: Sequence[str]) -> bool:

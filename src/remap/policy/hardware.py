@@ -38,9 +38,7 @@ __all__ = [
     "Model",
     "RooflineConstants",
     "machine",
-    "machines",
     "model",
-    "models",
     "namesakes",
 ]
 
@@ -265,16 +263,6 @@ def _operators(value: object) -> tuple[tuple[str, int, int], ...]:
 
 
 # ---------------------------------------------------------------------------------------------- look-ups
-
-
-def machines(extra: Extra = None) -> tuple[str, ...]:
-    """The names of the known machines, those of `extra` last. Raises InvalidArgument for a malformed `extra`."""
-    return tuple(table_of("machines", extra))
-
-
-def models(extra: Extra = None) -> tuple[str, ...]:
-    """The names of the known models, those of `extra` last. Raises InvalidArgument for a malformed `extra`."""
-    return tuple(table_of("models", extra))
 
 
 def machine(name: str, extra: Extra = None) -> Machine:

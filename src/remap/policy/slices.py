@@ -9,27 +9,11 @@ derived.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from remap.errors import InvalidArgument
-from remap.policy import schedule
 
-__all__ = ["slices_alpha", "slices_freed", "slices_period", "tail_for", "tail_shares"]
-
-
-def slices_period(
-    compute_s: Sequence[float],
-    transfer_s: Sequence[float],
-    shares: Sequence[float],
-    buffers: int,
-    streamed: Iterable[int],
-) -> float:
-    """Seconds per pass when each streamed layer streams its share (0..1) of its bytes; exact, fixed slots.
-
-    transfer_s: of whole layers. A layer waits for its slice before it computes at all.
-    """
-    scaled = [seconds * share for seconds, share in zip(transfer_s, shares, strict=True)]
-    return schedule.period(compute_s, scaled, streamed, buffers)
+__all__ = ["slices_alpha", "slices_freed", "tail_for"]
 
 
 def slices_freed(tail_pages: int, layer_pages: Sequence[int], buffers: int) -> int:
@@ -73,8 +57,3 @@ def tail_for(layer_pages: Sequence[int], alpha: float, buffers: int) -> int:
             buffers=buffers,
         )
     return tail
-
-
-def tail_shares(tail_pages: int, layer_pages: Sequence[int]) -> list[float]:
-    """The last `tail_pages` pages of each layer, as a share of the layer."""
-    return [min(tail_pages, pages) / pages if pages else 0.0 for pages in layer_pages]

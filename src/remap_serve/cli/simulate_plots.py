@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of simulated runs: each function takes results and returns matplotlib figures; `svg` and `png` write them.
+"""Pictures of simulated runs: each function takes results and returns matplotlib figures; `svg` writes them.
 
 A function returns no figure where there is nothing to see.
 
@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from remap.cli.errors import needed
@@ -26,7 +25,6 @@ __all__ = [
     "colours",
     "kv_over_time",
     "need_matplotlib",
-    "png",
     "stall_over_time",
     "svg",
     "tbt_cdf",
@@ -305,9 +303,3 @@ def svg(figure: Any) -> str:
     return re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1
     )
-
-
-def png(figure: Any, path: Path) -> None:
-    """Write the figure into a file. Raises OSError if it cannot."""
-    with need_matplotlib().rc_context(STYLE):
-        figure.savefig(path, format="png", dpi=140, facecolor="white")

@@ -239,11 +239,6 @@ class Control:
         return shortage(self.placement, later, self.policy.name in ("remap", "kunserve"))
 
     @property
-    def held(self) -> int:
-        """Requests that wait until an instance serves."""
-        return len(self._held)
-
-    @property
     def descriptions(self) -> dict[str, Description]:
         """Of the instances in the cluster, as they joined."""
         return dict(self._known)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from remap.config import invalid
 
@@ -130,7 +130,3 @@ class Metrics:
             "layers_remapped_peak": max((sample.layers_remapped for sample in self.timeline), default=0),
             "running_peak": max((sample.running for sample in self.timeline), default=0),
         }
-
-    def as_dict(self) -> dict[str, Any]:
-        """Summary and timeline, ready for JSON."""
-        return {**self.summary(), "timeline": [asdict(sample) for sample in self.timeline]}

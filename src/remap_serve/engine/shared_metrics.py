@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from remap_serve.engine.metrics import Metrics, percentile
@@ -43,18 +43,16 @@ class SharedSample:
 @dataclass(frozen=True)
 class Activation:
     """One turn's beginning. seconds: the activation itself. first_pass_s: from the decision to switch to the end of the first
-    pass, which is what the requests feel; None if the turn ended without a pass. moved_blocks and preempted_requests: what had
-    to give way, at any tenant. restored_layers came home, streamed_layers did not.
+    pass, which is what the requests feel; None if the turn ended without a pass. preempted_requests had to give way, of any
+    tenant. restored_layers came home.
     """
 
     time_s: float
     tenant: str
     seconds: float
     first_pass_s: float | None
-    moved_blocks: int = 0
     preempted_requests: int = 0
     restored_layers: int = 0
-    streamed_layers: int = 0
     predicted_stall_s: float = 0.0
 
 
@@ -130,12 +128,4 @@ class SharedResult:
             "activation_p50_s": percentile(delays, 0.50),
             "activation_p99_s": percentile(delays, 0.99),
             "tenants": tenants,
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        """Summary, activations and timeline, ready for JSON."""
-        return {
-            **self.summary(),
-            "activation_log": [asdict(one) for one in self.activations],
-            "timeline": [asdict(sample) for sample in self.timeline],
         }

@@ -446,22 +446,19 @@ class SharedEngines:
     def _activate(self, name: str, alone: bool) -> dict[str, Any]:
         """`session.activate`, and what it asks for: that number of others' blocks is freed first, of their youngest requests.
         Which blocks these are is all one: those that stay move."""
-        moved = preempted = 0
+        preempted = 0
         self.beginning = name
         tenant, begun = self.engines[name].tenant, self._clock()
         away = inside(tenant).away_pages
         for _ in range(len(self.engines) + 1):
             report = self._reports.ask(lambda: self.session.activate(name, alone=alone, partial=self.partial))
-            moved += sum(map(len, report.moved.values()))
             if report.activated:
                 self.beginning = None
                 if away > inside(tenant).away_pages:
                     self._returning = _Return(name, report.restored, away - inside(tenant).away_pages, begun)
                 return {
-                    "moved_blocks": moved,
                     "preempted_requests": preempted,
                     "restored_layers": len(report.restored),
-                    "streamed_layers": len(report.streamed),
                     "predicted_stall_s": report.predicted_stall_s,
                 }
             victims = 0
@@ -529,7 +526,6 @@ class SharedEngines:
         if turn is None:
             return
         entry = {
-            "moved_blocks": 0,
             "preempted_requests": 0,
             "restored_layers": 0,
             "predicted_stall_s": 0.0,

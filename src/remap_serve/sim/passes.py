@@ -155,10 +155,9 @@ class SessionPass(Pass):
 
 @dataclass(frozen=True)
 class PieTimes:
-    """One pass with m of n layers' KV in host memory: seconds of computation, of each direction's copies, and of the whole."""
+    """One pass with m of n layers' KV in host memory: seconds of computation, and of the whole."""
 
     compute_s: float
-    copies_s: float  # of the slower direction
     pass_s: float
 
     @property
@@ -199,7 +198,7 @@ class PiePass(Pass):
         self._stall_s = 0.0
         self._copied_bytes = 0
         # Of the last pass that only decoded; and its computation if nothing were copied.
-        self.last = PieTimes(0.0, 0.0, 0.0)
+        self.last = PieTimes(0.0, 0.0)
         self._alone_s = 0.0
 
     @property
@@ -219,7 +218,7 @@ class PiePass(Pass):
         machine, n = self._machine, self.model.layers
         compute = n * layer_s + ends_s
         if swapped == 0:
-            return PieTimes(compute, 0.0, compute)
+            return PieTimes(compute, compute)
         nbytes = used_tokens * self.model.kv_bytes_per_token_layer
         moved = min(swapped + 2, n)
         rate_in, rate_out = machine.h2d_bytes_per_s * machine.duplex, machine.d2h_bytes_per_s * machine.duplex
@@ -228,8 +227,7 @@ class PiePass(Pass):
         taken = (rate_in + rate_out) / machine.hbm_bytes_per_s
         beside = min(compute / (1.0 - taken), min(copy_in, copy_out))
         slowed = compute + beside * taken
-        copies = max(copy_in, copy_out)
-        return PieTimes(slowed, copies, max(slowed, copies))
+        return PieTimes(slowed, max(slowed, copy_in, copy_out))
 
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         swapped = self._swapped_layers()

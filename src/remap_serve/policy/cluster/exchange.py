@@ -8,8 +8,8 @@ no longer compute those layers: of a request of one instance that joins g - 1 ot
 A link sends the data with the highest priority, piece by piece: activations, then weights that a stage is about to need, then the
 exchange, then what restores. A piece that is being sent is not interrupted. KunServe's chunks take about as long to send as
 a stage takes to compute: so the link is asked again about once for each microbatch. An activation waits for at most the
-longest chunk below it, if the link has time for all activations (`longest_wait`, derived: the busy period of a line with
-fixed priorities and no interruption). tests/reference/priority_link_des.py simulates such a link.
+longest chunk below it, if the link has time for all activations. tests/reference/priority_link_des.py derives that, and simulates
+such a link.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .lookahead import ChunkCost
 from .pipeline import Network
 from .placement import Group, ServedLayers
 
-__all__ = ["Flow", "Priority", "Resumption", "Running", "chunk_bytes", "longest_wait", "moves", "resumptions", "takers"]
+__all__ = ["Priority", "Resumption", "Running", "chunk_bytes", "moves", "resumptions", "takers"]
 
 
 class Priority(IntEnum):
@@ -33,15 +33,6 @@ class Priority(IntEnum):
     WEIGHTS = 1
     EXCHANGE = 2
     RESTORE = 3
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Pieces of one kind on a link. seconds: of the longest piece. period_s: between two of them at least; > 0."""
-
-    priority: Priority
-    seconds: float
-    period_s: float
 
 
 @dataclass(frozen=True)
@@ -55,12 +46,10 @@ class Running:
 
 @dataclass(frozen=True)
 class Resumption:
-    """How a request goes on. request: its place in the argument. again: its KV is computed again instead of moved. ready_s:
-    when its KV has come, if nothing else is sent; None if it is computed again, for the scheduler decides when."""
+    """How a request goes on. request: its place in the argument. again: its KV is computed again instead of moved."""
 
     request: int
     again: bool
-    ready_s: float | None
 
 
 def moves(model: ServedLayers, before: Group, after: Group, tokens: int) -> dict[tuple[str, str], int]:
@@ -91,34 +80,6 @@ def chunk_bytes(network: Network, stage_s: float) -> int:
     return max(1, math.floor(network.bytes_per_s * stage_s))
 
 
-def longest_wait(flows: Sequence[Flow], number: int) -> float:
-    """Seconds that a piece of the flow with this number waits at most until it is sent; inf if the flows up to its priority
-    ask for all of the link's time.
-
-    A piece waits for one that is being sent, of any flow below it, and for those that go first. Pieces of equal priority
-    go in the order of asking. For the highest priority alone the bound is attained.
-    """
-    own = flows[number]
-    first = [flow for flow in flows if flow.priority <= own.priority]
-    if math.fsum(flow.seconds / flow.period_s for flow in first) >= 1.0:
-        return math.inf
-    blocked = max((flow.seconds for flow in flows if flow.priority > own.priority), default=0.0)
-    others = [flow for place, flow in enumerate(flows) if place != number and flow.priority <= own.priority]
-
-    def settled(begin: float, asked: Sequence[Flow]) -> float:
-        """When the link is free, if it begins with so much work and these flows ask as often as they may."""
-        now, later = -1.0, begin
-        while later > now:
-            now = later
-            later = begin + math.fsum((math.floor(now / flow.period_s) + 1) * flow.seconds for flow in asked)
-        return now
-
-    # While a piece is sent, others come that go first: its own line is not empty before all of them are gone.
-    busy = settled(blocked, first)
-    pieces = range(math.floor(busy / own.period_s) + 1)
-    return max(settled(blocked + sent * own.seconds, others) - sent * own.period_s for sent in pieces)
-
-
 def resumptions(requests: Sequence[Running], network: Network, cost: ChunkCost) -> list[Resumption]:
     """How each request goes on, in the order in which they do: from each instance those with the fewest bytes first, so that
     they wait the least in the mean; then those whose KV is computed again.
@@ -126,13 +87,5 @@ def resumptions(requests: Sequence[Running], network: Network, cost: ChunkCost) 
     That is cheaper where the device is quicker with the request's tokens than the network with its bytes.
     """
     again = [cost.chunk(0, each.tokens) + cost.batch_s < each.moved_bytes / network.bytes_per_s for each in requests]
-    sent: dict[str, float] = {}
-    found = []
-    for place in sorted(range(len(requests)), key=lambda place: (again[place], requests[place].moved_bytes, place)):
-        each = requests[place]
-        if again[place]:
-            found.append(Resumption(place, True, None))
-            continue
-        sent[each.source] = sent.get(each.source, 0.0) + each.moved_bytes / network.bytes_per_s
-        found.append(Resumption(place, False, sent[each.source]))
-    return found
+    order = sorted(range(len(requests)), key=lambda place: (again[place], requests[place].moved_bytes, place))
+    return [Resumption(place, again[place]) for place in order]
