@@ -331,14 +331,6 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_cluster_restore.py::test_each_missing_layer_comes_once_and_each_way_carries_one_at_a_time",),
     ),
     Mutant(
-        name="cluster-activations-of-one-moment",
-        file="src/remap_serve/policy/cluster/exchange.py",
-        text="(math.floor(now / flow.period_s) + 1)",
-        replacement="max(1, math.ceil(now / flow.period_s))",
-        breaks="A piece that is asked for when another could begin is taken to go behind it (off by one).",
-        tests=("test_cluster_exchange.py::test_later_pieces_may_wait_longer_than_the_first",),
-    ),
-    Mutant(
         name="cluster-bound-between-neighbours",
         file="src/remap_serve/policy/cluster/lookahead.py",
         text="        bound = min(bound, math.nextafter(high, low))\n",

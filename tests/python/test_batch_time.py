@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from remap.policy.batch_time import BatchTime
+from remap.policy.cost import BatchTime
 
 FADES, SPREAD = 0.98, 0.02
 MEASURED = st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 1)), min_size=1, max_size=60)

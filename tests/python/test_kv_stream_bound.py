@@ -15,7 +15,7 @@ from remap import _core
 from remap.inside import inside
 from remap.policy import schedule
 from remap.policy.kv_stream import most_blocks, pass_seconds
-from remap_serve.sim.masters import masters
+from remap_serve.sim.worlds import masters
 
 SECONDS = st.floats(0.1, 8.0)
 

@@ -24,7 +24,7 @@ from remap.memory.device import simulated
 from remap.policy.hardware import machine
 from remap_serve.engine.request import Request, SamplingParams, Sequence
 from remap_serve.engine.scheduler import Scheduler
-from remap_serve.sim.masters import masters
+from remap_serve.sim.worlds import masters
 
 LAYOUTS = ("block_major", "layer_major")
 MODES = ("aliased", "strict")

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from remap.policy import schedule
 from remap.policy.cost import LayerTimes
-from remap.policy.search import EVALUATIONS, Problem, _starts, best_double, hidden
-from remap.policy.selection import best_set
+from remap.policy.selection import EVALUATIONS, Problem, _starts, best_double, best_set, hidden
 from remap.policy.slices import slices_freed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))

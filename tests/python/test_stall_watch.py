@@ -14,7 +14,7 @@ import remap
 from remap import _core
 from remap.inside import inside
 from remap.memory.stall_watch import LEAST_PASSES, MARGIN, WINDOW, StallWatch
-from remap_serve.sim.masters import masters
+from remap_serve.sim.worlds import masters
 
 MIB = 1 << 20
 LAYERS, LAYER = 8, 16 * MIB

@@ -23,14 +23,13 @@ from test_cluster_server import JSON, SERVED, Scripted, ask_and_leave, client_of
 
 from remap.errors import InvalidArgument
 from remap_serve.cluster import app
-from remap_serve.cluster.app import make_app
+from remap_serve.cluster.app import Readers, make_app
 from remap_serve.cluster.caller import Caller
 from remap_serve.cluster.guard import hosts_of
 from remap_serve.cluster.http_errors import MOST_TEXT
 from remap_serve.cluster.ledger import Delivery
 from remap_serve.cluster.limits import FrontLimits
 from remap_serve.cluster.prompts import Catalog
-from remap_serve.cluster.readers import Readers
 from remap_serve.engine.request import Request
 
 ANY = FrontLimits()

@@ -20,9 +20,8 @@ from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfBlocks
 from remap_serve.cluster.asked import AnswerAsked, AnswerPiece
 from remap_serve.cluster.control import NoCopy
 from remap_serve.cluster.http_errors import UnknownModel, error_of, status_of
-from remap_serve.cluster.openai import CHAT, COMPLETION, parse
+from remap_serve.cluster.openai import CHAT, COMPLETION, parse, tokenize
 from remap_serve.cluster.prompts import Served
-from remap_serve.cluster.tokenize import tokenize
 from remap_serve.engine.request import SamplingParams
 
 SERVED = Served("tiny", byte_tokenizer(), 100, frozenset({256}), 0)
@@ -445,8 +444,7 @@ def test_a_key_makes_the_same_requests_again_and_other_keys_others() -> None:
 
 FIRST_BODIES = """
 import json, os, sys, threading
-from remap_serve.cluster.openai import CHAT, COMPLETION, parse
-from remap_serve.cluster.tokenize import tokenize
+from remap_serve.cluster.openai import CHAT, COMPLETION, parse, tokenize
 from test_cluster_openai import BARE, SERVED
 
 sys.setswitchinterval(1e-6)

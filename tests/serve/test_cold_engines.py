@@ -21,7 +21,7 @@ from sim_models import kv_spec as sim_spec  # noqa: E402
 from remap import _core  # noqa: E402
 from remap.policy.hidden import lateness_beyond  # noqa: E402
 from remap_serve.engine import LLMEngine, Request, SamplingParams, SharedEngines  # noqa: E402
-from remap_serve.sim.masters import masters  # noqa: E402
+from remap_serve.sim.worlds import masters  # noqa: E402
 
 PAGE = 16384
 KINDS = ("llama", "qwen3", "llama-odd", "llama", "qwen3")

@@ -26,11 +26,11 @@ from remap.inside import inside
 from remap.policy import schedule
 from remap_serve.engine.chunk import Chunk
 from remap_serve.sim.engine import SimEngine
-from remap_serve.sim.masters import masters
 from remap_serve.sim.passes import SessionPass
 from remap_serve.sim.scheduling import PrefillFirst
 from remap_serve.sim.sequences import SimSequence as Request
 from remap_serve.sim.workload import Item
+from remap_serve.sim.worlds import masters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 from sliced_passes import slices_period

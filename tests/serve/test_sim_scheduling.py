@@ -18,10 +18,9 @@ from remap_serve.engine.request import Request as RealRequest
 from remap_serve.engine.request import RequestState, SamplingParams
 from remap_serve.engine.request import Sequence as RealSequence
 from remap_serve.engine.scheduler import Schedule, Scheduler
-from remap_serve.sim.clock import VirtualClock
 from remap_serve.sim.engine import SimEngine
 from remap_serve.sim.passes import Pass
-from remap_serve.sim.pools import CountedPool
+from remap_serve.sim.pools import CountedPool, VirtualClock
 from remap_serve.sim.scheduling import PrefillFirst, make_scheduling
 from remap_serve.sim.sequences import SimSequence as Request
 from remap_serve.sim.sequences import Work

@@ -20,7 +20,7 @@ from remap import _core
 from remap.errors import DriverError, InvalidArgument, OutOfMemory
 from remap.inside import inside
 from remap.policy.hardware import machine
-from remap_serve.sim.masters import masters
+from remap_serve.sim.worlds import masters
 
 MIB = 1 << 20
 SMALL = 16 * MIB
@@ -225,7 +225,7 @@ def test_an_arena_of_96_gib_costs_no_memory() -> None:
     script = """
 import remap
 from remap import _core
-from remap_serve.sim.masters import masters
+from remap_serve.sim.worlds import masters
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

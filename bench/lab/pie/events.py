@@ -26,11 +26,10 @@ from typing import Any
 
 from remap.policy.hardware import Machine, Model
 from remap_serve.engine.scheduler import Schedule
-from remap_serve.sim.clock import VirtualClock
 from remap_serve.sim.engine import SimEngine
 from remap_serve.sim.passes import Cost, Pass
 from remap_serve.sim.policies import Policy, find
-from remap_serve.sim.pools import PiePool
+from remap_serve.sim.pools import PiePool, VirtualClock
 from remap_serve.sim.sequences import Work
 
 __all__ = ["ANYTIME", "LOOK_S", "POLICY", "PREFIX", "Adaptive", "EventEngine", "LayerSwaps", "Window", "policy_of"]

@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import cast
 
 from remap.config import Knobs
-from remap.policy.batch_time import BatchTime
+from remap.policy.cost import BatchTime
 from remap.policy.donors.supply import Quote, choose
 from remap.policy.link import spared
 from remap.policy.rental import HeadroomGuard, Rental, income

@@ -10,7 +10,7 @@ These are pure, and the simulator drives control with the same messages. `remap_
 merge. One instance:
 
     instance   what control asks of it: a stage of a group, always, if only of a group of one
-    instance_loop  the thread that computes; outbox: what it has for control; heard: messages of peers; submissions: requests
+    instance_loop  the thread that computes; outbox: what it has for control; submissions: requests
     change     the changes prepared, committed, aborted; prepared: the links of a group that is to be
     switch     how it becomes a member of the group that was decided
     member     its state between two changes; resources: its own in any group; counts: its work

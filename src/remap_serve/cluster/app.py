@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -34,11 +36,9 @@ from .guard import Guard
 from .http_errors import RETRY_S, NoMethod, NoPath, SlowBody, UnknownModel
 from .limits import Admission, FrontLimits
 from .metrics import ClusterMetrics, RequestMetrics
-from .openai import CHAT, COMPLETION
+from .openai import CHAT, COMPLETION, tokenize
 from .prompts import Catalog, Served
-from .readers import Readers
 from .seen import cluster_state, health_of
-from .tokenize import tokenize
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .front import Front
     from .shared_front import SharedFront
 
-__all__ = ["ServedModels", "make_app", "make_endpoints", "make_shared_app", "make_starting"]
+__all__ = ["Readers", "ServedModels", "make_app", "make_endpoints", "make_shared_app", "make_starting"]
 
 LATE_S = 2.0
 """Seconds behind its deadline that a stream's caller has to take the event that says so."""
@@ -58,11 +58,45 @@ LATE_S = 2.0
 STALL_S = 60.0
 """For so long a stream's caller may take nothing of it: one that reads nothing has a place that others wait for."""
 
+READERS = 4
+"""Threads that read bodies."""
+
 DEFAULT = FrontLimits()
 NOT_ALLOWED = 405
 ENDPOINTS = "ask for POST /v1/chat/completions, POST /v1/completions or GET /v1/models"
 
 ValueT = TypeVar("ValueT")
+
+
+class Readers:
+    """Bodies become requests beside the event loop: a long prompt holds up neither tokens nor another prompt.
+
+    A few threads, with one tokenizer for all of them and the event loop: the usual kind, in Rust, encodes and decodes in
+    several threads at once, and lets others run meanwhile. What its first call sets is set before there are threads
+    (`Served.settle`). The other kind, in Python, need not bear that: with it one body is read at a time. A body that no caller
+    waits for is not begun; one that has been begun ends at its next step (parsed, template, one prompt of several), and a step
+    is bounded, since a body and a prompt are (`limits`).
+
+    The function that they run is called with its arguments, `served`, and wanted(): whether a caller waits.
+    """
+
+    def __init__(self, served: Served | Catalog, threads: int = READERS) -> None:
+        self._served = served
+        settled = [each.settle() for each in served.models]
+        self._pool = ThreadPoolExecutor(threads if all(settled) else 1, "bodies")
+
+    async def run(self, function: Callable[..., ValueT], *arguments: object) -> ValueT:
+        """The function's result or exception. When this is cancelled it is not begun, or wanted() is False from now on."""
+        wanted = threading.Event()
+        wanted.set()
+
+        def work() -> ValueT:
+            return function(*arguments, self._served, wanted.is_set)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            wanted.clear()
 
 
 class _Gone(Exception):

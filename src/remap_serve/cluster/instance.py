@@ -6,8 +6,8 @@ carried out between two passes; so nothing is shared but the queue, what control
 (`outbox`).
 
 Each entry goes one way, down: from here to `submissions` (requests that come and leave), `own_layers` (layers that leave and come
-home), or the loop, which has `passes` (microbatches), `heard` (messages of peers), `room`, `switch` (the next member) and the
-member's exchange; its result is returned.
+home), or the loop, which has `passes` (microbatches), `room`, `switch` (the next member) and the member's exchange; its result is
+returned.
 
 `prepare` runs in its caller's thread, for it waits for others, and hands the loop two links that are ready.
 """

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap.errors import Error, InvalidState
 from remap.inside import inside
-from remap_serve.cluster import beside, heard, own_layers, passes, room
+from remap_serve.cluster import beside, own_layers, passes, room
 from remap_serve.cluster.change import InstanceChanges
 from remap_serve.cluster.member import Member, alone
 from remap_serve.cluster.outbox import Outbox
@@ -41,13 +41,25 @@ from remap_serve.cluster.prepared import Ears
 from remap_serve.cluster.resources import KVLost
 from remap_serve.cluster.switch import switch
 from remap_serve.cluster.transport import PeerLost
-from remap_serve.cluster.wire import End, decode, encode
+from remap_serve.cluster.wire import (
+    Cannot,
+    Chosen,
+    End,
+    LayerPart,
+    Microbatch,
+    Room,
+    Shrink,
+    WantLayer,
+    decode,
+    encode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from remap_serve.cluster.messages import Tokens
     from remap_serve.cluster.prepared import PreparedGroup
     from remap_serve.cluster.resources import Resources
 
@@ -265,7 +277,7 @@ class InstanceLoop:
         if isinstance(message, End):
             self._on_end(header, message.epoch)
         else:
-            self.outbox.put(heard.from_ring(self.now, message, header, payload))
+            self.outbox.put(_from_ring(self.now, message, header, payload))
 
     def _on_end(self, header: bytes, epoch: int) -> None:
         """The ring is at its end, for this epoch: nothing of the group comes behind it."""
@@ -278,10 +290,21 @@ class InstanceLoop:
             self.begin_switch(prepared)
 
     def _on_mesh(self, source: int, header: bytes, payload: torch.Tensor | None) -> None:
-        heard.from_mesh(self.now, source, header, payload)
+        """Of any instance of the change, by its rank: KV, or layers."""
+        member, message = self.now, decode(header)
+        if isinstance(message, WantLayer | LayerPart | Cannot):
+            came = None if member.copies is None else member.copies.on(source, message, payload)
+            if came is not None:
+                own_layers.came(member, *came)
+        elif member.exchange is not None:
+            member.exchange.on(source, message, payload)
 
     def _on_sent(self) -> None:
-        heard.piece_sent(self.now)
+        """A piece that this member sent is on its way."""
+        if self.now.exchange is not None:
+            self.now.exchange.sent()
+        elif self.now.copies is not None:
+            self.now.copies.sent()
 
     def _on_lost(self, error: PeerLost) -> None:
         if self.now.lost is None:
@@ -342,3 +365,24 @@ class InstanceLoop:
         self._closing = True
         self.changes.close()
         self.now.leave()
+
+
+def _from_ring(member: Member, message: object, header: bytes, payload: torch.Tensor | None) -> list[Tokens]:
+    """Of the stage before, but for `End`: the tokens that came of it."""
+    match message:
+        case Microbatch() if payload is not None and member.part.first < member.part.end:
+            return passes.compute(member, message, payload)
+        case Chosen(lane, choice) if member.head is not None:
+            return passes.land(member, lane, choice)
+        case Room() if member.head is not None:
+            room.hear(member, message)
+            if member.exchange is not None:
+                member.exchange.pump()
+        case Shrink() if member.head is not None:
+            pass  # it has been round: every stage has done it
+        case Shrink():
+            own_layers.give_up(member, message)
+            member.forward(header)
+        case _:
+            member.forward(header, payload)  # not for a stage without layers, or for the head
+    return []

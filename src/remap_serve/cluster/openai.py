@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of OpenAI's completions and chat into requests of the engine.
+"""Bodies of OpenAI's completions and chat into requests of the engine; vLLM's /tokenize, with its answer.
 
 A feature that the engine does not have is refused by name, unless its value asks for nothing; so is a field that the server does
 not know, unless its value is one that usually asks for nothing. `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` (besides
@@ -24,7 +24,7 @@ from remap_serve.engine.request import MOST_LOGPROBS, Request, SamplingParams
 from .asked import AnswerAsked
 from .prompts import Catalog, Served, Wanted, always, encoded, ids_of, refused, still
 
-__all__ = ["CHAT", "COMPLETION", "Chat", "Completion", "decoded", "messages_text", "parse"]
+__all__ = ["CHAT", "COMPLETION", "Chat", "Completion", "parse", "tokenize"]
 
 COMPLETION_TOKENS = 16
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -146,10 +146,23 @@ class Chat(_Body, kw_only=True):
         return effort | (self.chat_template_kwargs or {})
 
 
+class _Tokenize(msgspec.Struct, kw_only=True):
+    """A prompt, or messages, as vLLM's /tokenize has them. add_special_tokens: by itself with a prompt, and not with messages,
+    whose template has them. chat_template_kwargs: of that."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 # Decoders are made here, by one thread. By a class alone msgspec would decode as well, and learn it when it meets it first; a
 # second thread that meets it meanwhile takes what is half learnt, and the process dies (msgspec 0.22).
 COMPLETION = msgspec.json.Decoder(Completion)
 CHAT = msgspec.json.Decoder(Chat)
+_TOKENIZE = msgspec.json.Decoder(_Tokenize)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -166,7 +179,7 @@ def parse(
     Raises InvalidArgument (field param, where one is at fault) for a body that is not as it must be, or a key of more than
     MOST_KEY characters; and UnknownModel.
     """
-    body: Completion | Chat = decoded(text, decoder)
+    body: Completion | Chat = _decoded(text, decoder)
     served = served.find(body.model)
     _whole(body)
     _require_supported(body, text, served)
@@ -177,7 +190,7 @@ def parse(
     still(wanted)
     chat, echoes, echo_only = isinstance(body, Chat), [""], False
     if isinstance(body, Chat):
-        written = messages_text(body.messages, served, body.template_kwargs)
+        written = _messages_text(body.messages, served, body.template_kwargs)
         prompts = [encoded("messages", written, served, special=bool(body.add_special_tokens))]
     else:
         prompts, echoes = _prompts(body, tries, served, wanted)
@@ -213,6 +226,25 @@ def parse(
     )
 
 
+def tokenize(text: bytes, served: Served | Catalog, wanted: Wanted = always) -> dict[str, Any]:
+    """The answer to this body. Raises InvalidArgument (field param, where a field is at fault) and UnknownModel."""
+    body = _decoded(text, _TOKENIZE)
+    served = served.find(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidArgument("either prompt or messages must be given; nothing was asked", param="prompt")
+    still(wanted)
+    name, asked = ("prompt", body.prompt)
+    special = body.add_special_tokens is not False
+    if body.messages is not None:
+        variables, generates = body.chat_template_kwargs or {}, body.add_generation_prompt
+        name, asked = "messages", _messages_text(body.messages, served, variables, generates)
+        special = bool(body.add_special_tokens)
+    if not asked:
+        raise refused(name, "must have at least one token, and has none")
+    ids = encoded(name, asked, served, special)
+    return {"tokens": ids, "count": len(ids), "max_model_len": served.positions}
+
+
 def _own_name(key: str | None) -> str:
     """40 hexadecimal digits: of the key, or drawn."""
     if key is None:
@@ -222,7 +254,7 @@ def _own_name(key: str | None) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:40]
 
 
-def decoded(text: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
+def _decoded(text: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     """Raises InvalidArgument for a text that is no such body."""
     try:
         return decoder.decode(text)
@@ -230,7 +262,7 @@ def decoded(text: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
         raise InvalidArgument(f"the body cannot be read: {error}; nothing was asked", param=None) from error
 
 
-def messages_text(
+def _messages_text(
     messages: list[dict[str, Any]], served: Served, variables: dict[str, Any], generates: bool = True
 ) -> str:
     """The chat as the model's template writes it. variables: of the template, as callers name them. Raises InvalidArgument (field

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools of KV blocks for policies that the library does not have. They only count. Pure."""
+"""What stands for a session under policies that the library does not have: pools of KV blocks that only count, and a clock.
+Pure."""
 
 from __future__ import annotations
 
 from remap.errors import OutOfBlocks
 
-__all__ = ["CountedPool", "PiePool"]
+__all__ = ["CountedPool", "PiePool", "VirtualClock"]
 
 
 class CountedPool:
@@ -76,3 +77,16 @@ class PiePool(CountedPool):
         self.swapped = min(range(self.most_swapped + 1), key=lambda m: abs(self.layers / (self.layers - m) - expansion))
         self.usable_blocks = self.blocks_at(self.swapped)
         self.fixed = True
+
+
+class VirtualClock:
+    """Seconds from 0 on; never backwards. The sim backend has the same three members."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def advance(self, seconds: float) -> None:
+        self.now += max(0.0, seconds)
+
+    def advance_to(self, time_s: float) -> None:
+        self.now = max(self.now, time_s)

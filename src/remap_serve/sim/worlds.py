@@ -10,7 +10,8 @@ pie                          pools that count, and a clock (Pie has no counterpa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import mmap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,18 +20,17 @@ from remap.errors import InvalidArgument
 from remap.kv.spec import KVSpec, with_streamed
 from remap.policy.hardware import Machine, Model
 from remap_serve.engine.scheduler import Schedule, Scheduler
-from remap_serve.sim.clock import VirtualClock
 from remap_serve.sim.engine import SimEngine
 from remap_serve.sim.passes import Cost, Pass, PiePass, SessionPass
 from remap_serve.sim.policies import Policy
-from remap_serve.sim.pools import PiePool
+from remap_serve.sim.pools import PiePool, VirtualClock
 from remap_serve.sim.roofline import Roofline
 from remap_serve.sim.running import Concurrent, Serving, TurnServing
 from remap_serve.sim.scheduling import make_scheduling
 from remap_serve.sim.setup import Setup, TenantSetup
 from remap_serve.sim.whole_models import WholeModels
 
-__all__ = ["World", "fitting", "make_world"]
+__all__ = ["World", "fitting", "make_world", "masters"]
 
 _STATIC_BUFFERS = 2
 _HOST_BLOCKS = 1 << 17
@@ -97,10 +97,29 @@ def fitting(setup: Setup, policy: Policy) -> None:
             )
 
 
+def masters(layer_bytes: Sequence[int]) -> list[memoryview]:
+    """Master copies of a simulated session (`Session.attach_bytes`): one read-only buffer of each of these sizes, in bytes.
+
+    On simulated memory without bytes a copy reads nothing, so layers of all models can share one range of address space: all
+    begin at the same address and cost no memory until a caller reads them; they read as zero, and the address space is given
+    back with the last of them.
+
+    Raises InvalidArgument (field layer_bytes) for a size below 1, or if there are none.
+    """
+    sizes = list(layer_bytes)
+    if not sizes or min(sizes) < 1:
+        raise InvalidArgument(
+            f"layer_bytes must be sizes of at least 1 byte, at least one of them, got {sizes[:8]!r}; nothing was created",
+            layer_bytes=sizes,
+        )
+    # Private and never writable: the kernel does not even promise memory for it, however large the layers are.
+    whole = memoryview(mmap.mmap(-1, max(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ))
+    return [whole[:size] for size in sizes]
+
+
 def _session_world(setup: Setup, policy: Policy) -> World:
     import remap
     from remap.memory.device import simulated
-    from remap_serve.sim.masters import masters
 
     specs = [_spec(setup, tenant, policy) for tenant in setup.tenants]
     pages = 0
