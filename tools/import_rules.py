@@ -5,13 +5,13 @@
 
 Two packages: `remap_serve` imports `remap`, never the other way round, and of it what engines are promised and USED_BY_SERVE.
 
-Python: no two modules import each other, directly or in a circle, imports for annotations (`if TYPE_CHECKING`) counted; a
-package imports from lower floors only (FLOORS). The pure modules import neither torch nor `remap._core`, nor anything here that
-does; `remap._core` is imported in few, named files; adapters and the command line are never imported eagerly from outside
-themselves. "Eagerly" means when the module is imported: at its top level, not inside a function and not under `if
-TYPE_CHECKING`. No module reads another's underscore names: that is ruff's rule SLF001 (pyproject.toml). A class name without an
-underscore is the name of one class of the package (NAMED_BY_OTHERS apart). `Any` is no type of memory/ and policy/ (ANY_OF_FILES
-apart).
+Python: no two modules import each other, directly or in a circle, imports for annotations (`if TYPE_CHECKING`) counted,
+nor do two folders of LAB; a package imports from lower floors only (FLOORS). The pure modules import neither torch nor
+`remap._core`, nor anything here that does; `remap._core` is imported in few, named files; adapters and the command line
+are never imported eagerly from outside themselves. "Eagerly" means when the module is imported: at its top level, not
+inside a function and not under `if TYPE_CHECKING`. No module reads another's underscore names: that is ruff's rule
+SLF001 (pyproject.toml). A class name without an underscore is the name of one class of the package (NAMED_BY_OTHERS
+apart). `Any` is no type of memory/ and policy/ (ANY_OF_FILES apart).
 
 C++: public headers and the core know neither Python, torch nor the CUDA toolkit, and a lower layer never includes a
 higher one.
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE, SERVE = "remap", "remap_serve"
+LAB = "bench/lab"
 # Pure: no memory, no torch, no C++ core; the simulator and production run the same code.
 PURE = (
     *("errors", "config", "sizes", "report", "schedule", "policy", "kv.spec", "kv.pages", "kv.pool", "model.pack"),
@@ -209,18 +210,18 @@ def _full(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name if name.startswith(f"{SERVE}.") else f"{PACKAGE}.{name}" for name in names)
 
 
-def _files(src: Path) -> list[Path]:
-    return [path for package in (PACKAGE, SERVE) for path in sorted((src / package).rglob("*.py"))]
+def _files(src: Path, packages: Iterable[str] = (PACKAGE, SERVE)) -> list[Path]:
+    return [path for package in packages for path in sorted((src / package).rglob("*.py"))]
 
 
 def _within(name: str, roots: tuple[str, ...]) -> bool:
     return any(name == root or name.startswith(f"{root}.") for root in roots)
 
 
-def read_package(src: Path) -> dict[str, tuple[Path, list[Import]]]:
+def read_package(src: Path, packages: Iterable[str] = (PACKAGE, SERVE)) -> dict[str, tuple[Path, list[Import]]]:
     """Module name -> (its file, its imports), for every module of the packages below `src`."""
     modules = {}
-    for path in _files(src):
+    for path in _files(src, packages):
         parts = path.relative_to(src).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
@@ -269,16 +270,35 @@ def _circle(graph: dict[str, dict[str, int]], start: str) -> list[str]:
     return []
 
 
-def check_circles(src: Path) -> Iterator[Violation]:
+def check_circles(src: Path, packages: Iterable[str] = (PACKAGE, SERVE)) -> Iterator[Violation]:
     """Modules that import each other in a circle, imports for annotations counted: each circle once."""
-    modules = read_package(src)
+    modules = read_package(src, packages)
     graph = _graph(modules)
+    for circle in _circles(graph):
+        yield Violation(modules[circle[0]][0], graph[circle[0]][circle[1]], f"a circle: {' -> '.join(circle)}")
+
+
+def check_lab(root: Path) -> Iterator[Violation]:
+    """The same of the experiments' modules, and of their folders."""
+    yield from check_circles(root, (LAB,))
+    modules = read_package(root, (LAB,))
+    graph: dict[str, dict[str, int]] = {}
+    for name, wanted in _graph(modules).items():
+        for other, line in wanted.items():
+            own, its = (".".join(each.split(".")[:3]) for each in (name, other))
+            if own != its:
+                graph.setdefault(own, {})[its] = line
+    for circle in _circles(graph):
+        yield Violation(root / LAB, 0, f"a circle of folders: {' -> '.join(circle)}")
+
+
+def _circles(graph: dict[str, dict[str, int]]) -> Iterator[list[str]]:
     told: set[frozenset[str]] = set()
     for name in graph:
         circle = _circle(graph, name)
         if circle and frozenset(circle) not in told:
             told.add(frozenset(circle))
-            yield Violation(modules[name][0], graph[name][circle[1]], f"a circle: {' -> '.join(circle)}")
+            yield circle
 
 
 def check_floors(src: Path) -> Iterator[Violation]:
@@ -421,6 +441,7 @@ def main(root: Path) -> int:
     violations = [
         *check_python(src),
         *check_circles(src),
+        *check_lab(root),
         *check_floors(src),
         *check_wall(src),
         *check_names(src),

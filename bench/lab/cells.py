@@ -9,7 +9,7 @@ from typing import Any
 
 from . import seeds
 from .paper.experiments import Panel
-from .paper.runs import Run, Settings
+from .paper.runs import Run, Settings, point
 
 __all__ = ["Cell", "Group", "empty", "run_missing"]
 
@@ -67,4 +67,4 @@ def empty(settings: Settings) -> dict[str, Any]:
 def run_missing(data: dict[str, Any], settings: Settings, path: Path, jobs: int, groups: Sequence[Group]) -> None:
     """Run what `data` lacks, group by group, and write `path` after each run."""
     runs = {name: run for group in groups for name, run in group.runs(settings).items()}
-    seeds.run_missing(data, runs, path, jobs)
+    seeds.run_missing(data, runs, path, jobs, point)

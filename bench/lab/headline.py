@@ -18,7 +18,7 @@ from remap_serve.sim.policies import OURS, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 from . import ROOT, seeds
 from .paper.experiment_list import C1, C2
 from .paper.experiments import BASELINE, IDEAL, Panel
-from .paper.runs import Run, Settings, saturation
+from .paper.runs import Run, Settings, point, saturation
 from .seeds import AGAINST, GOODPUT, Column
 
 PANELS: tuple[Panel, ...] = (C1[1], C2[1])
@@ -97,7 +97,7 @@ def run_missing(
         for factor in factors
         for policy in POLICIES
     }
-    seeds.run_missing(data, runs, path, jobs)
+    seeds.run_missing(data, runs, path, jobs, point)
 
 
 def table(data: Mapping[str, Any], panels: Sequence[Panel] = PANELS, factors: Sequence[float] = FACTORS) -> str:

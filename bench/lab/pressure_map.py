@@ -25,7 +25,7 @@ from remap_serve.sim.policies import OURS, UNUSED_KV_AND_SWAP
 from . import ROOT, seeds
 from .paper.experiments import BASELINE, Panel
 from .paper.pictures import save
-from .paper.runs import Run, Settings, saturation
+from .paper.runs import Run, Settings, point, saturation
 from .regret import UNNOTICED
 
 __all__ = ["FULL", "PICTURE", "QUICK", "RESULTS", "Grid", "gains", "picture", "run_map"]
@@ -76,7 +76,7 @@ def run_missing(data: dict[str, Any], grid: Grid, path: Path, jobs: int) -> None
                     for policy in (OTHER, OURS, *((BASELINE,) if link == grid.links[0] else ())):
                         run = Run(grid.panel(models, link), policy, f"x{rate:g}", rate * data["c"][str(models)], seed)
                         runs[grid.name(models, link, rate, policy, seed)] = (run, grid.settings)
-    seeds.run_missing(data, runs, path, jobs)
+    seeds.run_missing(data, runs, path, jobs, point)
 
 
 def gains(data: Mapping[str, Any], grid: Grid, models: int, link: float, rate: float, figure: str) -> list[float]:

@@ -29,7 +29,7 @@ from remap_serve.sim.setup import evenly
 
 from . import ROOT, seeds
 from .paper.experiments import BASELINE, Panel
-from .paper.runs import Run, Settings, saturation
+from .paper.runs import Run, Settings, point, saturation
 
 __all__ = ["LOADS", "POLICIES", "QUICK", "RESULTS", "SETTINGS", "Load", "regrets", "run_regret"]
 
@@ -132,7 +132,7 @@ def run_missing(data: dict[str, Any], settings: Settings, path: Path, jobs: int,
         for seed in range(settings.seeds):
             for policy in POLICIES:
                 runs[load.name(policy, seed)] = (Run(panel, policy, f"x{load.rate:g}", rate, seed), there)
-    seeds.run_missing(data, runs, path, jobs)
+    seeds.run_missing(data, runs, path, jobs, point)
 
 
 def regret(mine: float, best: float, figure: str) -> float:

@@ -19,8 +19,6 @@ from remap.errors import InvalidArgument
 from remap_serve.cli.simulate_report import part
 from remap_serve.sim.ideal import AGAINST_IDEAL, against_ideal
 
-from .paper.runs import Run, Settings, run_one
-
 __all__ = ["AGAINST", "GOODPUT", "Column", "Line", "cell", "read", "run_missing", "table", "write"]
 
 Point = Mapping[str, float]
@@ -54,16 +52,12 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
     new.replace(path)
 
 
-def _point(run: Run, settings: Settings) -> Point:
-    return run_one(run, settings)[0]
-
-
 def run_missing(
     data: dict[str, Any],
     runs: Mapping[str, tuple[Any, ...]],
     path: Path,
     jobs: int,
-    run: Callable[..., Point] = _point,
+    run: Callable[..., Point],
 ) -> None:
     """Run what data["points"] lacks, in order, and write `path` after each run: a run that is stopped loses one point.
 

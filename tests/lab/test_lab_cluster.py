@@ -19,9 +19,9 @@ pytest.importorskip("typer")
 
 import torch
 from bench.lab import rounds
-from bench.lab.cluster import command, kills
+from bench.lab.cluster import command
 from bench.lab.cluster.cases import AGAIN, COMPARED, DUEL, FULL, ONE, POLICIES, QUICK, SUITES, find
-from bench.lab.cluster.instances import engine_answers
+from bench.lab.cluster.instances import MARGIN, as_good, engine_answers
 from bench.lab.cluster.one import serve
 from bench.lab.seeds import AGAINST
 
@@ -44,7 +44,7 @@ def test_a_run_drops_and_restores_and_gives_the_tokens_of_one_engine() -> None:
     model = build(case.model, case.dtype, case.seed)[0].eval()
     tokens = {id: [*map(int, text.split())] for id, text in found["tokens"].items()}
     assert tokens.keys() == answers.keys()
-    assert all(kills.as_good(model, one, answers[one.id], tokens[one.id]) for one in requests)
+    assert all(as_good(model, one, answers[one.id], tokens[one.id]) for one in requests)
     assert len(set(found["tokens"].values())) > len(answers) / 2  # the answers vary, so equal ones say something
 
 
@@ -55,14 +55,14 @@ def test_an_answer_is_as_good_if_its_first_other_token_is() -> None:
     request = case.requests()[0]
     logits = model(torch.tensor([[*request.prompt, 5]]), use_cache=False).logits[0, -1]
     best, second, worst = (int(logits.sort(descending=True).indices[rank]) for rank in (0, 1, -1))
-    assert float(logits[best] - logits[second]) > kills.MARGIN  # so that these say something
+    assert float(logits[best] - logits[second]) > MARGIN  # so that these say something
     wanted = [5, best, 7]
-    assert kills.as_good(model, request, wanted, wanted)
-    assert not kills.as_good(model, request, wanted, [5, best])
-    assert not kills.as_good(model, request, wanted, [5, worst, 7])
+    assert as_good(model, request, wanted, wanted)
+    assert not as_good(model, request, wanted, [5, best])
+    assert not as_good(model, request, wanted, [5, worst, 7])
     head = model.get_output_embeddings().weight
     head[second] = head[best]
-    assert kills.as_good(model, request, wanted, [5, second, 9])
+    assert as_good(model, request, wanted, [5, second, 9])
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
-from bench.lab import rounds
+from bench.lab import rounds, slow_link
 from bench.lab.commands import app
 from bench.lab.hybridserve.batches import Batch
-from bench.lab.offline import command, slow_link
+from bench.lab.offline import command
 from bench.lab.offline.cases import AMPLE, FULL, GROUPED, POLICIES, QUICK, find
 from bench.lab.offline.one import refusal, serve
 from bench.lab.offline.order import order

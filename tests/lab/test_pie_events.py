@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 import pytest
 from bench.lab import ROOT
+from bench.lab import pie_events as events
 from bench.lab.paper.experiments import BASELINE
 from bench.lab.paper.runs import Run, Settings, run_one, serve
-from bench.lab.pie import events
-from bench.lab.pie.events import LOOK_S, POLICY, Adaptive, EventEngine, LayerSwaps, Window, policy_of
 from bench.lab.pie.figures import FIGURES
 from bench.lab.pie.flexgen import HOST_BYTES, Block, _seconds, best_block
+from bench.lab.pie_events import LOOK_S, POLICY, Adaptive, EventEngine, LayerSwaps, Window, policy_of
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -14,7 +14,6 @@ from bench.lab.commands import app
 from bench.lab.paper.experiments import BASELINE, IDEAL, headlines, setup_of
 from bench.lab.paper.runs import Run, Settings
 from bench.lab.pie import command
-from bench.lab.pie.events import policy_of
 from bench.lab.pie.figures import (
     ADAPTIVE,
     ALL,
@@ -34,6 +33,7 @@ from bench.lab.pie.figures import (
     anytime_of,
     closed_form_of,
 )
+from bench.lab.pie_events import policy_of
 from typer.testing import CliRunner
 
 from remap.policy.hardware import machine

@@ -14,7 +14,7 @@ rules = load_tool("import_rules")
 
 
 def test_the_sources_keep_the_rules() -> None:
-    found = [*rules.check_cpp(ROOT)]
+    found = [*rules.check_cpp(ROOT), *rules.check_lab(ROOT)]
     checks = (rules.check_python, rules.check_circles, rules.check_floors, rules.check_wall, rules.check_names)
     for check in (*checks, rules.check_types):
         found += check(ROOT / "src")
@@ -66,6 +66,22 @@ _FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 def test_planted_circles_are_found_once(tmp_path: Path, files: dict[str, str], expected: list[str]) -> None:
     found = [v.message.replace("remap.", "") for v in rules.check_circles(_package(tmp_path, files))]
     assert found == [f"a circle: {circle}" for circle in expected]
+
+
+def test_planted_circles_of_experiments_and_of_their_folders_are_found(tmp_path: Path) -> None:
+    files = {
+        "a/one.py": "from bench.lab.b import one",
+        "a/two.py": "def f():\n    from .three import g",
+        "a/three.py": f"{_FOR_TYPES}from .two import f",
+        "b/one.py": "import math",
+        "b/two.py": "from bench.lab.a.one import f",
+    }
+    for name, text in {"__init__.py": "", "a/__init__.py": "", "b/__init__.py": "", **files}.items():
+        path = tmp_path / "bench" / "lab" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = [v.message.replace("bench.lab.", "") for v in rules.check_lab(tmp_path)]
+    assert found == ["a circle: a.three -> a.two -> a.three", "a circle of folders: a -> b -> a"]
 
 
 @pytest.mark.parametrize(

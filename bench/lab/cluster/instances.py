@@ -1,7 +1,8 @@
-"""One instance, made in its actor: the case's model in a session of its own."""
+"""One instance, made in its actor: the case's model in a session of its own. And what its answers are compared with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,11 @@ from remap_serve.engine.request import Request
 
 from .cases import POLICIES, Case, Policy, find
 
-__all__ = ["attach", "engine_answers", "make"]
+__all__ = ["as_good", "attach", "engine_answers", "make"]
+
+
+MARGIN = 1e-3
+"""Of two logits: tokens that are as good."""
 
 
 @cache
@@ -55,6 +60,22 @@ def engine_answers(its: Case, requests: list[Request]) -> dict[str, tuple[int, .
     with session:
         engine = LLMEngine(model, tenant, max_num_seqs=its.max_num_seqs, max_batch_tokens=its.max_batch_tokens)
         return {id: output.tokens for id, output in engine.run(requests).outputs.items()}
+
+
+def as_good(model: Any, request: Request, wanted: Sequence[int], found: Sequence[int]) -> bool:
+    """Whether this greedy answer is as right as the wanted one: as long, and where they part for the first time both tokens are
+    as good by the model alone. Behind that they are different texts, which are not compared."""
+    if len(found) != len(wanted):
+        return False
+    place = next((place for place, (one, other) in enumerate(zip(wanted, found)) if one != other), None)
+    if place is None:
+        return True
+    import torch
+
+    known = torch.tensor([[*request.prompt, *wanted[:place]]])
+    with torch.no_grad():
+        logits = model(known, use_cache=False).logits[0, -1].float()
+    return abs(float(logits[wanted[place]] - logits[found[place]])) <= MARGIN
 
 
 def make(name: str, suite: str, case: str, policy: str) -> ClusterInstance:

@@ -21,12 +21,9 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from remap_serve.cli.shared_world import build
 from remap_serve.cluster.control import Control, GroupPolicy
@@ -37,11 +34,10 @@ from remap_serve.cluster.transport import ASSUMED
 from remap_serve.engine.request import Request
 
 from .cases import QUICK, Case
-from .instances import engine_answers
+from .instances import as_good, engine_answers
 
-__all__ = ["as_good", "run"]
+__all__ = ["run"]
 
-MARGIN = 1e-3
 """Two tokens whose logits, in float32, are no further apart are as good."""
 
 INSTANCES = 3
@@ -64,20 +60,6 @@ COUNTED = (
 )
 WITHIN_S = 0.03
 """A kill comes so long after its phase has begun, at most."""
-
-
-def as_good(model: Any, request: Request, wanted: Sequence[int], found: Sequence[int]) -> bool:
-    """Whether this greedy answer is as right as the wanted one: as long, and where they part for the first time both tokens are
-    as good by the model alone. Behind that they are different texts, which are not compared."""
-    if len(found) != len(wanted):
-        return False
-    place = next((place for place, (one, other) in enumerate(zip(wanted, found)) if one != other), None)
-    if place is None:
-        return True
-    known = torch.tensor([[*request.prompt, *wanted[:place]]])
-    with torch.no_grad():
-        logits = model(known, use_cache=False).logits[0, -1].float()
-    return abs(float(logits[wanted[place]] - logits[found[place]])) <= MARGIN
 
 
 async def _client(

@@ -34,8 +34,7 @@ from remap_serve.cli.shared_world import build
 from remap_serve.engine.request import Request
 
 from .cases import QUICK
-from .instances import engine_answers
-from .kills import as_good
+from .instances import as_good, engine_answers
 
 __all__ = [
     "COMMAND",

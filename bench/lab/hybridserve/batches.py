@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from bench.lab.hybridserve import division, flexgen, orders
-from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
+from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom, Setup
 from bench.lab.hybridserve.layerwise import Part, pass_seconds
 from bench.lab.seeds import Point
 
@@ -67,16 +67,6 @@ class Batch:
         rng = random.Random(f"hybridserve {seed}")
         longest = model(self.model).context - OUTPUT
         return [min(SHAREGPT_PAPER.draw(rng)[0], longest) for _ in range(self.size)]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The costs and the memory of a batch, and how well the lines of Figure 11 fit."""
-
-    roofline: Roofline
-    costs: LayerwiseCosts
-    room: LayerwiseRoom
-    r_squared: tuple[float, float]  # of T_kv_gen and T_load_kv
 
 
 def fits_of(roofline: Roofline, kv_block: int) -> tuple[Line, Line, tuple[float, float]]:

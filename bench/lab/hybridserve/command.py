@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.lab import ROOT, rounds, seeds
-from bench.lab.offline.cases import FULL
 from bench.lab.paper.experiments import headlines
 from bench.lab.seeds import Column, Point
 
@@ -242,18 +241,18 @@ def _measured(results: Path) -> str:
     """What the bound says of the cases of `bench.lab offline`, if they are stored there."""
     if not results.exists():
         return ""
-    points = json.loads(results.read_text(encoding="utf-8"))["points"]
+    data = json.loads(results.read_text(encoding="utf-8"))
     low, high = [], []
-    for case in (one for one in FULL.cases if one.link):
-        own = case.name.rpartition(",")[0]
+    for case in (one for one in data["settings"]["cases"] if one["link"]):
+        own = case["name"].rpartition(",")[0]
 
         def pass_s(name: str, policy: str) -> float:
-            runs = [rounds.run_name(name, policy, number) for number in range(FULL.rounds)]
-            return statistics.median(points[run]["full_pass_s"] for run in runs)
+            begin = rounds.run_name(name, policy, 0)[:-1]
+            return statistics.median(one["full_pass_s"] for run, one in data["points"].items() if run.startswith(begin))
 
-        low.append(case.link * pass_s(case.name, "activations") / pass_s(own, "activations"))
-        high.append(case.link * pass_s(case.name, "KV") / pass_s(own, "KV"))
-        tried = case.link
+        low.append(case["link"] * pass_s(case["name"], "activations") / pass_s(own, "activations"))
+        high.append(case["link"] * pass_s(case["name"], "KV") / pass_s(own, "KV"))
+        tried = case["link"]
     return MEASURED.format(low=f"{max(low) / 1e9:.2g}", high=f"{min(high) / 1e9:.2g}", tried=f"{tried / 1e9:g}")
 
 

@@ -19,8 +19,9 @@ from remap.policy.maxplus import copied_uses
 from remap_serve.policy.activations import Ratio, ratios
 from remap_serve.policy.hybrid import Costs, HybridPlan, HybridRoom, algorithm_1, better_ratio, fixed
 from remap_serve.policy.minibatches import BufferLimits, Mix, Packing, total
+from remap_serve.sim.roofline import Roofline
 
-__all__ = ["LayerwiseCosts", "LayerwiseRoom", "as_in_the_paper", "best", "best_ratio"]
+__all__ = ["LayerwiseCosts", "LayerwiseRoom", "Setup", "as_in_the_paper", "best", "best_ratio"]
 
 _BUFFERS = 2
 """Of each kind of blocks: one is computed on while the next one comes."""
@@ -77,6 +78,16 @@ class LayerwiseRoom(HybridRoom):
         """Of one mini-batch."""
         kv, activations = self.block.kv, self.block.activations
         return BufferLimits(self.buffer_bytes, _BUFFERS * kv, _BUFFERS * activations + kv, kv)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The costs and the memory of a batch, and how well the lines of Figure 11 fit."""
+
+    roofline: Roofline
+    costs: LayerwiseCosts
+    room: LayerwiseRoom
+    r_squared: tuple[float, float]  # of T_kv_gen and T_load_kv
 
 
 def best(blocks: Sequence[int], costs: Costs, room: HybridRoom) -> HybridPlan:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.lab.hybridserve.batches import BLOCK_TOKENS, setup
-from bench.lab.offline.slow_link import SlowLink
 from bench.lab.seeds import Point
+from bench.lab.slow_link import SlowLink
 
 import remap
 from remap.inside import inside
@@ -29,7 +29,7 @@ from remap_serve.policy.activations import Line
 from remap_serve.policy.minibatches import total
 
 if TYPE_CHECKING:
-    from bench.lab.hybridserve.batches import Setup
+    from bench.lab.hybridserve.division import Setup
 
     from remap_serve.engine.throughput import ThroughputEngine
     from remap_serve.engine.throughput_runner import MiniBatch

@@ -14,14 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-from bench.lab.hybridserve.division import LayerwiseCosts
+from bench.lab.hybridserve.division import LayerwiseCosts, Setup
 
 from remap_serve.policy.minibatches import Mix
-
-if TYPE_CHECKING:
-    from bench.lab.hybridserve.batches import Setup
 
 __all__ = ["MOVES", "SYSTEMS_MOVES", "FlexGenCosts", "flexgen_costs"]
 

@@ -13,17 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
-from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom
+from bench.lab.hybridserve.division import LayerwiseCosts, LayerwiseRoom, Setup
 from bench.lab.hybridserve.layerwise import Part
 
 from remap.policy import kv_stream
 from remap_serve.policy.activations import Ratio
 from remap_serve.policy.minibatches import BufferLimits, Mix, Packing, fewest, total
-
-if TYPE_CHECKING:
-    from bench.lab.hybridserve.batches import Setup
 
 __all__ = ["VARIANTS", "WholeCosts", "WholeRoom", "variant"]
 

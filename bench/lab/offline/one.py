@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.lab.slow_link import SlowLink
+
 import remap
 from remap.errors import InvalidArgument
 from remap.inside import inside
@@ -30,7 +32,6 @@ from remap_serve.engine.throughput import ChosenRatio, ThroughputEngine
 from remap_serve.engine.throughput_layout import lay_out
 
 from .cases import AMPLE, GROUPED, POLICIES, Case, find
-from .slow_link import SlowLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

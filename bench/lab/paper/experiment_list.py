@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from bench.lab.pie.events import PREFIX as PIE_EVENTS
+from bench.lab.pie_events import PREFIX as PIE_EVENTS
 
 from remap_serve.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 
@@ -158,7 +158,7 @@ _LIST = (
         reckonings=_three("oneiros-23", "oneiros-24", "oneiros-25", PIE_EVENTS),
         stated="OPT-13b with 35 % of a GH200, Alpaca. " + _AZURE,
         assumed="One model alone, so nobody lends: only its own layers can be streamed. Pie runs event by event "
-        "(pie/events.py): layers wait for copies both ways, and each look of the host's costs time. The numbers of its adaptive "
+        "(pie_events.py): layers wait for copies both ways, and each look of the host's costs time. The numbers of its adaptive "
         "expansion, which its paper does not give, were chosen on other loads (pie.md).",
     ),
     Experiment(

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bench.lab.pie.events import policy_of
+from bench.lab.pie_events import policy_of
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import machine
@@ -32,7 +32,7 @@ from .experiment_list import EXPERIMENTS
 from .experiments import BASELINE, FACTORS, LOWEST, Experiment, Panel, setup_of
 from .reckoning import POINT, Points, figures, later_gaps, quantiles
 
-__all__ = ["Run", "Settings", "Store", "items_of", "keys_of", "run_all", "run_one", "saturation", "serve"]
+__all__ = ["Run", "Settings", "Store", "items_of", "keys_of", "point", "run_all", "run_one", "saturation", "serve"]
 
 ALL_AT_ONCE = 1e9
 _QUICK = (0.3, 1.0, 2.0)
@@ -117,6 +117,11 @@ def run_one(run: Run, settings: Settings) -> tuple[dict[str, float], list[float]
     point["tbt_p99_s"] = float(f"{weighted_percentile(gaps, 0.99):.5g}")
     point["tbt_mean_s"] = float(f"{sum(seconds * count for seconds, count in gaps) / number:.5g}")
     return point, quantiles(gaps)
+
+
+def point(run: Run, settings: Settings) -> dict[str, float]:
+    """The figures of `run_one`, which tables are made of."""
+    return run_one(run, settings)[0]
 
 
 def saturation(panel: Panel, settings: Settings) -> tuple[float, tuple[float, ...]]:

@@ -19,11 +19,11 @@ from bench.lab.headline import name_of
 from bench.lab.paper.experiments import BASELINE, Headline, Panel, headlines, setup_of
 from bench.lab.paper.reckoning import figures
 from bench.lab.paper.runs import Run, Settings, items_of, saturation, serve
+from bench.lab.pie_events import ANYTIME
 from bench.lab.seeds import Column, Point
 
 from remap.policy.hardware import machine
 
-from .events import ANYTIME
 from .figures import (
     AT_ANY_TIME,
     CLAIMS,
@@ -76,7 +76,7 @@ when all requests are there at once. Each figure is the median of the seeds, (lo
 `python -m bench.lab pie`; equal settings give equal figures.
 
 `recompute` is vLLM's preemption, and Pie at an expansion of 1. `pie-events:E` is Pie at a fixed expansion, event by event
-([events.py](../lab/pie/events.py)), `pie-events` its adaptive one; `pie` is the adaptive one in closed form. "KV only" is
+([pie_events.py](../lab/pie_events.py)), `pie-events` its adaptive one; `pie` is the adaptive one in closed form. "KV only" is
 `{kv_only}`: complete blocks of KV stream from host memory, and weights stay.
 `remap:weights+swap` streams weights too, and keeps preempted requests in host memory; the default, `remap`, also shares KV
 between models, of which there is one here, and was not run. `ideal` is `recompute` with six times the memory.

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from bench.lab.paper.experiment_list import KV_STREAM, MANY
 from bench.lab.paper.experiments import BASELINE, IDEAL, Panel
+from bench.lab.pie_events import ANYTIME, PREFIX
 from bench.lab.seeds import Point
 
 from remap.policy.hardware import model
 from remap_serve.sim.serving import Setup
-
-from .events import ANYTIME, PREFIX
 
 __all__ = [
     *(
