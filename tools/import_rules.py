@@ -66,11 +66,15 @@ OPTIONAL_PACKAGES = (
     *("starlette", "httpx"),
 )
 
-# What `remap_serve` imports of the library beside the names of `remap` itself: the contract for engines (`remap.advanced`,
-# `remap.inside`), plain values, what a machine is and what it costs, and what its commands share with the library's.
+# What `remap_serve` imports of the library beside the names of `remap` itself, module by module: the contract for engines
+# (`remap.advanced`, `remap.inside`), plain values, what a machine is and what it costs, and what its commands share with the
+# library's.
 USED_BY_SERVE = (
     *("advanced", "inside", "errors", "config", "sizes", "extras", "seldom", "arguments", "metrics", "process_turn"),
-    *("kv.spec", "model.footprint", "memory.activate", "memory.device", "policy", "cli", "adapters.vllm"),
+    *("kv.spec", "model.footprint", "memory.activate", "memory.device", "adapters.vllm"),
+    *("policy.hardware", "policy.hidden", "policy.kv_stream", "policy.maxplus", "policy.near_names", "policy.rental"),
+    *("policy.schedule", "policy.slices", "policy.turns", "policy.views"),
+    *("cli.errors", "cli.log_lines", "cli.options", "cli.smollm2"),
 )
 
 # What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, cli,

@@ -22,6 +22,9 @@ def test_the_sources_keep_the_rules() -> None:
     modules = rules.read_package(ROOT / "src")  # and they are really read
     assert {"remap", "remap.errors", "remap.session", "remap.cli.main"} <= set(modules)
     assert any(item.module == "remap._core" for item in modules["remap.session"][1])
+    serve = [found for name, (_, found) in modules.items() if name.startswith("remap_serve.")]
+    used = {item.module for found in serve for item in found}
+    assert {f"remap.{name}" for name in rules.USED_BY_SERVE} <= used
 
 
 def _package(tmp_path: Path, files: dict[str, str]) -> Path:
@@ -113,6 +116,8 @@ def test_planted_imports_that_go_up_are_found(tmp_path: Path, name: str, text: s
         ("remap_serve/engine/engine.py", "from remap import Session\nfrom remap.advanced import inside", True),
         ("remap_serve/engine/engine.py", "from remap.kv.spec import KVSpec\nfrom remap_serve.sim import clock", True),
         ("remap_serve/engine/engine.py", "from remap.kv.pool import BlockPool", False),
+        ("remap_serve/engine/engine.py", "from remap.policy import turns", True),
+        ("remap_serve/engine/engine.py", "from remap.policy import controller", False),
         ("remap_serve/engine/engine.py", f"{_FOR_TYPES}from remap.memory.apply import Changes", False),
     ],
 )
