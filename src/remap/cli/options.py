@@ -16,20 +16,11 @@ from rich.text import Text
 from remap.moved import OPTIONS, goes
 
 __all__ = [
-    "AccessLines",
-    "AllowHost",
-    "DeadlineSeconds",
-    "GraceSeconds",
     "Html",
     "Json",
-    "ListenHost",
-    "ListenPort",
-    "LogLevel",
     "MachineName",
     "MaxBatchTokens",
-    "MaxBody",
     "MaxNumSeqs",
-    "MaxRequests",
     "Tables",
     "accept_old_options",
     "print_json",
@@ -47,29 +38,6 @@ Tables = Annotated[
 ]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")]
 MaxBatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")]
-
-# Of the commands that serve by HTTP.
-ListenHost = Annotated[str, typer.Option(help="Address to listen at.")]
-ListenPort = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")]
-MaxBody = Annotated[str, typer.Option(help="Largest body of a request; a larger one is answered with 413.")]
-MaxRequests = Annotated[
-    int, typer.Option(min=1, help="Requests that are open at once, at most; others are answered with 429.")
-]
-DeadlineSeconds = Annotated[
-    float, typer.Option(min=0.001, help="Seconds that a request may take with its answer; then it ends with 504.")
-]
-GraceSeconds = Annotated[
-    float, typer.Option(min=0.0, help="Seconds that unfinished answers have when it is asked to end (SIGTERM, SIGINT).")
-]
-AllowHost = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Name by which callers may reach it (their Host header); may be repeated.",
-        show_default="at a loopback address its own names, else any",
-    ),
-]
-AccessLines = Annotated[bool, typer.Option("--access-log", help="A line on stderr for each request.")]
-LogLevel = Annotated[str, typer.Option(help="What is said on stderr at least: debug, info, warning or error.")]
 
 
 def print_json(document: Any) -> None:

@@ -15,23 +15,12 @@ from rich.console import Console
 
 from remap.cli.errors import FAILED, exit_on_error, needed
 from remap.cli.log_lines import log_lines
-from remap.cli.options import (
-    AccessLines,
-    AllowHost,
-    DeadlineSeconds,
-    GraceSeconds,
-    ListenHost,
-    ListenPort,
-    LogLevel,
-    MaxBatchTokens,
-    MaxBody,
-    MaxNumSeqs,
-    MaxRequests,
-)
+from remap.cli.options import MaxBatchTokens, MaxNumSeqs
 from remap.config import invalid
 from remap.errors import InvalidArgument
 from remap.sizes import parse_size
 
+from . import serving
 from .serving import Http, http_at, model_folder
 
 if TYPE_CHECKING:
@@ -86,8 +75,8 @@ def serve(
     engine_args: Annotated[
         str | None, typer.Option(help="More arguments of vLLM's, as JSON, such as '{\"max_model_len\": 4096}'.")
     ] = None,
-    host: ListenHost = "127.0.0.1",
-    port: ListenPort = 8000,
+    host: serving.ListenHost = "127.0.0.1",
+    port: serving.ListenPort = 8000,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, of each instance.")] = 1,
     address: Annotated[
         str | None, typer.Option(help="Of a Ray cluster, such as auto.", show_default="one on this machine")
@@ -111,25 +100,21 @@ def serve(
     latency_ms: Annotated[
         float | None, typer.Option(min=0.0, help="From instance to instance; never measured.", show_default="0.5")
     ] = None,
-    max_body: MaxBody = "4MiB",
-    max_requests: MaxRequests = 512,
-    deadline: DeadlineSeconds = 3600.0,
-    grace: GraceSeconds = 20.0,
-    allow_host: AllowHost = None,
-    access_log: AccessLines = False,
-    log_level: LogLevel = "info",
+    max_body: serving.MaxBody = "4MiB",
+    max_requests: serving.MaxRequests = 512,
+    deadline: serving.DeadlineSeconds = 3600.0,
+    grace: serving.GraceSeconds = 20.0,
+    allow_host: serving.AllowHost = None,
+    access_log: serving.AccessLines = False,
+    log_level: serving.LogLevel = "info",
 ) -> None:
     """Serve a model with several instances. Interrupt it to end it."""
     console = Console(soft_wrap=True)
     with exit_on_error(), log_lines(log_level, "remap_serve.cluster"):
         if address is None:
             _keep_ray_to_itself()
-        for package in ("ray", "msgspec", "fastapi", "uvicorn", "prometheus_client"):
-            needed(package, "cluster", "`remap cluster serve`")
-        for package in ("torch", "transformers"):
-            needed(package, "transformers", "`remap cluster serve`")
+        serving.require_packages("remap cluster serve", "cluster", "ray")
         from remap_serve.cluster.control import GroupPolicy
-        from remap_serve.cluster.limits import FrontLimits
         from remap_serve.policy.cluster.foresight import Outlook
 
         if shared is not None and address is None:
@@ -143,7 +128,7 @@ def serve(
         chosen = GroupPolicy(policy, instances, outlook=outlook)  # type: ignore[arg-type]  # it refuses other names
         budget = None if memory is None else parse_size(memory, "memory")
         room = 0 if host_kv is None else parse_size(host_kv, "host_kv")
-        limits = FrontLimits(parse_size(max_body, "max-body"), max_requests, deadline_s=deadline)
+        limits = serving.limits_of(max_body, max_requests, deadline)
         network = _network(bandwidth, latency_ms)
         common = {
             "memory": budget,

@@ -12,24 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from remap.cli.errors import exit_on_error, needed
+from remap.cli.errors import exit_on_error
 from remap.cli.log_lines import log_lines
-from remap.cli.options import (
-    AccessLines,
-    AllowHost,
-    DeadlineSeconds,
-    GraceSeconds,
-    ListenHost,
-    ListenPort,
-    LogLevel,
-    MaxBatchTokens,
-    MaxBody,
-    MaxNumSeqs,
-    MaxRequests,
-)
+from remap.cli.options import MaxBatchTokens, MaxNumSeqs
 from remap.errors import InvalidArgument
 from remap.sizes import parse_size, show_size
 
+from . import serving
 from .serving import Http, http_at, model_folder
 
 if TYPE_CHECKING:
@@ -63,39 +52,35 @@ def serve_many(
     tbt: Annotated[
         float | None, typer.Option(min=0.0001, help="Seconds from token to token.", show_default="none")
     ] = None,
-    host: ListenHost = "127.0.0.1",
-    port: ListenPort = 8000,
+    host: serving.ListenHost = "127.0.0.1",
+    port: serving.ListenPort = 8000,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads that compute, on a CPU.", show_default="as torch has it")
     ] = None,
     max_num_seqs: MaxNumSeqs = 32,
     max_batch_tokens: MaxBatchTokens = 512,
-    max_body: MaxBody = "4MiB",
-    max_requests: MaxRequests = 512,
-    deadline: DeadlineSeconds = 3600.0,
-    grace: GraceSeconds = 20.0,
-    allow_host: AllowHost = None,
-    access_log: AccessLines = False,
-    log_level: LogLevel = "info",
+    max_body: serving.MaxBody = "4MiB",
+    max_requests: serving.MaxRequests = 512,
+    deadline: serving.DeadlineSeconds = 3600.0,
+    grace: serving.GraceSeconds = 20.0,
+    allow_host: serving.AllowHost = None,
+    access_log: serving.AccessLines = False,
+    log_level: serving.LogLevel = "info",
 ) -> None:
     """Serve more models than memory has room for at once. Interrupt it to end it."""
     console = Console(soft_wrap=True)
     with exit_on_error(), log_lines(log_level, "remap_serve.cluster"):
-        for package in ("msgspec", "fastapi", "uvicorn", "prometheus_client"):
-            needed(package, "many", "`remap serve-many`")
-        for package in ("torch", "transformers"):
-            needed(package, "transformers", "`remap serve-many`")
+        serving.require_packages("remap serve-many", "many")
         import torch
 
         from remap import Session
         from remap.config import Config
-        from remap_serve.cluster.limits import FrontLimits
         from remap_serve.cluster.many_models import make_many, plan_many
         from remap_serve.cluster.prompts import Catalog, Served
         from remap_serve.cluster.served_model import ends_of, tokenizer_of
 
         _require_memory(device, memory)
-        limits = FrontLimits(parse_size(max_body, "max-body"), max_requests, deadline_s=deadline)
+        limits = serving.limits_of(max_body, max_requests, deadline)
         config = Config(ttft_s=ttft, tbt_s=tbt)
         folders = _folders(models)
         if threads is not None:

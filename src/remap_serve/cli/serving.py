@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the commands that serve models by HTTP: how they listen and answer, and where a model's files are."""
+"""Of the commands that serve models by HTTP: their options, how they listen and answer, and where a model's files are."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from remap.cli.errors import needed
 from remap.errors import InvalidArgument
+from remap.sizes import parse_size
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -20,9 +24,62 @@ if TYPE_CHECKING:
     from remap_serve.cluster.limits import FrontLimits
     from remap_serve.cluster.server import Fronting
 
-__all__ = ["Http", "http_at", "model_folder", "open_socket"]
+__all__ = [
+    "AccessLines",
+    "AllowHost",
+    "DeadlineSeconds",
+    "GraceSeconds",
+    "Http",
+    "ListenHost",
+    "ListenPort",
+    "LogLevel",
+    "MaxBody",
+    "MaxRequests",
+    "http_at",
+    "limits_of",
+    "model_folder",
+    "open_socket",
+    "require_packages",
+]
 
 SMOLLM2 = "SmolLM2"
+
+ListenHost = Annotated[str, typer.Option(help="Address to listen at.")]
+ListenPort = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")]
+MaxBody = Annotated[str, typer.Option(help="Largest body of a request; a larger one is answered with 413.")]
+MaxRequests = Annotated[
+    int, typer.Option(min=1, help="Requests that are open at once, at most; others are answered with 429.")
+]
+DeadlineSeconds = Annotated[
+    float, typer.Option(min=0.001, help="Seconds that a request may take with its answer; then it ends with 504.")
+]
+GraceSeconds = Annotated[
+    float, typer.Option(min=0.0, help="Seconds that unfinished answers have when it is asked to end (SIGTERM, SIGINT).")
+]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Name by which callers may reach it (their Host header); may be repeated.",
+        show_default="at a loopback address its own names, else any",
+    ),
+]
+AccessLines = Annotated[bool, typer.Option("--access-log", help="A line on stderr for each request.")]
+LogLevel = Annotated[str, typer.Option(help="What is said on stderr at least: debug, info, warning or error.")]
+
+
+def require_packages(command: str, extra: str, *more: str) -> None:
+    """Those of every command that serves, and more of its extra. Raises Missing."""
+    for package in (*more, "msgspec", "fastapi", "uvicorn", "prometheus_client"):
+        needed(package, extra, f"`{command}`")
+    for package in ("torch", "transformers"):
+        needed(package, "transformers", f"`{command}`")
+
+
+def limits_of(max_body: str, max_requests: int, deadline: float) -> FrontLimits:
+    """Raises InvalidArgument for a size that is none."""
+    from remap_serve.cluster.limits import FrontLimits
+
+    return FrontLimits(parse_size(max_body, "max-body"), max_requests, deadline_s=deadline)
 
 
 def open_socket(host: str, port: int) -> socket.socket:
