@@ -247,7 +247,7 @@ def _eager_closure(modules: dict[str, tuple[Path, list[Import]]], start: str) ->
     return reached
 
 
-def _graph(modules: dict[str, tuple[Path, list[Import]]]) -> dict[str, dict[str, int]]:
+def imports_of(modules: dict[str, tuple[Path, list[Import]]]) -> dict[str, dict[str, int]]:
     """Module -> the modules of the package that it imports, for whatever purpose -> a line. `from remap import x` is an import of
     x, and a package's `__init__` is one only where it is imported for its names."""
     graph: dict[str, dict[str, int]] = {}
@@ -277,7 +277,7 @@ def _circle(graph: dict[str, dict[str, int]], start: str) -> list[str]:
 def check_circles(src: Path, packages: Iterable[str] = (PACKAGE, SERVE)) -> Iterator[Violation]:
     """Modules that import each other in a circle, imports for annotations counted: each circle once."""
     modules = read_package(src, packages)
-    graph = _graph(modules)
+    graph = imports_of(modules)
     for circle in _circles(graph):
         yield Violation(modules[circle[0]][0], graph[circle[0]][circle[1]], f"a circle: {' -> '.join(circle)}")
 
@@ -287,7 +287,7 @@ def check_lab(root: Path) -> Iterator[Violation]:
     yield from check_circles(root, (LAB,))
     modules = read_package(root, (LAB,))
     graph: dict[str, dict[str, int]] = {}
-    for name, wanted in _graph(modules).items():
+    for name, wanted in imports_of(modules).items():
         for other, line in wanted.items():
             own, its = (".".join(each.split(".")[:3]) for each in (name, other))
             if own != its:
@@ -308,7 +308,7 @@ def _circles(graph: dict[str, dict[str, int]]) -> Iterator[list[str]]:
 def check_floors(src: Path) -> Iterator[Violation]:
     """Imports of the core that go up, or beside."""
     modules = read_package(src)
-    for name, wanted in _graph(modules).items():
+    for name, wanted in imports_of(modules).items():
         floor = next((one for one in FLOORS if _within(name, (f"{PACKAGE}.{one}",))), None)
         if floor is None:
             continue
