@@ -34,14 +34,14 @@ class SleepingModels(Session):
         before = self.snapshot().tenants
         awake = [each for each in before.values() if each.name != name and len(each.cold) < each.layers]
         for other in sorted(awake, key=lambda each: each.last_use):
-            if not inside(self.tenants[name]).cold or (self.keeps and not self._lacks(name)):
+            if not self.snapshot().tenants[name].cold or (self.keeps and not self._lacks(name)):
                 break
             self.deactivate(other.name, pages="none")
         report = super().activate(name, alone=alone, partial=partial)
         if report.activated:
             advanced.settle(self)
-            tenant = inside(self.tenants[name])
-            while not all(map(tenant.ready, set(range(tenant.layers)) - set(tenant.streamed))):
+            tenant = self.tenants[name]
+            while not all(map(inside(tenant).ready, set(range(tenant.layers)) - set(tenant.streamed))):
                 time.sleep(LOOK_S)
         return report
 

@@ -47,7 +47,8 @@ def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fi
     has = member.has
     report = changed(member, partial(advanced.place, has.session, has.name, first, end, hold=besides, fill=tuple(fill)))
     elsewhere = sorted({*range(has.layers)} - ({*range(first, end), *besides} - {*fill}))
-    got = inside(has.tenant).computed, sorted(inside(has.tenant).elsewhere)
+    within = inside(has.tenant)
+    got = within.computed, sorted(within.elsewhere)
     if got != (range(first, end), elsewhere):
         raise InvalidState(
             f"{has.name!r} was to compute {first} to before {end}, without the layers {elsewhere}; it computes {got[0].start} to "

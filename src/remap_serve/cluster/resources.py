@@ -99,16 +99,15 @@ class Resources:
         self.limits = HeadLimits(
             self.decoder.vocabulary, self.decoder.max_tokens, max_num_seqs, max_batch_tokens, decode_cost
         )
-        self.own_blocks = frozenset(inside(tenant).kv.pool.open_ids())
+        within = inside(tenant)
+        self.own_blocks = frozenset(within.kv.pool.open_ids())
         self.fingerprint = fingerprint_of(model, tenant.kv.spec.block_tokens)
         self.counts = Counts()
-        sizes = [int(size) for size in inside(tenant).layer_bytes[: self.layers]]
+        sizes = [int(size) for size in within.layer_bytes[: self.layers]]
         self.memory_bytes = sum(sizes) + tenant.kv.usable_blocks * tenant.kv.spec.block_bytes
         self._require_addresses()
-        copy_s = inside(tenant).copy_seconds()
-        self.host_bytes_per_s = (
-            sum(inside(tenant).layer_bytes) / len(inside(tenant).layer_bytes) / copy_s if copy_s else 0.0
-        )
+        copy_s = within.copy_seconds()
+        self.host_bytes_per_s = sum(within.layer_bytes) / len(within.layer_bytes) / copy_s if copy_s else 0.0
         self.cost = self._pass_cost()
         spec = tenant.kv.spec
         token_bytes = spec.block_bytes // spec.layers // tenant.kv.spec.block_tokens

@@ -357,8 +357,8 @@ class SharedEngines:
 
     def _reload_s(self, name: str) -> float:
         """Seconds in which what the tenant has lent comes home: at the rate that was seen; before that, as the link loads it."""
-        tenant = self.engines[name].tenant
-        return inside(tenant).reload_s if self._page_s == math.inf else inside(tenant).away_pages * self._page_s
+        within = inside(self.engines[name].tenant)
+        return within.reload_s if self._page_s == math.inf else within.away_pages * self._page_s
 
     def _watch_return(self) -> None:
         """Learn how long it took, once all are at home."""
@@ -448,14 +448,14 @@ class SharedEngines:
         Which blocks these are is all one: those that stay move."""
         preempted = 0
         self.beginning = name
-        tenant, begun = self.engines[name].tenant, self._clock()
-        away = inside(tenant).away_pages
+        within, begun = inside(self.engines[name].tenant), self._clock()
+        away = within.away_pages
         for _ in range(len(self.engines) + 1):
             report = self._reports.ask(lambda: self.session.activate(name, alone=alone, partial=self.partial))
             if report.activated:
                 self.beginning = None
-                if away > inside(tenant).away_pages:
-                    self._returning = _Return(name, report.restored, away - inside(tenant).away_pages, begun)
+                if away > within.away_pages:
+                    self._returning = _Return(name, report.restored, away - within.away_pages, begun)
                 return {
                     "preempted_requests": preempted,
                     "restored_layers": len(report.restored),

@@ -278,16 +278,16 @@ class ThroughputEngine(Engine):
     def _choose(self) -> ChosenRatio:
         from remap_serve.engine.throughput_times import costs_of, measure, room_of
 
-        scheduler, spec, tenant = self.scheduler, self.tenant.kv.spec, self.tenant
+        scheduler, spec, within = self.scheduler, self.tenant.kv.spec, inside(self.tenant)
         layers, pair_tokens = self.runner.layers, PAIR * spec.block_tokens
-        room = room_of(layers, inside(tenant).kv.geometry.unit_bytes, spec.streamed_blocks, spec.scratch_blocks)
+        room = room_of(layers, within.kv.geometry.unit_bytes, spec.streamed_blocks, spec.scratch_blocks)
         requests = [sequence.request for sequence in scheduler.waiting]
         lengths = [(len(each.prompt), each.sampling.max_tokens - 1) for each in requests]
-        most = scheduler.most_at_once(inside(tenant).kv)
+        most = scheduler.most_at_once(within.kv)
         together = lengths[: max(1, at_once(lengths[:most], pair_tokens, (1, 0), room))]
         mean = sum(prompt + answer for prompt, answer in together) // len(together)
         times = measure(self.runner, len(together), min(mean, self.runner.decoder.max_tokens - 1), self._clock)
-        costs = costs_of(times, layers, spec.block_tokens, max(1, inside(tenant).buffers))
+        costs = costs_of(times, layers, spec.block_tokens, max(1, within.buffers))
         options = choose(lengths, pair_tokens, costs, room, most)
         said = [f"{name} {option}" for name, option in options.items() if name != "best"]
         return ChosenRatio(
@@ -328,6 +328,7 @@ def _kv_alone(runner: ThroughputRunner) -> str | None:
         require_block_activations(runner.decoder)
     except InvalidArgument as error:
         return str(error)
-    if len(inside(tenant).kv.scratch) < PAIR:
+    within = inside(tenant)
+    if len(within.kv.scratch) < PAIR:
         return "the KVSpec has no scratch_blocks, in which keys and values could be made again"
-    return None if inside(tenant).copy_seconds() and inside(tenant).streamed_seconds(1) else "the link was not measured"
+    return None if within.copy_seconds() and within.streamed_seconds(1) else "the link was not measured"

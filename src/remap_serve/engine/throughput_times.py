@@ -113,15 +113,16 @@ def measure(runner: ThroughputRunner, requests: int, tokens: int, clock: Callabl
     base_s, token_s, pair_s = _forward_parts(
         (requests, tokens, full), (requests, short, half), (few, short, less), pair_tokens
     )
-    sizes = inside(tenant).layer_bytes
-    rate = inside(tenant).copy_seconds() / (sum(sizes) / tenant.layers)
+    within = inside(tenant)
+    sizes = within.layer_bytes
+    rate = within.copy_seconds() / (sum(sizes) / tenant.layers)
     streamed = set(tenant.streamed)
     return Times(
         base_s=base_s,
         token_s=token_s,
         pair_s=pair_s,
         recompute=_line(made, again),
-        copy=_copy_line(inside(tenant).streamed_seconds(1), inside(tenant).streamed_seconds(2)),
+        copy=_copy_line(within.streamed_seconds(1), within.streamed_seconds(2)),
         weights_s=tuple(size * rate if layer in streamed else 0.0 for layer, size in enumerate(sizes)),
         ends_s=ends_s,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from remap.inside import inside
 from remap.policy.views import Demand
 from remap_serve.engine.engine import Engine, StepOutput
 from remap_serve.engine.request import Output
@@ -77,7 +76,7 @@ class SimEngine(Engine):
     def give_up(self) -> bool:
         """Refuse the request whose turn it is, if it has the engine to itself and still is too long for the memory. Whether it
         was: more than layers bounds remapping, so the engine did not know when it came."""
-        scheduler, kv = self.scheduler, inside(self.tenant).kv
+        scheduler, kv = self.scheduler, self.tenant.kv
         first = next(iter(scheduler.queued()), None)
         if scheduler.running or first is None or scheduler.blocks_for(first.length) <= kv.usable_blocks:
             return False
