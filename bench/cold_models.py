@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.cli.shared_world import ModelSpec, build
 from remap_serve.cli.whole_models import LRUModels, SleepingModels
 from remap_serve.engine import LLMEngine, Request, SamplingParams, SharedEngines
@@ -135,7 +135,7 @@ def first_tokens(models: dict[str, Any], rounds: int) -> dict[str, list[float]]:
             assert session.activate(name, alone=True).activated
             if number // 2 % 2:
                 remap.advanced.settle(session)
-                inside(session.tenants[name])._state.prefetcher.drain()
+                internals(session.tenants[name])._state.prefetcher.drain()
                 seen["load"].append(time.perf_counter() - begun)
             else:
                 first(name)

@@ -10,7 +10,7 @@ import numpy as np
 from measure import Abandoned
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 TOKENS, HEAD_DIM, FIRST_BLOCKS = 16, 10, 8
 
@@ -106,7 +106,7 @@ class SharedTenants:
         """Until no copy and no re-pointing is under way."""
         remap.advanced.settle(self.session)
         for tenant in self.tenants.values():
-            inside(tenant)._state.prefetcher.drain()
+            internals(tenant)._state.prefetcher.drain()
 
     def verify(self) -> None:
         """Every layer of every active tenant reads as its master copy, in passes that teach no times; all books agree."""

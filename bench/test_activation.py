@@ -23,7 +23,7 @@ from shared_tenants import HEAD_DIM, TOKENS, SharedTenants, spend
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.restream import take_free_pages
 from remap.memory.view import free_pages_of
 from remap_serve.sim.results import percentile
@@ -114,7 +114,7 @@ def test_first_pass_after_activation(benchmark, load, away, live):
         changes = session._changes
         changes._executor = Through(changes._executor)
         zeroing, moving = Clock(changes._executor, "zero_due"), Clock(changes, "_empty")
-        kv = inside(holder).kv
+        kv = internals(holder).kv
         spent: dict[str, list[float]] = {"first": [], "call": [], "delay": [], "plain": [], "zero": [], "move": []}
         reports = []
 
@@ -217,9 +217,9 @@ def test_zeroing_of_pages_that_change_tenant(benchmark):
         session.deactivate("donor")
 
         def take() -> None:
-            pages = free_pages_of(session._changes, inside(holder)._state)
+            pages = free_pages_of(session._changes, internals(holder)._state)
             assert len(pages) * PAGE == nbytes
-            take_free_pages(session._changes, inside(holder)._state, 10**6)
+            take_free_pages(session._changes, internals(holder)._state, 10**6)
 
         def others() -> None:
             begun = time.perf_counter()
@@ -237,7 +237,7 @@ def test_zeroing_of_pages_that_change_tenant(benchmark):
 
         def own() -> None:
             # Its own blocks of the first pages stay: as many pages as before become free.
-            state = inside(holder)._state
+            state = internals(holder)._state
             assert (
                 session._lending.give_idle(state, (away * PAGES - 1) * PAGE // BLOCK_BYTES, state, 10**6)
                 == away * PAGES

@@ -10,7 +10,7 @@ from measure import SMOLLM2_LAYER_BYTES, Abandoned, RawTenant, median, record, s
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 
 PAGE = 2 << 20
 PAGES = 8
@@ -82,8 +82,8 @@ def test_revert_of_one_layer(benchmark):
         def setup() -> None:
             remap.advanced.remap(raw.session, "raw", 3, 2, "nested")
             raw.verify()
-            target[:] = sorted(set(raw.tenant.streamed) - set(inside(raw.tenant)._state.select(2, 2, "nested")))
-            inside(raw.tenant)._state.prefetcher.drain()
+            target[:] = sorted(set(raw.tenant.streamed) - set(internals(raw.tenant)._state.select(2, 2, "nested")))
+            internals(raw.tenant)._state.prefetcher.drain()
             begun = time.perf_counter()
             ctypes.memmove(plain.ctypes.data, raw.masters[target[0]].ctypes.data, plain.nbytes)
             copies.append(time.perf_counter() - begun)
@@ -108,7 +108,7 @@ def test_revert_of_one_layer(benchmark):
 def test_compaction_rate(benchmark):
     """Live blocks are moved out of the pages of one layer that is given back; against a plain copy of as many bytes."""
     with RawTenant(8, SMOLLM2_LAYER_BYTES) as raw:
-        kv = inside(raw.tenant).kv
+        kv = internals(raw.tenant).kv
         moved: list[int] = []
         copies: list[float] = []
         held: list[int] = []
@@ -120,7 +120,7 @@ def test_compaction_rate(benchmark):
             remap.advanced.remap(raw.session, "raw", 0)
             remap.advanced.remap(raw.session, "raw", 4, 2, "nested")
             raw.verify()
-            inside(raw.tenant)._state.prefetcher.drain()
+            internals(raw.tenant)._state.prefetcher.drain()
             ids = kv.allocate(kv.free_blocks)
             keep = max(1, len(ids) // 8)
             kv.free(ids[:-keep])  # the highest ones stay: they lie in the pages that go first

@@ -17,7 +17,7 @@ from broker_processes import FIRST_BLOCKS, LAYER_PAGES, OWN, PAGE, PAGES, Proces
 from measure import median, record, rounds
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.sim.results import percentile
 
 STILL = remap.advanced.Knobs(reserve_blocks=0, max_layers=0)
@@ -38,8 +38,8 @@ def _attach(session):
 
 def _bytes_of(tenant, block) -> set[int]:
     found: set[int] = set()
-    for offset, nbytes in inside(tenant).kv.geometry.byte_ranges_of_block(block):
-        found |= set(ctypes.string_at(inside(tenant).kv.address + offset, nbytes))
+    for offset, nbytes in internals(tenant).kv.geometry.byte_ranges_of_block(block):
+        found |= set(ctypes.string_at(internals(tenant).kv.address + offset, nbytes))
     return found
 
 

@@ -17,7 +17,7 @@ import pytest
 from measure import Abandoned, RawTenant, median, record
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy.cost import LayerTimes
 
 ROUNDS = 60
@@ -38,7 +38,7 @@ class Growth:
 
     def __init__(self, raw: RawTenant, start: int, count: int, compute_s: float) -> None:
         self.raw, self.session, self.tenant = raw, raw.session, raw.tenant
-        self.demand = {"raw": remap.Demand(blocks=int(count * inside(self.tenant)._state.blocks_per_layer))}
+        self.demand = {"raw": remap.Demand(blocks=int(count * internals(self.tenant)._state.blocks_per_layer))}
         self.start, self.count = start, count
         self.told: list[float] = []
         self.calls_at_callback: list[int] = []
@@ -50,7 +50,7 @@ class Growth:
     def set_times(self, number: int) -> None:
         """Passes whose computation hides the copies, as measured for the `number`-th time: the bound is not warm then. Not as
         measured here: where copies are slower, an odd number of layers in two buffers stalls, and one more is taken."""
-        timing, layers = inside(self.tenant)._state.timing, self.raw.layers
+        timing, layers = internals(self.tenant)._state.timing, self.raw.layers
         times = LayerTimes((self.compute_s * (1 + number * 1e-6),) * layers, (self.compute_s / 20,) * layers)
         timing.decode = lambda: times
 

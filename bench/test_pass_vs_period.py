@@ -21,7 +21,7 @@ import pytest
 from measure import SMOLLM2_LAYER_BYTES, RawTenant, behind, median, record
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy import schedule
 
 LAYERS = 8
@@ -116,7 +116,7 @@ def test_pass_against_period(benchmark, raw, iterations_per_s, copy_s, delays, a
     remap.advanced.remap(raw.session, "raw", alpha, beta)
     raw.verify()
     tenant = raw.tenant
-    wait, done, stats, clock = tenant.wait, tenant.done, inside(tenant)._state.prefetcher.stats, time.perf_counter
+    wait, done, stats, clock = tenant.wait, tenant.done, internals(tenant)._state.prefetcher.stats, time.perf_counter
     iterations = max(1, int(iterations_per_s * copy_s * compute_per_copy))
     passes: list[Pass] = []
 

@@ -15,7 +15,7 @@ import pytest
 from measure import SMOLLM2_LAYER_BYTES, RawTenant, behind, median, record, rounds, seconds_of
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 LAYERS = 8
 ROUNDS = 40
@@ -61,7 +61,7 @@ def test_streaming_against_memcpy(benchmark, buffers, copy_threads):
         times: dict[int, list[float]] = {1: [], 2: []}
 
         def plainly() -> None:
-            inside(raw.tenant)._state.prefetcher.drain()  # copies issued ahead must not run beside the plain one
+            internals(raw.tenant)._state.prefetcher.drain()  # copies issued ahead must not run beside the plain one
             for threads, samples in times.items():
                 samples.append(plain.run(threads))
 
@@ -74,9 +74,9 @@ def test_streaming_against_memcpy(benchmark, buffers, copy_threads):
                         wait(layer)
                         done(layer)
 
-        copies = inside(raw.tenant)._state.prefetcher.stats().copies
+        copies = internals(raw.tenant)._state.prefetcher.stats().copies
         benchmark.pedantic(stream, setup=plainly, rounds=ROUNDS)
-        assert inside(raw.tenant)._state.prefetcher.stats().copies - copies == 2 * LAYERS * rounds(benchmark, ROUNDS)
+        assert internals(raw.tenant)._state.prefetcher.stats().copies - copies == 2 * LAYERS * rounds(benchmark, ROUNDS)
         raw.verify()
         ours = seconds_of(benchmark)
         per_copy = median(ours) / (2 * LAYERS - buffers)
@@ -115,7 +115,7 @@ def test_chunks_against_whole_layers(benchmark, chunk_mib):
                 for layer in range(layers):
                     raw.tenant.wait(layer)
                     raw.tenant.done(layer)
-            inside(raw.tenant)._state.prefetcher.drain()
+            internals(raw.tenant)._state.prefetcher.drain()
             return time.perf_counter() - begun
 
         turn = iter(range(1 << 30))

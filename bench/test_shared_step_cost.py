@@ -17,7 +17,7 @@ from measure import median, record, seconds_of
 from shared_tenants import SharedTenants
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.restream import take_free_pages
 
 LAYERS = 40
@@ -36,8 +36,8 @@ def _world(size: str, **more) -> SharedTenants:
     world.warm(COMPUTE_S)
     for tenant in world.tenants.values():
         # A copy takes four layers' computation: about a quarter of the layers can be hidden.
-        inside(tenant).calibrate_link(world.layer_bytes / (4 * COMPUTE_S))
-        inside(tenant)._state.timing.prepare()
+        internals(tenant).calibrate_link(world.layer_bytes / (4 * COMPUTE_S))
+        internals(tenant)._state.timing.prepare()
     return world
 
 
@@ -124,7 +124,7 @@ def test_growth_by_layers_of_others(benchmark, size, donor):
     kept = {} if donor == "inactive" else {"three": KEEPS}
     with _world(size, inactive=inactive, controllers={"one": cap, **kept}) as world:
         one, others = world.tenants["one"], [world.tenants["two"], world.tenants["three"]]
-        wanted = int(2 * inside(one)._state.blocks_per_layer) - 1
+        wanted = int(2 * internals(one)._state.blocks_per_layer) - 1
         demand = {name: remap.Demand(blocks=0) for name, tenant in world.tenants.items() if tenant.active}
         demand["one"] = remap.Demand(blocks=wanted)
 
@@ -155,15 +155,15 @@ def test_growth_by_unused_kv_of_others(benchmark, size):
     with _world(size, inactive=("three",), controllers={"one": KEEPS}) as world:
         session, (one, two, _) = world.session, world.tenants.values()
         remap.advanced.lend(session, "three", 4, to="two")
-        wanted = int(2 * inside(one)._state.blocks_per_layer) - 1
+        wanted = int(2 * internals(one)._state.blocks_per_layer) - 1
         demand = {"one": remap.Demand(blocks=wanted), "two": remap.Demand(blocks=0)}
 
         def reset() -> None:
             world.free("one")
             spare = one.kv.usable_blocks - one.kv.spec.min_blocks
             if spare > 0:
-                session._lending.give_idle(inside(one)._state, spare, inside(two)._state, spare)
-            take_free_pages(session._changes, inside(two)._state, 10**6)
+                session._lending.give_idle(internals(one)._state, spare, internals(two)._state, spare)
+            take_free_pages(session._changes, internals(two)._state, 10**6)
             world.quiet()
             world.fill("one")
 
@@ -182,8 +182,8 @@ def _give_back_idle(world: SharedTenants) -> None:
     for name, tenant in world.tenants.items():
         free = session.snapshot().pages.free
         if free and tenant.active:
-            blocks = int(free * inside(tenant)._state.blocks_per_page) + 1
-            take_free_pages(session._changes, inside(tenant)._state, blocks)
+            blocks = int(free * internals(tenant)._state.blocks_per_page) + 1
+            take_free_pages(session._changes, internals(tenant)._state, blocks)
             world.fill(name)
 
 

@@ -8,7 +8,7 @@ import pytest
 from measure import RawTenant, median, record, seconds_of
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 LAYERS = 12
 LAYER_BYTES = 256 << 10
@@ -57,7 +57,7 @@ def test_step_with_nothing_to_do(benchmark, alpha):
 def test_allocate_and_free_a_block(benchmark, whose):
     """kv: as engines call it, with the locks that keep a change of another thread away. pool: the books alone."""
     with _tenant(0) as raw:
-        blocks = raw.tenant.kv if whose == "kv" else inside(raw.tenant).kv.pool
+        blocks = raw.tenant.kv if whose == "kv" else internals(raw.tenant).kv.pool
         free = blocks.free_blocks
 
         def pairs() -> None:

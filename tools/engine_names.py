@@ -28,9 +28,9 @@ def lines(what: str, found: str | None, tested: Sequence[str], touched: Sequence
 
 
 def _vllm() -> list[str]:
-    from remap.adapters.vllm import internals
+    from remap.adapters.vllm import engine_internals
 
-    return list(lines("vLLM", internals.installed_version(), internals.TESTED, internals.TOUCHED))
+    return list(lines("vLLM", engine_internals.installed_version(), engine_internals.TESTED, engine_internals.TOUCHED))
 
 
 def _sglang() -> list[str]:

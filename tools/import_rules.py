@@ -67,10 +67,21 @@ OPTIONAL_PACKAGES = (
 )
 
 # What `remap_serve` imports of the library beside the names of `remap` itself, module by module: the contract for engines
-# (`remap.advanced`, `remap.inside`), plain values, what a machine is and what it costs, and what its commands share with the
+# (`remap.advanced`, `remap.internals`), plain values, what a machine is and what it costs, and what its commands share with the
 # library's.
 USED_BY_SERVE = (
-    *("advanced", "inside", "errors", "config", "sizes", "extras", "seldom", "arguments", "metrics", "process_turn"),
+    *(
+        "advanced",
+        "internals",
+        "errors",
+        "config",
+        "sizes",
+        "extras",
+        "rate_limited",
+        "arguments",
+        "metrics",
+        "process_turn",
+    ),
     *("kv.spec", "model.footprint", "memory.activate", "memory.device", "adapters.vllm"),
     *("policy.hardware", "policy.hidden", "policy.kv_stream", "policy.maxplus", "policy.near_names", "policy.rental"),
     *("policy.schedule", "policy.slices", "policy.turns", "policy.views"),
@@ -79,7 +90,7 @@ USED_BY_SERVE = (
 
 # What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, cli,
 # remap_serve) may import any of it; nothing here may import them.
-BASE = ("errors", "config", "sizes", "locking", "moved", "notebook", "nvtx", "report", "extras", "seldom")
+BASE = ("errors", "config", "sizes", "locking", "moved", "notebook", "nvtx", "report", "extras", "rate_limited")
 CORE = (
     *(
         "policy",
@@ -87,7 +98,7 @@ CORE = (
         "model",
         "memory",
         "tenant",
-        "inside",
+        "internals",
         "session",
         "arguments",
         "advanced",
@@ -116,7 +127,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "model": (*BASE, "kv.spec", "_core"),
     "memory": (*BASE, "policy", "kv", "model", "_core"),
     "tenant": (*BASE, "policy", "kv", "model", "memory", "arguments"),
-    "inside": ("tenant",),
+    "internals": ("tenant",),
     "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core", "joined", "shown"),
     "metrics": BASE,
     "broker": (*BASE, "memory", "metrics"),

@@ -705,7 +705,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="controller-free-pages-by-number",
         file="src/remap/memory/view.py",
-        text="return changes.arena.first_free(tenant.giving_order, most)",
+        text="return changes.arena.first_free(tenant.donation_lookup, most)",
         replacement="return [page for page in changes.arena.free_pages() if page in tenant.index_of][:most]",
         breaks="Free pages are taken by their numbers, so blocks that straddle pages have no neighbours.",
         tests=("test_sharing_controller.py::test_free_pages_are_taken_where_blocks_stand_together",),
@@ -841,7 +841,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-a-block-moves-where-one-has-moved-away",
         file="src/remap/memory/apply.py",
-        text="            draft.emptied.update(map(giving.__getitem__, geometry.giving_indices(slots)))\n",
+        text="            draft.emptied.update(map(donation_order.__getitem__, geometry.donation_indices(slots)))\n",
         replacement="",
         breaks="Blocks move into pages that a change has emptied: if it is undone, the bytes of those that were there are lost.",
         tests=("test_change_parts.py::test_no_block_moves_where_one_has_moved_away",),

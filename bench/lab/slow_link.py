@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from remap.inside import inside
+from remap.internals import internals
 from remap.kv.spec import BUFFERS
 
 __all__ = ["SlowLink"]
@@ -26,7 +26,7 @@ class SlowLink:
     def __init__(self, tenant: Any, bytes_per_s: float, clock: Any = time) -> None:
         self._tenant, self._rate, self._clock = tenant, bytes_per_s, clock
         self._layers = tuple(tenant.streamed)
-        ring, count = max(1, inside(tenant).buffers), len(self._layers)
+        ring, count = max(1, internals(tenant).buffers), len(self._layers)
         self._ring = ring
         self._uses = [use for use in range(count) if use >= ring or use + ring < count]
         self._last = {use: max(range(use % ring, count, ring)) for use in self._uses}
@@ -44,16 +44,16 @@ class SlowLink:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # `inside` of this is this
             raise AttributeError(name)
-        return getattr(inside(self._tenant), name)
+        return getattr(internals(self._tenant), name)
 
     def copy_seconds(self) -> float:
         """`Tenant.copy_seconds`, over this link."""
-        sizes = inside(self._tenant).layer_bytes
+        sizes = internals(self._tenant).layer_bytes
         return sum(sizes) / len(sizes) / self._rate
 
     def streamed_seconds(self, blocks: int) -> float:
         """`Tenant.streamed_seconds`, over this link."""
-        return float(2 * blocks * inside(self._tenant).kv.geometry.unit_bytes / self._rate)
+        return float(2 * blocks * internals(self._tenant).kv.geometry.unit_bytes / self._rate)
 
     @contextmanager
     def forward(self, *, phase: str, tokens: int, streamed: Sequence[int] = ()) -> Iterator[None]:
@@ -101,7 +101,7 @@ class SlowLink:
                 use = (turn, self._uses[index]) if self._free(turn, self._uses[index]) else None
             if use is not None and (part is None or (use[0] == self._turn and self._layers[use[1]] <= part)):
                 copied = self._layers[use[1]]
-                self._link = max(self._link, now) + inside(self._tenant).layer_bytes[copied] / self._rate
+                self._link = max(self._link, now) + internals(self._tenant).layer_bytes[copied] / self._rate
                 self._weights[use[0], copied] = self._link
                 self._issued += 1
             elif part is not None:

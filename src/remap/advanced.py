@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 from remap.arguments import require, require_bytes, require_call, require_layer, require_layers, require_range
 from remap.config import Knobs
 from remap.errors import InvalidArgument
-from remap.inside import inside as inside_of
+from remap.internals import internals as internals_of
 from remap.memory.by_hand import check_by_hand, give_back_by_hand, lend_by_hand, remap_by_hand
 from remap.memory.core import Core
 from remap.memory.device import Platform
@@ -37,10 +37,10 @@ from remap.policy.donors.supply import Quote
 from remap.report import StepReport
 from remap.session import Session
 from remap.shown import show as show_at
-from remap.tenant import Inside, Tenant
+from remap.tenant import Internals, Tenant
 
 __all__ = [
-    "Inside",
+    "Internals",
     "Knobs",
     "Platform",
     "check",
@@ -49,7 +49,7 @@ __all__ = [
     "fill_layer",
     "filled",
     "give_back",
-    "inside",
+    "internals",
     "layer_address",
     "lend",
     "offers",
@@ -73,10 +73,10 @@ def _known(session: Session) -> Session:
     return session
 
 
-def inside(tenant: Tenant) -> Inside:
-    """The tenant as this library itself sees it (see `Inside`). Raises InvalidArgument (fields field, value) for what is none."""
-    found = inside_of(tenant)
-    require("tenant", found, Inside, "a tenant: what `Session.attach` returned, or `Session.tenants` has")
+def internals(tenant: Tenant) -> Internals:
+    """The tenant as this library itself sees it. Raises InvalidArgument (fields field, value) for what is none."""
+    found = internals_of(tenant)
+    require("tenant", found, Internals, "a tenant: what `Session.attach` returned, or `Session.tenants` has")
     return found
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from remap import advanced
 from remap.errors import Error
-from remap.inside import inside
+from remap.internals import internals
 from remap.kv.pool import BlockPool
 from remap.policy.views import NONE, Decision, Demand, TenantView
 from remap.session import Session
@@ -217,7 +217,7 @@ class _Watched(Session):
     def _look(self, name: str) -> None:
         """At the weights of a tenant, before it goes."""
         self._outcome.copies += self.snapshot().tenants[name].copies
-        self._outcome.external |= inside(self.tenants[name]).kv.pool.external
+        self._outcome.external |= internals(self.tenants[name]).kv.pool.external
         written = advanced.differing(self, name)
         if written:
             told = f"layers {sorted(written)} of {name!r} were written: blocks beyond the usable ones, or weights"
@@ -256,7 +256,7 @@ class _Watched(Session):
         if not self._outcome.steps:
             problems.append("the engine never called session.step")
         for name, each in self.snapshot().tenants.items():
-            if each.live_blocks and not inside(self.tenants[name]).kv.pool.external:
+            if each.live_blocks and not internals(self.tenants[name]).kv.pool.external:
                 problems.append(f"{each.live_blocks} blocks of {name!r} were not freed")
             self._look(name)
         if self._case is not CASES[0] and not self._outcome.copies:

@@ -147,7 +147,7 @@ class AskedSession:
                     _attempt(call, core)
         finally:
             # Engines that have been asked for KV, and have not freed it yet, are waited for.
-            self.waits = core.outside is not None and core.outside.lacks is not None
+            self.waits = core.other_processes is not None and core.other_processes.lacks is not None
             if not self.waits:
                 self._attended.set()
 
@@ -165,13 +165,13 @@ class AskedSession:
     ) -> bool:
         """Whether it is done, or what is left is not waited for; else a step will do it, or the rest."""
         if any(tenant.active and tenant.kv.pool.external for tenant in core.tenants.values()):
-            if layers and core.outside is not None:
-                core.outside.pass_over(layers)
+            if layers and core.other_processes is not None:
+                core.other_processes.pass_over(layers)
             self._put_off[kind] = (time.monotonic(), later)
             awaited = True
         else:
             now(core)
-            outside = core.outside if kind == "pages" else None
+            outside = core.other_processes if kind == "pages" else None
             if outside is not None and outside.held_up:
                 self._put_off["rest"] = (time.monotonic(), _give_rest)
             awaited = outside is not None and outside.await_step()
@@ -190,52 +190,52 @@ def _attempt(call: Callable[[Core], None], core: Core) -> None:
 
 def _take_in(core: Core) -> bool:
     """Whether some layers wait for that."""
-    if core.outside is not None:
-        core.outside.take_arrived()
-    return core.outside is not None and core.outside.expects
+    if core.other_processes is not None:
+        core.other_processes.take_arrived()
+    return core.other_processes is not None and core.other_processes.expects
 
 
 def _load_expected(core: Core) -> None:
-    if core.outside is not None:
-        core.outside.load_expected(core.cold)
+    if core.other_processes is not None:
+        core.other_processes.load_expected(core.cold)
 
 
 def _give_unused(core: Core) -> None:
-    if core.outside is not None:
-        core.outside.give_unused()
+    if core.other_processes is not None:
+        core.other_processes.give_unused()
 
 
 def _prepare(core: Core) -> bool:
-    return core.outside is not None and core.outside.prepare()
+    return core.other_processes is not None and core.other_processes.prepare()
 
 
 def _recheck(core: Core) -> None:
-    if core.outside is not None:
-        core.outside.recheck()
+    if core.other_processes is not None:
+        core.other_processes.recheck()
 
 
 def _come_home(core: Core) -> None:
-    if core.outside is not None:
-        core.outside.come_home()
+    if core.other_processes is not None:
+        core.other_processes.come_home()
 
 
 def _give_up(pages: int, layers: bool, keeps: bool, ahead: bool, core: Core) -> None:
-    if core.outside is not None and keeps:
+    if core.other_processes is not None and keeps:
         before = {name: len(tenant.cold_layers) for name, tenant in core.tenants.items()}
-        core.outside.give_for_good(pages, core.cold, ahead=ahead)
+        core.other_processes.give_for_good(pages, core.cold, ahead=ahead)
         for name, tenant in core.tenants.items():
             gone = len(tenant.cold_layers) - before[name]
             if gone:
                 _logger.info("%s has given %d layers up: another process needs pages for its own layers", name, gone)
-    elif core.outside is not None:
-        core.outside.give_up(pages, layers=layers, ahead=ahead)
+    elif core.other_processes is not None:
+        core.other_processes.give_up(pages, layers=layers, ahead=ahead)
 
 
 def _give_rest(core: Core) -> None:
-    if core.outside is not None:
-        core.outside.give_rest()
+    if core.other_processes is not None:
+        core.other_processes.give_rest()
 
 
 def _give_named(pages: Sequence[int], gently: bool, core: Core) -> None:
-    if core.outside is not None:
-        core.outside.give_named(pages, gently=gently)
+    if core.other_processes is not None:
+        core.other_processes.give_named(pages, gently=gently)

@@ -63,7 +63,7 @@ def moved(asked: object, name: str, holder: str, place: str, to: str = "") -> An
     """For `__getattr__`: what `asked.name` was, with a DeprecationWarning that says where it is now.
 
     holder: the attribute of `asked` with the object that has it now, under the name `to` or the same. place: of that object, for
-    users, such as "advanced.inside(tenant)". Raises AttributeError if there was no such name.
+    users, such as "advanced.internals(tenant)". Raises AttributeError if there was no such name.
     """
     kind, to = type(asked).__name__, to or name
     missing = object()

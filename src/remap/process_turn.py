@@ -5,8 +5,8 @@
     may_begin -> Session.activate: has them    -> begun
                                    too few are free -> refused; it asks again
 
-Each process ends its own turns: no one decides for all. What waits is known from what the broker asks (`Outside.unmet`), and how
-long a turn lasts from `policy.turns`.
+Each process ends its own turns: no one decides for all. What waits is known from what the broker asks (`OtherProcesses.unmet`),
+and how long a turn lasts from `policy.turns`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 from remap.errors import ArenaBroken, Error
 from remap.policy.turns import TURN_S, PresentTurn, Queue, Turns
-from remap.seldom import Seldom
+from remap.rate_limited import RateLimitedWarning
 
 if TYPE_CHECKING:
     from remap.memory.core import Core
-    from remap.memory.outside import Outside
+    from remap.memory.other_processes import OtherProcesses
     from remap.session import Session
 
 __all__ = ["ASKS_S", "ProcessTurn"]
@@ -60,9 +60,11 @@ class ProcessTurn:
         self.turn_s, self.longer = turn_s, 1
         self.present = PresentTurn("this", time.monotonic())
         self._session, self._tenants = session, tuple(tenants)
-        self._outside: Outside | None = session.exclusively(partial(_outside, self._tenants), claims=False)
+        self._other_processes: OtherProcesses | None = session.exclusively(
+            partial(_other_processes, self._tenants), claims=False
+        )
         self._gave: _Gave | None = None  # the turn, and none has begun since
-        self._failed = Seldom(logger)
+        self._failed = RateLimitedWarning(logger)
 
     def over(self) -> bool:
         """Whether another process has waited for pages for its layers for long enough, which these tenants have: the engine is to
@@ -72,7 +74,7 @@ class ProcessTurn:
         pages were of no use to others (they need those of a third one, which gives none) the next turn lasts twice as long. Takes
         no lock.
         """
-        unmet = None if self._outside is None else self._outside.unmet
+        unmet = None if self._other_processes is None else self._other_processes.unmet
         if unmet is None:
             return False
         queues = {"this": Queue(self.present.begun_s), "others": Queue(unmet.since_s)}
@@ -115,16 +117,16 @@ class ProcessTurn:
 
     def others_wait(self) -> bool:
         """Whether another process asks for pages for its layers just now."""
-        unmet = None if self._outside is None else self._outside.unmet
+        unmet = None if self._other_processes is None else self._other_processes.unmet
         return unmet is not None and time.monotonic() - unmet.asked_s < ASKS_S
 
 
-def _outside(names: Collection[str], core: Core) -> Outside | None:
+def _other_processes(names: Collection[str], core: Core) -> OtherProcesses | None:
     """The other processes, if one of the tenants gives them anything."""
-    return core.outside if any(core.tenant(name).config.lends for name in names) else None
+    return core.other_processes if any(core.tenant(name).config.lends for name in names) else None
 
 
 def _give(names: Collection[str], core: Core) -> int:
     found = [core.tenant(name) for name in names]
     givers = [tenant for tenant in found if tenant.config.lends and not tenant.active]
-    return 0 if core.outside is None else core.outside.give_turn(givers, core.cold)
+    return 0 if core.other_processes is None else core.other_processes.give_turn(givers, core.cold)

@@ -28,13 +28,13 @@ from functools import partial
 from typing import Any
 
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.core import Core
 from remap.moved import renamed_class
 from remap.policy.controller import Demand
 from remap.policy.turns import TURN_S
 from remap.process_turn import ProcessTurn
-from remap.seldom import Seldom
+from remap.rate_limited import RateLimitedWarning
 from remap.session import Session
 from remap.tenant import Tenant
 
@@ -108,7 +108,7 @@ class Rank:
         self._patient_again_s = 0.0
         self._lost: set[int] = set()  # while it sleeps, of an engine in another process
         self._told = False  # the step under way has changed the open ids
-        self._failed = Seldom(logger)
+        self._failed = RateLimitedWarning(logger)
 
     def listen(self, left: Callable[[RankReport], Sequence[int]] | None) -> None:
         """Hand the blocks of rank 0 to the engine's allocator, and zero the open ones.
@@ -121,7 +121,7 @@ class Rank:
 
     def report(self, unmet: int = 0, reason: str = "") -> RankReport:
         """The present state."""
-        return RankReport(runs(inside(self.tenant).kv.pool.open_ids()), self._target, unmet, reason)
+        return RankReport(runs(internals(self.tenant).kv.pool.open_ids()), self._target, unmet, reason)
 
     def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> RankReport | None:
         """Rank 0 decides (`Session.step`). Returns None on other ranks, and if nothing has changed (and nothing is `short`).
@@ -158,7 +158,7 @@ class Rank:
         before = self._target
         try:
             self._go(target)
-            missing = len(ids(opened).difference(inside(self.tenant).kv.pool.open_ids()))
+            missing = len(ids(opened).difference(internals(self.tenant).kv.pool.open_ids()))
             if missing:
                 self._go(before)
                 return f"rank {self.rank}: {missing} blocks that rank 0 has open at {target[0]} layers are not here"
@@ -184,7 +184,7 @@ class Rank:
         """
         if self.rank:
             return None
-        inside(self.tenant).kv.pool.in_use = 0
+        internals(self.tenant).kv.pool.in_use = 0
         if not self.tenant.remapped:
             return None
         self._fresh.clear()
@@ -235,7 +235,7 @@ class Rank:
         except BaseException:
             self._asleep = not self.tenant.active
             raise
-        inside(self.tenant).kv.pool.in_use = 0
+        internals(self.tenant).kv.pool.in_use = 0
         if self._cold_s is not None:
             self._timer = threading.Timer(self._cold_s, self._cold_by_itself)
             self._timer.daemon = True
@@ -339,7 +339,7 @@ class Rank:
 
     @property
     def _target(self) -> tuple[int, int]:
-        return int(self.tenant.remapped), inside(self.tenant).buffers  # ranks stream whole layers
+        return int(self.tenant.remapped), internals(self.tenant).buffers  # ranks stream whole layers
 
     def _go(self, target: tuple[int, int]) -> None:
         advanced.remap(self.session, self.tenant.name, target[0], max(1, target[1]), "nested", drain=self.rank == 0)
@@ -398,7 +398,7 @@ class RankGroup:
         self.target = first.target
         self.opened = first.open
         self.refusals = 0  # changes that a rank could not follow
-        self._refused = Seldom(logger)
+        self._refused = RateLimitedWarning(logger)
 
     def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False) -> RankReport | None:
         """`Session.step` for all ranks; see `Rank.step`. Returns None if nothing has changed."""

@@ -61,7 +61,7 @@ from remap.memory.lend import Lending
 from remap.memory.moves import compose_all
 from remap.memory.observe import Log, make_report, take_snapshot
 from remap.memory.offers import Offers
-from remap.memory.outside import Lacking, Outside
+from remap.memory.other_processes import Lacking, OtherProcesses
 from remap.memory.passes import Passes
 from remap.memory.registered import Registered
 from remap.memory.stall_watch import StallWatch
@@ -77,7 +77,7 @@ from remap.policy.views import Demand
 from remap.report import Snapshot, StepReport
 from remap.shown import show_if_asked
 from remap.sizes import parse_size, show_size, shown
-from remap.tenant import Inside, Tenant
+from remap.tenant import Internals, Tenant
 
 __all__ = ["Session"]
 
@@ -91,7 +91,7 @@ def _nothing() -> None:
 
 def _fetch(name: str, core: Core) -> Sequence[int]:
     """Call the pages of the tenant's layers that other processes have."""
-    return () if core.outside is None else core.outside.activating(core.tenant(name))
+    return () if core.other_processes is None else core.other_processes.activating(core.tenant(name))
 
 
 def _memory(device: devices.Device, arena: Any, address: int, nbytes: int) -> Any:
@@ -206,21 +206,24 @@ class Session:
             self._tenants, self._changes, self._lending, self._config, self.clock, self._link.switching
         )
         self._trace = trace = Trace()
-        self._outside: Outside | None = None
+        self._other_processes: OtherProcesses | None = None
         if joined is not None:
-            self._outside = Outside(
+            self._other_processes = OtherProcesses(
                 self._tenants, self._changes, self._lending, self._offers, joined, self.clock, trace
             )
-            self._arrivals.supply, self._arrivals.borrowed = self._outside.supply, self._outside.borrowed
+            self._arrivals.supply, self._arrivals.borrowed = (
+                self._other_processes.supply,
+                self._other_processes.borrowed,
+            )
         self._cold = Cold(self._tenants, self._changes, self._lending, self._offers)
-        if self._outside is not None:
-            self._cold.supply, self._cold.borrowed = self._outside.supply, self._outside.borrowed
+        if self._other_processes is not None:
+            self._cold.supply, self._cold.borrowed = self._other_processes.supply, self._other_processes.borrowed
         self._tiers = Tiers(self._tenants, self._host, self._device.cuda)
-        self._steps = Steps(self._tenants, self._changes, self._lending, self._offers, self._outside)
+        self._steps = Steps(self._tenants, self._changes, self._lending, self._offers, self._other_processes)
         self._stalls = StallWatch()
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock, trace)
-        if self._outside is not None:
-            self._passes.serves, self._passes.come_home = self._outside.serves, self._outside.come_home
+        if self._other_processes is not None:
+            self._passes.serves, self._passes.come_home = self._other_processes.serves, self._other_processes.come_home
         self._registered = Registered(self._arena, self._tenants)
         self._core = Core(
             self._arena,
@@ -230,7 +233,7 @@ class Session:
             self._offers,
             self._registered,
             self._cold,
-            self._outside,
+            self._other_processes,
             trace,
         )
         self._log = Log(self.clock, trace)
@@ -320,7 +323,7 @@ class Session:
                 extra=extra_layers,
                 embedding=embedding,
                 hooks=hooks,
-                ends=not active,
+                embedding_part=not active,
             )
 
         return self._attach("attach", made, name, priority, kv, config, active, resident_layers, pages)
@@ -371,9 +374,9 @@ class Session:
         self._departed.append(tenant)
         self._arena.remove_tenant(tenant.number)  # from here it has gone
         self._release_departed()
-        tenant.gone, tenant.abroad = frozenset(), False
-        if self._outside is not None:
-            self._outside.forget_gone()
+        tenant.gone, tenant.at_others = frozenset(), False
+        if self._other_processes is not None:
+            self._other_processes.forget_gone()
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
@@ -456,19 +459,19 @@ class Session:
         require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):
             raise invalid("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
-        if self._outside is None or self._lock.is_within():
+        if self._other_processes is None or self._lock.is_within():
             return self._activate(name, alone, partial)
         with self._lock.patience:
             calls = self.exclusively(lambda core: _fetch(name, core), claims=False)
-            self._outside.await_home(calls)  # others may begin passes meanwhile
+            self._other_processes.await_home(calls)  # others may begin passes meanwhile
             return self._supplied(name, lambda: self._activate(name, alone, partial))
 
     def _supplied(self, name: str, attempt: Callable[[], Made]) -> Made:
         """attempt(), a call that may lack pages: then it has only asked other processes for them, and is made again with what
         these give. Between the two this thread has no claim, and patience alone: other tenants' calls and passes go on."""
-        if self._outside is None:
+        if self._other_processes is None:
             return attempt()
-        with self._outside.supplying(name) as await_supply:
+        with self._other_processes.supplying(name) as await_supply:
             while True:
                 try:
                     return attempt()
@@ -502,8 +505,8 @@ class Session:
         try:
             yield
         except OutOfMemory:
-            if self._outside is not None:
-                self._outside.give_spare()
+            if self._other_processes is not None:
+                self._other_processes.give_spare()
             raise
 
     @exclusive
@@ -536,8 +539,8 @@ class Session:
                 self._changes.wake(tenant)
             self._link.certify()
             lacking = self._cold.lacking(tenant)
-        if self._outside is not None:
-            self._outside.expect(tenant, lacking, blocks)
+        if self._other_processes is not None:
+            self._other_processes.expect(tenant, lacking, blocks)
         return tuple(part for part in came if part < tenant.layers)
 
     @exclusive
@@ -563,10 +566,10 @@ class Session:
             deactivate(self._changes, tenant)
             if pages != "own":
                 self._cold.give_all(tenant, self._cold.first_kept(tenant) if pages == "auto" else 0)
-        if self._outside is not None:
+        if self._other_processes is not None:
             if pages != "own":
-                self._outside.give_spare(tenant)
-            self._outside.await_question()
+                self._other_processes.give_spare(tenant)
+            self._other_processes.await_question()
         self._link.certify()
         self._tiers.consider()
         if self._asked is not None and self._asked.waits:
@@ -603,7 +606,7 @@ class Session:
     @exclusive
     def tenants(self) -> Mapping[str, Tenant]:
         """The attached tenants by name, in the order in which they came: as of now, read only. Empty once closed."""
-        return MappingProxyType({name: cast(Inside, state.handle).tenant for name, state in self._tenants.items()})
+        return MappingProxyType({name: cast(Internals, state.handle).tenant for name, state in self._tenants.items()})
 
     def __repr__(self) -> str:
         """Such as <remap.Session of 40 MiB on cpu: llama>. Takes no lock."""
@@ -671,8 +674,8 @@ class Session:
         self._host.close()
         owners = self._arena.owners()
         self._arena.close()
-        if self._outside is not None:
-            self._outside.hand_back([page for page, owner in enumerate(owners) if owner != _core.Owner.outside])
+        if self._other_processes is not None:
+            self._other_processes.hand_back([page for page, owner in enumerate(owners) if owner != _core.Owner.outside])
         self._passes.closed = True
 
     def _move_out(self, tenant: TenantState, device: Any) -> None:
@@ -787,10 +790,10 @@ class Session:
         pages: str,
     ) -> Tenant:
         self._passes.check_open()  # another thread may have closed it since
-        made: list[Inside] = []
+        made: list[Internals] = []
 
-        def handle(state: TenantState) -> Inside:
-            made.append(Inside(state, self._passes, self))
+        def handle(state: TenantState) -> Internals:
+            made.append(Internals(state, self._passes, self))
             return made[-1]
 
         self._arrivals.admit(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from remap import _core
     from remap.model.hooks import AttachedHooks
 
-__all__ = ["Inside", "Tenant"]
+__all__ = ["Internals", "Tenant"]
 
 _PHASES = ("decode", "prefill", "mixed")
 
@@ -121,7 +121,7 @@ class _Pass:
     __exit__ = _Exit()
 
 
-class Inside:
+class Internals:
     """One attached model as this library's own engines, adapters and tests see it: its measurements, which of its bytes are
     where, its whole KV cache (`kv`), and how its passes begin to wait. `Tenant` has what other engines call. Not a part of the
     API that stays as it is from release to release.
@@ -317,7 +317,7 @@ class Inside:
     @property
     def remapped(self) -> float:
         """Layers' worth of pages that are KV now, or lent (the papers' alpha): an int; in slices a fraction."""
-        return self._state.told
+        return self._state.reported
 
     @property
     def lent_pages(self) -> int:
@@ -420,20 +420,20 @@ class Tenant:
     done(layer, stream=0): around each layer of a pass (`session.attach(hooks=False)`); for a resident layer one atomic load.
     """
 
-    def __init__(self, inside: Inside) -> None:
-        self._inside = inside
-        self.name = inside.name
-        self.priority = inside.priority
-        self.layers = inside.layers
-        self.kv = KVCache(inside.kv)
-        self.wait = inside.wait
-        self.done = inside.done
+    def __init__(self, internals: Internals) -> None:
+        self._internals = internals
+        self.name = internals.name
+        self.priority = internals.priority
+        self.layers = internals.layers
+        self.kv = KVCache(internals.kv)
+        self.wait = internals.wait
+        self.done = internals.done
 
     def __repr__(self) -> str:
-        return repr(self._inside)
+        return repr(self._internals)
 
     def _repr_html_(self) -> str:
-        return self._inside._repr_html_()
+        return self._internals._repr_html_()
 
     def forward(
         self, phase: str = "decode", tokens: int = 1, stream: Any = None, streamed: Sequence[int] = ()
@@ -465,12 +465,12 @@ class Tenant:
         the write is lost. (file, expected, found): a weights file that layers come from has changed; entering raises
         this as well.
         """
-        return self._inside.bracket(self, phase, tokens, stream, streamed)
+        return self._internals.bracket(self, phase, tokens, stream, streamed)
 
     @property
     def active(self) -> bool:
         """Whether it may serve passes: see `Session.activate`."""
-        return self._inside.active
+        return self._internals.active
 
     @property
     def streaming(self) -> bool:
@@ -478,22 +478,22 @@ class Tenant:
 
         While False, a pass may leave out wait and done, so one CUDA graph may hold all of its layers.
         """
-        return self._inside.streaming
+        return self._internals.streaming
 
     @property
     def streamed(self) -> tuple[int, ...]:
         """The layers that are loaded on each pass, ascending."""
-        return self._inside.streamed
+        return self._internals.streamed
 
     @property
     def remapped(self) -> float:
         """Layers' worth of pages that are KV now, or lent (the papers' alpha): an int; in slices a fraction."""
-        return self._inside.remapped
+        return self._internals.remapped
 
     @property
     def written(self) -> dict[int, list[str]]:
         """layer -> its tensors, or its weights file, that something wrote to after attach. Such layers do not stream."""
-        return self._inside.written
+        return self._internals.written
 
     def __getattr__(self, name: str) -> Any:
-        return moved(self, name, "_inside", "remap.advanced.inside(tenant)")
+        return moved(self, name, "_internals", "remap.advanced.internals(tenant)")

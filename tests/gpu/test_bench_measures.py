@@ -22,7 +22,7 @@ from conftest import needs
 from rig import obvious_kernels, tiny_case
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 MEASURES = {each.name: each for each in registry.all_measures()}
 # Not here: they need packages of others, or have sizes that only a GPU can do.
@@ -186,7 +186,7 @@ def test_readings_count_words_that_are_not_the_master_copys(emulated_gpu: Any, c
 
     tenant, marks = raw
     layer, at = 3, remap.advanced.layer_address(tenant.session, "raw", 3)
-    with context.buffers(host=2 * inside(tenant).layer_bytes) as (_, host):
+    with context.buffers(host=2 * internals(tenant).layer_bytes) as (_, host):
         for what in (KernelReading(tenant, None), CopyReading(tenant, marks, tenant.handle, host, 2)):
             for each in range(tenant.layers):
                 what.read(each)

@@ -13,7 +13,7 @@ from bench.gpu.context import MIB, Skip
 from bench.gpu.measures import shared_serving as sharing
 from conftest import needs
 
-from remap.inside import inside
+from remap.internals import internals
 
 GIB = 1 << 30
 # Of the published checkpoints: numbers of a layer, and of all of it without the table of positions.
@@ -182,14 +182,14 @@ def test_every_side_serves_what_it_says_and_leaves_all_as_it_was(arena: sharing.
     requests, seed = sharing.make_requests(arena.case)
     requests = {name: mine[:6] for name, mine in requests.items()}
     for kind, side in sharing.SIDES.items():
-        before = {name: inside(engine.tenant).kv.copied_out_bytes for name, engine in arena.engines.items()}
+        before = {name: internals(engine.tenant).kv.copied_out_bytes for name, engine in arena.engines.items()}
         run = sharing.serve(kind, arena, requests, 60.0, 0.05, seed)
         assert not run.unfinished and len(run.first_s) == sum(map(len, requests.values()))
         tenants = run.result.summary()["tenants"].values()
         assert side.weights or max(each["layers_remapped_peak"] for each in tenants) == 0
         for name, engine in arena.engines.items():
             state = arena.session._tenants[name]
-            assert side.swaps or inside(engine.tenant).kv.copied_out_bytes == before[name]
+            assert side.swaps or internals(engine.tenant).kv.copied_out_bytes == before[name]
             assert len(state.pinned) == (0 if side.weights else arena.whole._layers[name])
     arena.restore()
     for name, engine in arena.engines.items():

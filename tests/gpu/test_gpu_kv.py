@@ -9,7 +9,7 @@ import numpy as np
 from bench.gpu.tenants import make_masters
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 PAGE = 2 << 20
 LAYERS, BLOCKS, PASSES = 4, 20, 4
@@ -33,7 +33,7 @@ def test_streamed_kv_is_that_of_its_layer(raw: Any) -> None:
     platform = remap.advanced.Platform(backend=backend)
     with remap.Session(30 * PAGE, device="cuda:0", page_bytes=PAGE, platform=platform) as session:
         tenant = session.attach_bytes(make_masters(LAYERS, PAGE), name="kv", kv=SPEC)
-        kv, geometry = inside(tenant).kv, inside(tenant).kv.geometry
+        kv, geometry = internals(tenant).kv, internals(tenant).kv.geometry
         unit = geometry.unit_bytes
         ranges = 2 * LAYERS
         size = BLOCKS * ranges * unit
@@ -72,7 +72,7 @@ def test_streamed_kv_is_that_of_its_layer(raw: Any) -> None:
                 assert np.array_equal(seen, memory[:size]), (
                     f"pass {turn}: some layer found another's KV, or other bytes"
                 )
-            assert inside(tenant).stats().block_bytes == PASSES * BLOCKS * SPEC.block_bytes
+            assert internals(tenant).stats().block_bytes == PASSES * BLOCKS * SPEC.block_bytes
             kv.free(shown)
         finally:
             backend.free_host(host, (1 + PASSES) * size)

@@ -9,7 +9,7 @@ from bench.gpu.machine import gpu_state
 from bench.gpu.tenants import device_tenant
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 LAYERS = 8
 LAYER_BYTES = 4 << 20
@@ -86,7 +86,7 @@ def test_a_registered_layer_stays_where_it_is(raw: Any) -> None:
         return remap.advanced.layer_address(session, "raw", layer)
 
     remap.advanced.declare_registered(session, address(2), LAYER_BYTES)
-    assert inside(tenant.tenant).pinned == (2,)
+    assert internals(tenant.tenant).pinned == (2,)
     remap.advanced.remap(session, "raw", 5, 2)
     assert 2 not in tenant.tenant.streamed
     with pytest.raises(remap.InvalidArgument):
@@ -97,5 +97,5 @@ def test_a_registered_layer_stays_where_it_is(raw: Any) -> None:
     remap.advanced.withdraw_registered(session, address(2), LAYER_BYTES)
     with pytest.raises(remap.InvalidState):  # a streamed one cannot be
         remap.advanced.declare_registered(session, address(tenant.tenant.streamed[0]), 1)
-    assert inside(tenant.tenant).pinned == ()
+    assert internals(tenant.tenant).pinned == ()
     remap.advanced.remap(session, "raw", 0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory import device as devices
 from remap.policy.cost import LayerTimes
 
@@ -64,7 +64,7 @@ def times_of(layers: int, compute: float, transfer: float) -> LayerTimes:
 
 def set_times(tenant: Any, decode: LayerTimes, prefill: LayerTimes | None = None, copy_s: float | None = None) -> None:
     """What would be measured, so that decisions are exact."""
-    timing = inside(tenant)._state.timing
+    timing = internals(tenant)._state.timing
     timing.decode, timing.prefill = lambda: decode, lambda: prefill or decode
     timing.shared, timing.seconds_per_byte = lambda sharers: decode, lambda: 0.0  # and nobody waits for others' copies
     if copy_s is not None:
@@ -73,11 +73,11 @@ def set_times(tenant: Any, decode: LayerTimes, prefill: LayerTimes | None = None
 
 def forward(session: remap.Session, tenant: remap.Tenant, layers: Sequence[bytes]) -> None:
     """One pass that reads every layer that the tenant computes whole, and first what stands before the first one."""
-    state = inside(tenant)._state
+    state = internals(tenant)._state
     with tenant.forward():
         for ends in range(state.layers, state.parts):
             assert ctypes.string_at(state.addresses[ends], len(layers[ends])) == layers[ends]
-        for index in (layer for layer in inside(tenant).computed if layer not in inside(tenant).elsewhere):
+        for index in (layer for layer in internals(tenant).computed if layer not in internals(tenant).elsewhere):
             expected = layers[index]
             tenant.wait(index)
             got = ctypes.string_at(remap.advanced.layer_address(session, tenant.name, index), len(expected))
@@ -86,14 +86,14 @@ def forward(session: remap.Session, tenant: remap.Tenant, layers: Sequence[bytes
 
 
 def write_block(tenant: remap.Tenant, block: int, value: int) -> None:
-    for offset, nbytes in inside(tenant).kv.geometry.byte_ranges_of_block(block):
-        ctypes.memset(inside(tenant).kv.address + offset, value, nbytes)
+    for offset, nbytes in internals(tenant).kv.geometry.byte_ranges_of_block(block):
+        ctypes.memset(internals(tenant).kv.address + offset, value, nbytes)
 
 
 def read_block(tenant: remap.Tenant, block: int) -> set[int]:
     found: set[int] = set()
-    for offset, nbytes in inside(tenant).kv.geometry.byte_ranges_of_block(block):
-        found |= set(ctypes.string_at(inside(tenant).kv.address + offset, nbytes))
+    for offset, nbytes in internals(tenant).kv.geometry.byte_ranges_of_block(block):
+        found |= set(ctypes.string_at(internals(tenant).kv.address + offset, nbytes))
     return found
 
 
@@ -138,7 +138,7 @@ class External:
 
     def check(self) -> None:
         """It and the pool mean the same blocks, and nobody has touched those in use."""
-        pool = inside(self.tenant).kv.pool
+        pool = internals(self.tenant).kv.pool
         assert self.free | (set(self.used) - self.leaving) == set(pool.open_ids())
         assert self.leaving == set(pool.live_ids()) - set(pool.open_ids())
         for block, value in self.used.items():

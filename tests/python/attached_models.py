@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 PAGE = 4096
 # Layers come home as soon as there is room, and streaming may cost anything: what is tested is that both happen. Reserves are
@@ -105,5 +105,5 @@ def watched(model: Any, spare: int = 52, **options: Any) -> Any:
             rig.look()
             return wait(layer)
 
-        inside(attached.tenant).wait = looking
+        internals(attached.tenant).wait = looking
         yield rig

@@ -24,7 +24,7 @@ from arena_worlds import make_spec
 
 import remap
 from remap.errors import OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 
 if TYPE_CHECKING:
     from remap.broker.server import Broker
@@ -150,7 +150,7 @@ class Member:
         return str(len(got))
 
     def ranges(self, block: int) -> list[tuple[int, int]]:
-        kv = inside(self.tenant).kv
+        kv = internals(self.tenant).kv
         return [(kv.address + offset, nbytes) for offset, nbytes in kv.geometry.byte_ranges_of_block(block)]
 
     def _read(self, block: int) -> set[int]:
@@ -159,7 +159,7 @@ class Member:
 
     def _own(self, block: int) -> bool:
         """Whether it has what the tenant's own layers left in these pages: such pages stay as they are."""
-        base = inside(self.tenant).kv.address
+        base = internals(self.tenant).kv.address
         for address, nbytes in self.ranges(block):
             end = address + nbytes
             while address < end:
@@ -229,7 +229,7 @@ class Member:
 
     def idle(self) -> str:
         """As if its last pass were long ago."""
-        inside(self.tenant)._state.last_pass_s = -1e9
+        internals(self.tenant)._state.last_pass_s = -1e9
         return "idle"
 
     def step(self) -> str:
@@ -248,13 +248,13 @@ class Member:
 
     def gone(self) -> str:
         """Pages of its layers that others have; and layers that stream."""
-        state = inside(self.tenant)._state
+        state = internals(self.tenant)._state
         return f"{len(state.gone)} {len(state.streamed)}"
 
     def problem(self) -> str:
         """Why no broker answers."""
-        assert self.session._outside is not None
-        return self.session._outside.problem or "none"
+        assert self.session._other_processes is not None
+        return self.session._other_processes.problem or "none"
 
     def short(self) -> str:
         """Why a step that lacks blocks does not get them."""

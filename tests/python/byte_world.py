@@ -12,7 +12,7 @@ from arena_worlds import make_backend, make_spec, session_on, set_times
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 
 PAGE, N, LAYER = 16384, 8, 3  # bytes; layers; pages of a layer
 BYTES = LAYER * PAGE - 100
@@ -33,7 +33,7 @@ class World:
         self.session = session_on(self.backend, pages * PAGE, page_bytes=PAGE, mode=mode)
         config = config or remap.advanced.Knobs(**PLAIN)
         self.tenant = self.session.attach_bytes(self.data, name="m", kv=kv or spec(), config=config)
-        self.kv = inside(self.tenant).kv
+        self.kv = internals(self.tenant).kv
         if times is not None:
             set_times(self.tenant, times)
 

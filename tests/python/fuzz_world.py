@@ -51,7 +51,7 @@ from remap.errors import (
     OutOfBlocks,
     OutOfMemory,
 )
-from remap.inside import inside
+from remap.internals import internals
 
 MODES = ("aliased", "strict")
 KINDS = ("plain", "faults", "interrupts", "modes")
@@ -72,7 +72,7 @@ VERBS = {
     "HostKV.copy_in": "copy_in", "HostKV.kept": "copy_in", "HostKV.arrived": "arrived", "HostKV.join": "join",
     "HostKV.free": "forget", "advanced.remap": "remap", "advanced.lend": "lend", "advanced.give_back": "give_back",
     "advanced.offers": "look", "advanced.differing": "look", "advanced.unsettled": "look", "advanced.read_layer": "read",
-    "advanced.settle": "settle", "advanced.check": "look", "advanced.layer_address": "attach", "advanced.inside": "attach",
+    "advanced.settle": "settle", "advanced.check": "look", "advanced.layer_address": "attach", "advanced.internals": "attach",
     "advanced.declare_registered": "declare", "advanced.withdraw_registered": "withdraw",
 }  # fmt: skip
 NOT_DRAWN = {
@@ -275,11 +275,11 @@ class Engine(sharing_worlds.Engine):
 
     @property
     def homes(self) -> set[int]:
-        return {page for home in inside(self.tenant)._state.pages.homes for page in home}
+        return {page for home in internals(self.tenant)._state.pages.homes for page in home}
 
     @property
     def cold(self) -> bool:
-        return bool(inside(self.tenant)._state.pages.cold)
+        return bool(internals(self.tenant)._state.pages.cold)
 
     @property
     def host(self) -> Any:
@@ -419,7 +419,7 @@ class World:
         for name, engine in self.engines.items():
             engine.check()
             for other, its in self.engines.items():
-                lent = sum(owners[page] == "kv" and of[page] == inside(its.tenant).number for page in engine.homes)
+                lent = sum(owners[page] == "kv" and of[page] == internals(its.tenant).number for page in engine.homes)
                 told = 0 if other == name else seen[name].lent_to.get(other, 0)
                 expect(other == name or lent == told, f"{name} has lent {lent} pages to {other}, and says {told}")
 
@@ -437,7 +437,7 @@ class World:
         """What it returns, told to the engines; the error if it may raise that, and has changed nothing (partly: may
         have, and the next report tells what moved); KeyboardInterrupt if it was interrupted."""
         before = sharing_worlds.seen(self.session)
-        due = any(inside(each.tenant)._state.unsettled is not None for each in self.engines.values())
+        due = any(internals(each.tenant)._state.unsettled is not None for each in self.engines.values())
         arm, self.fault = self.fault, None
         at, self.at = self.at, -1
         if arm is not None:
@@ -507,7 +507,7 @@ class World:
         for name in set(self.session._tenants) - set(self.engines):
             self.session.detach(name)
         for name, engine in list(self.engines.items()):
-            if name in self.session._tenants and inside(engine.tenant)._state.leaving:
+            if name in self.session._tenants and internals(engine.tenant)._state.leaving:
                 self.session.detach(name)
             if name not in self.session._tenants:
                 del self.engines[name]
@@ -545,7 +545,7 @@ class World:
         elif isinstance(result, OutOfMemory) and "minimum_bytes" in result.fields:
             free = self.session.snapshot().pages.free
             page = self.session._arena.page_bytes
-            lent = sum(inside(engine.tenant).lent_pages for engine in self.engines.values())
+            lent = sum(internals(engine.tenant).lent_pages for engine in self.engines.values())
             expect(free - lent < pages_of(made, page), "attach says that it does not fit, and it does")
 
     def op_bad_attach(self, what: str, made: dict[str, Any]) -> None:
@@ -762,7 +762,7 @@ class World:
         engine = self.engines.get(name)
         if engine is None:
             return
-        most = len(inside(engine.tenant)._state.order) - buffers
+        most = len(internals(engine.tenant)._state.order) - buffers
         layers: float = round(share * max(0, most))
         if kind == "slices":
             layers = share * max(0, most)
@@ -779,8 +779,8 @@ class World:
         engine = self.engines.get(name)
         if engine is None or (to is not None and to not in self.engines):
             return
-        buffers = inside(engine.tenant).buffers or buffers
-        layers = round(share * max(0, len(inside(engine.tenant)._state.order) - buffers))
+        buffers = internals(engine.tenant).buffers or buffers
+        layers = round(share * max(0, len(internals(engine.tenant)._state.order) - buffers))
         self.call(lambda: remap.advanced.lend(self.session, name, layers, buffers, to=to), OutOfBlocks, InvalidArgument)
 
     def op_activate(self, name: str, alone: bool, partial: bool | float) -> None:
@@ -806,7 +806,7 @@ class World:
             expect(others, f"all that {name} named was freed, and it still cannot be activated: {report.reason}")
         expect(tenant.active or not report.activated, f"{name} was activated, and is not active")
         if report.activated and not partial:
-            expect(inside(tenant).lent_pages == 0, f"{name} is active, and its layers are lent")
+            expect(internals(tenant).lent_pages == 0, f"{name} is active, and its layers are lent")
 
     def op_deactivate(self, name: str, whole: bool = False) -> None:
         if name in self.engines:
@@ -816,10 +816,10 @@ class World:
         """Of a tenant without pages first layers come, and it stays as it is."""
         if name in self.engines:
             tenant = self.engines[name].tenant
-            before, active = set(inside(tenant).cold), tenant.active
+            before, active = set(internals(tenant).cold), tenant.active
             came = self.call(lambda: self.session.expect(name))
             if not self.ended and not isinstance(came, BaseException):
-                expect(set(inside(tenant).cold) == before - set(came), f"{came} came of {name}'s cold layers")
+                expect(set(internals(tenant).cold) == before - set(came), f"{came} came of {name}'s cold layers")
                 expect(set(came) <= before and tenant.active == active, f"{name} was expected")
 
     def op_allocate(self, name: str, share: float) -> None:

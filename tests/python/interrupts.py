@@ -43,7 +43,7 @@ from test_fault_sweep import CASES_OF_PLANS, HOSTED, INTERRUPTED, Case
 
 import remap
 from remap.errors import Error
-from remap.inside import inside
+from remap.internals import internals
 
 CASES = {case.name: case for case in (*CASES_OF_PLANS, *INTERRUPTED, *HOSTED)}
 BLOCKS = ("allocate", "free", *(case.name for case in HOSTED))  # calls of the engine alone
@@ -265,7 +265,7 @@ def afterwards(case: Case, world: Faulty, after: dict[str, Any]) -> None:
         return
     remap.advanced.check(session)
     for name in {*session._tenants, *engines}:  # who was attached without being told, or is half gone, is detached
-        if name in session._tenants and (name not in engines or inside(engines[name].tenant)._state.leaving):
+        if name in session._tenants and (name not in engines or internals(engines[name].tenant)._state.leaving):
             session.detach(name)
         if name not in session._tenants:
             engines.pop(name, None)
@@ -293,7 +293,7 @@ def afterwards(case: Case, world: Faulty, after: dict[str, Any]) -> None:
     for name in engines:
         assert any(world.tell(session.activate(name)).activated for _ in range(2)), name
         world.remap(name, 0)
-        assert not engines[name].tenant.streamed and not inside(engines[name].tenant).lent_pages
+        assert not engines[name].tenant.streamed and not internals(engines[name].tenant).lent_pages
     use(world)
     world.detach("b") if "b" in engines else None
     world.attach("later", [1, 1], 5)

@@ -16,7 +16,7 @@ import transformers
 import remap
 from remap import _core
 from remap.adapters.hooks import attach_hooks
-from remap.inside import inside
+from remap.internals import internals
 
 LAYERS = 6
 VOCAB = 101
@@ -187,7 +187,7 @@ class Served:
         self.batches = [ids_for(batch, tokens, seed=batch) for batch, tokens in ((2, 7), (1, 3))]
         self.expected = [logits_of(model, ids) for ids in self.batches]
         self.tenant = session.attach(model, kv=kv, name=name, hooks=False, **attach)
-        self.kv = inside(self.tenant).kv
+        self.kv = internals(self.tenant).kv
         self.hooks = attach_hooks(layers_of(model), self.tenant, model=model)
         self.addresses = addresses_of(model)
         self.live: dict[int, torch.Tensor] = {}

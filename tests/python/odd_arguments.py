@@ -20,7 +20,7 @@ from sharing_worlds import SMALL, Shared, spec
 
 import remap
 from remap import advanced, schedule
-from remap.inside import inside
+from remap.internals import internals
 from remap.kv.cache import TenantKV
 from remap.kv.public import HostKV, KVCache
 
@@ -157,16 +157,16 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     }),
     "Tenant.wait": (lambda w: w.a.tenant.wait, {"layer": 0, "stream": 0}),
     "Tenant.done": (lambda w: w.a.tenant.done, {"layer": 0, "stream": 0}),
-    "Inside.ready": (lambda w: inside(w.a.tenant).ready, {"layer": 0}),
-    "Inside.lends": (lambda w: inside(w.a.tenant).lends, {"layer": 0}),
-    "Inside.at_home": (lambda w: inside(w.a.tenant).at_home, {"layer": 0}),
-    "Inside.streamed_seconds": (lambda w: inside(w.a.tenant).streamed_seconds, {"blocks": 1}),
-    "Inside.calibrate_link": (lambda w: inside(w.a.tenant).calibrate_link, {"bytes_per_s": 1e9}),
+    "Internals.ready": (lambda w: internals(w.a.tenant).ready, {"layer": 0}),
+    "Internals.lends": (lambda w: internals(w.a.tenant).lends, {"layer": 0}),
+    "Internals.at_home": (lambda w: internals(w.a.tenant).at_home, {"layer": 0}),
+    "Internals.streamed_seconds": (lambda w: internals(w.a.tenant).streamed_seconds, {"blocks": 1}),
+    "Internals.calibrate_link": (lambda w: internals(w.a.tenant).calibrate_link, {"bytes_per_s": 1e9}),
     "KVCache.allocate": (lambda w: w.a.tenant.kv.allocate, {"count": 1}),
     "KVCache.free": (lambda w: w.a.tenant.kv.free, {"ids": ids}),
     "KVCache.returned": (lambda w: w.a.tenant.kv.returned, {"ids": ids}),
-    "TenantKV.holds": (lambda w: inside(w.a.tenant).kv.holds, {"ids": ids}),
-    "TenantKV.holds_host": (lambda w: inside(w.a.tenant).kv.holds_host, {"host_ids": lambda w: w.hosts}),
+    "TenantKV.holds": (lambda w: internals(w.a.tenant).kv.holds, {"ids": ids}),
+    "TenantKV.holds_host": (lambda w: internals(w.a.tenant).kv.holds_host, {"host_ids": lambda w: w.hosts}),
     "HostKV.copy_out": (lambda w: w.a.tenant.kv.host.copy_out, {"ids": ids, "below": 4}),
     "HostKV.copy_in": (lambda w: w.a.tenant.kv.host.copy_in, {"host_ids": lambda w: w.hosts, "ids": lambda w: ids(w)[:2]}),
     "HostKV.kept": (lambda w: w.a.tenant.kv.host.kept, {"host_ids": lambda w: w.hosts}),
@@ -174,21 +174,21 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "HostKV.join": (lambda w: w.a.tenant.kv.host.join, {"ticket": ticket}),
     "HostKV.free": (lambda w: w.a.tenant.kv.host.free, {"host_ids": lambda w: w.hosts}),
     "HostKV.stream": (lambda w: w.a.tenant.kv.host.stream, {"host_ids": lambda w: w.hosts}),
-    "TenantKV.on_stream": (lambda w: inside(w.a.tenant).kv.on_stream, {"streamable": lambda w: int}),
+    "TenantKV.on_stream": (lambda w: internals(w.a.tenant).kv.on_stream, {"streamable": lambda w: int}),
     "HostKV.offer": (lambda w: w.a.tenant.kv.host.offer, {"blocks": 1}),
-    "advanced.inside": (lambda w: advanced.inside, {"tenant": lambda w: w.a.tenant}),
+    "advanced.internals": (lambda w: advanced.internals, {"tenant": lambda w: w.a.tenant}),
     "KVCache.subscribe": (lambda w: w.a.tenant.kv.subscribe, {"listener": lambda w: lambda *_: None, "external": False}),
 }  # fmt: skip
 
 WITHOUT_ARGUMENTS: dict[str, Callable[[World], Callable[[], Any]]] = {
     "Session.snapshot": lambda w: w.session.snapshot,
     "HostKV.open": lambda w: w.a.tenant.kv.host.open,
-    "Inside.stats": lambda w: inside(w.a.tenant).stats,
+    "Internals.stats": lambda w: internals(w.a.tenant).stats,
 }
 INSIDE = {
     "Session": ("attach", "change", "exclusively"),  # attach: test_argument_kinds.py, with a torch model
     "Tenant": (),
-    "Inside": (
+    "Internals": (
         "away", "bracket", "forward",
         "compute_all", "compute_parts", "copy_seconds", "expect_whole_pass", "prefill_times", "refuse_lost_writes",
         "retire", "times", "whole_pass_seen",
@@ -234,7 +234,7 @@ def entering(world: World) -> Callable[..., None]:
 def public() -> Iterator[tuple[str, str]]:
     """(owner, name) of every public call."""
     for owner, members in (
-        ("Session", vars(remap.Session)), ("Tenant", vars(remap.Tenant)), ("Inside", vars(advanced.Inside)),
+        ("Session", vars(remap.Session)), ("Tenant", vars(remap.Tenant)), ("Internals", vars(advanced.Internals)),
         ("KVCache", vars(KVCache)), ("HostKV", vars(HostKV)), ("TenantKV", vars(TenantKV)),
         ("advanced", {name: getattr(advanced, name) for name in advanced.__all__}),
         ("schedule", {name: getattr(schedule, name) for name in schedule.__all__}),
@@ -258,20 +258,20 @@ LOOKS = {
     "advanced.settle": "there is nothing to settle",
     "advanced.unsettled": "nothing is unsettled",
     "advanced.check": "the books of nobody agree",
-    "advanced.inside": "the same handle",
+    "advanced.internals": "the same handle",
 }
 OTHERS = "is of the session, which others use"
 # Where the calls come too late -> those that are taken nevertheless, and why.
 TAKEN = {
     "close": {**LOOKS, "Session.close": "can be called again", "advanced.layer_address": "says that there is no such tenant"},
     "detach": {
-        "advanced.inside": LOOKS["advanced.inside"],
+        "advanced.internals": LOOKS["advanced.internals"],
         **dict.fromkeys((
             "Session.attach", "Session.attach_bytes", "Session.change", "Session.exclusively", "Session.snapshot",
             "Session.close", "advanced.unsettled", "advanced.check", "advanced.show",
         ), OTHERS),
     },
-    "fork": {"advanced.inside": LOOKS["advanced.inside"]},
+    "fork": {"advanced.internals": LOOKS["advanced.internals"]},
 }  # fmt: skip
 
 

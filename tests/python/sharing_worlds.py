@@ -25,7 +25,7 @@ from arena_worlds import times_of as times_of
 import remap
 from remap import _core
 from remap.errors import Error
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy.cost import LayerTimes
 
 POISON = 0xDF
@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def kv(self) -> Any:
-        return inside(self.tenant).kv
+        return internals(self.tenant).kv
 
     def allocate(self, count: int) -> None:
         for block in self.kv.allocate(count):
@@ -239,7 +239,7 @@ class Faulty(Shared):
     def settle(self) -> None:
         remap.advanced.settle(self.session)
         for engine in self.engines.values():
-            inside(engine.tenant)._state.prefetcher.drain()
+            internals(engine.tenant)._state.prefetcher.drain()
 
     def works(self) -> None:
         self.check()

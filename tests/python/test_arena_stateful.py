@@ -31,7 +31,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import remap
 from reference.arena_model import ArenaModel, TenantModel
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.kv.spec import KVGeometry
 
 POISON = 0xDF
@@ -93,7 +93,7 @@ class ArenaMachine(RuleBasedStateMachine):
         tenant, session = self.tenants[name][mode], self.sessions[mode]
         return [
             *(remap.advanced.layer_address(session, name, i) for i in range(tenant.layers)),
-            inside(tenant).kv.address,
+            internals(tenant).kv.address,
         ]
 
     def free_of(self, tenant: Any) -> list[int]:
@@ -302,7 +302,7 @@ class ArenaMachine(RuleBasedStateMachine):
         for name, by_mode in self.tenants.items():
             model = self.model.tenants[name]
             for mode, tenant in by_mode.items():
-                assert inside(tenant).kv.pool.live_ids() == tuple(sorted(model.blocks))
+                assert internals(tenant).kv.pool.live_ids() == tuple(sorted(model.blocks))
                 for block, value in model.blocks.items():
                     assert read_block(tenant, block) == {value}, f"{mode}: block {block} of {name}"
                 assert self.addresses_of(mode, name) == self.addresses[name, mode]

@@ -8,7 +8,7 @@ from byte_world import spec
 import remap
 from remap.adapters.arenas import SharedSession, hosted, shared
 from remap.adapters.settings import Settings
-from remap.inside import inside
+from remap.internals import internals
 
 SIZE = {"capacity": 4 << 20, "device": "cpu", "page_bytes": 1 << 16, "copy_chunk_bytes": 0}
 
@@ -49,7 +49,7 @@ def test_the_settings_of_the_first_order_the_givers():
     session = arena.enter(**SIZE, config=settings.controller())
     assert session._offers._config.policy == "mru"
     attach(arena, "m")
-    assert inside(session.tenants["m"])._state.config.min_idle == 4.0
+    assert internals(session.tenants["m"])._state.config.min_idle == 4.0
     arena.leave("m")
 
 

@@ -10,7 +10,7 @@ from subprocesses import run
 
 import remap
 from remap import InvalidArgument, LimitExceeded
-from remap.inside import inside
+from remap.internals import internals
 
 SIZES = {"a": [2] * 4, "m": [2] * 4}
 
@@ -231,7 +231,7 @@ def test_demands_that_are_no_mapping(shared, wrong):
 def test_a_pass_of_no_such_shape(shared, field, value):
     tenant = shared.engines["a"].tenant
     refused(lambda: tenant.forward(**{field: value}), field=field, value=value)
-    assert not inside(tenant).in_pass
+    assert not internals(tenant).in_pass
 
 
 def test_shapes_of_passes_that_there_are(shared):
@@ -300,9 +300,9 @@ def test_every_public_call_is_tried() -> None:
     assert odd_arguments.missing() == []
 
 
-@pytest.mark.parametrize("call", [remap.advanced.check, remap.advanced.inside, remap.advanced.show])
+@pytest.mark.parametrize("call", [remap.advanced.check, remap.advanced.internals, remap.advanced.show])
 def test_what_is_no_session_and_no_tenant(call):
-    """AttributeError, and `inside(5)` was 5."""
+    """AttributeError, and `internals(5)` was 5."""
     given = {"path": "socket"} if call is remap.advanced.show else {}
     refused(lambda: call(5, **given), value=5)
 
@@ -343,7 +343,7 @@ def test_verbs_by_hand_with_the_wrong_kinds(shared, verb, given):
 @pytest.mark.parametrize("layer", [1 << 40, -1, "0", None, [0], 0.5])
 def test_brackets_of_no_layer(shared, call, layer):
     with pytest.raises(InvalidArgument) as caught:
-        getattr(inside(shared.engines["a"].tenant), call)(layer)
+        getattr(internals(shared.engines["a"].tenant), call)(layer)
     assert caught.value.field == "layer"
     assert layer != -1 or "-1" in str(caught.value), "an int was expected, it said, and another value came, of type int"
 

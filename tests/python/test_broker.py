@@ -54,7 +54,7 @@ from remap.broker.messages import (
 from remap.broker.observer import Observer
 from remap.broker.server import Broker
 from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.lend import Lending
 from remap.memory.shared_pages import MOST_FILES
 from remap.sizes import show_size
@@ -409,8 +409,8 @@ def test_a_step_looks_for_layers_anew_only_when_pages_have_changed_hands(
 
 def test_layers_come_home_gently_only_out_of_what_nobody_uses(broker: Broker) -> None:
     with opened(broker) as one, opened(broker) as two:
-        state, taker = inside(donor(one))._state, attached(two, "two")
-        outside: Any = one._outside
+        state, taker = internals(donor(one))._state, attached(two, "two")
+        outside: Any = one._other_processes
 
         def fetch() -> None:
             state.called_s = 0.0
@@ -440,7 +440,7 @@ def test_an_interrupt_while_pages_go_out_loses_none(
 ) -> None:
     with opened(broker) as session:
         donor(session)
-        outside: Any = session._outside
+        outside: Any = session._other_processes
         pass_on = outside._changes.pass_on
 
         def interrupted(*arguments: Any, **more: Any) -> None:
@@ -464,7 +464,7 @@ def test_a_model_that_leaves_calls_nothing_any_more(broker: Broker, start: Start
         tenant = donor(session)
         two = start("two")
         assert int(two("take", 400, 200)) > 200
-        arena, state = session._arena, inside(tenant)._state
+        arena, state = session._arena, internals(tenant)._state
         assert state.gone
         remap.advanced.check(session)
         session.activate("one")
@@ -486,7 +486,7 @@ def test_growth_within_what_a_member_has_asks_nobody(broker: Broker, monkeypatch
         session.step({"one": remap.Demand(100)})
         assert tenant.kv.free_blocks >= 100
         asked: list[int] = []
-        monkeypatch.setattr(session._outside._membership, "want", lambda pages: asked.append(pages) or [])  # type: ignore[union-attr]
+        monkeypatch.setattr(session._other_processes._membership, "want", lambda pages: asked.append(pages) or [])  # type: ignore[union-attr]
         for wanted in (0, 8, 100):
             session.step({"one": remap.Demand(wanted)})
         assert not asked
@@ -497,7 +497,7 @@ def test_growth_within_what_a_member_has_asks_nobody(broker: Broker, monkeypatch
 def test_a_broker_that_hangs_takes_little_of_the_steps_time(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(broker) as session:
         attached(session, "one")
-        outside: Any = session._outside
+        outside: Any = session._other_processes
         now, asked = [100.0], []
 
         def slow(pages: int) -> list[int]:
@@ -505,7 +505,7 @@ def test_a_broker_that_hangs_takes_little_of_the_steps_time(broker: Broker, monk
             now[0] += 0.05
             return []
 
-        monkeypatch.setattr("remap.memory.outside.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("remap.memory.other_processes.time.monotonic", lambda: now[0])
         monkeypatch.setattr(outside._membership, "want", slow)
         while now[0] < 110.0:
             session.step({"one": remap.Demand(500)})
@@ -580,7 +580,7 @@ def test_an_interrupt_loses_no_page(broker: Broker, monkeypatch: pytest.MonkeyPa
     the granted pages have come in; behind that."""
     with opened(broker) as session:
         attached(session, "one")
-        outside: Any = session._outside
+        outside: Any = session._other_processes
         changes, membership = outside._changes, outside._membership
         hear, pass_on, want = membership._hear, changes.pass_on, membership.want
 
@@ -737,12 +737,12 @@ def test_a_member_that_cannot_read_its_broker_serves_on_and_joins_again(
         with monkeypatch.context() as patch:
             patch.setattr(server, "encode", lambda message: packet if isinstance(message, Grant) else encode(message))
             session.step({"one": remap.Demand(50)})
-            membership: Any = session._outside._membership  # type: ignore[union-attr]
+            membership: Any = session._other_processes._membership  # type: ignore[union-attr]
             until(lambda: bool(membership._joins > 1 or membership.problem), "it has seen that")
         until(lambda: not membership.problem, "it has joined again")
         until(lambda: session.step({"one": remap.Demand(50)}) is not None and tenant.kv.free_blocks >= 50, "it grows")
         remap.advanced.check(session)
-        assert other._outside._membership._joins == 1, "another's connection was closed"  # type: ignore[union-attr]
+        assert other._other_processes._membership._joins == 1, "another's connection was closed"  # type: ignore[union-attr]
 
 
 @pytest.mark.host  # a device's pages are descriptors, while a member fetches them
@@ -998,7 +998,7 @@ def test_a_broker_that_does_not_answer_is_not_waited_for_until_it_does(
     with opened(broker) as session:
         tenant = attached(session, "one")
         asleep(session)
-        membership: Any = session._outside._membership  # type: ignore[union-attr]
+        membership: Any = session._other_processes._membership  # type: ignore[union-attr]
         with monkeypatch.context() as patch:
             stuck.stop(broker, patch)
             patch.setattr("remap.broker.member.HEAR_S", 0.01)

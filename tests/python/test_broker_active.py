@@ -18,7 +18,7 @@ from broker_member import LAYER_PAGES, LAYERS, PAGE, attached, opened, until
 import remap
 from remap.broker.ledger import Ledger
 from remap.broker.server import Broker
-from remap.inside import inside
+from remap.internals import internals
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
 OWN, MORE = LAYERS * LAYER_PAGES + 2, 40
@@ -120,7 +120,7 @@ def test_a_pass_that_began_long_before_is_waited_for_once(broker: Broker, stack:
     """Until it steps again, others get their answer at once, and what it gives then is free."""
     one, other = two(broker, stack, 8)
     end, thread = one.begin()
-    outside = one.session._outside
+    outside = one.session._other_processes
     assert outside is not None
     other.step(60)
     until(lambda: not broker.ledger.waiting and not broker.ledger.recalls, "it has answered")
@@ -148,5 +148,5 @@ def test_demand_that_varies_moves_no_page_to_and_fro(
         for each in (one, other):
             each.step(half - 8 + rng.randrange(-6, 7))
     assert not given
-    assert inside(one.tenant)._state.active
+    assert internals(one.tenant)._state.active
     monkeypatch.undo()

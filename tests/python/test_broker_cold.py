@@ -27,7 +27,7 @@ from remap.broker.ledger import Ledger
 from remap.broker.messages import Grant, Recall, pages_of, runs_of
 from remap.broker.server import Broker
 from remap.errors import OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy.turns import PresentTurn
 from remap.ranks import Rank, ids
 
@@ -132,7 +132,7 @@ def test_what_is_in_use_stays_and_the_other_waits(broker: Broker, opened_here: E
 def test_one_that_has_just_served_is_left_alone(broker: Broker, opened_here: ExitStack) -> None:
     one = Model(broker, "one", 10, idle=False)
     opened_here.callback(one.session.close)
-    inside(one.tenant).calibrate_link(1 << 20)  # a slow link: its reload takes long
+    internals(one.tenant).calibrate_link(1 << 20)  # a slow link: its reload takes long
     one.sleep()
     session = opened(broker)
     opened_here.callback(session.close)
@@ -210,7 +210,7 @@ def test_layers_that_others_had_borrowed_are_given_up_with_the_rest(broker: Brok
     with pytest.raises(OutOfMemory):
         one.wake()
     kv_blocks = kv.kv.usable_blocks
-    inside(kv)._state.last_pass_s = -1e9  # it has no request: all that it does not use goes
+    internals(kv)._state.last_pass_s = -1e9  # it has no request: all that it does not use goes
     assert one.wake().activated and kv.kv.usable_blocks < kv_blocks
     one.check()
 
@@ -219,7 +219,9 @@ def test_a_want_without_a_broker_says_so(tmp_path: Path, opened_here: ExitStack)
     with Broker(tmp_path / "s", PAGES * PAGE, PAGE, DEVICE) as broker:
         one, other = two(broker, opened_here)
         other.wake()
-    until(lambda: bool(one.session.exclusively(lambda core: core.outside.problem)), "it has seen that it has gone")
+    until(
+        lambda: bool(one.session.exclusively(lambda core: core.other_processes.problem)), "it has seen that it has gone"
+    )
     with pytest.raises(OutOfMemory, match=r"the broker at .* has gone") as refused:
         one.wake()
     assert "has gone" in str(refused.value.fields["broker"])
@@ -391,7 +393,7 @@ def test_a_turn_lasts(broker: Broker, opened_here: ExitStack) -> None:
     assert one.rank.wake() is not None
     for _ in range(3):
         assert other.rank.wake() is None and not one.rank.turn_over()
-    unmet = one.model.session.exclusively(lambda core: core.outside.unmet)
+    unmet = one.model.session.exclusively(lambda core: core.other_processes.unmet)
     assert unmet.pages > 0 and unmet.since_s < unmet.asked_s
     # It lasts for as long as the load of its model took, too, and is over then.
     one.rank.turn.turn_s = 0.0
@@ -512,7 +514,7 @@ def test_a_turn_that_was_given_in_vain_makes_the_next_one_longer(broker: Broker,
     one.rank.turn.present = PresentTurn("this", time.monotonic() - 7.0)
     assert asks() and not one.rank.turn_over()
     # However long the other one has waited: a turn of minutes is one, whether by REMAP_TURN_S or behind vain ones.
-    outside = one.model.session.exclusively(lambda core: core.outside)
+    outside = one.model.session.exclusively(lambda core: core.other_processes)
     for turn_s, longer in ((300.0, 1), (5.0, 64)):
         one.rank.turn.turn_s, one.rank.turn.longer = turn_s, longer
         for served_s, over in ((turn_s * longer - 10.0, False), (turn_s * longer + 1.0, True)):

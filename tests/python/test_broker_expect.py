@@ -21,7 +21,7 @@ import remap
 from remap.broker import member
 from remap.broker.server import Broker
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.internals import internals
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
 MANY = 12
@@ -94,7 +94,7 @@ def test_a_step_finds_what_was_expected_and_asks_nobody(
     def refuse(*arguments: Any, **more: Any) -> None:
         raise AssertionError("a message on the path of a step")
 
-    membership: Any = taker._outside._membership  # type: ignore[union-attr]
+    membership: Any = taker._other_processes._membership  # type: ignore[union-attr]
     monkeypatch.setattr(membership, "want", refuse)
     taker.step({"taker": remap.Demand(tenant.kv.free_blocks + blocks)})
     assert tenant.kv.free_blocks >= 8 + blocks
@@ -118,10 +118,12 @@ def test_what_nobody_has_used_goes_back(
     kept = had + used
     until(lambda: quiet(broker) and broker.ledger.held[2] <= kept + 1 and free_here(taker) == 0, "the rest goes back")
     assert broker.ledger.held[2] >= kept
-    assert taker._outside._membership.ahead == set()  # type: ignore[union-attr]
+    assert taker._other_processes._membership.ahead == set()  # type: ignore[union-attr]
     if not used:
         assert giver.activate("giver").activated
-        until(lambda: giver.step({"giver": 0}) is not None and not inside(giver.tenants["giver"])._state.gone, "home")
+        until(
+            lambda: giver.step({"giver": 0}) is not None and not internals(giver.tenants["giver"])._state.gone, "home"
+        )
     for each in (giver, taker):
         remap.advanced.check(each)
 
@@ -131,7 +133,7 @@ def test_nothing_is_taken_from_who_needs_it(broker: Broker, stack: ExitStack, wh
     giver, taker = stack.enter_context(opened(broker)), stack.enter_context(opened(broker))
     tenant = giver_in(giver)
     if why == "keeps to itself":
-        state = inside(tenant)._state
+        state = internals(tenant)._state
         state.config = type(state.config)(reserve_blocks=0, min_idle=0.0, lends=False)
         giver.deactivate("giver")
     wanting = attached(taker, "taker")
@@ -140,12 +142,12 @@ def test_nothing_is_taken_from_who_needs_it(broker: Broker, stack: ExitStack, wh
         assert taken
     if why == "paused":  # what it has is for its next turn; its engine is not asked
         giver.deactivate("giver")
-        inside(tenant)._state.config = type(inside(tenant)._state.config)(reserve_blocks=0, max_layers=0)
+        internals(tenant)._state.config = type(internals(tenant)._state.config)(reserve_blocks=0, max_layers=0)
     before = broker.ledger.held[1]
     taker.expect("taker", blocks=blocks_of(wanting, WANTED))
     until(lambda: quiet(broker), "all have been asked")
     assert broker.ledger.held[1] == before
-    assert giver._outside.lacks is None  # type: ignore[union-attr]
+    assert giver._other_processes.lacks is None  # type: ignore[union-attr]
     remap.advanced.check(giver)
 
 
@@ -157,17 +159,17 @@ def test_who_needs_pages_gets_those_that_another_expects_to_need(tmp_path: Path,
     _, taker, tenant = two(broker, stack)
     taker.expect("taker", blocks=blocks_of(tenant, WANTED))
     until(lambda: free_here(taker) >= WANTED, "they have come")
-    serial = taker._outside._membership._serial  # type: ignore[union-attr]
+    serial = taker._other_processes._membership._serial  # type: ignore[union-attr]
     third.expect("third", blocks=blocks_of(wanting, 2 * PAGES))
     until(lambda: quiet(broker), "all have been asked")
     assert free_here(taker) >= WANTED, "of two that expect some none takes the other's"
     until(lambda: third.step({"third": remap.Demand(2000)}) is not None and free_here(taker) == 0, "now it needs them")
-    assert taker._outside._membership._serial == serial, "nothing is thrown to and fro"  # type: ignore[union-attr]
+    assert taker._other_processes._membership._serial == serial, "nothing is thrown to and fro"  # type: ignore[union-attr]
 
 
 def test_a_want_that_is_open_is_not_replaced(broker: Broker, stack: ExitStack) -> None:
     _, taker, _ = two(broker, stack)
-    membership: Any = taker._outside._membership  # type: ignore[union-attr]
+    membership: Any = taker._other_processes._membership  # type: ignore[union-attr]
     membership._open = True
     serial = membership._serial
     taker.expect("taker", blocks=1000)
@@ -195,10 +197,10 @@ def test_layers_of_a_model_without_pages_begin_to_load_when_another_process_give
     filler = attached(stack.enter_context(opened(broker)), "filler") if first > LAYERS * LAYER_PAGES else None
     until(lambda: filler is None or broker.ledger.free < LAYER_PAGES, "there is no free page")
     taker.expect("cold")
-    state = inside(cold)._state
+    state = internals(cold)._state
     until(lambda: not state.pages.cold, lambda: f"its layers come, but {sorted(state.pages.cold)}")
     assert not cold.active
-    assert inside(tenant)._state.pages.cold and broker.ledger.lent == {}
+    assert internals(tenant)._state.pages.cold and broker.ledger.lent == {}
     assert taker.activate("cold").activated
     memory = SessionBytes(taker)
     with cold.forward():

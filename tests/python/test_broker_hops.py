@@ -23,7 +23,7 @@ from remap.broker.ledger import Ledger
 from remap.broker.messages import Recall
 from remap.broker.observer import Observer
 from remap.broker.server import Broker
-from remap.memory.outside import _Lack
+from remap.memory.other_processes import _Lack
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
 MANY = 12
@@ -109,7 +109,7 @@ def test_a_step_takes_in_what_has_come_and_waits_for_no_other_thread(broker: Bro
         asleep(giver)
         taker = attached(session, "taker")
         blocks = wanted(taker, LAYER_PAGES)
-        membership: Any = session._outside._membership  # type: ignore[union-attr]
+        membership: Any = session._other_processes._membership  # type: ignore[union-attr]
 
         def steps(core: object) -> None:
             """With the session's lock held throughout."""
@@ -128,7 +128,7 @@ def test_a_step_waits_for_the_reading_thread_only_if_there_is_something_to_read(
     with opened(broker) as giver, opened(broker) as session:
         asleep(giver)
         taker = attached(session, "taker")
-        membership: Any = session._outside._membership  # type: ignore[union-attr]
+        membership: Any = session._other_processes._membership  # type: ignore[union-attr]
         blocks, taken = wanted(taker, LAYER_PAGES), membership._take
         here, let_go = threading.Event(), threading.Event()
 
@@ -162,11 +162,11 @@ def test_a_step_waits_for_the_reading_thread_only_if_there_is_something_to_read(
 def test_after_a_want_that_was_met_the_next_one_is_not_put_off(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    monkeypatch.setattr("remap.memory.outside.AGAIN_S", 1e9)
+    monkeypatch.setattr("remap.memory.other_processes.AGAIN_S", 1e9)
     with opened(broker) as giver, opened(broker) as session:
         asleep(giver)
         taker = attached(session, "taker")
-        membership: Any = session._outside._membership  # type: ignore[union-attr]
+        membership: Any = session._other_processes._membership  # type: ignore[union-attr]
         blocks = wanted(taker, LAYER_PAGES if whole else 4 * PAGES)
         session.step({"taker": remap.Demand(blocks)})
         until(lambda: not membership._open, "all has come that is to be had")
@@ -182,7 +182,7 @@ def test_pages_that_have_come_and_that_no_step_took_are_given_back(broker: Broke
         asleep(giver)
         with opened(broker) as session:
             taker = attached(session, "taker")
-            membership: Any = session._outside._membership  # type: ignore[union-attr]
+            membership: Any = session._other_processes._membership  # type: ignore[union-attr]
 
             def step(core: object) -> None:
                 demand = {"taker": remap.Demand(wanted(taker, LAYER_PAGES))}
@@ -212,7 +212,7 @@ def test_a_step_beside_paused_requests_lists_the_free_pages_only_if_some_go(brok
         tenant = attached(giver, "giver")
         tenant.kv.allocate(tenant.kv.free_blocks)
         giver.deactivate("giver")
-        outside: Any = giver._outside
+        outside: Any = giver._other_processes
         changes = outside._changes
         arena = changes.arena = Counted(changes.arena)
         outside.lacks = _Lack(4, time.monotonic(), False)
@@ -228,7 +228,7 @@ def test_a_step_of_a_member_that_asks_for_nothing_looks_at_nothing_of_the_broker
         asleep(giver)
         taker = attached(session, "taker")
         grow(session, taker, wanted(taker, LAYER_PAGES))
-        outside: Any = session._outside
+        outside: Any = session._other_processes
         until(lambda: not outside._membership._open, "the want is over")
         session.step({"taker": remap.Demand(8)})
 
@@ -251,7 +251,7 @@ def test_a_page_that_was_called_and_is_a_layer_by_now_stays(broker: Broker) -> N
     raised InvalidArgument from the step, since the page was taken for KV."""
     with opened(broker) as session:
         tenant = attached(session, "one")
-        outside: Any = session._outside
+        outside: Any = session._other_processes
         state = outside._tenants["one"]
         homes = [page for home in state.pages.homes for page in home if page in state.index_of]
         assert homes
@@ -259,7 +259,7 @@ def test_a_page_that_was_called_and_is_a_layer_by_now_stays(broker: Broker) -> N
         session.step({"one": remap.Demand(0)})
         assert state.pages.streamed == () and outside._called == {}
         remap.advanced.check(session)
-        kv = [page for page in state.giving[:1] if page not in homes]  # one that it has as KV is given
+        kv = [page for page in state.donation_order[:1] if page not in homes]  # one that it has as KV is given
         tenant.kv.free(tenant.kv.allocate(1))
         outside._called.update(dict.fromkeys(kv, time.monotonic()))
         assert outside._lending.held(state, kv) == kv

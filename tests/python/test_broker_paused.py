@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import remap
 from remap.broker.server import Broker
-from remap.inside import inside
+from remap.internals import internals
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
 LAYERS, MIN, HOST = 2, 4, 400
@@ -52,7 +52,7 @@ class Pausing:
         self.offer()
 
     def _ranges(self, block: int) -> list[tuple[int, int]]:
-        kv = inside(self.tenant).kv
+        kv = internals(self.tenant).kv
         return [(kv.address + offset, nbytes) for offset, nbytes in kv.geometry.byte_ranges_of_block(block)]
 
     def take(self, count: int) -> None:
@@ -217,7 +217,7 @@ def test_an_engine_that_does_not_answer_is_asked_once_for_each_offer(
     paused.answers = lambda blocks: answers
     paused.swaps = False  # it offers nothing anew
     for _ in range(3):
-        taker.session._outside._again_s = 0.0  # type: ignore[union-attr]
+        taker.session._other_processes._again_s = 0.0  # type: ignore[union-attr]
         assert taker.step(t=60).unmet_blocks
         until(lambda: giver.step() is not None and settled(broker), "the broker has its answer")
     assert len(paused.asked) == 1
@@ -240,10 +240,10 @@ def test_who_gives_nothing(broker: Broker, opened_here: ExitStack, monkeypatch: 
     if why != "serves":
         paused.pause()
     if why == "keeps to itself":
-        state = inside(paused.tenant)._state
+        state = internals(paused.tenant)._state
         state.config = replace(state.config, lends=False)
     if why == "long ago":
-        monkeypatch.setattr("remap.memory.outside.CALLED_S", -1.0)
+        monkeypatch.setattr("remap.memory.other_processes.CALLED_S", -1.0)
     taker.step(t=60)
     until(lambda: (why == "nobody steps" or giver.step() is not None) and settled(broker), "the broker has its answer")
     assert not paused.asked

@@ -18,8 +18,8 @@ from broker_member import LAYER_PAGES, LAYERS, PAGE, opened, until
 
 import remap
 from remap.broker.server import Broker
-from remap.inside import inside
-from remap.memory import outside, restream
+from remap.internals import internals
+from remap.memory import other_processes, restream
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
 MANY = 12
@@ -52,22 +52,25 @@ def run(tenant: remap.Tenant) -> None:
 def asleep(session: remap.Session) -> Any:
     """It has been prepared."""
     session.deactivate("giver")
-    state = inside(session.tenants["giver"])._state
-    assert session._outside is not None
-    until(lambda: not session.exclusively(lambda core: core.outside.prepare(), claims=False), "it has been prepared")
-    assert state.known_lending is not None and len(state.known_lending[2]) == outside.PREPARED
+    state = internals(session.tenants["giver"])._state
+    assert session._other_processes is not None
+    until(
+        lambda: not session.exclusively(lambda core: core.other_processes.prepare(), claims=False),
+        "it has been prepared",
+    )
+    assert state.known_lending is not None and len(state.known_lending[2]) == other_processes.PREPARED
     return state
 
 
 def give(session: remap.Session, pages: int) -> None:
-    session.exclusively(lambda core: core.outside.give_up(pages, layers=True))
+    session.exclusively(lambda core: core.other_processes.give_up(pages, layers=True))
 
 
 def refuse(*arguments: Any, **more: Any) -> None:
     raise AssertionError("planned while somebody waits")
 
 
-@pytest.mark.parametrize("layers", range(1, outside.PREPARED + 1))
+@pytest.mark.parametrize("layers", range(1, other_processes.PREPARED + 1))
 def test_an_answer_is_what_was_prepared_and_nothing_is_planned(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
@@ -94,7 +97,7 @@ def test_the_next_answer_is_prepared_behind_each(broker: Broker, monkeypatch: py
         attach(session)
         state = asleep(session)
         give(session, LAYER_PAGES)
-        while session.exclusively(lambda core: core.outside.prepare(), claims=False):
+        while session.exclusively(lambda core: core.other_processes.prepare(), claims=False):
             pass
         monkeypatch.setattr(restream, "plan_streaming", refuse)
         give(session, 2 * LAYER_PAGES)
@@ -109,10 +112,10 @@ def test_what_was_prepared_before_a_pass_or_a_write_is_not_used(broker: Broker) 
         quotes, planned = state.known_quotes, state.known_lending
         session.activate("giver")
         run(tenant)
-        session._outside.prepare()  # type: ignore[union-attr]
+        session._other_processes.prepare()  # type: ignore[union-attr]
         assert state.known_quotes is quotes, "one that serves prepares nothing"
         session.deactivate("giver")
-        until(lambda: not session.exclusively(lambda core: core.outside.prepare(), claims=False), "prepared")
+        until(lambda: not session.exclusively(lambda core: core.other_processes.prepare(), claims=False), "prepared")
         assert state.known_quotes is not quotes, "a pass may have changed what its next one can wait for"
         assert state.known_lending is planned, "and changes no page"
         last = MANY - 1

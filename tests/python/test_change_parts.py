@@ -26,8 +26,8 @@ class Stop(Exception):
 def loose(core: Any, name: str) -> list[int]:
     """The tenant's KV pages, beyond those that it always has, the first ones first."""
     tenant = core.tenant(name)
-    places = tenant.kv.geometry.giving_indices(tenant.kv.pool.owned_slots())
-    return [tenant.giving[place] for place in places if place >= tenant.reserved]
+    places = tenant.kv.geometry.donation_indices(tenant.kv.pool.owned_slots())
+    return [tenant.donation_order[place] for place in places if place >= tenant.reserved]
 
 
 def leave(core: Any, name: str, pages: list[int]) -> dict[int, int]:
@@ -92,7 +92,7 @@ def test_no_block_moves_where_one_has_moved_away(mode: str) -> None:
             with core.changes.part():
                 assert leave(core, "a", last)  # to the lowest ids
                 take(core, "a", last)
-                assert core.tenant("a").coming == ()
+                assert core.tenant("a").pending_slots == ()
                 with pytest.raises(OutOfBlocks):
                     leave(core, "a", others)
                 raise Stop
@@ -163,10 +163,10 @@ def test_zeroes_that_fail_are_made_before_the_blocks_are_handed_out(mode: str) -
         world.fault.arm(_core.Call.fill, 1)
         world.session.exclusively(change)
         world.fault.disarm()
-        assert c.kv.usable_blocks == usable and world.session._tenants["c"].coming
+        assert c.kv.usable_blocks == usable and world.session._tenants["c"].pending_slots
         remap.advanced.check(world.session)
         c.serve()
-        assert c.kv.usable_blocks > usable and not world.session._tenants["c"].coming
+        assert c.kv.usable_blocks > usable and not world.session._tenants["c"].pending_slots
         for block in c.kv.allocate(c.kv.free_blocks):
             assert read_block(c.tenant, block) == {0}
         remap.advanced.check(world.session)

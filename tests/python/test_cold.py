@@ -14,7 +14,7 @@ from sharing_worlds import Engine
 import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.cold import _Taker
 from remap.model.source import raw_source
 
@@ -64,7 +64,7 @@ class Model(Engine):
         )
 
     def poison(self) -> None:
-        for block in set(inside(self.tenant).kv.pool.open_ids()) - set(self.held):
+        for block in set(internals(self.tenant).kv.pool.open_ids()) - set(self.held):
             self.sees_own(block)
             write_block(self.tenant, block, self.base + 27)
 
@@ -81,7 +81,7 @@ def check(session: remap.Session, engines: dict[str, Model]) -> None:
     remap.advanced.check(session)
     for engine in engines.values():
         engine.check()
-        for block in set(inside(engine.tenant).kv.pool.open_ids()) - set(engine.held):
+        for block in set(internals(engine.tenant).kv.pool.open_ids()) - set(engine.held):
             engine.sees_own(block)
 
 
@@ -123,7 +123,7 @@ def test_models_with_ends_wait_for_each_others_copies() -> None:
         engines = models(session, 2, ends=3)
         for name in engines:
             assert session.activate(name, alone=False).activated
-        state = inside(engines["m0"].tenant)._state
+        state = internals(engines["m0"].tenant)._state
         assert state.parts == LAYERS + 1
         times = times_of(LAYERS, 1.0, 0.1)
         beside = dataclasses.replace(times, wait_s=0.05)
@@ -135,7 +135,7 @@ def test_what_a_model_with_ends_has_to_load_takes_as_long_as_its_bytes() -> None
     """Its ends are larger than a layer, and count by their bytes as well; as layers, an engine sees the layers alone."""
     with session_of(40) as session:
         (engine,) = models(session, 1, ends=7).values()
-        tenant, state = inside(engine.tenant), inside(engine.tenant)._state
+        tenant, state = internals(engine.tenant), internals(engine.tenant)._state
         assert tenant.layer_bytes == tuple(len(each) for each in engine.data[:LAYERS])
         layer_s = state.timing.copy_seconds()
         assert layer_s > 0
@@ -148,7 +148,7 @@ def test_layers_that_have_come_are_ready_without_a_pass() -> None:
         engines = models(session, 2)
         for name in ("m0", "m1", "m0"):
             assert session.activate(name, alone=True).activated
-            handle = inside(engines[name].tenant)
+            handle = internals(engines[name].tenant)
             remap.advanced.settle(session)
             handle._state.prefetcher.drain()
             assert all(map(handle.ready, range(LAYERS))) and not handle.away() and not engines[name].tenant.streaming
@@ -511,12 +511,12 @@ def test_answers_are_kept_for_those_who_ask_again_and_for_nobody_else() -> None:
     with session_of(20) as session:
         donor = Model(session, "m0", [SIZE] * LAYERS, 1)
         session.step({"m0": remap.Demand(30, 0)})
-        tenant, lending = inside(donor.tenant)._state, session._lending
+        tenant, lending = internals(donor.tenant)._state, session._lending
         unused = tenant.kv.pool.free_blocks
         found = lending.idle_slots(tenant, Others(range(20)), 4, unused)
         assert len(found) == 4 == len(lending.idle_slots(tenant, Others(range(20)), 4, unused))
         assert lending.idle_slots(tenant, _Taker(frozenset()), 4, unused) == []
-        few = frozenset(tenant.giving[place] for place in tenant.kv.geometry.giving_indices(found[:1]))
+        few = frozenset(tenant.donation_order[place] for place in tenant.kv.geometry.donation_indices(found[:1]))
         assert lending.idle_slots(tenant, _Taker(few), 4, unused) == found[:1]
 
 
@@ -531,7 +531,7 @@ def test_first_loads_that_were_not_timed_end_no_call() -> None:
         session.activate("t")
         forward(session, tenant, data)
         backend.disarm()
-        assert inside(tenant).copy_seconds() == 0.0 and inside(tenant).times() is None
+        assert internals(tenant).copy_seconds() == 0.0 and internals(tenant).times() is None
         for _ in range(2):
             forward(session, tenant, data)
             session.step({"t": 2000})
@@ -540,4 +540,4 @@ def test_first_loads_that_were_not_timed_end_no_call() -> None:
             session.activate("t")
         remap.advanced.remap(session, "t", 1)
         forward(session, tenant, data)
-        assert inside(tenant).copy_seconds() > 0.0 and inside(tenant).times() is not None  # what streams is timed
+        assert internals(tenant).copy_seconds() > 0.0 and internals(tenant).times() is not None  # what streams is timed

@@ -10,7 +10,7 @@ from byte_world import spec
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 
 LAYERS, SIZE = 8, 20_000  # five pages each
 MASTERS = [bytes((17 * layer + at) % 251 for at in range(SIZE)) for layer in range(LAYERS)]
@@ -36,7 +36,7 @@ def test_every_chunk_size_brings_the_same_bytes(chunk, selection):
         passes(session, tenant, 2)
 
         def counts() -> tuple[int, int, int]:
-            copies = inside(tenant)._state.prefetcher.stats().copies
+            copies = internals(tenant)._state.prefetcher.stats().copies
             return copies, trace.count(_core.Call.copy), trace.count(_core.Call.fill)
 
         before = counts()

@@ -31,7 +31,7 @@ from sharing_worlds import Faulty, Hosting, attempt, fill_layer, seen
 import remap
 from remap import _core
 from remap.errors import ArenaBroken, DriverError, InvalidState
-from remap.inside import inside
+from remap.internals import internals
 
 CAPACITY = 44 * PAGE
 SIZES = [3, 2, 3, 3, 2, 3]
@@ -61,7 +61,7 @@ class World:
     def settle(self) -> None:
         remap.advanced.settle(self.session)
         for tenant in self.tenants.values():
-            inside(tenant)._state.prefetcher.drain()
+            internals(tenant)._state.prefetcher.drain()
 
     def hold(self, count: int) -> None:
         """Live blocks from the top of the usable ones, so that a shrink has to move them."""
@@ -190,7 +190,7 @@ def waiting(world: Faulty) -> None:
 
 def all_come(world: Faulty) -> None:
     """Layer 4 has its bytes; a caller whose first call was interrupted looks whether it has happened."""
-    if 4 in inside(world.engines["a"].tenant).elsewhere:
+    if 4 in internals(world.engines["a"].tenant).elsewhere:
         remap.advanced.filled(world.session, "a", 4)
 
 

@@ -13,7 +13,7 @@ import remap
 from arena_worlds import PAGE, forward, make_layers, make_spec
 from remap import _core
 from remap.errors import ForkedProcess
-from remap.inside import inside
+from remap.internals import internals
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell starts its children without it
 session = remap.Session(40 * PAGE, page_bytes=PAGE, mode="aliased")
@@ -104,8 +104,8 @@ os._exit(5)
 
 
 PASS = """
-prefetcher = inside(tenant)._state.prefetcher
-prefetcher.configure(tenant.streamed, [inside(tenant)._state.ring_address], 2 * PAGE, {behind})
+prefetcher = internals(tenant)._state.prefetcher
+prefetcher.configure(tenant.streamed, [internals(tenant)._state.ring_address], 2 * PAGE, {behind})
 prefetcher.begin_pass()
 """
 HELD = PASS.format(behind="[tenant.streamed[0]]")  # the layer's region is being re-pointed

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import remap
 from remap import _core
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.view import count_free, free_pages_of
 
 PAGES = 24
@@ -63,7 +63,7 @@ def test_growth_lists_no_more_pages_than_it_takes(monkeypatch: pytest.MonkeyPatc
 
     with remap.Session(400 * PAGE, page_bytes=PAGE, device="cpu") as session:
         tenant = session.attach_bytes(make_layers([1, 1]), name="m", kv=make_spec(2, max_blocks=6000))
-        state, kv = inside(tenant)._state, tenant.kv
+        state, kv = internals(tenant)._state, tenant.kv
         held = kv.allocate(kv.free_blocks)
         free = count_free(session._changes, state)
         assert free > 300 and len(free_pages_of(session._changes, state)) == free

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import remap
 from remap import _core
 from remap.errors import InvalidArgument, InvalidState, LimitExceeded, OutOfBlocks, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.kv.spec import KVSpec
 from remap.memory import host_memory
 
@@ -30,7 +30,7 @@ def session_of(tenants: str = "m", most: int = 20, **session: Any) -> remap.Sess
 
 
 def content(tenant: Any, block: int) -> bytes:
-    return ctypes.string_at(inside(tenant).kv.address + block * BLOCK, BLOCK)
+    return ctypes.string_at(internals(tenant).kv.address + block * BLOCK, BLOCK)
 
 
 def attach(session: remap.Session, name: str, most: int = 20, **more: Any) -> remap.Tenant:
@@ -145,7 +145,7 @@ def test_engines_that_are_made_one_after_another_have_equal_parts(caplog: pytest
     with session_of("", host_kv=60 * BLOCK) as session:
         stores = []
         for name, parts in (("a", [60]), ("b", [30, 30]), ("c", [20, 20, 20])):
-            stores.append(inside(attach(session, name, most=1000)).kv)
+            stores.append(internals(attach(session, name, most=1000)).kv)
             assert stores[-1].open_host() == parts[-1]
             assert [kv.host.total for kv in stores] == parts and held(session) == 60 * BLOCK
             assert len(kv_places(stores)) == len(stores)
@@ -164,12 +164,12 @@ def test_engines_that_are_made_one_after_another_have_equal_parts(caplog: pytest
 
 def test_a_part_without_room_for_a_block_is_nobodys() -> None:
     with session_of("", host_kv=2 * BLOCK) as session:
-        kvs = [inside(attach(session, name, most=1000)).kv for name in "abc"]
+        kvs = [internals(attach(session, name, most=1000)).kv for name in "abc"]
         assert [kv.open_host() for kv in kvs] == [0, 1, 1]
     with session_of("", host_kv=2 * BLOCK) as session:
         kvs = []
         for name in "abc":
-            kvs.append(inside(attach(session, name, most=1000)).kv)
+            kvs.append(internals(attach(session, name, most=1000)).kv)
             kvs[-1].open_host()
         assert [kv.host.total for kv in kvs] == [1, 1, 0]
 

@@ -18,7 +18,7 @@ from interrupts import CASES, prepared
 from sharing_worlds import Faulty
 from test_fault_sweep import Case
 
-from remap.inside import inside
+from remap.internals import internals
 
 BUDGET = 0 if os.environ.get("REMAP_FUZZ") else int(os.environ.get("REMAP_INTERRUPTS") or some(2, 4))
 
@@ -95,7 +95,7 @@ def test_a_detach_at_any_line_keeps_no_stream() -> None:
         interrupt, _, error = interrupts.interrupted(lambda world=world: case.change(world), at, "lines", files)
         assert isinstance(error, KeyboardInterrupt)
         for name in {*world.engines} & {*world.session._tenants}:
-            if inside(world.engines[name].tenant)._state.leaving:
+            if internals(world.engines[name].tenant)._state.leaving:
                 world.session.detach(name)
         world.session.step()
         tenants = len(world.session._tenants)
@@ -126,7 +126,7 @@ def test_a_block_that_an_interrupt_ends_leaves_no_pass_open(points: str) -> None
             interrupt = one_pass(at)
         except KeyboardInterrupt:
             sys.settrace(None)
-            assert not inside(tenant).in_pass
+            assert not internals(tenant).in_pass
             world.tell(world.session.step({"a": 1}))
             world.remap("a", 3 * (at % 2))  # what the core calls a pass has ended as well
             world.check()

@@ -42,7 +42,7 @@ def geometries(draw: st.DrawFn) -> KVGeometry:
 def pool_of(layout: str = "block_major", pages: int | None = None, max_blocks: int = 12) -> BlockPool:
     spec = make_spec(block_tokens=4, layout=layout, max_blocks=max_blocks)
     pool = BlockPool(KVGeometry(spec, 48))
-    pool.add_pages(pool.geometry.giving_slots(0, pool.geometry.region_pages if pages is None else pages))
+    pool.add_pages(pool.geometry.donation_slots(0, pool.geometry.region_pages if pages is None else pages))
     return pool
 
 
@@ -113,10 +113,10 @@ def test_every_element_has_its_own_bytes_on_its_blocks_pages(geometry: KVGeometr
 @given(geometries())
 def test_giving_order(geometry: KVGeometry) -> None:
     spec, page = geometry.spec, geometry.page_bytes
-    order = [geometry.giving_slot(i) for i in range(geometry.region_pages)]
+    order = [geometry.donation_slot(i) for i in range(geometry.region_pages)]
     assert sorted(order) == list(range(geometry.region_pages))
-    assert [geometry.giving_index(slot) for slot in order] == list(range(geometry.region_pages))
-    assert list(geometry.giving_slots(0, len(order))) == order
+    assert [geometry.donation_index(slot) for slot in order] == list(range(geometry.region_pages))
+    assert list(geometry.donation_slots(0, len(order))) == order
     needs = [pages_of_block(spec, page, b) for b in range(spec.max_blocks)]
     usable = [sum(need <= set(order[:k]) for need in needs) for k in range(len(order) + 1)]
     assert [geometry.blocks_for_pages(k) for k in range(len(order) + 1)] == usable
@@ -137,15 +137,15 @@ def test_geometry_refuses_what_lies_outside(layout: str) -> None:
         lambda: geometry.tensor_layout(2),
         lambda: geometry.slots_of_block(12),
         lambda: geometry.byte_ranges_of_block(-1),
-        lambda: geometry.giving_slot(geometry.region_pages),
-        lambda: geometry.giving_index(-1),
+        lambda: geometry.donation_slot(geometry.region_pages),
+        lambda: geometry.donation_index(-1),
         lambda: geometry.pages_for_blocks(13),
         lambda: geometry.blocks_for_pages(geometry.region_pages + 1),
-        lambda: geometry.giving_slots(1, geometry.region_pages),
+        lambda: geometry.donation_slots(1, geometry.region_pages),
     ):
         with pytest.raises(InvalidArgument):
             call()
-    assert list(geometry.giving_slots(geometry.region_pages, 0)) == []
+    assert list(geometry.donation_slots(geometry.region_pages, 0)) == []
 
 
 # -- pool --------------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_shrink_in_two_steps_with_compaction() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_withdrawn_pages_keep_new_neighbours_closed(layout: str) -> None:
     pool = pool_of(layout, pages=0)
-    order = list(pool.geometry.giving_slots(0, pool.geometry.region_pages))
+    order = list(pool.geometry.donation_slots(0, pool.geometry.region_pages))
     pool.add_pages(order[:1])
     pool.drain(order[:1])
     added = list(pool.add_pages(order[1:]))

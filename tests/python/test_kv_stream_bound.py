@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy import schedule
 from remap.policy.kv_stream import most_blocks, pass_seconds
 from remap_serve.sim.worlds import masters
@@ -112,8 +112,8 @@ def test_passes_take_as_long_as_predicted(blocks: int, remapped: int, buffers: i
             [compute_s] * layers,
             [SMALL / RATE] * layers,
             tenant.streamed,
-            max(1, inside(tenant).buffers),
-            blocks * 2 * inside(tenant).kv.geometry.unit_bytes / RATE,
+            max(1, internals(tenant).buffers),
+            blocks * 2 * internals(tenant).kv.geometry.unit_bytes / RATE,
             layers,
             2,
         )

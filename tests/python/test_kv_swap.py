@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import remap
 from remap import DriverError, _core
 from remap.errors import InvalidArgument, OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 from remap.kv.host import HostBlocks
 from remap.kv.spec import KVGeometry, KVSpec
 from remap.memory.device import simulated
@@ -85,8 +85,8 @@ def test_host_blocks_are_one_holders_at_a_time(steps: list[tuple[bool, int]]) ->
 
 
 def content(tenant: remap.Tenant, block: int) -> bytes:
-    ranges = inside(tenant).kv.geometry.byte_ranges_of_block(block)
-    return b"".join(ctypes.string_at(inside(tenant).kv.address + offset, nbytes) for offset, nbytes in ranges)
+    ranges = internals(tenant).kv.geometry.byte_ranges_of_block(block)
+    return b"".join(ctypes.string_at(internals(tenant).kv.address + offset, nbytes) for offset, nbytes in ranges)
 
 
 def session_of(layout: str = "block_major", mode: str = "aliased", host: int = 6) -> tuple[remap.Session, remap.Tenant]:
@@ -100,7 +100,7 @@ def test_scattered_blocks_are_one_call_each_way() -> None:
     spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=8, max_blocks=8, host_blocks=6)
     platform = remap.advanced.Platform(backend=trace)
     with remap.Session(64 * PAGE, page_bytes=PAGE, platform=platform) as session:
-        kv = inside(session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)).kv
+        kv = internals(session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)).kv
         live = kv.allocate(8)
         before = trace.count(_core.Call.copy)
         hosts = kv.copy_out([live[at] for at in (0, 2, 5, 7)])
@@ -116,7 +116,7 @@ def test_scattered_blocks_are_one_call_each_way() -> None:
 def test_bytes_come_back_into_any_blocks(layout: str, mode: str) -> None:
     session, tenant = session_of(layout, mode)
     with session:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         first = kv.allocate(5)
         for block in first:
             write_block(tenant, block, 40 + block)
@@ -141,7 +141,7 @@ def test_bytes_come_back_into_any_blocks(layout: str, mode: str) -> None:
 def test_a_tenant_that_has_gone_copies_nothing() -> None:
     session, tenant = session_of()
     with session:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         ids = kv.allocate(2)
         hosts = kv.copy_out(ids)
         seen = session.snapshot().tenants["m"]
@@ -157,7 +157,7 @@ def test_blocks_that_arrive_may_be_freed_and_moved_at_once() -> None:
     """Whatever takes a block away comes behind the copy into it."""
     session, tenant = session_of()
     with session:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         (block,) = kv.allocate(1)
         write_block(tenant, block, 9)
         hosts = kv.copy_out([block])
@@ -177,7 +177,7 @@ def test_what_is_freed_waits_for_its_own_copies_alone(order: tuple[int, int]) ->
     spec = KVSpec(layers=2, kv_heads=8, head_dim=128, min_blocks=8, max_blocks=8, host_blocks=8)
     with remap.Session(64 << 20, page_bytes=2 << 20, platform=platform) as session:
         tenant = session.attach_bytes(masters([2 << 20] * 2), name="m", kv=spec)
-        kv, stream = inside(tenant).kv, backend.create_stream()
+        kv, stream = internals(tenant).kv, backend.create_stream()
         with tenant.forward(phase="decode", tokens=1, stream=stream):
             backend.compute(stream, 1e-3)
         comes, goes, stays = (kv.allocate(2) for _ in range(3))
@@ -213,7 +213,7 @@ def test_what_is_freed_waits_for_its_own_copies_alone(order: tuple[int, int]) ->
 def test_a_refused_call_changes_nothing(call, error) -> None:
     session, tenant = session_of(host=2)
     with session:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         live = kv.allocate(3)
         hosts = kv.copy_out(live[:1])
         before = kv.host.free_blocks, kv.copied_out_bytes, kv.copied_in_bytes, kv.live_blocks
@@ -482,7 +482,7 @@ def test_copies_in_that_fail_are_made_again() -> None:
     spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=8, max_blocks=8, host_blocks=4)
     with remap.Session(64 * PAGE, page_bytes=PAGE, platform=remap.advanced.Platform(backend=backend)) as session:
         tenant = session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         ids = kv.allocate(2)
         for block in ids:
             write_block(tenant, block, 60 + block)
@@ -533,8 +533,8 @@ def test_a_join_is_not_silent_about_a_copy_in_that_failed(mended: str) -> None:
             with pytest.raises(remap.DriverError):
                 kv.host.join()
             if mended == "moved, then freed":
-                inside(tenant).kv.move([(second, other)])
-                inside(tenant).kv.pool.commit_moves([(second, other)])
+                internals(tenant).kv.move([(second, other)])
+                internals(tenant).kv.pool.commit_moves([(second, other)])
                 with pytest.raises(remap.DriverError):
                     kv.host.join()
                 kv.free([other])
@@ -569,7 +569,7 @@ def test_host_blocks_that_a_failed_copy_should_have_filled_are_known() -> None:
     backend = _core.make_fault_backend(_core.make_host_backend(64 * PAGE, PAGE, 1))
     spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=8, max_blocks=8, host_blocks=4)
     with remap.Session(64 * PAGE, page_bytes=PAGE, platform=remap.advanced.Platform(backend=backend)) as session:
-        kv = inside(session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)).kv
+        kv = internals(session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)).kv
         good, bad = kv.allocate(2)
         (kept,) = kv.copy_out([good])
         kv.join()
@@ -603,7 +603,7 @@ class Watch:
     """Sees every block that goes out. A complete block may go out once in its request's life."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        self.kv, self.scheduler = inside(engine.tenant).kv, engine.scheduler
+        self.kv, self.scheduler = internals(engine.tenant).kv, engine.scheduler
         self.whole: set[tuple[str, int]] = set()
         self.parts = self.blocks = 0
         self._copy_out = self.kv.copy_out
@@ -642,7 +642,7 @@ def test_a_scarce_engine_swaps_and_recomputes_nothing(kind: str, layout: str) ->
         tokens, metrics, _ = run(rig, requests, each_step=watch)
         assert tokens == expected
         assert metrics.preemptions > 0 == metrics.recomputed_tokens
-        kv, (watch,) = inside(rig.tenant).kv, watches
+        kv, (watch,) = internals(rig.tenant).kv, watches
         assert kv.host.free_blocks == 200
         # Written out: what is new, and nothing else: each complete block once, and a tail for each time that a request leaves.
         assert kv.copied_out_bytes == watch.blocks * kv.spec.block_bytes
@@ -661,7 +661,7 @@ def preemptions_with(streamed: int, kind: str, runner: str) -> int:
         used: list[int] = []
 
         def watch(engine: LLMEngine) -> None:
-            used.append(inside(rig.tenant).kv.streamed.used_blocks)
+            used.append(internals(rig.tenant).kv.streamed.used_blocks)
             if not watches:
                 watches.append(Watch(engine))
                 watches[0].live = engine._live
@@ -669,9 +669,9 @@ def preemptions_with(streamed: int, kind: str, runner: str) -> int:
         tokens, metrics, _ = run(rig, requests, each_step=watch, runner=runner)
         assert tokens == expected
         assert metrics.recomputed_tokens == 0
-        kv = inside(rig.tenant).kv
+        kv = internals(rig.tenant).kv
         assert (kv.host.free_blocks, kv.streamed.used_blocks) == (200, 0)
-        assert (max(used) > 0) == (inside(rig.tenant).stats().block_bytes > 0) == (streamed > 0)
+        assert (max(used) > 0) == (internals(rig.tenant).stats().block_bytes > 0) == (streamed > 0)
         assert kv.copied_out_bytes == watches[0].blocks * kv.spec.block_bytes
         return metrics.preemptions
 
@@ -714,7 +714,7 @@ def test_models_in_turns_take_each_others_live_blocks(seed: int) -> None:
             assert {id: output.tokens for id, output in result.outputs[name].items()} == expected[name]
             assert result.metrics[name].recomputed_tokens == 0
             assert engines[name].tenant.kv.host.free_blocks == 300
-        assert sum(inside(engine.tenant).kv.copied_in_bytes for engine in engines.values()) > 0
+        assert sum(internals(engine.tenant).kv.copied_in_bytes for engine in engines.values()) > 0
 
 
 def test_layers_may_go_that_can_come_home_within_a_turn() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -111,7 +111,7 @@ def test_a_tenant_that_has_left_holds_nothing(monkeypatch):
     assert rig.tenant.streaming is False
     with pytest.raises(remap.InvalidState):
         rig.tenant.wait(0)
-    for gone in (inside(rig.tenant).stats, lambda: inside(rig.tenant).ready(0)):
+    for gone in (internals(rig.tenant).stats, lambda: internals(rig.tenant).ready(0)):
         with pytest.raises(remap.InvalidState, match="was detached") as caught:
             gone()
         assert caught.value.fields["tenant"] == "m"
@@ -128,7 +128,7 @@ def test_a_tenant_keeps_its_session_while_it_is_attached():
     tenant.kv.subscribe(lambda added, withdrawn: None)
     session().detach("m")
     gc.collect()
-    assert session() is None and not inside(tenant).in_pass
+    assert session() is None and not internals(tenant).in_pass
 
 
 @pytest.mark.parametrize("error", [None, KeyError])
@@ -160,7 +160,7 @@ def test_looking_at_a_closed_session():
 def test_looking_claims_nobody(monkeypatch):
     """A pass of another thread may begin while somebody looks: only what changes something keeps it waiting."""
     with Rig(make("llama")) as rig:
-        turn, seen = inside(rig.tenant)._state.turn, []
+        turn, seen = internals(rig.tenant)._state.turn, []
         monkeypatch.setattr(remap.advanced, "check_books", lambda arena, tenants: seen.append(turn.claimed))
         remap.advanced.check(rig.session)
         rig.session.exclusively(lambda core: seen.append(turn.claimed))

@@ -10,7 +10,7 @@ from sharing_worlds import Shared, set_times, times_of
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 
 SIZES = {"a": [2] * 6, "b": [3] * 8, "c": [1] * 5}
 
@@ -75,11 +75,11 @@ def test_what_is_still_away_is_re_pointed_when_its_tenant_wakes(wakes_in: str) -
         remap.advanced.settle(world.session)
         before = mappings(world)
         if wakes_in == "the pass":
-            inside(b.tenant)._state.books = replace(inside(b.tenant)._state.books, active=True)
+            internals(b.tenant)._state.books = replace(internals(b.tenant)._state.books, active=True)
         else:
             assert world.session.activate("b", partial=True).streamed
         world.check()  # serves: every layer's bytes
-        assert mappings(world) > before and not inside(b.tenant)._state.asleep
+        assert mappings(world) > before and not internals(b.tenant)._state.asleep
 
 
 def test_a_tenant_that_leaves_in_its_sleep_leaves_nothing_behind() -> None:
@@ -157,10 +157,10 @@ def test_a_tenant_that_lent_and_then_streams_slices_brings_them_home_together() 
         session.attach_bytes([b"b" * 4096] * 3, name="b", kv=kv["b"])
         remap.advanced.lend(session, "a", 1, 1)
         remap.advanced.remap(session, "a", 1.09, 1, "slices")
-        assert inside(a).lent_pages
+        assert internals(a).lent_pages
         for _ in range(40):
             session.step({"b": 0})
-        assert not inside(a).lent_pages
+        assert not internals(a).lent_pages
         assert session.activate("a").activated
         remap.advanced.check(session)
 
@@ -182,7 +182,7 @@ def test_a_listener_that_always_raises_ends_no_change_and_no_session() -> None:
         told.clear()
         with pytest.raises(RuntimeError, match="listener"):
             world.session.activate("b")
-        assert b.tenant.active and inside(b.tenant).lent_pages == 0 and told, "the change that it was told of"
+        assert b.tenant.active and internals(b.tenant).lent_pages == 0 and told, "the change that it was told of"
         assert world.session._changes._draft is None
         remap.advanced.check(world.session)
         assert world.session.snapshot().tenants["b"].lent_pages == 0

@@ -14,7 +14,7 @@ PROGRAM = """
 import os, random
 import remap
 from arena_worlds import forward, make_layers, make_spec, write_block
-from remap.inside import inside
+from remap.internals import internals
 
 PAGE, TOTAL = 256 << 10, 40
 CAPACITY = PAGE * TOTAL
@@ -47,7 +47,7 @@ session = remap.Session(CAPACITY, "cpu", page_bytes=PAGE, mode=MODE)
 layers = make_layers([2, 3, 3, 2, 3, 3], 1, PAGE)
 tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=600, tokens=64))
 resident()
-addresses = [remap.advanced.layer_address(session, "m", i) for i in range(6)] + [inside(tenant).kv.address]
+addresses = [remap.advanced.layer_address(session, "m", i) for i in range(6)] + [internals(tenant).kv.address]
 rng = random.Random(7)
 for round_ in range(60):
     buffers = rng.choice([1, 2])
@@ -62,7 +62,7 @@ for round_ in range(60):
     forward(session, tenant, layers)
     tenant.kv.free(ids)
     resident()
-    now = [remap.advanced.layer_address(session, "m", i) for i in range(6)] + [inside(tenant).kv.address]
+    now = [remap.advanced.layer_address(session, "m", i) for i in range(6)] + [internals(tenant).kv.address]
     assert now == addresses
 remap.advanced.remap(session, "m", 4)
 ids = tenant.kv.allocate(tenant.kv.free_blocks)

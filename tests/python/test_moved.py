@@ -14,7 +14,7 @@ from arena_worlds import PAGE, make_layers, make_spec
 import remap
 from remap import moved
 from remap.adapters.settings import Settings
-from remap.advanced import inside
+from remap.advanced import internals
 from remap.errors import InvalidArgument
 
 VALUES = {"reserve_blocks": 7, "max_layers": 3, "reload_s": 0.25}
@@ -37,7 +37,7 @@ def test_what_stood_on_a_class() -> None:
     """Each name of what is inside, asked for where it stood."""
     with remap.Session(48 * PAGE, page_bytes=PAGE) as session:
         tenant = session.attach_bytes(make_layers([2] * 6), name="m", kv=make_spec(6, max_blocks=160))
-        within = inside(tenant)
+        within = internals(tenant)
         asked = 0
         for old, new in ((tenant, within), (tenant.kv, within.kv), (tenant.kv.host, within.kv.host)):
             for name in public(type(new)) - public(type(old)) - set(vars(old)):

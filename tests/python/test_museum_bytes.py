@@ -13,7 +13,7 @@ from sharing_worlds import Engine, Faulty, attempt
 import remap
 from remap import _core
 from remap.errors import InvalidState
-from remap.inside import inside
+from remap.internals import internals
 
 MODES = pytest.mark.parametrize("mode", ["aliased", "strict"])
 WAIT_S = 20.0
@@ -139,7 +139,7 @@ def test_a_re_pointing_that_fails_just_before_a_pass_begins_is_told_by_wait(monk
         a, changes = world.engines["a"], world.session._changes
         world.remap("a", 3, 1, "nested")
         world.settle()
-        inside(a.tenant)._state.unsettled, real = (None, False), changes.settle  # type: ignore[assignment]
+        internals(a.tenant)._state.unsettled, real = (None, False), changes.settle  # type: ignore[assignment]
 
         def settled(each: Any) -> None:
             each.unsettled = None

@@ -15,7 +15,7 @@ from sharing_worlds import EAGER, Faulty, Shared, attempt, set_times
 
 import remap
 from remap.errors import DriverError
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.moves import compose_moves
 
 
@@ -30,14 +30,14 @@ def test_slices_of_which_most_layers_turn_out_written_are_not_tried() -> None:
             a, b = world.engines.values()
             if timed:
                 set_times(a, times_of(3, 1.0, 0.3))
-            state = inside(a.tenant)._state
+            state = internals(a.tenant)._state
             watch = lambda asked, found=written: {layer: ["x"] for layer in asked if layer in found}  # noqa: E731
             state.source = dataclasses.replace(state.source, watch=watch)
             b.allocate(2)
             world.session.deactivate("b")  # beside an active tenant nothing streams before it was measured
             for blocks in (5, 40, 60, 100, 0, 0):
                 world.step(a=blocks)
-            assert inside(a.tenant).pinned == tuple(sorted(written))
+            assert internals(a.tenant).pinned == tuple(sorted(written))
 
 
 def test_a_model_whose_layers_have_no_bytes_serves() -> None:
@@ -46,7 +46,7 @@ def test_a_model_whose_layers_have_no_bytes_serves() -> None:
         for blocks in (0, 5, 100):
             world.engines["a"].serve()
             world.step(a=blocks, b=0)
-        assert inside(world.engines["a"].tenant).times().transfer_s == (0.0, 0.0, 0.0)
+        assert internals(world.engines["a"].tenant).times().transfer_s == (0.0, 0.0, 0.0)
         assert world.session.snapshot().tenants["a"].copy_times_s == (0.0, 0.0, 0.0)
 
 
@@ -59,17 +59,17 @@ def test_activation_says_which_of_the_tenants_own_blocks_are_in_the_way(own_allo
         tenant = world.engines["a"].tenant
         engine = External(tenant) if own_allocator else None
         world.lend("a", 3)
-        lent = inside(tenant).lent_pages
+        lent = internals(tenant).lent_pages
         world.session.step({"a": remap.Demand(10, free=len(engine.free) if engine else None)})
-        assert 0 < inside(tenant).lent_pages < lent
+        assert 0 < internals(tenant).lent_pages < lent
         if engine:
             engine.use(sorted(engine.free))
         else:
             world.engines["a"].fill()
         report = world.session.activate("a")
-        assert not report.activated and report.preempt["a"] and inside(tenant).lent_pages > 0
+        assert not report.activated and report.preempt["a"] and internals(tenant).lent_pages > 0
         (engine.finish if engine else world.engines["a"].free)(report.preempt["a"])
-        assert world.tell(world.session.activate("a")).activated and not inside(tenant).lent_pages
+        assert world.tell(world.session.activate("a")).activated and not internals(tenant).lent_pages
         world.check()
 
 
@@ -87,9 +87,9 @@ def test_a_tenant_whose_copies_failed_while_it_was_inactive_can_be_activated(mod
                 attempt(lambda: world.remap("b", 3, buffers, "nested"))  # noqa: B023
             attempt(lambda: remap.advanced.settle(world.session))
             world.fault.disarm()
-            attempt(inside(tenant)._state.prefetcher.drain)
+            attempt(internals(tenant)._state.prefetcher.drain)
             world.remap("b", 4, 2, "nested")
-            assert world.tell(world.session.activate("b")).activated and not inside(tenant).lent_pages
+            assert world.tell(world.session.activate("b")).activated and not internals(tenant).lent_pages
             attempt(world.works)
             world.works()
 

@@ -14,7 +14,7 @@ from subprocesses import expect_ok, run
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 
 NO_THREADS = """
 import os, resource, signal
@@ -133,7 +133,7 @@ import remap
 from arena_worlds import PAGE, forward, make_layers, make_spec
 from remap import _core
 from remap.errors import ForkedProcess
-from remap.inside import inside
+from remap.internals import internals
 
 session = remap.Session(48 * PAGE, page_bytes=PAGE)
 layers = make_layers([2] * 4)
@@ -141,7 +141,7 @@ tenant = session.attach_bytes(layers, name="a", kv=make_spec(4, max_blocks=200))
 kept = tenant.kv.tensors
 remap.advanced.remap(session, "a", 2)
 forward(session, tenant, layers)
-prefetcher, executor, arena = inside(tenant)._state.prefetcher, session._executor, session._arena
+prefetcher, executor, arena = internals(tenant)._state.prefetcher, session._executor, session._arena
 resident = next(layer for layer in range(4) if prefetcher.ready(layer))
 streamed = next(layer for layer in range(4) if not prefetcher.ready(layer))
 child = os.fork()
@@ -302,13 +302,13 @@ def test_looking_at_all_of_a_kv_tensor_does_not_end_the_process(layout: str) -> 
     expect_ok(f"""
 import torch, remap
 from arena_worlds import PAGE, make_layers, make_spec
-from remap.inside import inside
+from remap.internals import internals
 layers = make_layers([2] * 4)
 with remap.Session(20 * PAGE, page_bytes=PAGE) as session:
     tenant = session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=4000, layout={layout!r}))
     tensors = tenant.kv.tensors
     used = sum(len(layer) for layer in layers) + session.capacity_bytes
-    assert inside(tenant).kv.geometry.region_bytes > 2 * used  # most of it has no page
+    assert internals(tenant).kv.geometry.region_bytes > 2 * used  # most of it has no page
     for tensor in tensors:
         assert repr(tensor) and not tensor.isnan().all()
         assert tensor[:, -1].abs().sum() == 0
@@ -325,7 +325,7 @@ def test_master_copies_outlive_the_copies_of_a_session_that_nobody_closed() -> N
 
     layers = [Buffer(layer) for layer in make_layers([1, 1])]
     session = remap.Session(8 * PAGE, page_bytes=PAGE)
-    prefetcher = inside(session.attach_bytes(layers, name="m", kv=make_spec(2, min_blocks=1)))._state.prefetcher
+    prefetcher = internals(session.attach_bytes(layers, name="m", kv=make_spec(2, min_blocks=1)))._state.prefetcher
     master = weakref.ref(layers[0])
     del layers, session
     gc.collect()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -92,7 +92,7 @@ class World:
         with pytest.raises(InvalidState, match="discarded") as caught:
             (call or self.logits)()
         assert (caught.value.tenant, caught.value.layer, caught.value.layers) == ("m", away[0], away)
-        assert not inside(self.tenant).in_pass
+        assert not internals(self.tenant).in_pass
 
 
 def equal(state, expected):
@@ -125,7 +125,7 @@ def test_a_pass_without_hooks_raises(mode):
     """hooks=False was said, and then nobody called wait."""
     with World(mode=mode, prove=False, hooks=False, remapped=3) as world:
         world.bypassed(world.bracketed)
-        assert inside(world.tenant).times() is None  # what a missed pass took says nothing about a pass
+        assert internals(world.tenant).times() is None  # what a missed pass took says nothing about a pass
         with pytest.raises(KeyError), world.tenant.forward():
             raise KeyError  # the caller's exception is what is told, not that the layers were not waited for
         hooks = attach_hooks(layers_of(world.model), world.tenant, model=world.model)
@@ -882,9 +882,9 @@ def from_file(path, **options):
     if world.session.device != "cpu":
         world.session.close()
         pytest.skip("on a device master copies are page-locked copies: the file is not used after attach")
-    master = inside(world.tenant)._state.source.keep_alive[0]
+    master = internals(world.tenant)._state.source.keep_alive[0]
     assert {master.range(layer).source for layer in range(LAYERS)} == {"file"}, master.reason
-    inside(world.tenant)._state.prefetcher.drain()  # what the last pass has issued ahead has been read
+    internals(world.tenant)._state.prefetcher.drain()  # what the last pass has issued ahead has been read
     return world
 
 
@@ -927,7 +927,7 @@ def test_a_weights_file_that_changes_is_refused(mode, way, tmp_path):
     path = save_weights(make("llama"), tmp_path)
     original, world = Original(path), from_file(path, mode=mode, remapped=3)
     world.right()
-    inside(world.tenant)._state.prefetcher.drain()
+    internals(world.tenant)._state.prefetcher.drain()
     with path.open("r+b") as file:
         if way == "truncate":
             file.truncate(5000)

@@ -10,7 +10,7 @@ from sharing_worlds import EAGER, Shared, seen, set_times, times_of
 import remap
 from remap.config import Knobs
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 
 SIZES = {"a": [2] * 8}
 
@@ -28,7 +28,7 @@ def test_a_step_takes_what_was_offered_and_no_more(copy_s: float) -> None:
         usable = a.kv.usable_blocks
         report = session.step({"a": 10_000})
         alpha, buffers = offer.step  # type: ignore[misc]
-        assert (a.tenant.remapped, inside(a.tenant).buffers if alpha else buffers) == (alpha, buffers)
+        assert (a.tenant.remapped, internals(a.tenant).buffers if alpha else buffers) == (alpha, buffers)
         # Two parts of blocks, in pages that stand together now, may be one.
         assert 0 <= a.kv.usable_blocks - usable - offer.blocks <= alpha
         assert offer.stall_s == pytest.approx(report.predicted_stall_s["a"])
@@ -73,7 +73,7 @@ def test_what_an_idle_tenant_lends_is_offered_before_it_is_taken_and_afterwards(
         assert {each.donor: each.reload_s for each in offers}["b"] == pytest.approx(b.tenant.remapped * 1e-3)
         assert remap.advanced.offers(session, "a") == offers
         # Of a tenant that serves, only what it lent: it copies that in each pass.
-        inside(b.tenant)._state.books = replace(inside(b.tenant)._state.books, active=True)
+        internals(b.tenant)._state.books = replace(internals(b.tenant)._state.books, active=True)
         assert {each.donor: (each.kind, each.share) for each in remap.advanced.offers(session, "a")}["b"] == (
             "active",
             0.25,
@@ -86,7 +86,7 @@ def test_borrowed_pages_are_given_back_with_their_blocks_moved_or_not_at_all() -
         with a.tenant.forward(), pytest.raises(InvalidState):
             remap.advanced.give_back(session, "a")
         world.step(a=10_000)
-        lent, usable = len(inside(b.tenant)._state.pages.lent), a.kv.usable_blocks
+        lent, usable = len(internals(b.tenant)._state.pages.lent), a.kv.usable_blocks
         a.fill()
         before = seen(session)
         with pytest.raises(OutOfBlocks) as full:
@@ -98,7 +98,7 @@ def test_borrowed_pages_are_given_back_with_their_blocks_moved_or_not_at_all() -
         world.check()
         # They are free, and still lent: b's layers come home to them when it serves.
         assert a.kv.usable_blocks == usable - lent  # of a page each
-        assert session.snapshot().pages.free == len(inside(b.tenant)._state.pages.lent) == lent
+        assert session.snapshot().pages.free == len(internals(b.tenant)._state.pages.lent) == lent
         assert remap.advanced.give_back(session, "a").moved == {}
         world.activate("b")
         assert not b.tenant.streamed

@@ -13,7 +13,7 @@ from sharing_worlds import Engine, Shared, attempt, fill_layer, seen, set_times,
 import remap
 from remap import _core
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 
 SIZES = {"a": [2] * 6}
 MODES = ("aliased", "strict")
@@ -33,10 +33,10 @@ def test_what_others_compute_is_kv_and_comes_back(mode: str) -> None:
         a = world.engines["a"]
         before, usable = pages(world), a.kv.usable_blocks
         report = world.place("a", 0, 2)
-        per_page = inside(a).kv.geometry.page_bytes / a.kv.spec.block_bytes
+        per_page = internals(a).kv.geometry.page_bytes / a.kv.spec.block_bytes
         assert a.kv.usable_blocks == usable + report.added_blocks["a"] >= usable + int(8 * per_page) - 1
         assert (pages(world).params, pages(world).kv) == (before.params - 8, before.kv + 8)
-        assert (inside(a.tenant).computed, inside(a.tenant).elsewhere, a.tenant.streamed) == (
+        assert (internals(a.tenant).computed, internals(a.tenant).elsewhere, a.tenant.streamed) == (
             range(2),
             (2, 3, 4, 5),
             (),
@@ -45,7 +45,7 @@ def test_what_others_compute_is_kv_and_comes_back(mode: str) -> None:
         world.check()
         a.free(sorted(a.held)[: len(a.held) - usable])  # the last ones stay, so that they have to move
         report = world.place("a", 0, 6)
-        assert report.moved["a"] and (inside(a.tenant).computed, inside(a.tenant).elsewhere) == (range(6), ())
+        assert report.moved["a"] and (internals(a.tenant).computed, internals(a.tenant).elsewhere) == (range(6), ())
         assert a.kv.usable_blocks == usable and pages(world) == before
         a.free()
         a.poison()
@@ -58,17 +58,17 @@ def test_pages_change_hands_without_a_call_of_the_driver_and_without_a_copy() ->
         world.place("a", 3, 6)  # what is made once is made
         world.place("a", 0, 6)
         world.check()
-        calls, copies = mappings(world), inside(a.tenant).stats().copies
+        calls, copies = mappings(world), internals(a.tenant).stats().copies
         world.place("a", 0, 3)
         remap.advanced.settle(world.session)
         a.fill()
         a.poison()
         world.check()
-        assert (mappings(world), inside(a.tenant).stats().copies) == (calls, copies)
+        assert (mappings(world), internals(a.tenant).stats().copies) == (calls, copies)
         a.free()
         world.place("a", 0, 6)
         world.check()
-        assert mappings(world) == calls and inside(a.tenant).stats().copies == copies + 3
+        assert mappings(world) == calls and internals(a.tenant).stats().copies == copies + 3
 
 
 def test_a_pass_that_computes_what_is_elsewhere_is_refused() -> None:
@@ -80,12 +80,12 @@ def test_a_pass_that_computes_what_is_elsewhere_is_refused() -> None:
             with pytest.raises(InvalidState) as refused, tenant.forward():
                 tenant.wait(layer)
             assert refused.value.fields["layer"] == layer and refused.value.fields["elsewhere"] == (0, 4, 5)
-        assert inside(tenant).away() == {0, 4, 5}
+        assert internals(tenant).away() == {0, 4, 5}
         world.check()
         world.place("a", 0, 6)
-        assert tenant.wait == plain and inside(tenant).away() <= {0, 4, 5}
+        assert tenant.wait == plain and internals(tenant).away() <= {0, 4, 5}
         world.check()
-        assert inside(tenant).away() == set()
+        assert internals(tenant).away() == set()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -95,16 +95,16 @@ def test_layers_arrive_while_passes_compute_others(mode: str) -> None:
         world.place("a", 0, 2)
         for held in (3, 4, 6):
             world.place("a", 0, 2, hold=range(2, held))
-            assert (inside(tenant).computed, inside(tenant).elsewhere) == (range(2), tuple(range(held, 6)))
+            assert (internals(tenant).computed, internals(tenant).elsewhere) == (range(2), tuple(range(held, 6)))
             world.check()
         with pytest.raises(InvalidState), tenant.forward():
             tenant.wait(3)
         remap.advanced.settle(world.session)
-        inside(tenant)._state.prefetcher.drain()
-        copies = inside(tenant).stats().copies
+        internals(tenant)._state.prefetcher.drain()
+        copies = internals(tenant).stats().copies
         world.place("a", 0, 6)
         world.check()
-        assert inside(tenant).stats().copies == copies
+        assert internals(tenant).stats().copies == copies
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -114,10 +114,14 @@ def test_layers_come_back_with_bytes_of_another_instance(mode: str) -> None:
         tenant, usable = a.tenant, a.kv.usable_blocks
         world.place("a", 0, 2)
         a.poison()
-        copies = inside(tenant).stats().copies
+        copies = internals(tenant).stats().copies
         world.place("a", 0, 2, hold=range(6), fill=(3, 5))
         # Their pages are here, and nobody computes them.
-        assert (a.kv.usable_blocks, inside(tenant).elsewhere, inside(tenant).away() >= {3, 5}) == (usable, (3, 5), True)
+        assert (a.kv.usable_blocks, internals(tenant).elsewhere, internals(tenant).away() >= {3, 5}) == (
+            usable,
+            (3, 5),
+            True,
+        )
         with pytest.raises(InvalidState), tenant.forward():
             tenant.wait(3)
         for layer in (3, 5):
@@ -126,11 +130,11 @@ def test_layers_come_back_with_bytes_of_another_instance(mode: str) -> None:
             fill_layer(world, "a", layer, 1000)
             remap.advanced.filled(session, "a", layer)
             world.check()
-        assert inside(tenant).elsewhere == ()
+        assert internals(tenant).elsewhere == ()
         world.place("a", 0, 6)
         a.poison()
         world.check()
-        assert inside(tenant).stats().copies == copies + 2  # of the layers 2 and 4
+        assert internals(tenant).stats().copies == copies + 2  # of the layers 2 and 4
         read = bytearray(1000)
         remap.advanced.read_layer(session, "a", 3, 24, ctypes.addressof(ctypes.c_char.from_buffer(read)), 1000)
         assert read == a.data[3][24:1024]
@@ -155,7 +159,7 @@ def test_layers_whose_bytes_do_not_come_are_loaded_or_go_again(mode: str) -> Non
         world.place("a", 0, 2, hold=range(6), fill=(2, 4, 5))
         world.place("a", 0, 6)
         world.check()
-        assert (pages(world), a.kv.usable_blocks, inside(a.tenant).elsewhere) == (before, usable, ())
+        assert (pages(world), a.kv.usable_blocks, internals(a.tenant).elsewhere) == (before, usable, ())
         # Whoever detaches has its layers from the master copies.
         world.place("a", 0, 2)
         world.place("a", 0, 2, hold=range(6), fill=(3,))
@@ -235,7 +239,7 @@ def test_what_cannot_be_filled_is_refused_and_nothing_changes() -> None:
 def test_an_instance_may_compute_nothing() -> None:
     with Shared(SIZES) as world:
         world.place("a", 3, 3)
-        assert len(inside(world.engines["a"].tenant).computed) == 0
+        assert len(internals(world.engines["a"].tenant).computed) == 0
         world.check()
         world.place("a", 0, 6)
         world.check()
@@ -282,7 +286,7 @@ def test_layers_stream_before_and_beside(mode: str, selection: str) -> None:
         a = world.engines["a"]
         world.remap("a", 3, 1, selection)
         world.place("a", 0, 5)
-        assert inside(a.tenant).elsewhere == (5, 6, 7) and set(a.tenant.streamed) <= set(range(5))
+        assert internals(a.tenant).elsewhere == (5, 6, 7) and set(a.tenant.streamed) <= set(range(5))
         world.check()
         world.remap("a", 2, 1, selection)
         assert set(a.tenant.streamed) <= set(range(5))
@@ -372,12 +376,12 @@ def test_anything_in_any_order(mode: str, seed: int) -> None:
                 first, end = sorted(rng.choices(range(count + 1), k=2))
                 hold = rng.sample(range(count), rng.randint(0, count)) if rng.random() < 0.5 else ()
                 gone = [
-                    layer for layer in inside(engine.tenant).elsewhere if layer in hold and not first <= layer < end
+                    layer for layer in internals(engine.tenant).elsewhere if layer in hold and not first <= layer < end
                 ]
                 late = rng.sample(gone, rng.randint(0, len(gone)))
                 attempt(partial(world.place, name, first, end, hold=hold, fill=late))
             elif deed < 0.4:
-                for layer in sorted(inside(engine.tenant)._state.pages.unfilled)[: rng.randint(0, 2)]:
+                for layer in sorted(internals(engine.tenant)._state.pages.unfilled)[: rng.randint(0, 2)]:
                     fill_layer(world, name, layer)
                     remap.advanced.filled(world.session, name, layer)
             elif deed < 0.5:
@@ -420,7 +424,7 @@ def test_slices_stream_beside_layers_that_are_elsewhere() -> None:
         world.remap("a", 2, 1, "slices")
         world.place("a", 0, 3)
         tenant = world.engines["a"].tenant
-        assert tenant.streamed and inside(tenant).elsewhere == (3, 4, 5)
+        assert tenant.streamed and internals(tenant).elsewhere == (3, 4, 5)
         world.check()
         world.step(a=10)
         remap.advanced.offers(world.session, "a")

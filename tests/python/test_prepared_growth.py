@@ -8,7 +8,7 @@ import pytest
 from byte_world import HIDDEN, World
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory import restream
 
 
@@ -22,7 +22,7 @@ def grown(prepared: bool, mode: str, buffers: int, monkeypatch: pytest.MonkeyPat
 
     plan_streaming = restream.plan_streaming
     with World(times=HIDDEN, mode=mode) as world:
-        state = inside(world.tenant)._state
+        state = internals(world.tenant)._state
         remap.advanced.remap(world.session, "m", 1, buffers, "nested")
         within = 0
         for _ in range(2):
@@ -55,21 +55,21 @@ def test_a_growth_that_was_planned_ahead_is_the_same_growth(
 
 def test_a_layer_that_was_written_since_is_pinned_and_does_not_stream() -> None:
     with World(times=HIDDEN) as world:
-        state = inside(world.tenant)._state
+        state = internals(world.tenant)._state
         remap.advanced.remap(world.session, "m", 1, 1, "nested")
         world.forward()
         (written,) = set(state.known_growth[3].plan.streamed) - set(world.tenant.streamed)
         state.source = replace(state.source, watch=lambda layers: {written: ["w"]} if written in layers else {})
         world.kv.allocate(world.kv.free_blocks)
         world.step(blocks=1)
-        assert world.tenant.remapped == 2 and written in inside(world.tenant).pinned
+        assert world.tenant.remapped == 2 and written in internals(world.tenant).pinned
         assert written not in world.tenant.streamed
         world.forward()
 
 
 def test_a_change_by_hand_makes_the_plan_void() -> None:
     with World(times=HIDDEN) as world:
-        state = inside(world.tenant)._state
+        state = internals(world.tenant)._state
         remap.advanced.remap(world.session, "m", 1, 1, "nested")
         world.forward()
         remap.advanced.remap(world.session, "m", 1, 1, "uniform")

@@ -55,13 +55,13 @@ def test_a_kv_cache_has_twelve_names_and_so_has_its_host_memory(tenant: remap.Te
 
 
 def test_a_name_that_has_moved_works_and_says_where_it_is(tenant: remap.Tenant) -> None:
-    within = advanced.inside(tenant)
+    within = advanced.internals(tenant)
     for asked, name, place, now in (
-        (tenant, "pinned", "remap.advanced.inside(tenant).pinned", within.pinned),
-        (tenant, "stats", "remap.advanced.inside(tenant).stats", within.stats),
+        (tenant, "pinned", "remap.advanced.internals(tenant).pinned", within.pinned),
+        (tenant, "stats", "remap.advanced.internals(tenant).stats", within.stats),
         (tenant.kv, "copy_out", "tenant.kv.host.copy_out", tenant.kv.host.copy_out),
         (tenant.kv, "free_host", "tenant.kv.host.free", tenant.kv.host.free),
-        (tenant.kv, "address", "advanced.inside(tenant).kv.address", within.kv.address),
+        (tenant.kv, "address", "advanced.internals(tenant).kv.address", within.kv.address),
     ):
         with pytest.warns(DeprecationWarning, match="goes with the next release") as told:
             assert getattr(asked, name) == now
@@ -78,7 +78,7 @@ def test_a_name_that_has_moved_works_and_says_where_it_is(tenant: remap.Tenant) 
 
 def test_waiting_goes_by_the_same_function_wherever_it_is_asked_for(tenant: remap.Tenant) -> None:
     """The handle's `wait` and `done` are those of the hooks, also after they were exchanged."""
-    within = advanced.inside(tenant)
+    within = advanced.internals(tenant)
     assert tenant.wait == within.wait and tenant.done == within.done
     within.expect_whole_pass()
     assert tenant.wait is within.wait

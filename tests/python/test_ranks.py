@@ -18,7 +18,7 @@ from sharing_worlds import set_times, times_of
 import remap
 from remap import _core
 from remap.errors import InvalidState
-from remap.inside import inside
+from remap.internals import internals
 from remap.ranks import Rank, RankGroup, RankReport, ids, runs
 
 pytest.importorskip("torch")
@@ -101,9 +101,9 @@ class World:
         """All ranks have the engine's blocks with their contents, and the model's bytes."""
         for rank in self.ranks:
             remap.advanced.check(rank.session)
-            assert self.opened <= set(inside(rank.tenant).kv.pool.open_ids())
+            assert self.opened <= set(internals(rank.tenant).kv.pool.open_ids())
             assert (
-                (rank.tenant.remapped, inside(rank.tenant).buffers)
+                (rank.tenant.remapped, internals(rank.tenant).buffers)
                 == self.ranks[0].report().target
                 == self.group.target
             )

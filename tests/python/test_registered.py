@@ -11,7 +11,7 @@ from arena_worlds import PAGE, forward, make_layers, make_spec, visible
 import remap
 from remap import advanced
 from remap.errors import InvalidArgument, InvalidState
-from remap.inside import inside
+from remap.internals import internals
 
 N = 6
 
@@ -40,10 +40,10 @@ class World:
 
     def refused(self, error: type[Exception], call: Any, *arguments: Any) -> Any:
         advanced.settle(self.session)  # what regions show is compared: the worker must not be about to change it
-        before = visible(self.session), inside(self.tenant).pinned
+        before = visible(self.session), internals(self.tenant).pinned
         with pytest.raises(error) as caught:
             call(*arguments)
-        assert (visible(self.session), inside(self.tenant).pinned) == before
+        assert (visible(self.session), internals(self.tenant).pinned) == before
         advanced.check(self.session)
         return caught.value
 
@@ -59,7 +59,7 @@ def world() -> Iterator[World]:
 def test_a_layer_in_a_declared_range_is_never_streamed(world: World) -> None:
     world.declare(world.address(0), 2 * PAGE)
     world.declare(world.address(3) + 2 * PAGE - 1, 1)  # the last byte of its region
-    assert inside(world.tenant).pinned == (0, 3)
+    assert internals(world.tenant).pinned == (0, 3)
     for selection in ("nested", "uniform"):
         world.remap(3, 1, selection)
         assert world.tenant.streamed == (1, 2, 4, 5)
@@ -78,11 +78,11 @@ def test_a_streamed_layer_cannot_be_declared_nor_a_range_of_no_region(world: Wor
     error = world.refused(InvalidState, world.declare, world.address(streamed), 1)
     assert (error.tenant, error.layer) == ("m", streamed)
     world.declare(world.address(resident), 1)
-    assert inside(world.tenant).pinned == (resident,)
+    assert internals(world.tenant).pinned == (resident,)
     world.remap(0)
     advanced.settle(world.session)
     world.declare(world.address(streamed), 1)
-    assert inside(world.tenant).pinned == tuple(sorted((resident, streamed)))
+    assert internals(world.tenant).pinned == tuple(sorted((resident, streamed)))
 
 
 def test_what_was_withdrawn_may_be_streamed_again(world: World) -> None:
@@ -92,7 +92,7 @@ def test_what_was_withdrawn_may_be_streamed_again(world: World) -> None:
     world.refused(InvalidArgument, world.withdraw, world.address(0), 2 * PAGE)
     for each, left in zip(ranges, [(0, 4), (4,), ()]):
         world.withdraw(*each)
-        assert inside(world.tenant).pinned == left
+        assert internals(world.tenant).pinned == left
     world.refused(InvalidArgument, world.withdraw, *ranges[0])
     world.remap(N - 1)
     assert world.tenant.streamed == tuple(range(N))
@@ -100,7 +100,7 @@ def test_what_was_withdrawn_may_be_streamed_again(world: World) -> None:
 
 @pytest.mark.parametrize("what", ["layer", "kv"])
 def test_a_tenant_with_a_declared_range_is_not_detached(world: World, what: str) -> None:
-    kv = inside(world.tenant).kv
+    kv = internals(world.tenant).kv
     address = kv.address if what == "kv" else world.address(2)
     world.declare(address, PAGE)
     error = world.refused(InvalidState, world.session.detach, "m")
@@ -110,7 +110,7 @@ def test_a_tenant_with_a_declared_range_is_not_detached(world: World, what: str)
     assert kv.usable_blocks > before
     world.remap(0)
     other = world.session.attach_bytes(make_layers([1] * 3, 2), name="other", kv=make_spec(3))
-    assert inside(other).pinned == ()
+    assert internals(other).pinned == ()
     world.session.detach("other")  # not its range
     world.withdraw(address, PAGE)
     world.session.detach("m")

@@ -9,7 +9,7 @@ import pytest
 import remap
 from remap import advanced
 from remap.errors import InvalidState
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -65,7 +65,7 @@ def test_what_a_loader_writes_is_what_streams_later(world: World) -> None:
     assert torch.equal(world.answer(), world.expected())
     advanced.remap(world.session, "m", 0)
     assert torch.equal(world.answer(), world.expected())
-    assert inside(world.tenant).pinned == ()
+    assert internals(world.tenant).pinned == ()
     assert advanced.differing(world.session, "m") == {}
 
 
@@ -107,11 +107,11 @@ def test_a_layer_that_was_pinned_since_it_was_written_streams_again(world: World
     with torch.no_grad():
         world.model.model.layers[2].mlp.up_proj.weight.add_(1.0)
     world.stream(4)
-    assert inside(world.tenant).pinned == (2,)
+    assert internals(world.tenant).pinned == (2,)
     now = world.answer()
     advanced.remap(world.session, "m", 0)
     advanced.rewrite(world.session, "m", lambda: None)
-    assert inside(world.tenant).pinned == ()
+    assert internals(world.tenant).pinned == ()
     world.stream(models.LAYERS - 1)
     assert 2 in world.tenant.streamed
     assert torch.equal(world.answer(), now)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from remap.seldom import AGAIN_S, Seldom
+from remap.rate_limited import AGAIN_S, RateLimitedWarning
 
 
 def test_what_happens_at_every_step_is_said_now_and_then(
@@ -15,7 +15,7 @@ def test_what_happens_at_every_step_is_said_now_and_then(
 ) -> None:
     now = [5.0]
     monkeypatch.setattr("remap.seldom.time", SimpleNamespace(monotonic=lambda: now[0]))
-    seldom = Seldom(logging.getLogger("remap.tests"))
+    seldom = RateLimitedWarning(logging.getLogger("remap.tests"))
     for seconds in (0.0, 1.0, 1.0, AGAIN_S, 1.0):
         now[0] += seconds
         seldom.warn("rank %d stays", 1)

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -290,7 +290,7 @@ def test_a_config_of_the_session_and_one_of_a_tenant() -> None:
     with remap.Session("1MiB", page_bytes=4096, config=config) as session:
         one = session.attach_bytes([bytes(4096)] * 4, name="one", kv=_kv())
         other = session.attach_bytes([bytes(4096)] * 4, name="other", kv=_kv(), config=remap.Config(max_layers=1))
-        assert (inside(one)._state.config.max_layers, inside(other)._state.config.max_layers) == (3, 1)
+        assert (internals(one)._state.config.max_layers, internals(other)._state.config.max_layers) == (3, 1)
 
 
 def _kv() -> remap.KVSpec:

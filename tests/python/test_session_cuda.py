@@ -25,7 +25,7 @@ from cuda_streams import Driver
 import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, InvalidState
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.plan import plan_free_pages
 
 SIZES = [3, 2, 3, 3, 2, 3]
@@ -47,7 +47,7 @@ class World:
         )
         self.layers: dict[str, list[Any]] = {}
         self.tenant = self.attach("m", make_layers(SIZES, 1), max_blocks=240)
-        self.kv = inside(self.tenant).kv
+        self.kv = internals(self.tenant).kv
         self.reads: list[tuple[int, bytes, str]] = []
 
     def attach(self, name: str, layers: list[Any], **kv: Any) -> remap.Tenant:
@@ -343,7 +343,7 @@ def test_times_are_learnt_when_the_stream_has_got_there(world: World) -> None:
     world.steady(2)
 
     def learnt() -> dict[Any, int]:
-        return dict(inside(world.tenant)._state.timing._cost.passes)
+        return dict(internals(world.tenant)._state.timing._cost.passes)
 
     def abandoned() -> dict[Any, int]:
         """Takes what is known, and teaches nothing itself."""
@@ -423,7 +423,9 @@ def test_pages_of_another_tenant_read_zero_and_nobody_waits(make: Any, left: boo
     soil = world.attach("soil", make_layers([1, 1], 2), min_blocks=300, max_blocks=400)
 
     def soiled() -> None:
-        world.write_blocks(world.other, dict.fromkeys(soil.kv.allocate(soil.kv.free_blocks), SECRET), inside(soil).kv)
+        world.write_blocks(
+            world.other, dict.fromkeys(soil.kv.allocate(soil.kv.free_blocks), SECRET), internals(soil).kv
+        )
 
     with soil.forward(stream=world.other):
         if left:
@@ -446,11 +448,11 @@ def test_pages_of_another_tenant_read_zero_and_nobody_waits(make: Any, left: boo
 
 def give_back_unused(session: remap.Session, tenant: remap.Tenant) -> None:
     """All blocks are free, and the pages behind them nobody's."""
-    pool, state, owners = inside(tenant).kv.pool, inside(tenant)._state, session._arena.owners()
+    pool, state, owners = internals(tenant).kv.pool, internals(tenant)._state, session._arena.owners()
     tenant.kv.free(pool.live_ids())
-    owned = state.slots_of([page for page in state.giving if owners[page] == _core.Owner.kv])
+    owned = state.slots_of([page for page in state.donation_order if owners[page] == _core.Owner.kv])
     slots = [slot for slot in owned if slot in pool.owned_slots()]
-    pages = tuple(state.giving[inside(tenant).kv.geometry.giving_index(slot)] for slot in slots)
+    pages = tuple(state.donation_order[internals(tenant).kv.geometry.donation_index(slot)] for slot in slots)
     pool.drain(slots)
     pool.remove_pages(slots)
     session._changes.apply(state, plan_free_pages(state.pages, pages, give=False))
@@ -459,9 +461,9 @@ def give_back_unused(session: remap.Session, tenant: remap.Tenant) -> None:
 def test_a_ring_that_moves_waits_for_the_copies_into_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its addresses are exchanged inside of the change, which is rare: the layer that lends its pages is streamed no more."""
     world.steady(2)
-    monkeypatch.setattr(inside(world.tenant)._state, "select", lambda *_: (2, 3, 5))
-    assert 0 in inside(world.tenant)._state.pages.ring_layers
-    with world.waits(inside(world.tenant)._state.prefetcher.copy_stream):
+    monkeypatch.setattr(internals(world.tenant)._state, "select", lambda *_: (2, 3, 5))
+    assert 0 in internals(world.tenant)._state.pages.ring_layers
+    with world.waits(internals(world.tenant)._state.prefetcher.copy_stream):
         world.remap(2)
     assert world.tenant.streamed == (2, 3, 5)
     world.passes()
@@ -681,7 +683,7 @@ def test_host_memory_for_kv_is_what_the_budget_leaves(opened: Any) -> None:
     layers, by = make_layers([2] * 4, 1), "REMAP_HOST_BUDGET"  # about 8 pages of master copies
     for given in ({"host_budget": 16 * PAGE}, {"environment": {by: str(16 * PAGE)}}):
         with opened(**given) as session:
-            kv = inside(session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=1000))).kv
+            kv = internals(session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=1000))).kv
             before = session._backend.usage()["host_bytes"]
             assert 7 * PAGE < before <= 8 * PAGE and kv.host.total == 0
             assert kv.open_host() == (16 * PAGE - before) // 2 // kv.spec.block_bytes
@@ -689,7 +691,7 @@ def test_host_memory_for_kv_is_what_the_budget_leaves(opened: Any) -> None:
             session.detach("m")
             assert session._backend.usage()["host_bytes"] == 0
     with opened(host_budget=16 * PAGE, host_kv=12 * PAGE) as session:
-        kv = inside(session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=1000))).kv
+        kv = internals(session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=1000))).kv
         for _ in range(2):
             with pytest.raises(remap.LimitExceeded) as caught:
                 kv.open_host()

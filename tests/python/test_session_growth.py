@@ -11,7 +11,7 @@ from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, spec, times_of
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy import schedule
 
 # --- how much -----------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_the_ring_is_the_home_of_the_largest_layer_alone(back):
             forward(session, tenant, layers)
         for alpha in range(1, 6):
             remap.advanced.remap(session, "m", alpha, 1, "nested")
-            assert inside(tenant)._state.pages.ring_layers == (2,)
+            assert internals(tenant)._state.pages.ring_layers == (2,)
             forward(session, tenant, layers)
 
 
@@ -258,6 +258,6 @@ def test_a_bound_is_forgotten_when_other_layers_may_stream():
         for layer in (2, 3):
             remap.advanced.declare_registered(world.session, remap.advanced.layer_address(world.session, "m", layer), 1)
         told = world.step(10**3).predicted_stall_s["m"]
-        streamed, buffers = world.tenant.streamed, inside(world.tenant).buffers
+        streamed, buffers = world.tenant.streamed, internals(world.tenant).buffers
         stall = schedule.stall(times.compute_s, times.transfer_s, streamed, buffers) if streamed else 0.0
         assert told == pytest.approx(stall) and stall <= 0.05 * N + 1e-9

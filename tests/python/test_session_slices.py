@@ -13,7 +13,7 @@ from sharing_worlds import Shared, set_times, times_of
 import remap
 from remap import _core
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy.slices import slices_alpha, slices_freed, tail_for
 
 LAYERS, PAGES = 8, 4
@@ -127,13 +127,13 @@ def test_a_pass_copies_the_tails_only_and_changes_load_what_comes_home() -> None
         before = copied()
         world.remap("m", 1.75, 1, "slices")
         remap.advanced.settle(world.session)
-        inside(m.tenant)._state.prefetcher.drain()
+        internals(m.tenant)._state.prefetcher.drain()
         assert copied() - before == 8 * PAGE + PAGE - SHORT  # one page of each layer, and the first tail into the ring
         m.serve()
-        assert not any(inside(m.tenant).ready(layer) for layer in range(LAYERS))
+        assert not any(internals(m.tenant).ready(layer) for layer in range(LAYERS))
         world.remap("m", 0)
         m.serve()
-        assert all(inside(m.tenant).ready(layer) for layer in range(LAYERS))
+        assert all(internals(m.tenant).ready(layer) for layer in range(LAYERS))
 
 
 def test_growing_makes_no_call_before_the_blocks_are_usable() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -183,7 +183,7 @@ class World:
             parts = (self.scheduler, self.scheduler.load_inquirer, self.scheduler.kv_events_publisher)
             more = (self.scheduler.invariant_checker, self.scheduler.pool_stats_observer)
             assert {part.max_total_num_tokens for part in (*parts, *more)} == {tokens}
-        usable = set(inside(self.tenant).kv.pool.open_ids()) | self.adapter.held.leaving
+        usable = set(internals(self.tenant).kv.pool.open_ids()) | self.adapter.held.leaving
         assert set(ours) == usable.intersection(range(1, self.allocator.num_pages + 1))
         remap.advanced.check(self.adapter.session)
 
@@ -548,7 +548,7 @@ class OneBatch:
         if self.wrong == "error":
             raise ArithmeticError("7")
         if self.wrong == "writes":
-            self.world.tenant.kv.tensors[0][:, max(inside(self.world.tenant).kv.pool.open_ids()) + 40] = 7.0
+            self.world.tenant.kv.tensors[0][:, max(internals(self.world.tenant).kv.pool.open_ids()) + 40] = 7.0
 
         def forward(runner: Any, batch: Any) -> Any:
             return runner.model(batch.input_ids[None]).logits
@@ -587,7 +587,7 @@ def test_a_newer_version_is_tried_with_layers_at_home_and_away_before_it_serves(
     world = World(monkeypatch, version="0.6.0")
     tokens = world.adapter.tokens
     assert start(monkeypatch, world).passes == 3 + 1 + 3
-    assert inside(world.tenant).stats().copies > 0
+    assert internals(world.tenant).stats().copies > 0
     assert world.tenant.remapped == 0 and world.adapter.tokens == tokens == world.allocator.available_size()
     world.check()
     world.fill(5)
@@ -619,7 +619,7 @@ def test_where_no_layer_can_leave_it_is_tried_at_home_only(monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(remap.advanced, "remap", refuse)
         assert start(patch, world).passes == 3 + 1
-    assert inside(world.tenant).stats().copies == 0
+    assert internals(world.tenant).stats().copies == 0
     world.adapter.session.close()
 
 

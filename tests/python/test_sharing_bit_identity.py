@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -55,7 +55,7 @@ def change(session: remap.Session, served: dict[str, Any], rng: random.Random) -
     kind = rng.choice(["lend", "lend", "activate", "deactivate", "step", "step", "remap", "blocks", "blocks"])
     report: Any = None
     if kind == "lend":
-        most = layers - 1 - (inside(one.tenant).buffers == 2)
+        most = layers - 1 - (internals(one.tenant).buffers == 2)
         report = remap.advanced.lend(session, name, rng.randint(0, most), to=other)
     elif kind == "activate":
         report = session.activate(name, alone=rng.random() < 0.3, partial=rng.random() < 0.6)
@@ -136,8 +136,8 @@ class OnDevice:
                 self.read(remap.advanced.layer_address(self.session, self.name, layer), expected, f"layer {layer}")
                 self.tenant.done(layer)
             for block, value in self.live.items():
-                for offset, nbytes in inside(self.tenant).kv.geometry.byte_ranges_of_block(block):
-                    self.read(inside(self.tenant).kv.address + offset, bytes([value]) * nbytes, f"block {block}")
+                for offset, nbytes in internals(self.tenant).kv.geometry.byte_ranges_of_block(block):
+                    self.read(internals(self.tenant).kv.address + offset, bytes([value]) * nbytes, f"block {block}")
 
     def read(self, address: int, expected: bytes, what: str) -> None:
         to = self.backend.allocate_host(len(expected))
@@ -147,8 +147,8 @@ class OnDevice:
     def fill_blocks(self, count: int, rng: random.Random) -> None:
         for block in self.tenant.kv.allocate(count):
             self.live[block] = rng.randint(1, 255)
-            for offset, nbytes in inside(self.tenant).kv.geometry.byte_ranges_of_block(block):
-                self.backend.fill(self.stream, inside(self.tenant).kv.address + offset, self.live[block], nbytes)
+            for offset, nbytes in internals(self.tenant).kv.geometry.byte_ranges_of_block(block):
+                self.backend.fill(self.stream, internals(self.tenant).kv.address + offset, self.live[block], nbytes)
 
     def drop(self, blocks: Any) -> None:
         for block in list(blocks):
@@ -233,7 +233,7 @@ def test_a_layer_that_was_written_is_found_when_it_would_be_lent_and_stays(mode:
                 session.step({"two": remap.Demand(3)})
         else:
             remap.advanced.lend(session, "one", 3, to="two")
-        assert LAYERS - 1 in inside(one.tenant).pinned
+        assert LAYERS - 1 in internals(one.tenant).pinned
         assert len(one.tenant.streamed) >= 2 and LAYERS - 1 not in one.tenant.streamed
         remap.advanced.check(session)
         served["two"].drop(list(served["two"].live))

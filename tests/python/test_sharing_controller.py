@@ -12,7 +12,7 @@ import pytest
 from sharing_worlds import Engine, Shared, set_times, times_of
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory import offers
 from remap.policy import schedule
 from remap.policy.views import Decision
@@ -66,7 +66,7 @@ def idle_until(engine: Engine, seconds: float) -> None:
     """As if its last pass had been so long ago; from now on the session's clock stands still."""
     now = engine.session.clock()
     engine.session.clock = engine.session._offers._clock = engine.session._passes._clock = lambda: now
-    inside(engine.tenant)._state.last_pass_s = now - seconds
+    internals(engine.tenant)._state.last_pass_s = now - seconds
 
 
 # -- from whom -----------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_free_pages_then_unused_kv_then_inactive_by_policy_then_active() -> None
         for name in ("i", "j"):
             assert (
                 world.engines[name].tenant.remapped
-                == world.session._offers.inactive.away_cap(inside(world.engines[name].tenant)._state)
+                == world.session._offers.inactive.away_cap(internals(world.engines[name].tenant)._state)
                 == 6
             )
         assert d.kv.usable_blocks >= 2
@@ -142,7 +142,7 @@ def test_unused_kv_that_a_paused_tenant_will_miss_is_taken_when_it_is_cheapest(
         r, i = world.engines["r"], world.engines["i"]
         for engine in (r, i):
             set_times(engine, times_of(N, 1.0, 0.5), copy_s=0.5)
-            inside(engine.tenant)._state.controller.config = config_of(hysteresis_blocks=0)
+            internals(engine.tenant)._state.controller.config = config_of(hysteresis_blocks=0)
         world.session._tenants["i"].controller.config = config_of(max_layers=0, hysteresis_blocks=0)
         world.step(i=7)
         assert i.kv.usable_blocks == 7
@@ -153,7 +153,7 @@ def test_unused_kv_that_a_paused_tenant_will_miss_is_taken_when_it_is_cheapest(
         world.step(i=5)
         world.session.deactivate("i")
         world.session._offers._activity.expected_s = lambda name, now: next_use_s  # type: ignore[method-assign]
-        state = inside(i.tenant)._state
+        state = internals(i.tenant)._state
         assert (world.session._offers.unused_kv.surplus(state), world.session._offers.unused_kv.unused(state)) == (0, 5)
         hold(r, 99)
         seen = watch(world, "r")
@@ -194,7 +194,7 @@ def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_lat
     with world_of({"r": 1, "i": 3}, times, reload_s=budget, max_layers=None) as world:
         monkeypatch.setattr(world.session._offers.inactive, "_ahead", lambda: ahead)
         budget += ahead
-        i = inside(world.engines["i"].tenant)
+        i = internals(world.engines["i"].tenant)
         world.remap("i", streamed, 1, "nested")
         world.session.deactivate("i")
         world.session._tenants["r"].controller.config = config_of(max_layers=0)
@@ -263,7 +263,7 @@ def test_active_donors_give_where_it_stalls_least_and_within_their_slowdown() ->
         assert donors[:first] == ["cheap"] * first
         dear = world.engines["dear"].tenant
         stall = schedule.stall(
-            times_of(N, 1.0, 2.0).compute_s, times_of(N, 1.0, 2.0).transfer_s, dear.streamed, inside(dear).buffers
+            times_of(N, 1.0, 2.0).compute_s, times_of(N, 1.0, 2.0).transfer_s, dear.streamed, internals(dear).buffers
         )
         assert dear.remapped > 0 and stall <= 0.5 * N * (1 + 1e-6)
         world.check()
@@ -338,14 +338,14 @@ def test_a_paused_tenant_gives_no_more_than_an_active_one() -> None:
         world.session._tenants["r"].controller.config = config_of(max_layers=0)
         hold(i, 1)
         world.session.deactivate("i")
-        assert offers.paused(inside(i.tenant)._state)
+        assert offers.paused(internals(i.tenant)._state)
         for _ in range(2 * N):
             hold(r, 99)
             if world.step(r=1).unmet_blocks:
                 break
         assert i.tenant.remapped == most and 0 < most < N - 2
         i.free()  # its last request is gone: it is idle
-        assert not offers.paused(inside(i.tenant)._state)
+        assert not offers.paused(internals(i.tenant)._state)
         hold(r, 99)
         assert not world.step(r=1).unmet_blocks and i.tenant.remapped == most + 1
 
@@ -366,7 +366,7 @@ def test_a_waking_tenant_streams_as_much_as_its_caller_allows(share: float) -> N
 
         def stall(streamed: tuple[int, ...]) -> float:
             return (
-                schedule.stall(times.compute_s, times.transfer_s, streamed, inside(i.tenant).buffers)
+                schedule.stall(times.compute_s, times.transfer_s, streamed, internals(i.tenant).buffers)
                 if streamed
                 else 0.0
             )

@@ -13,7 +13,7 @@ from sharing_worlds import EAGER, Shared, set_times, times_of
 
 import remap
 from remap import OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 
 N = 8  # layers: a block is a page
 PLAIN: dict[str, Any] = {
@@ -48,13 +48,13 @@ def test_a_holder_whose_blocks_are_in_use_keeps_them_and_no_step_raises(prompt: 
             h.give_back()
             h.check()
             world.check()
-        assert inside(world.engines["i"].tenant).lent_pages > 0
+        assert internals(world.engines["i"].tenant).lent_pages > 0
         h.finish([highest])
         for _ in range(6):
             world.session.step({"h": h.demand(0)})
             h.check()
         assert (
-            inside(world.engines["i"].tenant).lent_pages == 0
+            internals(world.engines["i"].tenant).lent_pages == 0
         ) is prompt  # nobody waits for an engine that answers later
         world.check()
 
@@ -135,7 +135,7 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
         e.finish(sorted(e.used)[:-1])
         for _ in range(3):
             world.session.step({"e": e.demand(0)})
-        assert inside(e.tenant)._state.draining
+        assert internals(e.tenant)._state.draining
         remapped = e.tenant.remapped
         world.lend("e", remapped + 2, to="h")
         h = world.engines["h"]
@@ -152,7 +152,7 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
             world.session.step({"e": e.demand(0), "h": remap.Demand(0)})
             e.check()
             world.check()
-        assert e.tenant.remapped == 0 and not inside(e.tenant).lent_pages
+        assert e.tenant.remapped == 0 and not internals(e.tenant).lent_pages
 
 
 def test_a_drain_goes_on_by_the_way_it_began_while_layers_are_lent() -> None:

@@ -11,7 +11,7 @@ from sharing_worlds import times_of
 from test_sharing_controller import N, Shared, config_of, hold, world_of
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 
 @pytest.mark.parametrize("active", [False, True])
@@ -26,12 +26,12 @@ def test_layers_come_home_when_their_holders_can_spare_them_and_it_is_paid_for(a
             assert not world.step(r=0).changed  # nobody can spare anything
         r.free(sorted(r.held)[2:])
         steps = 0
-        while inside(i.tenant).lent_pages and steps < 60:
+        while internals(i.tenant).lent_pages and steps < 60:
             before = i.tenant.remapped
             world.step(r=0)
             steps += 1
             assert i.tenant.remapped >= before - 1, "one at a time"
-        assert inside(i.tenant).lent_pages == 0
+        assert internals(i.tenant).lent_pages == 0
         assert steps >= 3 * (2 if active else 4), "each was paid for first"
         world.check()
 
@@ -101,11 +101,11 @@ def test_a_layer_stays_while_one_of_its_holders_needs_it() -> None:
         hold(a, 2)  # it could move them, and would have fewer free blocks than its hysteresis
         for _ in range(20):
             world.step(a=0, b=0)
-            assert inside(i.tenant).lent_pages == 3
+            assert internals(i.tenant).lent_pages == 3
         a.free()
         for _ in range(20):
             world.step(a=0, b=0)
-        assert inside(i.tenant).lent_pages == 0
+        assert internals(i.tenant).lent_pages == 0
         world.check()
 
 
@@ -120,7 +120,7 @@ def test_a_layer_waits_for_the_pass_of_its_holder() -> None:
                 assert i.tenant.remapped == 3
         for _ in range(10):
             world.step()
-        assert inside(i.tenant).lent_pages == 0
+        assert internals(i.tenant).lent_pages == 0
         world.check()
 
 
@@ -242,7 +242,7 @@ def test_layers_declared_as_registered_are_not_lent_before_or_after() -> None:
         with pytest.raises(remap.InvalidArgument):
             world.lend("i", 7, to="r")
         world.lend("i", 3, to="r")
-        assert i.streamed == (3, 4, 5, 6) and inside(i)._state.pages.ring_layers == (6,)
+        assert i.streamed == (3, 4, 5, 6) and internals(i)._state.pages.ring_layers == (6,)
         remap.advanced.withdraw_registered(world.session, address, 100)
         hold(world.engines["r"], 99)
         for _ in range(4):  # more of it goes, beside what is away

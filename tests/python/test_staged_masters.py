@@ -18,7 +18,7 @@ from arena_worlds import PAGE, forward, make_layers, make_spec
 import remap
 from remap import _core
 from remap.errors import InvalidState, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory import host_memory
 
 SIZES = [2, 3, 2, 2]
@@ -47,7 +47,7 @@ def opened(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def staged(tenant: remap.Tenant) -> int:
     """Bytes of its master copies that are not page-locked."""
-    return sum(nbytes for _, nbytes in inside(tenant)._state.host._staged)
+    return sum(nbytes for _, nbytes in internals(tenant)._state.host._staged)
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
@@ -154,7 +154,7 @@ def test_a_torch_model_beyond_the_budget_computes_the_same(opened: Any, saved: A
     expected, before = logits_of(model, ids), bytes_of(model)
     session = opened(70)
     tenant = attach(session, model, weights=path if from_file else None)
-    master = inside(tenant)._state.source.keep_alive[0]
+    master = internals(tenant)._state.source.keep_alive[0]
     assert {master.range(layer).source for layer in range(LAYERS)} == {"file" if from_file else "memory"}
     assert (master.memory_bytes == 0) == from_file
     assert torch.equal(logits_of(model, ids), expected)  # a whole pass

@@ -12,7 +12,7 @@ from subprocesses import expect_ok
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.stall_watch import LEAST_PASSES, MARGIN, WINDOW, StallWatch
 from remap_serve.sim.worlds import masters
 
@@ -204,11 +204,11 @@ def test_an_activation_that_was_to_serve_at_once_may_stall_for_as_long_as_it_sai
 def test_what_was_set_by_hand_stays_so_when_free_pages_come():
     with ByteWorld(spare=6) as world:
         remap.advanced.remap(world.session, "m", 2)
-        assert inside(world.tenant)._state.by_hand
+        assert internals(world.tenant)._state.by_hand
         blocks = world.kv.usable_blocks
         held = world.kv.allocate(world.kv.free_blocks)
         world.step(2)
-        assert world.kv.usable_blocks > blocks and world.tenant.remapped == 2 and inside(world.tenant)._state.by_hand
+        assert world.kv.usable_blocks > blocks and world.tenant.remapped == 2 and internals(world.tenant)._state.by_hand
         world.kv.free(held)
         remap.advanced.remap(world.session, "m", 0)
-        assert not inside(world.tenant)._state.by_hand
+        assert not internals(world.tenant)._state.by_hand

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import remap
 from remap import _core
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 from remap.kv.spec import KVGeometry, KVSpec
 from remap.kv.streamed import StreamedBlocks
 
@@ -57,10 +57,10 @@ def test_streamed_blocks_lie_behind_the_pools_in_every_range(
     wide = KVGeometry(spec(layers, head_dim, most, streamed, streamed, tokens=4), page)
     plain = KVGeometry(spec(layers, head_dim, most, streamed, 0, tokens=4), page)
     # The pool's blocks lie in their ranges as without streamed ones.
-    assert (wide.columns, wide.giving_pages) == (plain.columns, plain.giving_pages)
+    assert (wide.columns, wide.donation_pages) == (plain.columns, plain.donation_pages)
     assert plain.range_pages == plain.columns and plain.tensor_blocks == most
-    assert [wide.blocks_for_pages(n) for n in range(wide.giving_pages + 1)] == [
-        plain.blocks_for_pages(n) for n in range(wide.giving_pages + 1)
+    assert [wide.blocks_for_pages(n) for n in range(wide.donation_pages + 1)] == [
+        plain.blocks_for_pages(n) for n in range(wide.donation_pages + 1)
     ]
     if streamed:
         begin = wide.first_streamed * wide.unit_bytes
@@ -68,9 +68,9 @@ def test_streamed_blocks_lie_behind_the_pools_in_every_range(
         assert begin + streamed * wide.unit_bytes <= wide.range_bytes
         assert wide.range_bytes == begin + wide.streamed_columns * page
         assert wide.streamed_columns * page - streamed * wide.unit_bytes < page
-    slots = [wide.giving_slot(index) for index in range(wide.giving_pages)]
+    slots = [wide.donation_slot(index) for index in range(wide.donation_pages)]
     assert len(set(slots)) == len(slots) and all(slot % wide.range_pages < wide.columns for slot in slots)
-    assert [wide.giving_index(slot) for slot in slots] == list(range(wide.giving_pages))
+    assert [wide.donation_index(slot) for slot in slots] == list(range(wide.donation_pages))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), max_size=4)), max_size=30))
@@ -121,19 +121,19 @@ def test_a_spec_that_cannot_stream_is_refused(settings: dict, field: str) -> Non
 
 def part(tenant: remap.Tenant, block: int, layer: int) -> bytes:
     """Keys and values of one layer of a block, as its tensor's addresses show them now."""
-    geometry = inside(tenant).kv.geometry
+    geometry = internals(tenant).kv.geometry
     at = [(2 * layer + kind) * geometry.range_bytes + block * geometry.unit_bytes for kind in (0, 1)]
-    return b"".join(ctypes.string_at(inside(tenant).kv.address + offset, geometry.unit_bytes) for offset in at)
+    return b"".join(ctypes.string_at(internals(tenant).kv.address + offset, geometry.unit_bytes) for offset in at)
 
 
 def fill(tenant: remap.Tenant, block: int, tag: int) -> list[bytes]:
     """Writes other bytes into every layer of a block; returns them."""
-    geometry, found = inside(tenant).kv.geometry, []
+    geometry, found = internals(tenant).kv.geometry, []
     for layer in range(tenant.kv.spec.layers):
         for kind in (0, 1):
             value = (tag * 31 + layer * 2 + kind) % 251 + 1
             offset = (2 * layer + kind) * geometry.range_bytes + block * geometry.unit_bytes
-            ctypes.memset(inside(tenant).kv.address + offset, value, geometry.unit_bytes)
+            ctypes.memset(internals(tenant).kv.address + offset, value, geometry.unit_bytes)
         found.append(part(tenant, block, layer))
     return found
 
@@ -158,7 +158,7 @@ def test_each_layer_finds_its_part_of_the_host_blocks(mode: str, remapped: int) 
     """Beside layers whose weights stream too; the pool's blocks stay as they are."""
     session, tenant = session_of(mode, more=1000)
     with session:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         if remapped:
             remap.advanced.remap(session, "m", layers=remapped, buffers=2)
         live = kv.allocate(6)
@@ -168,12 +168,12 @@ def test_each_layer_finds_its_part_of_the_host_blocks(mode: str, remapped: int) 
         shown = kv.stream([hosts[4], hosts[1], hosts[2], hosts[3]])
         assert min(shown) >= kv.geometry.first_streamed and kv.streamed.used_blocks == 4 and tenant.streaming
         expected = {block: written[live[index]] for block, index in zip(shown, (4, 1, 2, 3))}
-        before = inside(tenant).stats().block_bytes
+        before = internals(tenant).stats().block_bytes
         read(tenant, shown, expected)
         read(tenant, shown[1:3], expected)
-        assert inside(tenant).stats().block_bytes - before == 6 * kv.spec.block_bytes
+        assert internals(tenant).stats().block_bytes - before == 6 * kv.spec.block_bytes
         read(tenant, [shown[0], shown[1]], expected)  # and what lies between
-        assert inside(tenant).stats().block_bytes - before == 10 * kv.spec.block_bytes
+        assert internals(tenant).stats().block_bytes - before == 10 * kv.spec.block_bytes
         read(tenant, [], expected)
         for block in live:
             assert [part(tenant, block, layer) for layer in range(tenant.layers)] == written[block]
@@ -189,7 +189,7 @@ def test_other_bytes_in_every_pass() -> None:
     """What a buffer has from the pass before, or from one that was given up, is never taken for the present one's."""
     session, tenant = session_of(layers=2, host=7)
     with session:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         (block,) = kv.allocate(1)
         for tag in range(20):
             expected = fill(tenant, block, tag)
@@ -207,7 +207,7 @@ def test_other_bytes_in_every_pass() -> None:
 def test_a_pass_that_did_not_wait_is_refused() -> None:
     session, tenant = session_of()
     with session:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         live = kv.allocate(1)
         fill(tenant, live[0], 3)
         shown = kv.stream(kv.copy_out(live))
@@ -237,7 +237,7 @@ def test_a_pass_that_did_not_wait_is_refused() -> None:
 def test_a_refused_call_changes_nothing(call, error) -> None:
     session, tenant = session_of()
     with session:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         live = kv.allocate(2)
         hosts = kv.copy_out(live)
         shown = kv.stream(hosts[:1])
@@ -254,7 +254,7 @@ def test_a_pass_over_blocks_that_show_nothing_does_not_begin(wrong) -> None:
         shown = tenant.kv.host.stream(tenant.kv.host.copy_out(tenant.kv.allocate(1)))
         with pytest.raises(InvalidArgument), tenant.forward(streamed=shown * 2 if wrong == "twice" else wrong):
             pytest.fail("it began")
-        assert not inside(tenant).in_pass
+        assert not internals(tenant).in_pass
 
 
 def test_a_tenant_without_streamed_blocks_has_none() -> None:
@@ -270,7 +270,7 @@ def test_a_tenant_without_streamed_blocks_has_none() -> None:
 def test_memory_of_streamed_blocks_is_counted_and_comes_back() -> None:
     session, tenant = session_of(streamed=7)
     with session:
-        pages = 2 * 2 * inside(tenant).kv.geometry.streamed_columns
+        pages = 2 * 2 * internals(tenant).kv.geometry.streamed_columns
         assert pages and session.snapshot().pages.ring == pages
         session.detach("m")
         assert session.snapshot().pages.free == 160
@@ -285,8 +285,8 @@ def test_nobody_elses_bytes_are_in_them() -> None:
         session.detach("m")
         second = session.attach_bytes(make_layers((1, 1)), name="n", kv=spec(2, host=20, streamed=20))
         region = ctypes.string_at(
-            inside(second).kv.address
-            + inside(second).kv.geometry.first_streamed * inside(second).kv.geometry.unit_bytes,
+            internals(second).kv.address
+            + internals(second).kv.geometry.first_streamed * internals(second).kv.geometry.unit_bytes,
             PAGE,
         )
         assert set(region) <= {0}
@@ -305,7 +305,7 @@ def faulty() -> tuple:
 def test_a_copy_that_fails_ends_the_pass_and_the_next_one_is_right(nth: int) -> None:
     backend, session, tenant = faulty()
     with session:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         live = kv.allocate(1)
         expected = fill(tenant, live[0], 7)
         hosts = kv.copy_out(live)
@@ -320,7 +320,7 @@ def test_a_copy_that_fails_ends_the_pass_and_the_next_one_is_right(nth: int) -> 
 def test_host_blocks_that_were_never_filled_cannot_stream() -> None:
     backend, session, tenant = faulty()
     with session:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         live = kv.allocate(1)
         backend.fail_async_copy(1)
         hosts = kv.copy_out(live)

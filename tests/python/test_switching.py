@@ -10,7 +10,7 @@ from sharing_worlds import set_times, times_of
 from test_sharing_controller import N, world_of
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.activate import WELL_ABOVE
 from remap.policy.hardware import machine
 from remap.policy.switching import MOST, STEPS, Switching
@@ -77,7 +77,7 @@ def test_a_link_is_crowded_beyond_the_most_that_switches_may_take() -> None:
 def test_a_tenant_has_the_rest_of_the_link() -> None:
     times = times_of(N, 1.0, 0.5)
     with world_of({"r": 1, "i": 2}, times) as world:
-        state = inside(world.engines["r"].tenant)._state
+        state = internals(world.engines["r"].tenant)._state
         world.session.deactivate("i")
         before = state.decode_times()
         assert before is not None and before.transfer_s == times.transfer_s
@@ -113,8 +113,8 @@ def test_what_it_streamed_before_comes_home_with_its_turn(share: float, room: bo
         much = share > 0.5
         assert r.tenant.remapped < own if room and much else r.tenant.remapped == own
         if room and much:
-            slower = inside(r.tenant)._state.decode_times()
-            assert r.tenant.remapped <= inside(r.tenant)._state.bounds.bound(slower)[0]
+            slower = internals(r.tenant)._state.decode_times()
+            assert r.tenant.remapped <= internals(r.tenant)._state.bounds.bound(slower)[0]
         world.check()
 
 

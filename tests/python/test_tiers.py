@@ -17,7 +17,7 @@ from arena_worlds import PAGE, forward, make_layers, make_spec
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory import host_memory
 from remap.memory.tiers import PRICE
 
@@ -56,11 +56,11 @@ class World:
     @property
     def locked(self) -> str:
         """The models whose master copies are page-locked."""
-        return "".join(name for name, (tenant, _) in self.models.items() if not inside(tenant)._state.host.staged)
+        return "".join(name for name, (tenant, _) in self.models.items() if not internals(tenant)._state.host.staged)
 
     def in_use(self) -> int:
         """Bytes that the session's books say are page-locked."""
-        return sum(inside(tenant)._state.host.nbytes for tenant, _ in self.models.values())
+        return sum(internals(tenant)._state.host.nbytes for tenant, _ in self.models.values())
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def locking_stops(monkeypatch: pytest.MonkeyPatch, world: World) -> threading.Ev
 def test_the_model_that_loads_most_has_the_page_locked_memory(opened: Any, caplog: pytest.LogCaptureFixture) -> None:
     world = opened("ab")
     assert world.locked == "a" and world.in_use() <= BUDGET
-    addresses = {name: inside(tenant)._state.source.master_addresses for name, (tenant, _) in world.models.items()}
+    addresses = {name: internals(tenant)._state.source.master_addresses for name, (tenant, _) in world.models.items()}
     turns = 0
     with caplog.at_level(logging.INFO, "remap.masters"):
         while world.locked != "b":
@@ -117,7 +117,9 @@ def test_the_model_that_loads_most_has_the_page_locked_memory(opened: Any, caplo
     for name in "abab":
         world.turn(name)
     assert world.locked == "b" and world.in_use() <= BUDGET
-    assert addresses == {name: inside(each)._state.source.master_addresses for name, (each, _) in world.models.items()}
+    assert addresses == {
+        name: internals(each)._state.source.master_addresses for name, (each, _) in world.models.items()
+    }
     while world.locked != "a":  # and back, by the same rule
         world.turn("a")
         world.settled()
@@ -243,7 +245,7 @@ def test_a_weights_file_is_page_locked_where_it_is(opened: Any, tmp_path: Any) -
         )
     tenant = world.session.attach(model, name="m", kv=kv, weights=path, active=False, pages="none")
     world.models["m"] = tenant, None
-    assert "m" not in world.locked and inside(tenant)._state.source.keep_alive[0].range(0).source == "file"
+    assert "m" not in world.locked and internals(tenant)._state.source.keep_alive[0].range(0).source == "file"
     for _ in range(40):
         assert world.session.activate("m", alone=True).activated
         assert torch.equal(logits_of(model, ids), expected)
@@ -269,7 +271,7 @@ def test_what_was_refused_midway_holds_the_budget_from_no_other(opened: Any) -> 
     for favourite in "ab":
         world = opened("ab", platform=remap.advanced.Platform(backend=backend))
         backend.arm(_core.Call.use_host, len(SIZES) + 2)  # the second of those that are to be page-locked
-        while inside(world.models["b"][0])._state.host.nbytes == 0:
+        while internals(world.models["b"][0])._state.host.nbytes == 0:
             world.turn("b")
             world.settled()
         backend.disarm()
@@ -345,7 +347,7 @@ def test_a_model_is_attached_while_another_is_being_page_locked(opened: Any, mon
     while not begun.is_set():
         world.turn("b")
     needed = sum(
-        inside(tenant)._state.source.layer_bytes[i] for tenant, _ in (world.models["b"],) for i in range(len(SIZES))
+        internals(tenant)._state.source.layer_bytes[i] for tenant, _ in (world.models["b"],) for i in range(len(SIZES))
     )
     assert world.session._host.spare()[0] <= BUDGET - needed  # all of it is taken, though a part is page-locked yet
     layers, kv = make_layers(SIZES, 7), make_spec(len(SIZES), max_blocks=600)

@@ -22,7 +22,7 @@ from torch import nn  # noqa: E402
 from torch.nn.utils import parametrize as parametrizing  # noqa: E402
 from torch.nn.utils import prune as pruning  # noqa: E402
 
-from remap.inside import inside  # noqa: E402
+from remap.internals import internals  # noqa: E402
 from remap.model.hooks import OURS  # noqa: E402
 
 LAYERS, WIDTH, PAGE = 6, 16, 4096
@@ -203,7 +203,7 @@ class Walk:
 
     @property
     def away(self):
-        return bool(self.session and inside(self.tenant).away())
+        return bool(self.session and internals(self.tenant).away())
 
     # -- what the session does -----------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import remap
 from remap import advanced, ranks
 from remap.adapters.settings import Settings
-from remap.adapters.vllm import internals
+from remap.adapters.vllm import engine_internals
 from remap.adapters.vllm.reach import Reach
 from remap.adapters.vllm.served import HOST_KV, UNSERVED, refuse_unserved
 from remap.errors import InvalidState
@@ -101,10 +101,10 @@ def test_it_is_refused_with_its_value(name: str) -> None:
 def test_an_override_is_refused_if_there_can_never_be_so_many_blocks(asked: int | None, refused: bool) -> None:
     cache = SimpleNamespace(num_gpu_blocks_override=asked)
     if not refused:
-        internals.refuse_more_blocks(cache, 10)
+        engine_internals.refuse_more_blocks(cache, 10)
         return
     with pytest.raises(InvalidState) as caught:
-        internals.refuse_more_blocks(cache, 10)
+        engine_internals.refuse_more_blocks(cache, 10)
     assert (caught.value.fields["asked"], caught.value.fields["most"]) == (11, 10)
 
 
@@ -251,14 +251,14 @@ class Uses(ast.NodeVisitor):
 
 def used() -> set[str]:
     found: set[str] = set()
-    for path in Path(internals.__file__).parent.glob("*.py"):
+    for path in Path(engine_internals.__file__).parent.glob("*.py"):
         found |= Uses(ast.parse(path.read_text(encoding="utf-8"))).found
     return found
 
 
 def test_what_is_used_of_vllm_is_checked_at_the_start_or_has_a_reason() -> None:
     """`Scheduler._preempt_request` and attributes of instances were used, and no check looked at them."""
-    checked = {part for each in internals.TOUCHED for part in each.name.split(".")}
+    checked = {part for each in engine_internals.TOUCHED for part in each.name.split(".")}
     reasons = {name for names in NOT_VLLMS.values() for name in names.split()}
     found = used()
     assert {"_preempt_request", "req_to_blocks", "watermark_blocks", "single_type_managers", "np", "_jobs"} <= found
@@ -267,7 +267,7 @@ def test_what_is_used_of_vllm_is_checked_at_the_start_or_has_a_reason() -> None:
 
 
 def test_a_field_is_named_once() -> None:
-    names = [(each.module, each.name) for each in internals.TOUCHED]
+    names = [(each.module, each.name) for each in engine_internals.TOUCHED]
     assert len(names) == len(set(names))
 
 
@@ -474,9 +474,9 @@ def test_a_size_alone_gets_the_copies_that_a_cpu_can_make(
     module("vllm.engine.arg_utils", EngineArgs=EngineArgs)
     module("vllm.config", KVTransferConfig=lambda **fields: SimpleNamespace(**fields))
     module("vllm.platforms", current_platform=platform)
-    monkeypatch.setattr(internals, "admit_config", lambda made: None)
+    monkeypatch.setattr(engine_internals, "admit_config", lambda made: None)
     for _ in range(2):  # a plugin is loaded more than once
-        internals.enter_without_flags("our.Worker", "our.Scheduler")
+        engine_internals.enter_without_flags("our.Worker", "our.Scheduler")
     arguments = EngineArgs()
     vars(arguments).update(given)
     arguments.create_engine_config()
@@ -494,12 +494,12 @@ def test_compiled_code_is_kept_apart_from_that_of_stock_vllm(given: dict[str, An
     """vLLM's hash of a configuration, by which it keeps compiled code, has no word of workers and schedulers."""
     changed = SimpleNamespace(additional_config=given)
     for _ in range(2):  # in front of the workers, and in each of them
-        internals.keep_apart(changed)
+        engine_internals.keep_apart(changed)
     assert changed.additional_config == {**given, "remap_version": remap.__version__}
     assert "remap_version" not in given  # the user's own, of which another engine may be made
     own = SimpleNamespace(additional_config=object())
     before = own.additional_config
-    internals.keep_apart(own)
+    engine_internals.keep_apart(own)
     assert own.additional_config is before
 
 
@@ -567,7 +567,7 @@ def test_requests_wait_while_the_layers_have_no_pages(vllm: Any, monkeypatch: py
     scheduler.has_unfinished_requests = lambda: True
     waits: list[float] = []
     monkeypatch.setattr(vllm.scheduler, "time", SimpleNamespace(sleep=waits.append))
-    monkeypatch.setattr(internals, "nothing_scheduled", lambda: "nothing")
+    monkeypatch.setattr(engine_internals, "nothing_scheduled", lambda: "nothing")
     said.clear()
     assert [scheduler.schedule() for _ in range(3)] == ["nothing"] * 3
     assert len(waits) == 3 and all(waits)  # no busy loop
@@ -594,7 +594,7 @@ def test_a_turn_ends_when_no_step_is_in_flight_and_no_request_has_a_block(
     scheduler._preempt_request = lambda request, now: did.append(request)
     scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 50))
     monkeypatch.setattr(vllm.scheduler, "time", SimpleNamespace(sleep=lambda seconds: None))
-    monkeypatch.setattr(internals, "nothing_scheduled", lambda: "nothing")
+    monkeypatch.setattr(engine_internals, "nothing_scheduled", lambda: "nothing")
     monkeypatch.setattr(SCHEDULED, "total_num_scheduled_tokens", 3)
     assert scheduler.schedule() is scheduler.schedule() is SCHEDULED
     over[0] = True
@@ -628,7 +628,7 @@ def test_an_allocation_that_fails_is_asked_for_again_and_one_beyond_the_start_is
     manager = SimpleNamespace(block_pool=pool, allocate_slots=allocate_slots)
     beyond, refused = metrics.Beyond(4), list[Any]()
     scheduler = SimpleNamespace(kv_cache_manager=manager)
-    internals.around_allocations(scheduler, grow, beyond.allocated, refused.append)
+    engine_internals.around_allocations(scheduler, grow, beyond.allocated, refused.append)
     running, waiting = SimpleNamespace(status="running"), SimpleNamespace(status="waiting")
     assert manager.allocate_slots(running, 1) is not None  # the last of the start
     assert manager.allocate_slots(running, 0) is not None and not asked
@@ -847,7 +847,7 @@ def test_what_a_trainer_loads_is_what_streams(worker: Any) -> None:
         model.model.load_weights()  # as vLLM's loaders call those of parts
 
     model.load_weights, model.model.load_weights = load_weights, lambda: inner.append("called")
-    internals.around_loading(model, worker._remap_load)
+    engine_internals.around_loading(model, worker._remap_load)
     model.load_weights((name, tensor.data) for name, tensor in other.named_parameters())
     assert inner == ["called"]
     advanced.remap(worker.remap_rank.session, "vllm", 3)
@@ -862,9 +862,9 @@ def test_blocks_drain_where_a_table_has_parts_of_blocks(parts: bool | None, move
     """vLLM 0.31, where the kernel's blocks are smaller than the cache's: their ids are others."""
     table = SimpleNamespace() if parts is None else SimpleNamespace(use_hybrid_blocks=parts)
     batch = SimpleNamespace(block_table=SimpleNamespace(block_tables=[table]))
-    assert internals.can_rename_blocks(SimpleNamespace(input_batch=batch, requests={})) == moves
+    assert engine_internals.can_rename_blocks(SimpleNamespace(input_batch=batch, requests={})) == moves
     second = SimpleNamespace() if parts is None else SimpleNamespace(blocks_per_kv_block=[1, 1 + parts])
-    assert internals.can_rename_blocks(SimpleNamespace(block_tables=second)) == moves
+    assert engine_internals.can_rename_blocks(SimpleNamespace(block_tables=second)) == moves
 
 
 def test_it_sleeps_at_level_1_with_a_broker_and_without_requests(vllm: Any) -> None:
@@ -908,8 +908,8 @@ def test_a_newer_version_is_tried_at_home_and_away_before_it_serves(
         worker.remap_offloader._waited = 0
         return torch.full((tokens, 4), 2.0 if len(passes) - 1 == wrong else 1.0)
 
-    monkeypatch.setattr(internals, "dummy_pass", dummy_pass)
-    monkeypatch.setattr(internals, "installed_version", lambda: "9.9.9")
+    monkeypatch.setattr(engine_internals, "dummy_pass", dummy_pass)
+    monkeypatch.setattr(engine_internals, "installed_version", lambda: "9.9.9")
 
     def entered(tenant: Any, phase: str, tokens: int) -> Any:
         from contextlib import nullcontext
@@ -924,7 +924,7 @@ def test_a_newer_version_is_tried_at_home_and_away_before_it_serves(
         with pytest.raises(InvalidState) as caught:
             worker.compile_or_warm_up_model()
         assert caught.value.fields["version"] == "9.9.9"
-        assert caught.value.fields["tested"] == internals.TESTED
+        assert caught.value.fields["tested"] == engine_internals.TESTED
         assert sorted(caught.value.fields["passes"].values()) == [0.0, 1.0]
     assert passes == [0, 1]
     assert worker.remap_rank.tenant.remapped == 0
@@ -994,12 +994,12 @@ def test_the_librarys_messages_are_shown_where_vllms_are():
         theirs.addHandler(Shown())
         theirs.setLevel(logging.INFO)
         ours.setLevel(logging.ERROR)  # somebody's own
-        internals.show_logs()
+        engine_internals.show_logs()
         logging.getLogger("remap.decisions").error("shown elsewhere, if at all")
         assert said == []
         ours.setLevel(logging.NOTSET)
         for _ in range(2):  # once a worker, and a process may have several
-            internals.show_logs()
+            engine_internals.show_logs()
         logging.getLogger("remap.decisions").info("layers are away")
         logging.getLogger("remap.decisions").debug("nobody asked for this")
         assert said == [("remap.decisions", "INFO")]

@@ -17,7 +17,7 @@ from test_sharing_controller import N, config_of, world_of
 
 import remap
 from remap.errors import DriverError, InvalidState, OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.engine.reports import Reports
 
 LIVE = 8
@@ -306,7 +306,7 @@ def test_an_activation_names_the_blocks_and_the_second_call_finds_their_pages() 
         assert world.session.snapshot().tenants["c"].last_use == uses, "both calls are one use"
         reports, engines = reports_of(world, i=lambda blocks: blocks)
         assert reports.ask(lambda: world.session.activate("c", alone=True)).activated
-        assert len(engines["i"].asked) == 1 and not inside(c.tenant).cold
+        assert len(engines["i"].asked) == 1 and not internals(c.tenant).cold
         world.check()
 
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -100,7 +100,7 @@ def test_a_layer_with_a_counter_is_found_named_and_kept():
             for selection in ("uniform", "nested"):
                 pair.remap(alpha, beta, selection)
                 assert 2 not in pair.tenant.streamed
-        assert inside(pair.tenant).pinned == pair.session.snapshot().tenants["m"].pinned == (2,)
+        assert internals(pair.tenant).pinned == pair.session.snapshot().tenants["m"].pinned == (2,)
         assert pair.tenant.written == {2: ["layers.2.step"]}
         error = pair.refused(5)
         assert (error.streamable, error.maximum, pair.tenant.remapped) == (5, 4, 4)
@@ -113,7 +113,7 @@ def test_mutable_keeps_only_that_tensor_resident():
         for how in ((5, 1), (4, 2), (1, 1), (5, 1)):
             pair.remap(*how)
         assert set(pair.tenant.streamed) == set(range(LAYERS))
-        assert (inside(pair.tenant).pinned, pair.tenant.written) == ((), {})
+        assert (internals(pair.tenant).pinned, pair.tenant.written) == ((), {})
 
 
 def test_batch_norm_in_training_streams_beside_its_statistics():
@@ -121,7 +121,7 @@ def test_batch_norm_in_training_streams_beside_its_statistics():
     with Pair(*["norm"] * LAYERS) as pair:
         for alpha in (5, 2, 0, 3):
             pair.remap(alpha)
-        assert inside(pair.tenant).pinned == ()
+        assert internals(pair.tenant).pinned == ()
         assert int(pair.model.layers[0].norm.num_batches_tracked) == pair.passes
 
 
@@ -153,7 +153,7 @@ def test_a_write_into_a_streamed_layer_is_an_error_not_a_wrong_result():
         with attach_hooks(model.layers, tenant, model=model), pytest.raises(InvalidState) as caught:
             model(torch.zeros(2, WIDTH))
         assert caught.value.written == {1: ["layers.1.step"]}
-        assert not inside(tenant).in_pass
+        assert not internals(tenant).in_pass
         remap.advanced.check(session)
         with pytest.raises(InvalidArgument):  # KV layers and model layers are told apart
             session.attach(Stack([""] * 3), kv=KV)
@@ -193,7 +193,7 @@ def view_of_one_another(model):
 @pytest.mark.parametrize("prepare", [share_between_layers, share_everything, tie_to_the_outside, view_of_one_another])
 def test_shared_tensors_stay_resident_and_shared(prepare):
     with Pair(prepare=prepare) as pair:
-        most = LAYERS - len(inside(pair.tenant).pinned) - 1
+        most = LAYERS - len(internals(pair.tenant).pinned) - 1
         assert most == (3 if prepare is share_everything else 5)
         for alpha in (most, 1, most, 0, 2):
             pair.remap(alpha)
@@ -216,7 +216,7 @@ def test_the_weights_file_is_the_master_copy(kind, tmp_path):
             layers_of(model)[3].mlp.up_proj.weight[5, 7] += 1
     expected, tokens, before = logits_of(model, ids), generate(model, ids)[0], bytes_of(model)
     with Rig(model, weights=path) as rig:
-        master = inside(rig.tenant)._state.source.keep_alive[0]
+        master = internals(rig.tenant)._state.source.keep_alive[0]
         kept = {layer for layer in range(LAYERS) if master.range(layer).source == "memory"}
         if rig.session.device != "cpu":
             assert path is None or ("page-locked" in master.reason and len(kept) == LAYERS)

@@ -10,7 +10,7 @@ from arena_worlds import PAGE, SHORT, forward, make_backend, make_layers, make_s
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 
 TOTAL = 40
 SECRET = 0xA5
@@ -128,7 +128,7 @@ def test_a_tenant_never_sees_a_byte_of_another_whatever_happens(world: World) ->
         for block in tenant.kv.allocate(tenant.kv.free_blocks):
             assert read_block(tenant, block) <= own | {0, SECRET}
             # A block holds zeroes or the tenant's own weights; a run of the secret would be neither.
-            for offset, nbytes in inside(tenant).kv.geometry.byte_ranges_of_block(block):
-                assert bytes([SECRET]) * 256 not in ctypes.string_at(inside(tenant).kv.address + offset, nbytes)
+            for offset, nbytes in internals(tenant).kv.geometry.byte_ranges_of_block(block):
+                assert bytes([SECRET]) * 256 not in ctypes.string_at(internals(tenant).kv.address + offset, nbytes)
         forward(world.session, tenant, layers)
         world.session.detach(name)

@@ -20,7 +20,7 @@ from broker_serving import arm
 
 import remap
 from remap.errors import OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.engine.chunk import Chunk
 from remap_serve.engine.engine import Engine
 from remap_serve.engine.request import Request, SamplingParams, Sequence
@@ -35,7 +35,7 @@ class ByteEngine(Engine):
     """A request is as many blocks of bytes."""
 
     def __init__(self, tenant: Any, session: Any, runner: Bytes) -> None:
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         scheduler = Scheduler(swap=kv.open_host() > 0, block_tokens=kv.block_tokens, max_num_seqs=64, chunk_align=1)
         super().__init__(tenant, scheduler, runner, session=session)
 
@@ -49,7 +49,7 @@ class Bytes:
     def __init__(self, member: Member) -> None:
         self._tenant, self._memory, self._value = member.tenant, member.memory, member.value
         self._layers, self._ranges = len(member.masters), member.ranges
-        self._size = inside(member.tenant).kv.block_tokens
+        self._size = internals(member.tenant).kv.block_tokens
 
     def run(self, chunks: Listed[Chunk]) -> tuple[list[Chunk], list[int]]:
         with self._tenant.forward():
@@ -162,7 +162,7 @@ class Turns(Member):
     def check(self) -> str:
         """Whether its books are right and its bytes are its own."""
         remap.advanced.check(self.session)
-        size = inside(self.tenant).kv.block_tokens
+        size = internals(self.tenant).kv.block_tokens
         for sequence in self.engine.scheduler.running:
             for place in range(-(-sequence.computed // size)):
                 self.engine.runner.check(sequence, place)  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ engine is to free KV; it has, and the pages have not gone; a grant was read; it 
 
 
 def die_at(member: Turns, point: str, passages: int) -> None:
-    outside: Any = member.session._outside
+    outside: Any = member.session._other_processes
     owner, name, happens, behind = {
         "taken out": (outside, "_give", lambda result, pages: bool(pages), False),
         "given": (outside, "_give", lambda result, pages: bool(pages), True),

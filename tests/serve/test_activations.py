@@ -27,7 +27,7 @@ from test_engine_runner import (  # noqa: E402
 )  # fmt: skip
 
 from remap.errors import InvalidArgument  # noqa: E402
-from remap.inside import inside  # noqa: E402
+from remap.internals import internals  # noqa: E402
 from remap_serve.engine import LLMEngine, ModelRunner  # noqa: E402
 from remap_serve.engine.models import (  # noqa: E402
     LlamaLike,
@@ -50,7 +50,7 @@ def model_of(kind, dtype):
 def remember(runner):
     """Keep each layer's input: the result is (layers, blocks, block_tokens, activation_width), filled by the runner's passes."""
     decoder, kv = runner.decoder, runner.tenant.kv
-    shape = (LAYERS, kv.tensors[0].shape[1], inside(runner.tenant).kv.block_tokens, decoder.activation_width)
+    shape = (LAYERS, kv.tensors[0].shape[1], internals(runner.tenant).kv.block_tokens, decoder.activation_width)
     kept = torch.full(shape, float("nan"), dtype=runner.dtype)
     plain = decoder.layer
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from effort import some, spread
 
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -302,7 +302,7 @@ def test_a_stage_lets_no_layer_stream():
         cluster.until(lambda: tenant.streamed or len(cluster.ends) == len(requests))
         assert tenant.streamed and not cluster.ends
         cluster.change((("i0", 5), ("i1", 6)))
-        assert not tenant.streamed and inside(tenant).elsewhere == (5,)
+        assert not tenant.streamed and internals(tenant).elsewhere == (5,)
         assert cluster.answers(requests) == expected_tokens(model, requests)
 
 
@@ -327,12 +327,12 @@ def test_layers_stream_before_a_group_and_after_it_and_recovery_meanwhile_loses_
         cluster.change((("i0", 6),), (("i1", 6),))
         cluster.submit("i0", second)
         cluster.until(lambda: tenant.streamed)
-        cluster.until(lambda: cluster.reports["i0"].capacity > 20 * inside(tenant).kv.block_tokens)
+        cluster.until(lambda: cluster.reports["i0"].capacity > 20 * internals(tenant).kv.block_tokens)
         # Beyond what it said at most a block: of two parts, in the pages of layers that stand together.
         report = cluster.reports["i0"]
         assert (
             report.capacity
-            <= (20 + sum(each.nbytes for each in report.offers) // block + 1) * inside(tenant).kv.block_tokens
+            <= (20 + sum(each.nbytes for each in report.offers) // block + 1) * internals(tenant).kv.block_tokens
         )
         expected = expected_tokens(model, requests)
         assert all(expected[each] == tokens for each, tokens in cluster.answers(first + second).items())
@@ -342,7 +342,7 @@ def test_layers_stream_before_a_group_and_after_it_and_recovery_meanwhile_loses_
         cluster.until(lambda: tenant.streamed)
         cluster.epoch += 1
         lost = set(cluster.instances["i0"].recover(cluster.epoch))
-        assert tenant.kv.live_blocks == 0 and inside(tenant).computed == range(LAYERS)
+        assert tenant.kv.live_blocks == 0 and internals(tenant).computed == range(LAYERS)
         cluster.until(lambda: cluster.settled("i0", cluster.epoch))
         for one in third:
             if one.id in lost:
@@ -373,11 +373,11 @@ def test_layers_come_home_from_each_other_and_from_the_host(stages, share, monke
         cluster.change(stages)
         cluster.submit(stages[0][0], requests)
         some_tokens(cluster, requests)
-        loaded = {name: inside(tenant).stats().copied_bytes for name, (_, tenant, _) in cluster.attached.items()}
+        loaded = {name: internals(tenant).stats().copied_bytes for name, (_, tenant, _) in cluster.attached.items()}
         cluster.fetch(*names, by=by)
         layer = cluster.instances["i0"].describe().model.layers[0].weight_bytes
         lacking = {
-            name: [n for n in range(LAYERS) if n not in inside(cluster.attached[name][1]).computed] for name in names
+            name: [n for n in range(LAYERS) if n not in internals(cluster.attached[name][1]).computed] for name in names
         }
         sent = sum(instance.counts()["layers_sent_bytes"] for instance in cluster.instances.values())
         assert sent == layer * sum(by(n) for layers in lacking.values() for n in layers)
@@ -386,7 +386,7 @@ def test_layers_come_home_from_each_other_and_from_the_host(stages, share, monke
         assert cluster.answers(requests) == expected_tokens(model, requests)
         for name, (_, tenant, mine) in cluster.attached.items():
             host = sum(not by(n) for n in lacking[name])
-            assert inside(tenant).stats().copied_bytes - loaded[name] == layer * host
+            assert internals(tenant).stats().copied_bytes - loaded[name] == layer * host
             assert same_weights(model, mine)
 
 
@@ -554,7 +554,7 @@ def test_an_instance_whose_pages_hold_another_models_kv_stays_alone():
         some_tokens(cluster, requests)
         other(torch.arange(1, 12)[None])
         cluster.instances["i0"].exclusively(lambda: session.step({"b": beside.kv.free_blocks + 30}))
-        assert inside(tenant).lent_pages
+        assert internals(tenant).lent_pages
         theirs = beside.kv.allocate(beside.kv.free_blocks)
         before = states(cluster)["i0"][:2]
         with pytest.raises(InvalidState) as found:
@@ -624,7 +624,7 @@ def test_a_change_that_ended_early_is_no_change():
                 own_layers.hold(member, 0, LAYERS)
         assert refused.value.fields["got"] == (range(4), [4, 5])
         own_layers.hold(member, 0, 2, range(LAYERS), (4,))
-        assert inside(tenant).elsewhere == (4,)
+        assert internals(tenant).elsewhere == (4,)
         own_layers.hold(member, 0, LAYERS)
         assert same_weights(model, cluster.attached["i0"][2])
 
@@ -898,7 +898,7 @@ def test_an_instance_alone_swaps_and_computes_nothing_again():
         cluster.submit("i0", requests)
         assert cluster.answers(requests) == expected_tokens(model, requests)
         assert swapped(cluster) > 0
-        kv = inside(cluster.attached["i0"][1]).kv
+        kv = internals(cluster.attached["i0"][1]).kv
         assert kv.host.live_ids() == [] and kv.live_blocks == 0
 
 
@@ -913,13 +913,13 @@ def test_kv_in_host_memory_comes_back_before_instances_merge(seed, resumed):
         cluster.change((("i0", 3), ("i1", 6)))
         assert any(moved for _, moved in resumed)
         for _, tenant, _ in cluster.attached.values():
-            assert inside(tenant).kv.host.live_ids() == []
+            assert internals(tenant).kv.host.live_ids() == []
         some_tokens(cluster, requests)
         cluster.fetch("i0", "i1")
         cluster.change((("i0", 6),), (("i1", 6),))
         assert cluster.answers(requests) == expected_tokens(model, requests)
         for _, tenant, _ in cluster.attached.values():
-            assert inside(tenant).kv.host.live_ids() == [] and tenant.kv.live_blocks == 0
+            assert internals(tenant).kv.host.live_ids() == [] and tenant.kv.live_blocks == 0
 
 
 def test_recovery_forgets_what_is_in_host_memory():
@@ -928,7 +928,7 @@ def test_recovery_forgets_what_is_in_host_memory():
         cluster.submit("i0", requests)
         cluster.until(lambda: swapped(cluster) > 0)
         cluster.epoch += 1
-        instance, kv = cluster.instances["i0"], inside(cluster.attached["i0"][1]).kv
+        instance, kv = cluster.instances["i0"], internals(cluster.attached["i0"][1]).kv
         unfinished = set(instance.recover(cluster.epoch))
         assert kv.host.live_ids() == [] and kv.live_blocks == 0
         cluster.poll()

@@ -18,7 +18,7 @@ from cluster_instances import attached, expected_tokens, requests_for  # noqa: E
 from models import LAYERS, kv_spec, make, poison  # noqa: E402
 
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks  # noqa: E402
-from remap.inside import inside  # noqa: E402
+from remap.internals import internals  # noqa: E402
 from remap_serve.cluster.pool import GroupPool  # noqa: E402
 from remap_serve.cluster.slots import Slots, Whole  # noqa: E402
 from remap_serve.cluster.stage import Row, Stage, row_of  # noqa: E402
@@ -48,7 +48,7 @@ def pipeline(stack, model, cuts, blocks):
             for part in (ids[5:8], ids[:3], ids[8:], ids[3:5]):
                 places.grow(part)
             capacity = min(capacity, places.capacity)
-            poison(inside(tenant).kv)
+            poison(internals(tenant).kv)
         stages.append(Stage(decoder_of(mine), tenant, StageKV(tenant.kv, first, end), places, samples=place == last))
     return stages, GroupPool(4, capacity)
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from remap.cli import smollm2
 from remap.cli.main import app
 from remap.errors import InvalidArgument, InvalidState
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.cli import demo, demo_cold
 from remap_serve.cli.demo_config import FITTING_MODELS, MOST_MODELS, DemoConfig
 from remap_serve.cli.demo_html import page
@@ -96,7 +96,9 @@ def test_whole_models_leave_until_there_is_room(world, kind, stay):
         world.attach(session, world.start_blocks, dict.fromkeys(world.names), False, True, 4, pages="none")
         for name in "abcd":
             report = session.activate(name, alone=True)
-            assert report.activated and all(inside(session.tenants[name]).ready(n) for n in range(world.layers(name)))
+            assert report.activated and all(
+                internals(session.tenants[name]).ready(n) for n in range(world.layers(name))
+            )
             assert session.expect("e") == ()
         cold = {name: one.cold for name, one in session.snapshot().tenants.items()}
         assert [name for name in world.names if not cold[name]] == stay

@@ -10,7 +10,7 @@ import pytest
 
 import remap
 from remap.errors import InvalidState
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -60,7 +60,7 @@ def serve(memory: int | None, quantum_s: float, host_kv: Any = "auto") -> tuple[
         result = shared.run(requests(list(models)), look)
         remap.advanced.check(session)
         for name in models:
-            assert inside(engines[name].tenant).stats().abandoned == 0
+            assert internals(engines[name].tenant).stats().abandoned == 0
         return result.tokens(), list(result.activations), home
 
 
@@ -84,14 +84,14 @@ def test_a_model_without_pages_reads_as_ever_and_leaves_whole() -> None:
     with remap.Session(2 << 20, page_bytes=PAGE) as session:
         session.attach(other, name="other", kv=kv_spec(other, min_blocks=8))
         tenant = session.attach(model, name="m", kv=kv_spec(model, min_blocks=8), active=False, pages="none")
-        assert inside(tenant).cold == tuple(range(tenant.layers)) == session.snapshot().tenants["m"].cold
+        assert internals(tenant).cold == tuple(range(tenant.layers)) == session.snapshot().tenants["m"].cold
         addresses = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
         with pytest.raises(InvalidState):
             model.generate(ids, max_new_tokens=4, do_sample=False)
         for parameter in model.parameters():
             str(parameter.sum())  # whatever it says, the process lives
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-        assert session.activate("m", alone=True).activated and inside(tenant).cold == ()
+        assert session.activate("m", alone=True).activated and internals(tenant).cold == ()
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
         assert addresses == {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
         session.deactivate("m", pages="none")
@@ -118,7 +118,7 @@ def test_the_embedding_and_the_head_go_and_come_with_the_layers(tied: bool) -> N
         tenant = session.attach(model, name="m", kv=kv_spec(model, min_blocks=8), active=False, pages="none")
         kept = session.snapshot().tenants["m"].resident_bytes
         assert kept == 2 * PAGE  # of the buffers, and of what shows while nothing is there
-        assert tenant.layers == len(model.model.layers) == len(inside(tenant).cold)
+        assert tenant.layers == len(model.model.layers) == len(internals(tenant).cold)
         for _ in range(2):
             with pytest.raises(InvalidState, match="outside of a pass"):
                 model.model.embed_tokens(ids)
@@ -135,7 +135,7 @@ def test_the_embedding_and_the_head_go_and_come_with_the_layers(tied: bool) -> N
             model.model.norm.weight.add_(1.0)  # now these bytes are nowhere else
         session.deactivate("m", pages="none")
         assert session.snapshot().tenants["m"].resident_bytes >= kept + nbytes
-        assert inside(tenant).cold == tuple(range(tenant.layers))
+        assert internals(tenant).cold == tuple(range(tenant.layers))
         assert session.activate("m").activated and torch.equal(model.model.embed_tokens(ids), embedded)
         remap.advanced.check(session)
 

@@ -11,7 +11,7 @@ from effort import LONG, examples, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -165,7 +165,7 @@ def test_recording_happens_between_passes_and_after_settling(frozen):
     capture = frozen.capture
 
     def watched(piece):
-        assert not inside(tenant).in_pass
+        assert not internals(tenant).in_pass
         log.append("capture")
         return capture(piece)
 

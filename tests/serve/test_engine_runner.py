@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -424,7 +424,7 @@ def test_a_layer_that_raises_leaves_every_request_where_it_was(streaming, runner
                 patch.setattr(model.model.layers[1].mlp, "forward", _fail)
                 with pytest.raises(RuntimeError, match="broken layer"):
                     engine.step()
-            assert not inside(tenant).in_pass
+            assert not internals(tenant).in_pass
         outputs.update((output.id, output.tokens) for output in engine.step().finished)
         steps += 1
     assert tenant.abandoned > 2

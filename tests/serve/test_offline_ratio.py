@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import remap
 from remap.errors import InvalidArgument, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy import kv_stream
 from remap_serve.policy.activations import BlockBytes, Line
 from remap_serve.policy.minibatches import Mix
@@ -206,7 +206,9 @@ def test_the_scarce_one_of_link_and_processor_decides_what_is_copied(monkeypatch
         assert serve(engine, requests) == wanted
         assert engine.chosen.ratio == ratio and [count for count, _ in seen] == [6]
         pairs = sum((request.max_kv_tokens - 1) // 8 for request in requests)  # before the last pass
-        assert inside(tenant).kv.copied_out_bytes == (1 if ratio == (1, 0) else 2) * pairs * tenant.kv.spec.block_bytes
+        assert (
+            internals(tenant).kv.copied_out_bytes == (1 if ratio == (1, 0) else 2) * pairs * tenant.kv.spec.block_bytes
+        )
 
 
 def test_kv_alone_where_nothing_else_can_be_kept_or_measured() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -205,14 +205,14 @@ def test_a_turn_is_prepared_so_long_before_as_its_layers_need(link_s, seen_s):
     there = dict.fromkeys("ab", 0.0)
     for name, tenant in tenants.items():
         tenant.ready = lambda layer, name=name: clock.now >= there[name]
-        inside(tenant).away_pages, tenant.reload_s = 10, link_s
+        internals(tenant).away_pages, tenant.reload_s = 10, link_s
 
     def activate(name, *, alone=False, partial=False):
         clock.now += 1e-9
         activations.append((clock.now, name, alone))
         for other, tenant in tenants.items():
-            if other == name and inside(tenant).away_pages:
-                inside(tenant).away_pages, there[name] = 0, clock.now + seen_s
+            if other == name and internals(tenant).away_pages:
+                internals(tenant).away_pages, there[name] = 0, clock.now + seen_s
             elif other != name and alone:
                 tenant.away_pages = 10
         return ArenaDouble.activate(session, name, alone=alone, partial=partial)

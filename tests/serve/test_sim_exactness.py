@@ -22,7 +22,7 @@ import remap
 from remap import _core
 from remap.advanced import Platform
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy import schedule
 from remap_serve.engine.chunk import Chunk
 from remap_serve.sim.engine import SimEngine
@@ -83,7 +83,7 @@ class World:
         stalled = 0.0
         for _ in range(REPEAT):
             ended = self.one_pass()
-            stalled += inside(self.tenant)._state.prefetcher.stats().last_pass_stall_s
+            stalled += internals(self.tenant)._state.prefetcher.stats().last_pass_stall_s
         return (ended - begun) / REPEAT, stalled / REPEAT
 
     def expect(self, expected: float, computing: float | None = None) -> None:
@@ -143,7 +143,7 @@ def test_a_pass_of_the_simulator_is_the_same_pass() -> None:
         assert exact > 12 * 2.0 + 5.0
         assert passes.compute_s == pytest.approx((SETTLED + REPEAT) * 29.0, rel=1e-12)
         assert (stalls[-1] - stalls[-1 - REPEAT]) / REPEAT == pytest.approx(exact - 29.0, rel=1e-9)
-        scheduler = PrefillFirst(block_tokens=inside(world.tenant).kv.block_tokens)
+        scheduler = PrefillFirst(block_tokens=internals(world.tenant).kv.block_tokens)
         gap = {"session": None, "gap_s": 5.0, "most_blocks": 8, "context": 1000}
         engine = SimEngine(world.tenant, scheduler, passes, world.backend, **gap)  # type: ignore[arg-type]
         engine.add_request(Item("model", 0.0, 4, 100), arrived_s=0.0)
@@ -191,7 +191,7 @@ def test_slices_of_any_layers_take_their_period(drawn: tuple[list[int], list[int
             remap.advanced.remap(world.session, "model", layers=alpha, buffers=buffers, selection="slices")
         except InvalidArgument:
             reject()  # layers so unequal that no tail frees as much
-        tail = inside(world.tenant)._state.pages.depth
+        tail = internals(world.tenant)._state.pages.depth
         shares = [min(tail, each) / each for each in pages]
         assert tail and world.tenant.streamed == tuple(range(n))
         exact = slices_period(

@@ -18,7 +18,7 @@ from sim_models import kv_spec
 import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy.hardware import machine
 from remap_serve.sim.worlds import masters
 
@@ -74,7 +74,7 @@ def test_growing_and_shrinking_by_steps() -> None:
     session, tenant = small(made)
     with session:
         # It has not been idle while it was attached: copying its weights takes longer than the reload of one layer.
-        assert inside(tenant)._state.last_pass_s == session.clock() == made.now > 0.0
+        assert internals(tenant)._state.last_pass_s == session.clock() == made.now > 0.0
         stream = made.create_stream()
         for _ in range(8):
             one_pass(made, tenant, stream, 1e-3)  # a copy takes 52 us: much hides behind 8 ms

@@ -10,7 +10,7 @@ import random
 import pytest
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -119,7 +119,7 @@ def test_tokens_are_those_of_ample_memory(name: str, ratio: tuple[int, int], res
         tenant = session.attach(model, kv=spec, hooks=False, resident_layers=resident)
         engine = ThroughputEngine(model, tenant, ratio=ratio, max_batch_tokens=64)
         assert serve(engine, requests) == wanted
-        stats, kv = inside(tenant).stats(), inside(tenant).kv
+        stats, kv = internals(tenant).stats(), internals(tenant).kv
         assert stats.block_bytes > 0 and (stats.copied_bytes > 0) is (resident is not None)
         assert kv.live_blocks == 0 and kv.host.free_blocks == 300 and kv.streamed.used_blocks == 0
         assert engine.scheduler.used_blocks == 0
@@ -145,8 +145,8 @@ def test_activations_halve_what_is_copied_in_and_out() -> None:
             serve(engine, requests)
             found[ratio] = (
                 engine.metrics.steps,
-                inside(tenant).kv.copied_out_bytes,
-                inside(tenant).stats().block_bytes,
+                internals(tenant).kv.copied_out_bytes,
+                internals(tenant).stats().block_bytes,
             )
     assert found[1, 0][0] == found[0, 1][0]
     assert 2 * found[1, 0][1] == found[0, 1][1]
@@ -191,7 +191,7 @@ def test_a_pass_has_the_order_that_its_certificate_counts() -> None:
             def __getattr__(self, name):
                 if name.startswith("_"):  # `inside` of this is this
                     raise AttributeError(name)
-                return getattr(inside(tenant), name)
+                return getattr(internals(tenant), name)
 
             def wait(self, layer):
                 tenant.wait(layer)

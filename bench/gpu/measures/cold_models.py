@@ -25,7 +25,7 @@ from bench.gpu.registry import Wrong, measure, missing
 from bench.gpu.results import Figure, count, figure, seconds
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.session import Session
 from remap_serve.cli.whole_models import SleepingModels
 from remap_serve.sim.results import percentile
@@ -130,7 +130,7 @@ class Cold:
         """Kernels are compiled and graphs recorded."""
         self.wake(name)
         remap.advanced.settle(self.session)
-        inside(self.session.tenants[name])._state.prefetcher.drain()
+        internals(self.session.tenants[name])._state.prefetcher.drain()
         engine = self.engines[name]
         engine.session = None
         engine.warm_up()
@@ -171,7 +171,7 @@ class Cold:
     def loaded(self, name: str) -> None:
         """Returns when all of the model's layers are on the device."""
         remap.advanced.settle(self.session)
-        inside(self.session.tenants[name])._state.prefetcher.drain()
+        internals(self.session.tenants[name])._state.prefetcher.drain()
 
 
 def first_tokens(ctx: Context, cold: Cold, prompt: int) -> Iterator[Figure]:
@@ -347,7 +347,7 @@ def staged_models(ctx: Context) -> Iterator[Figure]:
         shape = replace(shape, layers=4)
     with ExitStack() as stack:
         cold = Cold(ctx, shape, 2, 2, stack, locked=1.2)
-        hosts = {name: inside(tenant)._state.host for name, tenant in cold.session.tenants.items()}
+        hosts = {name: internals(tenant)._state.host for name, tenant in cold.session.tenants.items()}
         expected: dict[str, tuple[int, ...]] = {}
 
         def load(name: str) -> float:

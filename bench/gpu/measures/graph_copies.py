@@ -38,7 +38,7 @@ from bench.gpu.timing import Marks, timed
 from bench.gpu.work import Products, calibrated
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 LAYERS = 12
 PIECES, ONE, OUTSIDE, BOUND = "pieces", "one graph", "open graph", "one graph, no copies"
@@ -276,7 +276,12 @@ class Bench:
 
     def sides(self, units: int) -> dict[str, Side]:
         """All of them, recorded for what is remapped now. The ring buffers hold what they do between passes."""
-        torch, raw, streamed, buffers = self.torch, self.raw, self.raw.tenant.streamed, inside(self.raw.tenant).buffers
+        torch, raw, streamed, buffers = (
+            self.torch,
+            self.raw,
+            self.raw.tenant.streamed,
+            internals(self.raw.tenant).buffers,
+        )
         wrong = {name: torch.zeros((), dtype=torch.int64, device="cuda") for name in (PIECES, ONE, OUTSIDE, BOUND)}
         torch.cuda.current_stream().synchronize()
         compute = {
@@ -294,7 +299,7 @@ class Bench:
         made = {
             PIECES: Side(
                 partial(raw.run, lambda layer: pieces[layer]()),
-                inside(raw.tenant)._state.prefetcher.drain,
+                internals(raw.tenant)._state.prefetcher.drain,
                 wrong[PIECES],
             )
         }
@@ -339,16 +344,16 @@ class Bench:
 def measured(bench: Bench, length: float, share: float) -> dict[str, Side]:
     """All sides with computations `length` copies long. Raises Wrong if the library copied other bytes than the graphs."""
     ctx, raw = bench.ctx, bench.raw
-    stats = inside(raw.tenant)._state.prefetcher.stats
+    stats = internals(raw.tenant)._state.prefetcher.stats
     with bench.torch.cuda.stream(bench.main):
         raw.run()
-        inside(raw.tenant)._state.prefetcher.drain()
+        internals(raw.tenant)._state.prefetcher.drain()
         bench.main.synchronize()
         sides = bench.sides(bench.units(length))
         before = stats().copied_bytes
         bench.take_turns(sides, ctx.pick(12, 6, 1), ctx.pick(5, 4, 2), share)
         bench.main.synchronize()
-    copies = len(plan(LAYERS, raw.tenant.streamed, inside(raw.tenant).buffers).copies)
+    copies = len(plan(LAYERS, raw.tenant.streamed, internals(raw.tenant).buffers).copies)
     copied, wanted = stats().copied_bytes - before, sides[PIECES].ran * copies * raw.layer_bytes
     if copied != wanted:
         raise Wrong(f"the library copied {copied} bytes where the graphs copy {wanted}")

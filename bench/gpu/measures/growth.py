@@ -15,7 +15,7 @@ from bench.gpu.work import calibrated, work
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 
 # No reserve, so that the demand alone says how many layers move; any stall is allowed, so that the link does not.
 CONFIG = remap.advanced.Knobs(reserve_blocks=0, slowdown=1e6)
@@ -75,7 +75,7 @@ class Growth:
         """Seconds from the failed allocate() to the callback, to the return of step(), until every region shows its target;
         and the calls to the backend made before the callback."""
         kv, backend, before = self.tenant.kv, self.raw.backend, self.tenant.remapped
-        blocks = int(layers * inside(self.tenant)._state.blocks_per_layer)
+        blocks = int(layers * internals(self.tenant)._state.blocks_per_layer)
         wanted = blocks - 1  # a block that straddles the end of the last layer's pages is not usable
         try:
             kv.allocate(wanted)

@@ -13,7 +13,7 @@ from bench.gpu.tenants import DeviceTenant, device_tenant
 from bench.gpu.timing import Marks
 from bench.gpu.work import Work, calibrated, work
 
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy import schedule
 
 LAYERS = 8
@@ -37,7 +37,7 @@ class Cell:
 
 def run_cell(raw: DeviceTenant, marks: Marks, load: Work, units: int, passes: int) -> Cell:
     """Passes enqueued one behind the other; the layers' computations and the copies are timed in the same passes."""
-    tenant, stats = raw.tenant, inside(raw.tenant)._state.prefetcher.stats
+    tenant, stats = raw.tenant, internals(raw.tenant)._state.prefetcher.stats
     ends: list[int] = []
     parts: list[list[tuple[int, int]]] = []
 
@@ -68,13 +68,13 @@ def run_cell(raw: DeviceTenant, marks: Marks, load: Work, units: int, passes: in
         one_pass(True)
         ends.append(marks.mark(raw.handle))
     taken = marks.gaps(ends)
-    inside(tenant)._state.prefetcher.drain()
+    internals(tenant)._state.prefetcher.drain()
     after = stats()
     compute_s = [statistics.median(marks.between(*row[layer]) for row in parts[1:]) for layer in range(LAYERS)]
     marks.reset()
     copied = after.timed_bytes - before.timed_bytes
     copy_s = (after.copy_s - before.copy_s) / copied * raw.layer_bytes if copied else 0.0
-    predicted = schedule.period(compute_s, [copy_s] * LAYERS, tenant.streamed, inside(tenant).buffers)
+    predicted = schedule.period(compute_s, [copy_s] * LAYERS, tenant.streamed, internals(tenant).buffers)
     return Cell(taken, compute_s, copy_s, predicted)
 
 

@@ -11,7 +11,7 @@ from bench.gpu.results import Figure, ratio
 from bench.gpu.tenants import DeviceTenant, device_tenant
 from bench.gpu.timing import Marks
 
-from remap.inside import inside
+from remap.internals import internals
 
 LAYERS = 8
 
@@ -83,7 +83,7 @@ def take_turns(
     """(seconds of each streamed pass, seconds of as many plain copies)."""
     ours: list[float] = []
     theirs: list[float] = []
-    passes, prefetcher = ctx.pick(5, 4, 2), inside(raw.tenant)._state.prefetcher
+    passes, prefetcher = ctx.pick(5, 4, 2), internals(raw.tenant)._state.prefetcher
     prefetcher.drain()
     before, wanted = prefetcher.stats().copied_bytes, 0
     for index in ctx.rounds(ctx.pick(12, 5, 2) + 1, share=share):

@@ -20,7 +20,7 @@ from bench.gpu.tenants import DeviceTenant, device_tenant
 from bench.gpu.timing import Marks, timed
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.device import usual_page_bytes
 
 LAYERS = 16
@@ -52,7 +52,7 @@ def take_turns(
 ) -> Reloads:
     """`remap` back to 0 and the first pass behind it; then as many bytes of plain copies. idle: the layers leave and come home
     while the tenant is inactive, and the call activates it."""
-    tenant, stats, taken = raw.tenant, inside(raw.tenant)._state.prefetcher.stats, Reloads()
+    tenant, stats, taken = raw.tenant, internals(raw.tenant)._state.prefetcher.stats, Reloads()
     for index in ctx.rounds(rounds + 1, share=share):
         if idle:
             raw.session.deactivate("raw")
@@ -60,7 +60,7 @@ def take_turns(
         if not idle:
             raw.run()
         marks.wait(marks.mark(raw.handle))
-        inside(tenant)._state.prefetcher.drain()
+        internals(tenant)._state.prefetcher.drain()
         marks.reset()
         at_rest = marks.mark(raw.handle)
         marks.wait(at_rest)

@@ -21,7 +21,7 @@ from bench.gpu.results import Figure, count, figure
 from bench.gpu.tenants import PAGE
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy import schedule
 from remap_serve.sim.results import percentile
 
@@ -112,7 +112,7 @@ def _advised(engine: LLMEngine, session: remap.Session, requests: Sequence[Reque
     serve("measuring", engine, session, requests, 2.0)
     remap.advanced.remap(session, "opt", 0)
     remap.advanced.settle(session)
-    times = inside(engine.tenant).times()
+    times = internals(engine.tenant).times()
     if times is None:
         raise Skip("no pass was timed")
     return by_hand(times.compute_s, statistics.fmean(times.transfer_s), layer_pages)

@@ -39,7 +39,7 @@ from bench.gpu.registry import Wrong, measure, missing
 from bench.gpu.results import Figure, count, figure
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.plan import plan_free_pages
 from remap.memory.view import free_pages_of
 from remap_serve.sim.results import percentile
@@ -378,7 +378,7 @@ class Arena:
 
 
 def _kv_pages(tenant: Any) -> int:
-    return len(inside(tenant).kv.pool.owned_slots())
+    return len(internals(tenant).kv.pool.owned_slots())
 
 
 def _pages(shape: ModelShape, first: Any, page_bytes: int) -> int:

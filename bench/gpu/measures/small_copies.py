@@ -20,7 +20,7 @@ from bench.gpu.timing import Marks, marks
 
 import remap
 from remap import _core
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.sim.results import percentile
 
 from .link import bytes_at
@@ -74,7 +74,7 @@ def beside_streaming(raw: DeviceTenant, its_marks: Marks, small: SmallCopies, pa
     last = its_marks.mark(raw.handle)
     taken = small.until(last, most)
     its_marks.wait(last)
-    inside(raw.tenant)._state.prefetcher.drain()
+    internals(raw.tenant)._state.prefetcher.drain()
     its_marks.reset()
     return taken
 
@@ -90,7 +90,7 @@ def beside_reload(raw: DeviceTenant, its_marks: Marks, small: SmallCopies, most:
     raw.remap(LAYERS - BUFFERS, BUFFERS)
     raw.run()
     its_marks.wait(its_marks.mark(raw.handle))
-    inside(raw.tenant)._state.prefetcher.drain()
+    internals(raw.tenant)._state.prefetcher.drain()
     its_marks.reset()
     return taken
 

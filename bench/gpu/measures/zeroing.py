@@ -15,7 +15,7 @@ from bench.gpu.tenants import BLOCK_TOKENS, HEAD_DIM, KV_HEADS, device_tenant, m
 from bench.gpu.timing import Marks
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 
 SOIL = 0x5C
 
@@ -41,7 +41,7 @@ class Guest:
 
     def ranges(self, blocks: list[int]) -> Iterator[tuple[int, int]]:
         """(address, bytes) of these blocks."""
-        kv = inside(self.tenant).kv
+        kv = internals(self.tenant).kv
         for block in blocks:
             for offset, nbytes in kv.geometry.byte_ranges_of_block(block):
                 yield kv.address + offset, nbytes

@@ -20,7 +20,7 @@ from bench.lab.seeds import Point
 from bench.lab.slow_link import SlowLink
 
 import remap
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.cli.shared_world import ModelSpec, build
 from remap_serve.engine.pairs import END, PAIR
 from remap_serve.engine.request import Request, SamplingParams
@@ -92,7 +92,7 @@ class _Link(SlowLink):
 
     def __init__(self, tenant: Any, clock: _Clock, layer_s: float, blocks_s: Line) -> None:
         self._blocks_s = blocks_s
-        super().__init__(tenant, inside(tenant).layer_bytes[0] / layer_s, clock)
+        super().__init__(tenant, internals(tenant).layer_bytes[0] / layer_s, clock)
 
     def streamed_seconds(self, blocks: int) -> float:
         """`Tenant.streamed_seconds`, of the large model's blocks."""

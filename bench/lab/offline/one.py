@@ -22,7 +22,7 @@ from bench.lab.slow_link import SlowLink
 
 import remap
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.internals import internals
 from remap.model.footprint import footprint
 from remap_serve.cli.machine import machine_now
 from remap_serve.cli.shared_world import build
@@ -162,7 +162,7 @@ def serve(suite: str, case_name: str, policy: str) -> dict[str, Any]:
                 decodes.append((step.computed, time.perf_counter() - before))
             outputs |= {output.id: " ".join(map(str, output.tokens)) for output in step.finished}
         seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_s
-        stats, kv = inside(engine.tenant).stats(), inside(engine.tenant).kv
+        stats, kv = internals(engine.tenant).stats(), internals(engine.tenant).kv
         waiting_s = stats.stall_s + (slow.waited_s if slow is not None else 0.0)
         block = kv.spec.block_bytes
         full = [taken for count, taken in decodes if count == running]

@@ -106,7 +106,7 @@ class AlgorithmOne:
         changed = self._grow(tenants, out) if short.get(out, 0) > 0 else self._restore(tenants, short)
         return SimpleNamespace(moved={}, changed=changed, wanted={})
 
-    def _grow(self, tenants: Mapping[str, advanced.Inside], out: str) -> bool:
+    def _grow(self, tenants: Mapping[str, advanced.Internals], out: str) -> bool:
         models = [self._model(each) for each in tenants.values()]
         giver = next_to_give(models, out)
         if giver is None:
@@ -117,7 +117,7 @@ class AlgorithmOne:
             self._added.append((giver.name, out))
         return done
 
-    def _restore(self, tenants: Mapping[str, advanced.Inside], short: Mapping[str, int]) -> bool:
+    def _restore(self, tenants: Mapping[str, advanced.Internals], short: Mapping[str, int]) -> bool:
         """A layer for each tensor that is empty, the last added first."""
         changed = False
         spare = {name: -short.get(name, -each.kv.free_blocks) for name, each in tenants.items()}
@@ -161,10 +161,10 @@ class AlgorithmOne:
         for pair in away[int(self._tenants()[name].remapped) :]:
             self._added.remove(pair)
 
-    def _tenants(self) -> dict[str, advanced.Inside]:
-        return {name: advanced.inside(each) for name, each in self._session.tenants.items()}
+    def _tenants(self) -> dict[str, advanced.Internals]:
+        return {name: advanced.internals(each) for name, each in self._session.tenants.items()}
 
-    def _model(self, tenant: advanced.Inside) -> Remappable:
+    def _model(self, tenant: advanced.Internals) -> Remappable:
         times = tenant.times() if tenant.active else tenant.prefill_times()
         return Remappable(
             tenant.name,

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from remap.inside import inside
+from remap.internals import internals
 
 __all__ = ["Pie"]
 
@@ -37,13 +37,13 @@ class Pie:
         self._leaving: dict[int, Future[None]] = {}
         self._thread = ThreadPoolExecutor(1)
         self.kv_out_bytes = 0
-        inside(engine.tenant).kv.on_stream(self._blocks)
+        internals(engine.tenant).kv.on_stream(self._blocks)
         engine.runner.tenant = self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # `inside` of this is this
             raise AttributeError(name)
-        return getattr(inside(self._tenant), name)
+        return getattr(internals(self._tenant), name)
 
     def _blocks(self) -> int:
         """How many blocks are beyond the device's with m layers' KV in host memory."""
@@ -52,18 +52,18 @@ class Pie:
 
     def _adapt(self) -> None:
         tenant, n = self._tenant, self._layers
-        stats = inside(tenant).stats()
+        stats = internals(tenant).stats()
         compute_s = stats.last_pass_s - stats.last_pass_stall_s
         if self._away and stats.last_pass_stall_s > FORGIVEN * compute_s:
             self._away -= 1
         elif self._away < n - 2 and self._scheduler.demand() > tenant.kv.free_blocks:
             used = (
-                (tenant.kv.live_blocks + inside(tenant).kv.streamed.used_blocks)
+                (tenant.kv.live_blocks + internals(tenant).kv.streamed.used_blocks)
                 * 2
-                * inside(tenant).kv.geometry.unit_bytes
+                * internals(tenant).kv.geometry.unit_bytes
             )
-            rate = inside(tenant).copy_seconds() / max(
-                1.0, sum(inside(tenant).layer_bytes) / len(inside(tenant).layer_bytes)
+            rate = internals(tenant).copy_seconds() / max(
+                1.0, sum(internals(tenant).layer_bytes) / len(internals(tenant).layer_bytes)
             )
             if (self._away + 3) * used * rate <= compute_s:
                 self._away += 1

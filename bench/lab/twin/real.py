@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.cli.demo_config import DemoConfig
 from remap_serve.cli.demo_run import serving
 from remap_serve.sim.sequences import Work
@@ -31,10 +31,10 @@ def run_real(kind: str, config: DemoConfig) -> dict[str, Any]:
     with serving(kind, config) as ready:
         tenant, scheduler = ready.tenant, ready.engine.scheduler
         passes = _Passes(ready.engine)
-        before = inside(tenant).stats()
+        before = internals(tenant).stats()
         result = ready.engine.run(ready.requests)
-        after = inside(tenant).stats()
-        layer_bytes = list(inside(tenant).layer_bytes)
+        after = internals(tenant).stats()
+        layer_bytes = list(internals(tenant).layer_bytes)
     shape = ready.shape
     metrics = result.metrics
     return {
@@ -77,7 +77,7 @@ class _Passes:
     def __init__(self, engine: Any) -> None:
         self.rows: list[dict[str, Any]] = []
         self._clock = engine._clock
-        self._stats = inside(engine.tenant).stats
+        self._stats = internals(engine.tenant).stats
         self._run = engine.runner.run
         engine.runner.run = self
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from remap.inside import inside
+from remap.internals import internals
 from remap.model import hooks
 from remap.model.hooks import AttachedHooks, call_shape
 
@@ -28,4 +28,4 @@ __all__ = ["AttachedHooks", "attach_hooks", "call_shape"]
 
 def attach_hooks(layers: Iterable[nn.Module], tenant: Tenant, model: nn.Module | None = None) -> AttachedHooks:
     """`remap.model.hooks.attach_hooks`, for the tenant that `attach(..., hooks=False)` returned."""
-    return hooks.attach_hooks(layers, inside(tenant), model)
+    return hooks.attach_hooks(layers, internals(tenant), model)

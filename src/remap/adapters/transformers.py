@@ -40,7 +40,7 @@ from transformers.cache_utils import DynamicCache
 
 from remap.config import Config, Knobs
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 from remap.joined import UNIX
 from remap.kv.spec import KVSpec
 from remap.memory import device as devices
@@ -193,7 +193,7 @@ class Attached:
         self._scheduled: tuple[type, ...] = ()  # types of caches whose scheduler makes the step before a pass
         self.makes_caches = True  # whether generate() gets caches of ours
         self.cached_tokens = 0  # positions that passes have written to caches of ours, of one sequence each
-        inner = inside(tenant)
+        inner = internals(tenant)
         self._hooks = inner.hooks or AttachedHooks(inner)  # they go when the tenant goes, whoever detaches it
         # This wraps the bracket of a pass: a session refuses step() inside of a pass.
         self._hooks.wrap(model, "forward", self._before_pass(model.forward))
@@ -208,7 +208,7 @@ class Attached:
         `reset()` frees its blocks, and so does its end of life.
         """
         self._check_open()
-        return PagedCache(self._store, self.blocks.table(), self.windows, self._room, inside(self.tenant).kv.move)
+        return PagedCache(self._store, self.blocks.table(), self.windows, self._room, internals(self.tenant).kv.move)
 
     def step(self) -> StepReport:
         """One step without a demand, between calls: blocks of caches that are gone become free, and layers may come
@@ -344,7 +344,7 @@ class Attached:
 
         Before the controller has seen a pass, it remaps no more than one layer.
         """
-        if inside(self.tenant).times() is not None:
+        if internals(self.tenant).times() is not None:
             return False
         with torch.no_grad():
             self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device), use_cache=False)

@@ -24,32 +24,32 @@ def checks() -> Iterator[Check]:
 
     Imports vLLM.
     """
-    from remap.adapters.vllm import SCHEDULER, WORKER, internals
+    from remap.adapters.vllm import SCHEDULER, WORKER, engine_internals
 
-    found = internals.installed_version()
+    found = engine_internals.installed_version()
     if found is None:
         yield Check("bad", "vllm", "not installed", install("vllm"))
         return
-    if known(found, internals.TESTED):
+    if known(found, engine_internals.TESTED):
         yield Check("ok", "vllm", f"{found}, a version that the adapter was tested with")
     else:
         try:
-            internals.check_version()
+            engine_internals.check_version()
         except Error as error:
             yield Check("bad", "vllm", found, str(error))
             return
-        fix = f"try it before you rely on it; tested: {', '.join(internals.TESTED)}"
+        fix = f"try it before you rely on it; tested: {', '.join(engine_internals.TESTED)}"
         yield Check("note", "vllm", f"{found}, newer than what the adapter was tested with", fix)
     yield _plugins()
     if importlib.util.find_spec("vllm") is None:
         yield Check("bad", "vllm package", "the distribution is installed, the package cannot be found")
         return
-    wrong = unlike(internals.TOUCHED)
+    wrong = unlike(engine_internals.TOUCHED)
     if wrong:
         fix = "this vLLM is patched, or broken: serve without remap, and report this"
         yield Check("bad", "what the adapter touches", "; ".join(wrong), fix)
         return
-    yield Check("ok", "what the adapter touches", f"{len(internals.TOUCHED)} names in vLLM, all as expected")
+    yield Check("ok", "what the adapter touches", f"{len(engine_internals.TOUCHED)} names in vLLM, all as expected")
     yield from _platform()
     on = " (REMAP_ENABLE is set now)" if os.environ.get("REMAP_ENABLE") else ""
     yield Check(

@@ -99,7 +99,7 @@ class SlotMap:
             slot = runs[0][0] if runs[0][0] < 0 else runs[-1][1] - 1
             raise InvalidArgument(
                 f"slot {slot} lies outside the region of {len(self.slot)} pages; nothing changed; use slots of "
-                "geometry.giving_slot or geometry.slots_of_block",
+                "geometry.donation_slot or geometry.slots_of_block",
                 field="slot",
                 slot=slot,
                 region_pages=len(self.slot),

@@ -122,7 +122,7 @@ class HostKV:
         if name == "on_reclaim":
             warnings.warn(goes("HostKV.on_reclaim", "offer, and wanted of reports"), DeprecationWarning, stacklevel=2)
             return self._unheard
-        return moved(self, name, "_books", "advanced.inside(tenant).kv.host")
+        return moved(self, name, "_books", "advanced.internals(tenant).kv.host")
 
     def _unheard(self, reclaim: object, reclaimable: object) -> None:
         """What `on_reclaim` is now: nothing calls an engine, so this one's live blocks stay where they are."""
@@ -225,4 +225,4 @@ class KVCache:
     def __getattr__(self, name: str) -> Any:
         if name in _HOST:
             return moved(self, name, "host", "tenant.kv.host", _HOST[name])
-        return moved(self, name, "_kv", "advanced.inside(tenant).kv")
+        return moved(self, name, "_kv", "advanced.internals(tenant).kv")

@@ -163,7 +163,7 @@ def with_streamed(spec: KVSpec, streamed_blocks: int, page_bytes: int) -> KVSpec
     geometry = KVGeometry(wide, page_bytes)
     pages = KVGeometry(spec, page_bytes).pages_for_blocks(spec.min_blocks) - geometry.buffer_pages
     return replace(
-        wide, min_blocks=min(spec.min_blocks, geometry.blocks_for_pages(max(0, min(pages, geometry.giving_pages))))
+        wide, min_blocks=min(spec.min_blocks, geometry.blocks_for_pages(max(0, min(pages, geometry.donation_pages))))
     )
 
 
@@ -185,7 +185,7 @@ class KVGeometry:
     buffer_pages: int = field(init=False)  # pages behind the streamed blocks: a layer's keys and values, BUFFERS times
     range_pages: int = field(init=False)  # places of pages of one range
     range_bytes: int = field(init=False)
-    giving_pages: int = field(init=False)  # pages that the pool's max_blocks can take
+    donation_pages: int = field(init=False)  # pages that the pool's max_blocks can take
     region_pages: int = field(init=False)  # places of pages of the whole region
     region_bytes: int = field(init=False)
 
@@ -218,7 +218,7 @@ class KVGeometry:
             ("buffer_pages", BUFFERS * 2 * streamed),
             ("range_pages", pages),
             ("range_bytes", pages * self.page_bytes),
-            ("giving_pages", ranges * columns),
+            ("donation_pages", ranges * columns),
             ("region_pages", ranges * pages),
             ("region_bytes", ranges * pages * self.page_bytes),
         ):
@@ -240,7 +240,7 @@ class KVGeometry:
         The shape is (2, tensor_blocks, block_tokens, kv_heads, head_dim), keys at index 0 and values at index 1.
         """
         spec = self.spec
-        self._inside("layer", layer, spec.layers)
+        self._internals("layer", layer, spec.layers)
         token = spec.kv_heads * spec.head_dim
         chunk = spec.block_tokens * token
         shape = (2, self.tensor_blocks, spec.block_tokens, spec.kv_heads, spec.head_dim)
@@ -253,7 +253,7 @@ class KVGeometry:
 
     def columns_of_block(self, block: int) -> range:
         """The columns (page places within each range) that block `block` touches."""
-        self._inside("block", block, self.spec.max_blocks)
+        self._internals("block", block, self.spec.max_blocks)
         start = block * self.unit_bytes
         return range(start // self.page_bytes, (start + self.unit_bytes - 1) // self.page_bytes + 1)
 
@@ -270,50 +270,50 @@ class KVGeometry:
 
     def byte_ranges_of_block(self, block: int) -> tuple[tuple[int, int], ...]:
         """(offset in the region, bytes) of each piece to copy when a block moves: 1, or 2 * layers for layer_major."""
-        self._inside("block", block, self.spec.max_blocks)
+        self._internals("block", block, self.spec.max_blocks)
         start = block * self.unit_bytes
         return tuple((r * self.range_bytes + start, self.unit_bytes) for r in range(self.ranges))
 
-    # -- giving order ----------------------------------------------------------------------------------------------
+    # -- donation order ----------------------------------------------------------------------------------------------
 
-    def giving_slot(self, index: int) -> int:
+    def donation_slot(self, index: int) -> int:
         """The region slot at which the index-th page given to the tenant stands (column after column)."""
-        self._inside("index", index, self.giving_pages)
+        self._internals("index", index, self.donation_pages)
         return index % self.ranges * self.range_pages + index // self.ranges
 
-    def giving_index(self, slot: int) -> int:
-        """The inverse of `giving_slot`."""
-        self._inside("slot", slot, self.region_pages)
+    def donation_index(self, slot: int) -> int:
+        """The inverse of `donation_slot`."""
+        self._internals("slot", slot, self.region_pages)
         return slot % self.range_pages * self.ranges + slot // self.range_pages
 
-    def giving_indices(self, slots: Iterable[int]) -> Iterable[int]:
-        """`giving_index` of each of these slots, which are trusted: the slots themselves for block_major."""
+    def donation_indices(self, slots: Iterable[int]) -> Iterable[int]:
+        """`donation_index` of each of these slots, which are trusted: the slots themselves for block_major."""
         if self.ranges == 1:
             return slots
         return (slot % self.range_pages * self.ranges + slot // self.range_pages for slot in slots)
 
-    def giving_slots(self, first: int, count: int) -> Sequence[int]:
-        """The slots of the pages [first, first + count) in giving order: a range for block_major, else a list."""
+    def donation_slots(self, first: int, count: int) -> Sequence[int]:
+        """The slots of the pages [first, first + count) in donation order: a range for block_major, else a list."""
         _require_int("count", count, 0)
         if count == 0:
             return range(0)
-        self._inside("index", first, self.giving_pages)
-        self._inside("index", first + count - 1, self.giving_pages)
+        self._internals("index", first, self.donation_pages)
+        self._internals("index", first + count - 1, self.donation_pages)
         if self.ranges == 1:
             return range(first, first + count)
         return [i % self.ranges * self.range_pages + i // self.ranges for i in range(first, first + count)]
 
     def pages_for_blocks(self, blocks: int) -> int:
-        """The smallest number of pages that, given in giving order, makes at least `blocks` blocks usable."""
-        self._inside("blocks", blocks, self.spec.max_blocks + 1)
+        """The smallest number of pages that, given in donation order, makes at least `blocks` blocks usable."""
+        self._internals("blocks", blocks, self.spec.max_blocks + 1)
         return -(-blocks * self.unit_bytes // self.page_bytes) * self.ranges
 
     def blocks_for_pages(self, pages: int) -> int:
-        """How many blocks are usable when exactly the first `pages` pages in giving order are owned."""
-        self._inside("pages", pages, self.giving_pages + 1)
+        """How many blocks are usable when exactly the first `pages` pages in donation order are owned."""
+        self._internals("pages", pages, self.donation_pages + 1)
         return min(pages // self.ranges * self.page_bytes // self.unit_bytes, self.spec.max_blocks)
 
-    def _inside(self, name: str, value: int, stop: int) -> None:
+    def _internals(self, name: str, value: int, stop: int) -> None:
         if not isinstance(value, int) or not 0 <= value < stop:
             raise InvalidArgument(
                 f"{name} must be an int from 0 to {stop - 1}, got {shown(value)}; nothing was changed; check it against the "

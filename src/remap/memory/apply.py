@@ -14,7 +14,7 @@ Executor.apply, or `extend` for a further plan of the change, is the only step t
 settled no other one is applied.
 
 A part that fails goes back to where it began: the core undoes the plans that it has got since, and the books and pools that
-were touched since are as they were saved then (`Place`). What the change has done before stays, and the exception goes on.
+were touched since are as they were saved then (`Savepoint`). What the change has done before stays, and the exception goes on.
 Nothing that is decided is undone. An error or an interrupt (KeyboardInterrupt) can come between any two steps, so this
 module infers nothing from how far a call came: `undo` goes back to the beginning of a change that is not decided, and
 carries on with one that is. It can be interrupted and called again; it runs when a call ends with an exception, and before
@@ -52,7 +52,7 @@ from remap import _core
 from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool
 from remap.memory.books import Books
-from remap.memory.draft import Draft, DueWork, Place, restored
+from remap.memory.draft import Draft, DueWork, Savepoint, restored
 from remap.memory.moves import compose_all
 from remap.memory.pages import Streaming
 from remap.memory.plan import NOBODY, Plan, Point, plan_free_pages
@@ -131,12 +131,12 @@ class Changes:
             except Error as error:
                 draft.problem = error
         mark = self._executor.mark() if draft.applying else None
-        draft.places.append(Place(mark, draft.due, draft.moved))
-        return len(draft.places) - 1
+        draft.savepoints.append(Savepoint(mark, draft.due, draft.moved))
+        return len(draft.savepoints) - 1
 
     def _leave(self, depth: int, failed: bool) -> None:
         draft = self._draft
-        if draft is None or depth >= len(draft.places):
+        if draft is None or depth >= len(draft.savepoints):
             return
         if failed:
             self._go_back(draft, depth)
@@ -163,11 +163,11 @@ class Changes:
         """The draft is decided. Can be called again, if it was interrupted."""
         self.moved, self.decisions = draft.moves_told, draft.decisions
         self._owe(draft.due)
-        for tenant, (_, saved) in draft.places[0].before.items():
+        for tenant, (_, saved) in draft.savepoints[0].before.items():
             pool = tenant.kv.pool
-            if tenant in draft.told:
+            if tenant in draft.reported:
                 pool.forget_news(saved)
-                pool.tell_since(draft.told[tenant])
+                pool.tell_since(draft.reported[tenant])
             if pool not in self._unreported:
                 self._unreported.append(pool)
         self._draft = None
@@ -179,7 +179,7 @@ class Changes:
         if draft is not None:
             if draft.decided:
                 self._carry_on(draft)
-            elif draft.places:
+            elif draft.savepoints:
                 self._go_back(draft, 0)
             self._draft = None
         if self._settling:
@@ -190,26 +190,26 @@ class Changes:
 
     def _go_back(self, draft: Draft, depth: int) -> None:
         """To the beginning of the part at this depth. Can be called again, if it was interrupted."""
-        place, concerned = draft.places[depth], set[TenantState]()
+        place, concerned = draft.savepoints[depth], set[TenantState]()
         self._await_moves(draft, depth)
         try:
             if draft.applying and self._executor.undecided():
                 self._executor.rollback(place.mark)
         finally:  # also of a broken arena
-            for each in reversed(draft.places[depth:]):
+            for each in reversed(draft.savepoints[depth:]):
                 for tenant, (books, pool) in each.before.items():
                     tenant.books = restored(tenant, books)
                     tenant.kv.pool.restore(pool)
                     concerned.add(tenant)
             again = {} if self.arena.broken else self._overwritten(draft, place)
             draft.due, draft.moved, draft.applying = place.due | again, place.moved, place.mark is not None
-            for tenant in concerned & draft.told.keys():
-                tenant.kv.pool.tell_since(draft.told[tenant])
+            for tenant in concerned & draft.reported.keys():
+                tenant.kv.pool.tell_since(draft.reported[tenant])
                 self._unreported.append(tenant.kv.pool)
             if not depth:
                 self._owe(again)
-            del draft.places[depth:]  # only now: until then all of this can be done again
-            if not draft.places:
+            del draft.savepoints[depth:]  # only now: until then all of this can be done again
+            if not draft.savepoints:
                 self._draft = None
         if self._draft is None and again:
             with suppress(Error):  # `Tenant.forward` tries again
@@ -220,7 +220,7 @@ class Changes:
             except Exception as error:  # the call raises already what it went back for
                 _logger.error("a listener raised while a change was undone", exc_info=error)
 
-    def _overwritten(self, draft: Draft, place: Place) -> dict[TenantState, DueWork]:
+    def _overwritten(self, draft: Draft, place: Savepoint) -> dict[TenantState, DueWork]:
         """Pages are again as at this place. Where blocks have moved over layers, or the ring, which were KV meanwhile: what was
         due of that tenant by then, and that these are loaded again. What had come from another instance has to come again."""
         found = {}
@@ -248,13 +248,13 @@ class Changes:
         if due:
             self._unsettled, self._settling = due, True
             for tenant, each in due.items():
-                tenant.unsettled, tenant.coming = each.plan, each.slots
+                tenant.unsettled, tenant.pending_slots = each.plan, each.slots
 
     @staticmethod
     def _await_moves(draft: Draft, depth: int) -> None:
         """Blocks that have moved since, or began to, may be on their way into pages that are about to be free again, and any
         tenant's."""
-        for tenant in draft.written.keys() & {tenant for each in draft.places[depth:] for tenant in each.before}:
+        for tenant in draft.written.keys() & {tenant for each in draft.savepoints[depth:] for tenant in each.before}:
             with suppress(Error):  # a stream that has failed copies nothing any more
                 tenant.compute.wait()
 
@@ -470,12 +470,12 @@ class Changes:
             if tenant.leaving:
                 continue
             pool = tenant.kv.pool
-            if tenant.coming:
+            if tenant.pending_slots:
                 owned = set(pool.owned_slots())  # some, if this was interrupted
                 pool.silence()
                 pool.add_pages([slot for slot in each.slots if slot not in owned])
                 self._unreported.append(pool)
-                tenant.coming = ()
+                tenant.pending_slots = ()
             if each.plan.plan.held or each.plan.plan.reload:
                 stats = tenant.prefetcher.stats()
                 tenant.books = replace(tenant.books, since=(stats.passes - tenant.timing.abandoned, stats.stall_s))
@@ -560,11 +560,11 @@ class Changes:
             tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=None)
             if pool.telling:  # further up: this is a listener's call, and what is new is told behind it
                 return
-            known = draft.told.get(tenant)
+            known = draft.reported.get(tenant)
             if known is None:
-                known = next(place.before[tenant][1].known() for place in draft.places if tenant in place.before)
+                known = next(place.before[tenant][1].known() for place in draft.savepoints if tenant in place.before)
             # Before it hears: an interrupt must not lose that it has.
-            draft.told[tenant] = known.intersection(pool.open_ids())
+            draft.reported[tenant] = known.intersection(pool.open_ids())
             pool.tell_withdrawn(known)
 
     def _empty(
@@ -588,12 +588,12 @@ class Changes:
             tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=drain_to)
             return None
         if moves:  # an engine with its own allocator moves its blocks itself
-            geometry, giving = tenant.kv.geometry, tenant.giving
+            geometry, donation_order = tenant.kv.geometry, tenant.donation_order
             places = chain.from_iterable(geometry.slots_of_block(new) for _, new in moves)
-            draft.will_write(tenant, map(giving.__getitem__, geometry.giving_indices(list(places))))
+            draft.will_write(tenant, map(donation_order.__getitem__, geometry.donation_indices(list(places))))
             tenant.kv.move(moves)
             pool.commit_moves(moves)
-            draft.emptied.update(map(giving.__getitem__, geometry.giving_indices(slots)))
+            draft.emptied.update(map(donation_order.__getitem__, geometry.donation_indices(slots)))
         pool.remove_pages(slots)
         # The old blocks' bytes stay untouched until the change is decided: to undo this, it is enough to take the old ids back.
         draft.add_moves(tenant, dict(moves))

@@ -185,7 +185,7 @@ class Attaching:
                     limit=most,
                 )
         sizes = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]
-        layers = len(sizes) if source.ends is None else source.ends
+        layers = len(sizes) if source.embedding_part is None else source.embedding_part
         buffer_pages = max(sizes[:layers])
         # Layers without bytes of their own (all tied) have nothing to give; they never stream.
         pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
@@ -290,17 +290,18 @@ class Attaching:
             page for page, owner in enumerate(arena.owners()) if owner == _core.Owner.outside and page not in homes_here
         ]
         # What it gives up and never lends comes last.
-        ends = [page for home in homes[layers:] for page in home]
-        giving = tuple((free_pages + donors + _of_others(arena, others) + outside + ends)[: geometry.giving_pages])
+        embedding_part = [page for home in homes[layers:] for page in home]
+        in_order = free_pages + donors + _of_others(arena, others) + outside + embedding_part
+        donation_order = tuple(in_order[: geometry.donation_pages])
         # Own pages without a place get one behind the blocks' places: lent pages are zeroed there before they come
         # home.
-        placed = set(giving)
-        unplaced_pages = [page for page in (*donors, *ends) if page not in placed]
+        placed = set(donation_order)
+        unplaced_pages = [page for page in (*donors, *embedding_part) if page not in placed]
         if cold:  # any page may become its layers'
             unplaced_pages = [page for page in _for_anybody(arena, others) if page not in placed and page not in shared]
         kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(unplaced_pages))
         all_regions = (*regions, *more_regions, *([ring_region] if ring_address else []), kv_region)
-        _designate(arena, kv_region, geometry, giving)
+        _designate(arena, kv_region, geometry, donation_order)
         if unplaced_pages:
             arena.designate(kv_region, geometry.region_pages, unplaced_pages)
         for r in range(geometry.ranges if window else 0):
@@ -354,9 +355,9 @@ class Attaching:
                 ),
                 () if cold else order,
             ),
-            giving=giving,
-            giving_order=_core.PageOrder(giving),
-            index_of={page: index for index, page in enumerate(giving)},
+            donation_order=donation_order,
+            donation_lookup=_core.PageOrder(donation_order),
+            index_of={page: index for index, page in enumerate(donation_order)},
             layer_bytes=tuple(source.layer_bytes),
             addresses=tuple(addresses),
             regions=tuple((arena.address(region), arena.region_bytes(region)) for region in all_regions),
@@ -392,7 +393,7 @@ class Attaching:
             first = ranges[0][0] + geometry.first_streamed * unit
             made.copy_setup_s = self._changes.streams.copy_seconds(first, stored.address, unit)
         if first_pages:
-            self._changes.apply(made, plan_free_pages(made.pages, giving[:first_pages], give=True))
+            self._changes.apply(made, plan_free_pages(made.pages, donation_order[:first_pages], give=True))
             self._changes.settle(made)
         hidden = made.bounds = StallBounds(made)
         made.timing.prepare = hidden.prepare
@@ -495,10 +496,10 @@ def _max_remappable(homes: Sequence[tuple[int, ...]], order: Sequence[int], plac
     return placed if placed == len(order) else max(0, placed - (MAX_BUFFERS - 1))
 
 
-def _designate(arena: _core.Arena, region: int, geometry: KVGeometry, giving: Sequence[int]) -> None:
+def _designate(arena: _core.Arena, region: int, geometry: KVGeometry, donation_order: Sequence[int]) -> None:
     """Give each page its slot, in runs of consecutive slots: one mapping call per run."""
-    slots = list(geometry.giving_slots(0, len(giving)))
-    by_slot = sorted(zip(slots, giving))
+    slots = list(geometry.donation_slots(0, len(donation_order)))
+    by_slot = sorted(zip(slots, donation_order))
     first = 0
     for index in range(1, len(by_slot) + 1):
         if index == len(by_slot) or by_slot[index][0] != by_slot[index - 1][0] + 1:

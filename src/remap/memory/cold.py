@@ -229,8 +229,8 @@ class Cold:
         """Its KV pages that are no tenant's home, in the order of their places."""
         claimed = self._claimed(self._tenants.values()) | tenant.pages.kv_from_homes
         slots = tenant.kv.pool.owned_slots()
-        places = sorted(tenant.kv.geometry.giving_indices(slots))
-        return [page for page in map(tenant.giving.__getitem__, places) if page not in claimed]
+        places = sorted(tenant.kv.geometry.donation_indices(slots))
+        return [page for page in map(tenant.donation_order.__getitem__, places) if page not in claimed]
 
     @staticmethod
     def _usable(tenant: TenantState, pages: Sequence[int]) -> int:
@@ -375,7 +375,7 @@ class Cold:
             empty = list(pool.vacant(owned))
         slots = sorted(empty[:pages])
         if slots:
-            freed = sorted(map(giver.giving.__getitem__, geometry.giving_indices(slots)))
+            freed = sorted(map(giver.donation_order.__getitem__, geometry.donation_indices(slots)))
             with suppress(OutOfBlocks):  # that engine still holds some of them
                 self._changes.exchange(giver, plan_free_pages(giver.pages, freed, give=False), slots)
 
@@ -389,7 +389,7 @@ class Cold:
 
     def open_first(self, tenant: TenantState) -> None:
         """Give a tenant that has just been attached without pages those of its first KV block, for an engine that keeps it."""
-        first = tenant.giving[: tenant.kv.geometry.pages_for_blocks(1)]
+        first = tenant.donation_order[: tenant.kv.geometry.pages_for_blocks(1)]
         with self._changes.part():
             self._changes.apply(tenant, plan_free_pages(tenant.pages, first, give=True))
             self._changes.note(tenant, replace(tenant.books, kept=frozenset(first)))

@@ -11,7 +11,7 @@ from remap.memory.apply import Changes
 from remap.memory.cold import Cold
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
-from remap.memory.outside import Outside
+from remap.memory.other_processes import OtherProcesses
 from remap.memory.registered import Registered
 from remap.memory.state import TenantState
 from remap.memory.trace import Event, Trace
@@ -34,7 +34,7 @@ class Core:
     offers: Offers
     registered: Registered
     cold: Cold
-    outside: Outside | None = None  # other processes, where the arena is shared with some
+    other_processes: OtherProcesses | None = None  # other processes, where the arena is shared with some
     trace: Trace = field(default_factory=Trace)
 
     def tenant(self, name: str) -> TenantState:

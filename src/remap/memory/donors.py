@@ -52,7 +52,7 @@ def paused(tenant: TenantState) -> bool:
 
 
 class Taker(Protocol):
-    """Who would get pages: a tenant, or the other processes (outside.py). index_of: the pages that have a place there."""
+    """Who would get pages: a tenant, or the other processes (other_processes.py). index_of: the pages that have a place there."""
 
     @property
     def index_of(self) -> Container[int]: ...
@@ -124,10 +124,10 @@ class PausedKV:
 
     kind: Kind = "paused_kv"
 
-    def __init__(self, unused: UnusedKV, lending: Lending, stuck: Callable[[], bool]) -> None:
+    def __init__(self, unused: UnusedKV, lending: Lending, immovable: Callable[[], bool]) -> None:
         self._unused = unused
         self._lending = lending
-        self._stuck = stuck
+        self._immovable = immovable
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
         missed = self._kept(giver) + self.movable(giver)
@@ -158,7 +158,7 @@ class PausedKV:
 
     def movable(self, giver: TenantState) -> int:
         """Live blocks that its engine can copy to host memory, by its own word."""
-        return 0 if giver.active or self._stuck() else giver.kv.reclaimable_blocks
+        return 0 if giver.active or self._immovable() else giver.kv.reclaimable_blocks
 
 
 class _Layers:

@@ -2,7 +2,7 @@
 """The change in progress, until it is decided: what every tenant that it concerns was before, and what is due behind it.
 
 A change is made of parts, one within another (`Changes.part`). The core has all its plans, undecided; the tenants' books and
-pools are as they will be. `Place` is what a part goes back to if it fails: the rest of the change stays. One store,
+pools are as they will be. `Savepoint` is what a part goes back to if it fails: the rest of the change stays. One store,
 `Draft.decided`, makes the whole change final, and from then on it is only carried on with (apply.py).
 """
 
@@ -18,7 +18,7 @@ from remap.memory.moves import compose_moves
 from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
 
-__all__ = ["Draft", "DueWork", "Place"]
+__all__ = ["Draft", "DueWork", "Savepoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DueWork:
 
 
 @dataclass(slots=True)
-class Place:
+class Savepoint:
     """A place in a change. mark: of the core; None: none of the change's plans was applied. before: tenant -> its books and
     pool, of those that were touched since. due, moved: as in Draft, by then."""
 
@@ -55,11 +55,11 @@ class Draft:
     began to: some may have been its layers', or its ring's, before. applying: plans were handed to the core: if it has an
     undecided change, it is this one. problem: why the last change could not be settled, so that no plan can be applied."""
 
-    places: list[Place] = field(default_factory=list)
+    savepoints: list[Savepoint] = field(default_factory=list)
     due: dict[TenantState, DueWork] = field(default_factory=dict)
     moved: dict[str, dict[int, int]] = field(default_factory=dict)
     emptied: set[int] = field(default_factory=set)
-    told: dict[TenantState, frozenset[int]] = field(default_factory=dict)
+    reported: dict[TenantState, frozenset[int]] = field(default_factory=dict)
     written: dict[TenantState, frozenset[int]] = field(default_factory=dict)
     applying: bool = False
     problem: Error | None = None
@@ -70,17 +70,17 @@ class Draft:
 
     def save(self, tenant: TenantState) -> None:
         """Record, before the first step in the present part, what that goes back to. Changes no earlier record."""
-        before = self.places[-1].before
+        before = self.savepoints[-1].before
         if tenant not in before:
             before[tenant] = tenant.books, tenant.kv.pool.save()
             tenant.kv.pool.silence()
 
     def join(self) -> None:
         """The innermost part is done: it is a piece of the one around it. Can be called again, if it was interrupted."""
-        inner, outer = self.places[-1], self.places[-2]
+        inner, outer = self.savepoints[-1], self.savepoints[-2]
         for tenant, before in inner.before.items():
             outer.before.setdefault(tenant, before)
-        self.places.pop()
+        self.savepoints.pop()
 
     def not_yet(self, gained: Sequence[int], due: Collection[int]) -> frozenset[int]:
         """Those of these pages that no block may use before the change is decided. due: they are to be zeroed then."""

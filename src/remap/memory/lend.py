@@ -22,7 +22,7 @@ from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.pages import Streaming
 from remap.memory.plan import plan_free_pages, plan_streaming
-from remap.memory.restream import find_way, grow, restream, ring_last
+from remap.memory.restream import find_path, grow, restream, ring_last
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
 from remap.policy.views import Selection
@@ -143,7 +143,7 @@ class Lending:
         slots = self.idle_slots(donor, receiver, wanted, surplus)
         if not slots:
             return []
-        pages = sorted(map(donor.giving.__getitem__, donor.kv.geometry.giving_indices(slots)))
+        pages = sorted(map(donor.donation_order.__getitem__, donor.kv.geometry.donation_indices(slots)))
         plan = plan_free_pages(donor.pages, pages, give=False)
         try:
             self._changes.exchange(donor, plan, slots)
@@ -181,21 +181,21 @@ class Lending:
         more)."""
         pool, geometry = donor.kv.pool, donor.kv.geometry
         own = donor.pages.kv_from_homes | donor.books.kept
-        giving, reserved = donor.giving, donor.reserved
+        donation_order, reserved = donor.donation_order, donor.reserved
         places = receiver.index_of
-        index, columns = geometry.giving_index, geometry.range_pages
+        index, columns = geometry.donation_index, geometry.range_pages
         found: list[int] = []
         lost: set[int] = set()
         owned: Iterable[int] = reversed(pool.owned_slots())
         # Asked last, since it costs most: whether live blocks touch a page.
         if geometry.ranges == 1:  # a page stands where it was given: below `reserved` there is nothing to look at
             above = itertools.takewhile(reserved.__le__, owned)
-            owned = [slot for slot in above if (page := giving[slot]) in places and page not in own]
+            owned = [slot for slot in above if (page := donation_order[slot]) in places and page not in own]
         else:
             owned = [
                 slot
                 for slot in owned
-                if (place := index(slot)) >= reserved and (page := giving[place]) in places and page not in own
+                if (place := index(slot)) >= reserved and (page := donation_order[place]) in places and page not in own
             ]
         page, unit, most = geometry.page_bytes, geometry.unit_bytes, geometry.spec.max_blocks
         for slot in owned if pool.external else pool.vacant(owned):
@@ -333,7 +333,7 @@ class Lending:
             slots = tenant.slots_of(held[tenant])
             pending = tenant.kv.pool.pending(slots)
             return len(pending) - self._changes.room(tenant, slots, more), pending
-        way = find_way(self._changes, donor, target, more=more)
+        way = find_path(self._changes, donor, target, more=more)
         return way.short, way.pending
 
     def _fetch(

@@ -116,7 +116,7 @@ def _tenant(
         priority=tenant.priority,
         last_use=tenant.last_use,
         layers=tenant.layers,
-        remapped=tenant.told,
+        remapped=tenant.reported,
         buffers=tenant.buffers,
         selection=tenant.selection if tenant.streamed else "",
         streamed=tenant.streamed,
@@ -172,7 +172,7 @@ def make_report(
     return StepReport(
         changed=bool(moved) or resized or any(entry.added for entry in entries.values()),
         epoch=epoch,
-        remapped={name: tenants[name].told for name in entries},
+        remapped={name: tenants[name].reported for name in entries},
         added_blocks={name: entry.added for name, entry in entries.items()},
         moved={name: moves for name, moves in moved.items() if moves},
         wanted={name: blocks for entry in entries.values() for name, blocks in entry.wanted.items()},
@@ -196,10 +196,10 @@ def check_books(arena: _core.Arena, tenants: Mapping[str, TenantState]) -> None:
         if arena.broken:
             continue  # quarantined pages are in no pool's books
         owned = tenant.kv.pool.owned_slots()
-        pages = [tenant.giving[tenant.kv.geometry.giving_index(slot)] for slot in owned]
+        pages = [tenant.donation_order[tenant.kv.geometry.donation_index(slot)] for slot in owned]
         kv = arena.counts(tenant.number)["kv"]
-        if len(pages) + len(tenant.coming) != kv or not kv_pages.issuperset(pages):
+        if len(pages) + len(tenant.pending_slots) != kv or not kv_pages.issuperset(pages):
             raise AssertionError(
-                f"{tenant.name!r}: the pool owns {len(pages)} pages and is to get {len(tenant.coming)}, {kv} pages are its KV in "
-                "the arena"
+                f"{tenant.name!r}: the pool owns {len(pages)} pages and is to get {len(tenant.pending_slots)}, {kv} pages are "
+                "its KV in the arena"
             )

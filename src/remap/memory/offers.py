@@ -27,7 +27,7 @@ from remap.policy.views import Take
 __all__ = ["Offers"]
 
 
-def _stuck(tenants: Mapping[str, TenantState]) -> bool:
+def _immovable(tenants: Mapping[str, TenantState]) -> bool:
     """Whether some tenant's live blocks stay where they are, whichever tenant needs their pages."""
     return not all(tenant.kv.reclaims for tenant in tenants.values())
 
@@ -36,7 +36,7 @@ def _ahead(tenants: Mapping[str, TenantState], activity: NextUse) -> float:
     """Seconds of a turn of late, if all tenants can make room by a copy. The next tenant waits for the end of the present turn,
     and nothing keeps its layers from coming home meanwhile: the caller that runs the turns activates it that long before
     (`Inside.reload_s`)."""
-    return 0.0 if _stuck(tenants) else activity.turn_s or 0.0
+    return 0.0 if _immovable(tenants) else activity.turn_s or 0.0
 
 
 def _decode_pass_s(tenant: TenantState) -> float:
@@ -69,7 +69,7 @@ class Offers:
         # No method of this object: it would keep it alive.
         self.inactive = InactiveLayers(changes, lending, partial(_ahead, tenants, self._activity))
         self.active = ActiveLayers(changes, lending)
-        self.paused_kv = PausedKV(self.unused_kv, lending, partial(_stuck, tenants))
+        self.paused_kv = PausedKV(self.unused_kv, lending, partial(_immovable, tenants))
         donors: tuple[Donor, ...] = (self.unused_kv, self.inactive, self.paused_kv, self.active)
         self._donors = {one.kind: one for one in donors}
 
@@ -78,7 +78,7 @@ class Offers:
     def activated(self, tenant: TenantState, now: float, home: Collection[int] = ()) -> None:
         """Note that the tenant was asked for at `now`, and that these layers of it come home."""
         self._activity.activated(tenant.name, now)
-        if not _stuck(self._tenants):
+        if not _immovable(self._tenants):
             came_in = sum(each.kv.copied_in_bytes for each in self._tenants.values())
             nbytes = max(0, came_in - self._came_in) + sum(tenant.layer_bytes[layer] for layer in home)
             self._came_in = came_in
@@ -108,9 +108,9 @@ class Offers:
         ]
         now = self._clock()
         self._switching.look(now)
-        stuck = _stuck(self._tenants)
-        idle = self.ranked([one for one in others if not one.active and not (stuck and paused(one))], now)
-        busy = [one for one in others if one.active or (stuck and paused(one))]
+        immovable = _immovable(self._tenants)
+        idle = self.ranked([one for one in others if not one.active and not (immovable and paused(one))], now)
+        busy = [one for one in others if one.active or (immovable and paused(one))]
         asked: list[tuple[Donor, TenantState]] = [(self.unused_kv, giver) for giver in (*idle, *busy)]
         lenders = [] if self._switching.crowded else idle
         asked += [
@@ -131,12 +131,12 @@ class Offers:
         self._switching.look(now)
         if self._switching.crowded:
             return []
-        stuck = _stuck(self._tenants)
+        immovable = _immovable(self._tenants)
         found = []
         asleep = [
             one
             for one in self._tenants.values()
-            if one.config.lends and not one.busy and sleeps(one) and not (stuck and paused(one))
+            if one.config.lends and not one.busy and sleeps(one) and not (immovable and paused(one))
         ]
         for giver in self.ranked(asleep, now):
             as_inactive = replace(self._candidate(giver, now), active=False)

@@ -44,7 +44,7 @@ class Passes:
         self._clock = clock
         self._trace = trace
         self.closed = False
-        # Of a tenant whose layers other processes have: asks for them; whether some have come (`Outside.serves`).
+        # Of a tenant whose layers other processes have: asks for them; whether some have come (`OtherProcesses.serves`).
         self.serves: Callable[[TenantState], bool] | None = None
         self.come_home: Callable[[], None] | None = None
 
@@ -75,7 +75,7 @@ class Passes:
         """Begin a pass that reads these streamed blocks; `bracket` is the turn's `open_pass` while it is open. Raises as
         `Tenant.forward` says; if the pass had begun by then, the caller closes it."""
         self._lock.refuse_fork()
-        if tenant.abroad and self.serves is not None:
+        if tenant.at_others and self.serves is not None:
             self._ask_for_layers(tenant, self.serves)
         if not self._try_begin(tenant, stream, bracket, streamed):
             self._lock.run(self._begin_behind_changes, tenant, stream, bracket, streamed)

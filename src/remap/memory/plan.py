@@ -78,7 +78,7 @@ class Plan:
     # Pages that are at home again, to be loaded from the master copy: (layer, first page, how many).
     home: tuple[tuple[int, int, int], ...] = ()
     held: tuple[int, ...] = ()  # layers whose region the worker re-points
-    gained: Pages = ()  # pages that become KV, in giving order
+    gained: Pages = ()  # pages that become KV, in donation order
     lost: Pages = ()  # pages that stop being KV; their blocks must be empty
     ring_moves: bool = False  # copies in flight into the old ring must have finished before this plan is applied
     selection: str = ""  # how the layers that stream after it were chosen; "": as before it

@@ -52,7 +52,7 @@ class Registered:
     def refuse_detach(self, tenant: TenantState) -> None:
         """Raises InvalidState (fields tenant, address, nbytes) if a range of the tenant's is declared."""
         for address, nbytes in self._arena.registered():
-            if _inside(tenant.regions, [(address, nbytes)]):
+            if _internals(tenant.regions, [(address, nbytes)]):
                 raise InvalidState(
                     f"{nbytes} bytes at {address:#x}, memory of tenant {tenant.name!r}, are declared as registered; "
                     "nothing changed; deregister them and call withdraw_registered first",
@@ -73,10 +73,10 @@ class Registered:
 
 
 def _layers_in(tenant: TenantState, ranges: Iterable[_Range]) -> set[int]:
-    return _inside(tenant.regions[: tenant.parts], list(ranges))
+    return _internals(tenant.regions[: tenant.parts], list(ranges))
 
 
-def _inside(regions: Iterable[_Range], ranges: list[_Range]) -> set[int]:
+def _internals(regions: Iterable[_Range], ranges: list[_Range]) -> set[int]:
     """Which of the regions, by index, have a byte in one of the ranges."""
     return {
         index

@@ -23,10 +23,10 @@ from remap.memory.view import free_pages_of
 from remap.policy.views import Selection
 
 __all__ = [
-    "Way",
+    "ChangePath",
     "choose",
     "continue_draining",
-    "find_way",
+    "find_path",
     "grow",
     "prepare_growth",
     "prepare_lending",
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def take_free_pages(changes: Changes, tenant: TenantState, blocks: int) -> None:
-    """Take enough free pages, in giving order, for `blocks` more usable blocks, or all that there are."""
+    """Take enough free pages, in donation order, for `blocks` more usable blocks, or all that there are."""
     free = free_pages_of(changes, tenant, -(-blocks * tenant.kv.spec.block_bytes // changes.arena.page_bytes) + 1)
     if free:
         changes.apply(tenant, plan_free_pages(tenant.pages, free, give=True))
@@ -158,7 +158,7 @@ def restream(
     OutOfBlocks (field preempt) if live blocks have no room in the remaining pages; the backend's error if the change
     could not be applied. Nothing changes then.
     """
-    pool, way = tenant.kv.pool, find_way(changes, tenant, target)
+    pool, way = tenant.kv.pool, find_path(changes, tenant, target)
     plan = way.plan
     require_places(tenant, plan.gained)
     if not plan.steps:
@@ -190,7 +190,7 @@ def refuse_in_use(changes: Changes, tenant: TenantState, target: Streaming) -> N
     for blocks that are in the way, and still uses some. To end that first would give it back those that it has returned."""
     if not (tenant.draining and tenant.kv.pool.external):
         return
-    way = find_way(changes, tenant, target)
+    way = find_path(changes, tenant, target)
     in_use = sorted(set(tenant.draining).intersection(way.lost))
     if tenant.kv.pool.pending(in_use):
         raise changes.no_room(tenant, in_use, 0)
@@ -212,7 +212,7 @@ def continue_draining(changes: Changes, tenant: TenantState) -> dict[int, int]:
 
 
 @dataclass(frozen=True)
-class Way:
+class ChangePath:
     """One plan to the target, or two. first: if blocks need it to have room, a plan before it that only gains; `plan`
     is planned anew behind it. lost: slots of the KV region that may hold blocks and go away in the end. pending: the
     live blocks in them; short: how many of these have no room."""
@@ -224,15 +224,15 @@ class Way:
     short: int
 
 
-def find_way(changes: Changes, tenant: TenantState, target: Streaming, *, more: Sequence[int] = ()) -> Way:
+def find_path(changes: Changes, tenant: TenantState, target: Streaming, *, more: Sequence[int] = ()) -> ChangePath:
     """How the tenant gets to the target. more: slots that it will have got by then. Changes nothing; raises InvalidArgument as
     `plan_streaming` does."""
     pages, pool = tenant.pages, tenant.kv.pool
 
-    def from_there(plan: Plan, first: Plan | None, gained: Sequence[int]) -> Way:
+    def from_there(plan: Plan, first: Plan | None, gained: Sequence[int]) -> ChangePath:
         lost = list(tenant.slots_of(plan.lost))
         pending = pool.pending(lost) if lost else ()
-        return Way(plan, first, lost, pending, len(pending) - changes.room(tenant, lost, gained) if lost else 0)
+        return ChangePath(plan, first, lost, pending, len(pending) - changes.room(tenant, lost, gained) if lost else 0)
 
     direct = from_there(plan_streaming(pages, target), None, more)
     if direct.short <= 0 or not direct.plan.gained or pool.external:

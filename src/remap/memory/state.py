@@ -72,15 +72,15 @@ class TenantState:
     source: LayerSource
     # Swapped whole, with the session's lock held: of two writers one's fields would be lost. Read by the properties below.
     books: Books
-    giving: tuple[int, ...]  # page ids in giving order: place i of the KV region's giving order holds giving[i]
-    giving_order: _core.PageOrder  # the same, for the arena
+    donation_order: tuple[int, ...]  # page ids: place i of the KV region holds donation_order[i]
+    donation_lookup: _core.PageOrder  # the same, for the arena
     index_of: dict[int, int]  # its inverse
     layer_bytes: tuple[int, ...]
     addresses: tuple[int, ...]  # of the layers' regions
     regions: tuple[tuple[int, int], ...]  # address and bytes of every region: the layers' first
     rest_address: int
     ring_address: int
-    reserved: int  # the first places of the giving order, for min_blocks: their pages never leave
+    reserved: int  # the first places of the donation order, for min_blocks: their pages never leave
     placed: frozenset[
         int
     ]  # pages that may be homes of its layers: they have a place in the KV region, where they are zeroed
@@ -114,13 +114,15 @@ class TenantState:
 
     # -- changes that are not finished
     unsettled: PreparedPlan | None = None  # of a change that is decided and not settled
-    coming: tuple[int, ...] = ()  # of that: slots of the KV region whose pages the pool gets once they are zeroed
+    pending_slots: tuple[
+        int, ...
+    ] = ()  # of that: slots of the KV region whose pages the pool gets once they are zeroed
     leaving: bool = False  # detaching it has failed: only another try is allowed
     detached: bool = False
 
-    # -- layers whose pages other processes have (outside.py)
+    # -- layers whose pages other processes have (other_processes.py)
     gone: frozenset[int] = frozenset()  # pages.lent that others have
-    abroad: bool = False  # some were gone, and are not home yet
+    at_others: bool = False  # some were gone, and are not home yet
     arrived: bool = False  # some have come back while a pass was open
     tried_home: int = -1  # the epoch in which no more of them could come home
     called_s: float = 0.0  # until then they need not be called again
@@ -143,7 +145,7 @@ class TenantState:
     # While hooks are new: layers that no whole pass has waited for yet. None: a pass has, or the engine calls wait
     # itself.
     unseen: set[int] | None = None
-    handle: Handle | None = None  # `Inside`, with the public tenant, over it
+    handle: Handle | None = None  # `Internals`, with the public tenant, over it
 
     # -- kept answers, each with its key
     # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
@@ -165,8 +167,10 @@ class TenantState:
     def __post_init__(self) -> None:
         # Parts with pages: the layers, and behind them what stands before the first and behind the last, if it may go as well.
         self.parts = len(self.layer_bytes)
-        self.layers = self.parts if self.source.ends is None else self.source.ends
-        self.in_order = tuple(range(self.parts)) if self.source.ends is None else (self.layers, *range(self.layers))
+        self.layers = self.parts if self.source.embedding_part is None else self.source.embedding_part
+        self.in_order = (
+            tuple(range(self.parts)) if self.source.embedding_part is None else (self.layers, *range(self.layers))
+        )
         self.blocks_per_page: float = self.kv.geometry.page_bytes / self.kv.spec.block_bytes
         self.blocks_per_layer: float = self.pages.buffer_pages * self.blocks_per_page
         self.shrink_blocks = math.ceil(self.blocks_per_layer) + 1  # blocks that straddle both ends
@@ -278,7 +282,7 @@ class TenantState:
         return int(self.alpha) if self.slicing else max(0, len(pages.streamed) - len(pages.ring))
 
     @property
-    def told(self) -> float:
+    def reported(self) -> float:
         """`alpha` as reports show it: an int unless slices stream."""
         return self.alpha if self.pages.streamed else 0
 
@@ -587,18 +591,18 @@ class TenantState:
     def stand_together(self, pages: Sequence[int]) -> bool:
         """Whether these pages stand in the KV region one after another, as they usually do: pages given together do."""
         first = self.index_of.get(pages[0]) if pages else None
-        return first is not None and self.giving[first : first + len(pages)] == tuple(pages)
+        return first is not None and self.donation_order[first : first + len(pages)] == tuple(pages)
 
     def slots_of(self, pages: Sequence[int]) -> Sequence[int]:
         """Slots of the KV region at which these pages stand: a range if they are consecutive, the fast case."""
         geometry = self.kv.geometry
         if self.stand_together(pages):
-            return geometry.giving_slots(self.index_of[pages[0]], len(pages))
+            return geometry.donation_slots(self.index_of[pages[0]], len(pages))
         places = [self.index_of[page] for page in pages if page in self.index_of]
         if not places:
             return ()
         if places == list(range(places[0], places[0] + len(places))):
-            return geometry.giving_slots(places[0], len(places))
+            return geometry.donation_slots(places[0], len(places))
         if geometry.ranges == 1:  # a page stands where it was given
             return places
-        return [geometry.giving_slot(place) for place in places]
+        return [geometry.donation_slot(place) for place in places]

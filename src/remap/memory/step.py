@@ -2,10 +2,10 @@
 """One step of a session: every tenant's demand, in order of priority, then the layers that may come home.
 
     demand -> view -> Controller.decide -> carry out: grow, take from others, shrink      for each tenant that has one
-              NeedQuotes -> Outside.bring, Offers.to -> Controller.decide_with            where free pages do not suffice
+              NeedQuotes -> OtherProcesses.bring, Offers.to -> Controller.decide_with     where free pages do not suffice
     lender -> Controller.may_return -> Lending.bring_home                                 for each tenant whose layers others have
     engines free the live blocks that the report wants -> the rest of the takes           in the next step with the same demand
-                                                       -> Outside.meet                    what other processes have asked for
+                                                       -> OtherProcesses.meet             what other processes have asked for
 
 The step makes the entries of its report (entries.py).
 """
@@ -22,7 +22,7 @@ from remap.memory.donors import paused
 from remap.memory.entries import Entries, Entry, ended_early, merge
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
-from remap.memory.outside import Outside
+from remap.memory.other_processes import OtherProcesses
 from remap.memory.pages import Streaming
 from remap.memory.restream import choose, continue_draining, grow, restream, take_free_pages
 from remap.memory.state import TenantState
@@ -52,14 +52,14 @@ class Steps:
         changes: Changes,
         lending: Lending,
         offers: Offers,
-        outside: Outside | None = None,
+        other_processes: OtherProcesses | None = None,
     ) -> None:
         """outside: other processes, where the arena is shared with some."""
         self._tenants = tenants
         self._changes = changes
         self._lending = lending
         self._offers = offers
-        self._outside = outside
+        self._other_processes = other_processes
         self._waits: _Waits | None = None  # of the last step
 
     def step(self, demand: Mapping[str, Demand]) -> Entries:
@@ -79,8 +79,8 @@ class Steps:
         rest = waits.rest if waits is not None and self._answered(waits, demand) else None
         asked: Sequence[TenantState] = ()  # whose engines are, for other processes
         try:
-            if self._outside is not None and rest is None:
-                self._outside.step(demand, entries)
+            if self._other_processes is not None and rest is None:
+                self._other_processes.step(demand, entries)
             for name in demand if len(demand) < 2 else sorted(demand, key=self._precedence):
                 tenant, wanted = self._tenants[name], demand[name]
                 decision = self._decide(tenant, wanted) if rest is None else rest.get(name, NONE)
@@ -90,8 +90,8 @@ class Steps:
             for tenant in self._tenants.values():
                 if tenant.pages.lent and rest is None:
                     self._consider_return(tenant, entries)
-            if self._outside is not None and self._outside.lacks is not None:
-                asked = self._outside.meet(entries if rest is None else None)
+            if self._other_processes is not None and self._other_processes.lacks is not None:
+                asked = self._other_processes.meet(entries if rest is None else None)
         except ArenaBroken:
             raise
         except Error as error:
@@ -130,7 +130,7 @@ class Steps:
             tenant.kv.pool.in_use = view.live_blocks
         decision = tenant.controller.decide(view, wanted)
         if isinstance(decision, NeedQuotes):
-            if self._outside is not None and self._outside.bring(tenant, decision.blocks):
+            if self._other_processes is not None and self._other_processes.bring(tenant, decision.blocks):
                 view = self._view(tenant)
             quotes = self._offers.to(tenant, decision.blocks)
             beside = replace(view, neighbours=tenant.link.neighbours(tenant))
@@ -163,8 +163,8 @@ class Steps:
             # Count the blocks that are there, not those planned: written layers may have made them fewer.
             free = (wanted.free or 0) + added if pool.external else pool.free_blocks
             entry.unmet = max(0, wanted.blocks - free)
-            if entry.unmet and self._outside is not None and self._outside.problem:
-                entry.reason += f"; {self._outside.problem}"
+            if entry.unmet and self._other_processes is not None and self._other_processes.problem:
+                entry.reason += f"; {self._other_processes.problem}"
 
     def _shrink(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries) -> None:
         """Bring layers home, unless the demand or another process needs their pages: the tenant's entry says so then."""
@@ -245,8 +245,8 @@ class Steps:
         decision: Decision | None
         if claim is None:
             decision = lender.controller.may_return(view, holds=True)
-            if decision is not None and self._outside is not None:
-                self._outside.fetch_if_paid(lender)
+            if decision is not None and self._other_processes is not None:
+                self._other_processes.fetch_if_paid(lender)
             return
         lost = {self._tenants[name]: blocks for name, blocks in claim.items()}
         if any(holder.busy for holder in lost):
@@ -286,7 +286,7 @@ class Steps:
 
     def _view(self, tenant: TenantState) -> TenantView:
         """The controller's view of the tenant, with the demand of this step."""
-        shares = len(self._tenants) > 1 or self._outside is not None
+        shares = len(self._tenants) > 1 or self._other_processes is not None
         return view_of(self._changes, tenant, tenant.demand, shares=shares)
 
     def _precedence(self, name: str) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class Footprint:
         """Pages of each layer: at least one, whole ones."""
         return tuple(max(1, -(-nbytes // page_bytes)) for nbytes in self.layer_bytes)
 
-    def giving(self, page_bytes: int) -> tuple[int, ...]:
+    def donation_sizes(self, page_bytes: int) -> tuple[int, ...]:
         """Pages of each layer that may leave: one without bytes of its own never does."""
         return tuple(n for n, nbytes in zip(self.layer_pages(page_bytes), self.layer_bytes) if nbytes)
 
@@ -50,7 +50,7 @@ class Footprint:
         """Pages that a KV region needs places for, to get from `first` to at least `pages` pages by whole layers, whichever
         leave: one that has no place there cannot. No more than all but one layer can leave.
         """
-        sizes = sorted(self.giving(page_bytes))
+        sizes = sorted(self.donation_sizes(page_bytes))
         leave = next((n for n in range(len(sizes)) if first + sum(sizes[:n]) >= pages), len(sizes) - 1)
         # And one more: with two ring buffers the second layer of the order is ring, while its pages have a place.
         return first + (sum(sizes[-leave - 1 :]) if leave > 0 else 0)
@@ -75,9 +75,11 @@ class Footprint:
         return sizes[-1]
 
 
-def footprint(model: nn.Module, layers: Any, mutable: Sequence[str] = (), *, ends: bool = False) -> Footprint:
-    """The footprint of `model` as `Session.attach` with the same arguments would lay it out. Reads shapes only. ends: of a model
-    that is attached inactive: what of it stands outside of the layers and goes with them counts as one layer more.
+def footprint(model: nn.Module, layers: Any, mutable: Sequence[str] = (), *, embedding_part: bool = False) -> Footprint:
+    """The footprint of `model` as `Session.attach` with the same arguments would lay it out. Reads shapes only.
+
+    embedding_part: of a model that is attached inactive: what of it stands outside of the layers and goes with them counts
+    as one layer more.
 
     Raises InvalidArgument as `Session.attach` does for layers or tensors that it cannot attach.
     """
@@ -89,5 +91,7 @@ def footprint(model: nn.Module, layers: Any, mutable: Sequence[str] = (), *, end
     found = modules.resolve_layers(model, modules.find_layers(model) if layers is None else layers)
     devices = [each.device for each in (*model.parameters(), *model.buffers())]
     specs = modules.collect(model, found, device=devices[0] if devices else torch.device("cpu"))
-    packed = layout.build(specs, layers=len(found), mutable=(*layout.DEFAULT_MUTABLE, *mutable), ends=ends)
+    packed = layout.build(
+        specs, layers=len(found), mutable=(*layout.DEFAULT_MUTABLE, *mutable), embedding_part=embedding_part
+    )
     return Footprint(tuple(part.nbytes for part in packed.layers), packed.rest.nbytes)

@@ -133,7 +133,7 @@ def build(
     layers: int | None = None,
     alignment: int = 256,
     mutable: Sequence[str] = (),
-    ends: bool = False,
+    embedding_part: bool = False,
     file_order: Mapping[int, Mapping[str, int]] | None = None,
     file_alignment: int = 64,
 ) -> Layout:
@@ -142,8 +142,8 @@ def build(
     layers: number of layers; by default one more than the largest index in `specs`. alignment: bytes, a power of two,
     at least the largest itemsize. mutable: glob patterns (`*` crosses dots) of paths that the model writes; their
     storages stay resident, and so do storages that two layers, or a layer and a tensor outside of the layers, share.
-    ends: parameters outside of the layers make one part more, behind the layers, if they are not mutable nor share a layer's
-    storage: the embedding, the final norm and the head.
+    embedding_part: parameters outside of the layers make one part more, behind the layers, if they are not mutable nor
+    share a layer's storage: the embedding, the final norm and the head.
     file_order, file_alignment: see `Layout.with_file_order`; applied last.
 
     Raises InvalidArgument for inconsistent specs (duplicate paths, a wrong span, a misaligned offset, ...).
@@ -162,7 +162,7 @@ def build(
     for spec in specs:
         groups.setdefault(spec.storage, []).append(spec)
     stays = {storage for storage, members in groups.items() if _stays(members, mutable)}
-    goes = {storage for storage, members in groups.items() if ends and _goes_with_layers(members, mutable)}
+    goes = {storage for storage, members in groups.items() if embedding_part and _goes_with_layers(members, mutable)}
     parts: list[list[TensorSpec]] = [[] for _ in range(count)]
     last: list[TensorSpec] = []
     rest: list[TensorSpec] = []

@@ -54,7 +54,7 @@ class LayerSource:
     differing: Callable[[Collection[int]], dict[int, list[str]]] = lambda layers: {}
     # The last part, which is no layer: tensors outside of the layers that go with them when their tenant gives all up. None:
     # such tensors are all in the rest, and stay.
-    ends: int | None = None
+    embedding_part: int | None = None
     # Make every master copy anew from the layers' bytes, and forget the writes; None: another object owns these bytes
     renew: Callable[[], None] | None = None
 
@@ -102,13 +102,13 @@ def model_source(
     extra: Sequence[Any] = (),
     embedding: str = "device",
     hooks: bool = True,
-    ends: bool = False,
+    embedding_part: bool = False,
 ) -> LayerSource:
     """A torch model, on the CPU or on `device`. `memory(address, nbytes)` makes a uint8 tensor over a region.
 
     host: memory for the master copies that the device reads, if it needs such. kv: must fit the model. extra, embedding,
-    hooks: see `Session.attach`. ends: whether parameters outside of the layers have a master copy too, and may go with the
-    layers (`pack.build(ends=)`).
+    hooks: see `Session.attach`. embedding_part: whether parameters outside of the layers have a master copy too, and
+    may go with the layers (`pack.build(embedding_part=)`).
     """
     device.require_bytes()
     import torch
@@ -152,7 +152,9 @@ def model_source(
                 "changed; detach the model from that session first",
                 path=tensor_path,
             )
-    layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable), ends=ends)
+    layout = packing.build(
+        specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable), embedding_part=embedding_part
+    )
     last = len(found) if len(layout.layers) > len(found) else None
     locked = host is not None and host.locks([part.nbytes for part in layout.layers])
     allocate = None if host is None else host.allocate if locked else host.ordinary
@@ -272,7 +274,7 @@ def model_source(
         keep_alive=(master, layout),
         modules=tuple(found),
         differing=differing,
-        ends=last,
+        embedding_part=last,
         renew=None if isinstance(master, masters.SafetensorsMaster) else renew,
     )
 

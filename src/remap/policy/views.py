@@ -83,7 +83,7 @@ class TenantView:
     lends: bool = False  # other tenants have pages of its layers: they come home first, by `Controller.may_return`
     seen: bool = True  # whether a whole pass has waited for every layer; until then none of them may be streamed
     unit: str = "layers"  # the unit of alpha; for slices: tail pages of every layer
-    order: tuple[int, ...] = ()  # streamable layers, in giving order: bounds and stalls depend on them
+    order: tuple[int, ...] = ()  # streamable layers, in donation order: bounds and stalls depend on them
     shares: bool = False  # there are other tenants, and they are asked when free pages do not suffice
     # The other active tenants that stream, looked at only when the tenant copies more. None: no other tenant is active.
     neighbours: Sequence[Neighbour] | None = None

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.internals import internals
 from remap.sizes import show_size
 
 from .demo_config import FITTING_MODELS, MOST_MODELS, DemoConfig, Progress
@@ -184,7 +184,7 @@ def serve_cold(
         on_report = reporter(requests, report)
 
         def on_step(shared: SharedEngines, steps: Mapping[str, Any]) -> None:
-            away.append(sum(len(inside(engine.tenant).cold) for engine in shared.engines.values()))
+            away.append(sum(len(internals(engine.tenant).cold) for engine in shared.engines.values()))
             on_report(shared, steps)
 
         result = shared.run(requests, on_step)

@@ -11,7 +11,7 @@ import time
 
 from remap import Session, advanced
 from remap.errors import InvalidState
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.activate import ActivationReport
 
 __all__ = ["LRUModels", "SleepingModels"]
@@ -41,7 +41,7 @@ class SleepingModels(Session):
         if report.activated:
             advanced.settle(self)
             tenant = self.tenants[name]
-            while not all(map(inside(tenant).ready, set(range(tenant.layers)) - set(tenant.streamed))):
+            while not all(map(internals(tenant).ready, set(range(tenant.layers)) - set(tenant.streamed))):
                 time.sleep(LOOK_S)
         return report
 
@@ -50,7 +50,7 @@ class SleepingModels(Session):
         return ()
 
     def _lacks(self, name: str) -> bool:
-        tenant = inside(self.tenants[name])
+        tenant = internals(self.tenants[name])
         first = tenant.kv.geometry.pages_for_blocks(tenant.kv.spec.min_blocks)
         return self.snapshot().pages.free < tenant.away_pages + first
 

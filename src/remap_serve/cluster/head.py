@@ -17,7 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remap.errors import InvalidState, OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.cluster.counts import Counts
 from remap_serve.cluster.lanes import Lane, Lanes
 from remap_serve.cluster.messages import Tokens
@@ -126,7 +126,7 @@ class Head:
         counts: Counts | None = None,
     ) -> None:
         self._counts = Counts() if counts is None else counts
-        self.kv: Any = inside(tenant).kv if kv is None else kv
+        self.kv: Any = internals(tenant).kv if kv is None else kv
         self._alone = kv is None
         self._session = session
         seen = tenant if kv is None else _Shared(tenant.name, kv)

@@ -32,7 +32,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from remap.errors import Error, InvalidState
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.cluster import beside, own_layers, passes, room
 from remap_serve.cluster.change import InstanceChanges
 from remap_serve.cluster.member import Member, alone
@@ -112,7 +112,7 @@ class InstanceLoop:
 
     def counts(self) -> dict[str, float]:
         """See `ClusterInstance.counts`."""
-        tenant = inside(self._has.tenant)
+        tenant = internals(self._has.tenant)
         kv = tenant.kv
         return self._has.counts.as_dict(tenant.stats().copied_bytes, kv.copied_out_bytes + kv.copied_in_bytes)
 
@@ -339,7 +339,7 @@ class InstanceLoop:
         """See `ClusterInstance.recover`."""
         self.changes.recover(epoch)
         self.recovered = epoch
-        old, kv = self.now, inside(self._has.tenant).kv
+        old, kv = self.now, internals(self._has.tenant).kv
         ids = [] if old.head is None else [id for id, _ in old.head.requests]
         ids += [] if old.exchange is None else [each.id for each in old.exchange.stalled]
         old.leave()

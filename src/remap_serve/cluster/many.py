@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState, OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 
 from .caller import Caller
 from .ledger import Delivery
@@ -221,7 +221,7 @@ class ManyModels:
                     engine.abort(question.id)
                 continue
             request = question.request
-            if inside(engine.tenant).cold:
+            if internals(engine.tenant).cold:
                 self._begun.setdefault(question.model, time.perf_counter())
             try:
                 engine.add_request(request)

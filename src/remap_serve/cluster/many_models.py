@@ -43,7 +43,7 @@ def plan_many(
     hold the largest of them with its first KV blocks.
     """
     made = {name: shapes(folder) for name, folder in folders.items()}
-    sizes = {name: footprint(model, None, ends=True) for name, model in made.items()}
+    sizes = {name: footprint(model, None, embedding_part=True) for name, model in made.items()}
     page = page_bytes or min(size.page_size(device) for size in sizes.values())
     plans = {}
     for name, model in made.items():

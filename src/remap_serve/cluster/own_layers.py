@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from remap import StepReport, advanced
 from remap.errors import InvalidState, OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.activate import ActivationReport
 from remap_serve.cluster import room
 from remap_serve.cluster.resources import KVLost
@@ -47,7 +47,7 @@ def hold(member: Member, first: int, end: int, besides: Collection[int] = (), fi
     has = member.has
     report = changed(member, partial(advanced.place, has.session, has.name, first, end, hold=besides, fill=tuple(fill)))
     elsewhere = sorted({*range(has.layers)} - ({*range(first, end), *besides} - {*fill}))
-    within = inside(has.tenant)
+    within = internals(has.tenant)
     got = within.computed, sorted(within.elsewhere)
     if got != (range(first, end), elsewhere):
         raise InvalidState(

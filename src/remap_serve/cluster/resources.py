@@ -11,7 +11,7 @@ import torch
 
 import remap
 from remap.errors import InvalidArgument, InvalidState
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.cluster import probes
 from remap_serve.cluster.counts import Counts
 from remap_serve.cluster.head import HeadLimits
@@ -99,7 +99,7 @@ class Resources:
         self.limits = HeadLimits(
             self.decoder.vocabulary, self.decoder.max_tokens, max_num_seqs, max_batch_tokens, decode_cost
         )
-        within = inside(tenant)
+        within = internals(tenant)
         self.own_blocks = frozenset(within.kv.pool.open_ids())
         self.fingerprint = fingerprint_of(model, tenant.kv.spec.block_tokens)
         self.counts = Counts()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.cluster import beside, member, own_layers, room, throughput
 from remap_serve.cluster.exchange import Exchange, Run
 from remap_serve.cluster.layer_copies import LayerCopies
@@ -36,7 +36,7 @@ MOST_BYTES = 256 << 20
 def switch(old: Member, prepared: PreparedGroup, sent: Callable[[], None]) -> Member:
     """Carry the plan out. Nothing of the old group is in flight here. sent: called in another thread, each time that a piece of
     KV or of a layer has left."""
-    has, plan, kv = old.has, prepared.plan, inside(old.has.tenant).kv
+    has, plan, kv = old.has, prepared.plan, internals(old.has.tenant).kv
     new = member.alone(has, plan.epoch) if prepared.ring is None else member.stage_of(has, plan, prepared.ring)
     own_layers.hold(old, new.part.first, new.part.end)
     new.home = new.part.end - new.part.first == has.layers

@@ -16,7 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from remap.errors import InvalidArgument, OutOfBlocks
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy.views import Demand
 from remap_serve.engine.chunk import Chunk
 from remap_serve.engine.metrics import Metrics, StepSample
@@ -88,7 +88,7 @@ class Engine(ABC):
         probe: Callable[[], float] | None = None,
     ) -> None:
         self.tenant = tenant
-        self._kv = inside(tenant).kv
+        self._kv = internals(tenant).kv
         self.session = session
         self.scheduler = scheduler
         self.runner = runner
@@ -423,7 +423,7 @@ class LLMEngine(Engine):
                 graphs=graphs,
                 staging=staging,
             )
-        kv = inside(tenant).kv
+        kv = internals(tenant).kv
         real = hasattr(kv, "open_host")  # a test double has no host memory
         scheduler = Scheduler(
             swap=real and (kv.host.total if session is None else kv.open_host()) > 0,

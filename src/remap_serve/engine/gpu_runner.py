@@ -24,7 +24,7 @@ import torch
 
 from remap import advanced
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.engine.captured import CapturedDecode
 from remap_serve.engine.graphs import EagerGraphs, TorchCudaGraphs
 from remap_serve.engine.inputs import TokenInputs
@@ -115,7 +115,7 @@ class GpuRunner:
             self.stream = torch.cuda.Stream(self.device)
         # Recording reads every layer's memory, so nothing may be on its way to being mapped elsewhere meanwhile. A tenant of
         # a session can be remapped by hand even if this engine was given no session.
-        self._session = session if session is not None else getattr(inside(tenant), "session", None)
+        self._session = session if session is not None else getattr(internals(tenant), "session", None)
         self._layers = len(self.decoder.layers)
         self._decodes = TokenInputs(
             self.device, max_num_seqs, max_num_seqs, block_tokens, (max_num_seqs, width), by_kernel=by_kernel

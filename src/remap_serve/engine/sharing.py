@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from remap.errors import InvalidArgument, InvalidState, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy.turns import TURN_S, PresentTurn, Queue, Turns
 from remap.process_turn import ProcessTurn
-from remap.seldom import Seldom
+from remap.rate_limited import RateLimitedWarning
 from remap_serve.engine.reports import Reports
 from remap_serve.engine.shared_metrics import Activation, SharedResult, SharedSample, TenantSample
 
@@ -133,14 +133,14 @@ class SharedEngines:
         self.partial: bool | float = default if partial is None else partial
         self._clock = clock
         self._sleep = sleep
-        if turns is None and session is not None and any(inside(each.tenant).cold for each in engines.values()):
+        if turns is None and session is not None and any(internals(each.tenant).cold for each in engines.values()):
             turns = Turns(quantum_s)
         self._turns = turns if mode == "temporal" else None
         joined = session is not None and session.broker
         self._process = ProcessTurn(session, tuple(engines), turn_s) if joined else None
         self._resting = False  # spatial only: other processes have the pages, or may have them
         self._lacking: dict[str, float] = {}  # tenants whose layers' pages other processes keep -> when these ask again
-        self._waits_said = Seldom(logger)
+        self._waits_said = RateLimitedWarning(logger)
         self._waits: dict[str, float] = {}  # with `turns`: the tenants that have work and not the turn, since when
         self._pass_s: dict[str, float] = {}  # with `turns`: what each one's last pass took
         self._turn_cost_s = 0.0  # of the present turn's beginning
@@ -334,12 +334,12 @@ class SharedEngines:
 
     def _queue(self, name: str, since_s: float, switch_s: float) -> Queue:
         engine = self.engines[name]
-        due_s = engine.due_s(*inside(engine.tenant).targets)
+        due_s = engine.due_s(*internals(engine.tenant).targets)
         longest = max(self._pass_s.values(), default=0.0)  # one that has not run yet may take as long as any
         return Queue(since_s, due_s, switch_s, self._pass_s.get(name, longest))
 
     def _expect(self, name: str) -> None:
-        if self.session is not None and inside(self.engines[name].tenant).cold:
+        if self.session is not None and internals(self.engines[name].tenant).cold:
             self.beginning = name
             self.session.expect(name)
             self.beginning = None
@@ -357,13 +357,13 @@ class SharedEngines:
 
     def _reload_s(self, name: str) -> float:
         """Seconds in which what the tenant has lent comes home: at the rate that was seen; before that, as the link loads it."""
-        within = inside(self.engines[name].tenant)
+        within = internals(self.engines[name].tenant)
         return within.reload_s if self._page_s == math.inf else within.away_pages * self._page_s
 
     def _watch_return(self) -> None:
         """Learn how long it took, once all are at home."""
         known = self._returning
-        if known is not None and all(map(inside(self.engines[known.name].tenant).ready, known.layers)):
+        if known is not None and all(map(internals(self.engines[known.name].tenant).ready, known.layers)):
             self._page_s = min(self._page_s, (self._clock() - known.begun_s) / known.pages)
             self._returning = None
 
@@ -448,7 +448,7 @@ class SharedEngines:
         Which blocks these are is all one: those that stay move."""
         preempted = 0
         self.beginning = name
-        within, begun = inside(self.engines[name].tenant), self._clock()
+        within, begun = internals(self.engines[name].tenant), self._clock()
         away = within.away_pages
         for _ in range(len(self.engines) + 1):
             report = self._reports.ask(lambda: self.session.activate(name, alone=alone, partial=self.partial))
@@ -571,7 +571,7 @@ class SharedEngines:
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
                 preemptions=engine.metrics.preemptions,
-                lent_pages=getattr(inside(engine.tenant), "lent_pages", 0),
+                lent_pages=getattr(internals(engine.tenant), "lent_pages", 0),
             )
         self._timeline.append(SharedSample(now - self._started_s, tuple(ran), tenants))
 

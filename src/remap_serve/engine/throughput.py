@@ -19,7 +19,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.engine.chunk import Chunk
 from remap_serve.engine.engine import Engine
 from remap_serve.engine.pairs import END, PAIR, Kept, Pair
@@ -278,7 +278,7 @@ class ThroughputEngine(Engine):
     def _choose(self) -> ChosenRatio:
         from remap_serve.engine.throughput_times import costs_of, measure, room_of
 
-        scheduler, spec, within = self.scheduler, self.tenant.kv.spec, inside(self.tenant)
+        scheduler, spec, within = self.scheduler, self.tenant.kv.spec, internals(self.tenant)
         layers, pair_tokens = self.runner.layers, PAIR * spec.block_tokens
         room = room_of(layers, within.kv.geometry.unit_bytes, spec.streamed_blocks, spec.scratch_blocks)
         requests = [sequence.request for sequence in scheduler.waiting]
@@ -328,7 +328,7 @@ def _kv_alone(runner: ThroughputRunner) -> str | None:
         require_block_activations(runner.decoder)
     except InvalidArgument as error:
         return str(error)
-    within = inside(tenant)
+    within = internals(tenant)
     if len(within.kv.scratch) < PAIR:
         return "the KVSpec has no scratch_blocks, in which keys and values could be made again"
     return None if within.copy_seconds() and within.streamed_seconds(1) else "the link was not measured"

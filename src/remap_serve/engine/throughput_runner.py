@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.engine.attention import AttentionBatch, PagedAttention, decode_first
 from remap_serve.engine.models import decoder_of, kv_from_activations, min_rows
 from remap_serve.engine.pairs import PAIR
@@ -112,7 +112,7 @@ class ThroughputRunner:
     def _packed(self, chunks: Listed[Chunk]) -> list[list[Chunk]]:
         """Mini-batches, as few as `minibatches.fewest` finds: each makes another product of the layer's keys and values."""
         mixes = [Mix(0, self._remade_blocks(chunk)) for chunk in chunks]
-        packing = fewest(mixes, BufferLimits(len(inside(self.tenant).kv.scratch), kv=0, activations=1, held=1))
+        packing = fewest(mixes, BufferLimits(len(internals(self.tenant).kv.scratch), kv=0, activations=1, held=1))
         return [decode_first([chunks[at] for at in each]) for each in packing]
 
     def _remade_blocks(self, chunk: Chunk) -> int:
@@ -139,7 +139,7 @@ class ThroughputRunner:
         self, chunks: list[Chunk]
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor] | None:
         """See `MiniBatch.remade`. The sequences show the scratch blocks from now on, until the next pass."""
-        size, scratch = self.block_tokens, iter(inside(self.tenant).kv.scratch)
+        size, scratch = self.block_tokens, iter(internals(self.tenant).kv.scratch)
         shown: list[int] = []
         targets: list[int] = []
         first_tokens: list[int] = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from remap.inside import inside
+from remap.internals import internals
 from remap_serve.engine.attention import AttentionBatch
 from remap_serve.engine.chunk import Chunk
 from remap_serve.engine.models import min_rows
@@ -96,7 +96,7 @@ def measure(runner: ThroughputRunner, requests: int, tokens: int, clock: Callabl
     tenant = runner.tenant
     pair_tokens = PAIR * runner.block_tokens
     few, short = max(1, requests // 2), max(1, tokens // 2)
-    pairs = max(1, min(len(inside(tenant).kv.scratch) // PAIR, requests * tokens // pair_tokens))
+    pairs = max(1, min(len(internals(tenant).kv.scratch) // PAIR, requests * tokens // pair_tokens))
     made = sorted({max(1, pairs // 4), pairs})
     with tenant.forward(phase="prefill", tokens=requests):
         for layer in range(tenant.layers):
@@ -113,7 +113,7 @@ def measure(runner: ThroughputRunner, requests: int, tokens: int, clock: Callabl
     base_s, token_s, pair_s = _forward_parts(
         (requests, tokens, full), (requests, short, half), (few, short, less), pair_tokens
     )
-    within = inside(tenant)
+    within = internals(tenant)
     sizes = within.layer_bytes
     rate = within.copy_seconds() / (sum(sizes) / tenant.layers)
     streamed = set(tenant.streamed)
@@ -168,13 +168,13 @@ def _seconds(works: Listed[Callable[[], object]], clock: Callable[[], float]) ->
 
 def _fill(runner: ThroughputRunner) -> None:
     """Give the scratch blocks numbers that are like activations: the bytes there may be slow to compute with."""
-    tensor, scratch = runner.tenant.kv.tensors[0], inside(runner.tenant).kv.scratch
+    tensor, scratch = runner.tenant.kv.tensors[0], internals(runner.tenant).kv.scratch
     tensor[:, scratch.start : scratch.stop] = torch.randn(tensor[:, :1].shape, dtype=tensor.dtype)
 
 
 def _batch(runner: ThroughputRunner, rows: int, length: int) -> AttentionBatch:
     """`rows` sequences decode their token number `length`, all of them in the same scratch blocks."""
-    scratch, size = inside(runner.tenant).kv.scratch, runner.block_tokens
+    scratch, size = internals(runner.tenant).kv.scratch, runner.block_tokens
     chunks = []
     for row in range(rows):
         sequence = Sequence.of(Request(f"calibration {row}", (0,) * length), row)
@@ -196,7 +196,7 @@ def _layer(runner: ThroughputRunner, rows: int, length: int) -> Callable[[], obj
 
 
 def _remake(runner: ThroughputRunner, pairs: int) -> Callable[[], object]:
-    scratch, size = torch.tensor(inside(runner.tenant).kv.scratch), runner.block_tokens
+    scratch, size = torch.tensor(internals(runner.tenant).kv.scratch), runner.block_tokens
     targets = scratch[: PAIR * pairs]
     source = torch.tensor([0, 1] * pairs), scratch[:pairs].repeat_interleave(2)
     places = torch.arange(PAIR * pairs * size) % runner.decoder.max_tokens

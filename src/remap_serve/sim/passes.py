@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from remap.inside import inside
+from remap.internals import internals
 from remap.policy.hardware import Machine, Model
 from remap_serve.engine.chunk import Chunk
 from remap_serve.engine.streaming import streamed
@@ -112,7 +112,7 @@ class SessionPass(Pass):
 
     @property
     def stall_s(self) -> float:
-        return self._swap_s + float(inside(self._tenant).stats().stall_s)
+        return self._swap_s + float(internals(self._tenant).stats().stall_s)
 
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         backend, tenant, stream = self._backend, self._tenant, self.stream
@@ -129,7 +129,7 @@ class SessionPass(Pass):
     def _layer_by_layer(self, layer_s: float, ends_s: float) -> None:
         # Layers that are in place need no waiting: they are computed together with what follows them.
         backend, tenant, stream = self._backend, self._tenant, self.stream
-        ready, wait, done = inside(tenant).ready, tenant.wait, tenant.done
+        ready, wait, done = internals(tenant).ready, tenant.wait, tenant.done
         pending = 0.0
         for layer in range(self._layers):
             if ready(layer):
@@ -145,12 +145,12 @@ class SessionPass(Pass):
 
     @property
     def copied_bytes(self) -> int:
-        kv = inside(self._tenant).kv
-        return int(kv.copied_out_bytes + kv.copied_in_bytes + inside(self._tenant).stats().block_bytes)
+        kv = internals(self._tenant).kv
+        return int(kv.copied_out_bytes + kv.copied_in_bytes + internals(self._tenant).stats().block_bytes)
 
     @property
     def copied_out_bytes(self) -> int:
-        return int(inside(self._tenant).kv.copied_out_bytes)
+        return int(internals(self._tenant).kv.copied_out_bytes)
 
 
 @dataclass(frozen=True)

@@ -235,15 +235,15 @@ def check_books(scheduler: Any) -> None:
 
 @contextmanager
 def pretended_version(version: str | None) -> Iterator[None]:
-    from remap.adapters.vllm import internals
+    from remap.adapters.vllm import engine_internals
 
-    original = internals.installed_version
+    original = engine_internals.installed_version
     if version is not None:
-        internals.installed_version = lambda: version
+        engine_internals.installed_version = lambda: version
     try:
         yield
     finally:
-        internals.installed_version = original
+        engine_internals.installed_version = original
 
 
 def serve_run(run: dict[str, Any], kept: dict[str, Stepper]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="runs where vLLM is installed: make test-engi
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from remap.adapters.vllm import internals
+from remap.adapters.vllm import engine_internals
 from remap.adapters.vllm.link import PoolIds, RankLink
 from remap.ranks import RankReport, runs
 
@@ -106,7 +106,7 @@ class Pool(RuleBasedStateMachine):
         moves = dict(zip(leaving, free))
         for used, unused in moves.items():
             self.contents[unused] = self.contents[used]
-            internals.exchange(self.pool, used, unused)
+            engine_internals.exchange(self.pool, used, unused)
         assert set(self.books.collect()) == set(leaving)
         assert not self.books.leaving
 
@@ -157,7 +157,7 @@ def test_an_exchange_keeps_what_is_cached_of_the_one_that_moves_only() -> None:
     pool._insert_block_hash(key(1), first, num_tokens=16)
     pool._insert_block_hash(key(2), second, num_tokens=16)
     pool.free_blocks([second])
-    internals.exchange(pool, first.block_id, second.block_id)
+    engine_internals.exchange(pool, first.block_id, second.block_id)
     assert pool.get_cached_block(key(1)[:8], [0]) == [first]
     assert pool.get_cached_block(key(2)[:8], [0]) is None
     assert (first.block_id, second.block_id) == (2, 1)
@@ -256,7 +256,7 @@ def test_blocks_that_are_copied_to_the_host_leave_afterwards() -> None:
 def test_blocks_that_are_being_loaded_count_as_copied() -> None:
     scheduler = scheduler_of(BlockPool(8, enable_caching=True, hash_block_size=16))
     connector_of(scheduler)._jobs = {1: job(store=False)}
-    assert internals.being_copied(scheduler) == {6}
+    assert engine_internals.being_copied(scheduler) == {6}
 
 
 def test_neither_end_of_a_move_is_being_copied_and_the_connector_learns_the_new_ids() -> None:

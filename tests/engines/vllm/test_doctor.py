@@ -8,7 +8,7 @@ import pytest
 
 from remap.adapters import touched
 from remap.adapters.touched import Touched, unlike
-from remap.adapters.vllm import internals
+from remap.adapters.vllm import engine_internals
 from remap.cli import doctor_vllm
 from remap.errors import InvalidState
 
@@ -39,7 +39,7 @@ def test_the_command_is_one_that_starts(monkeypatch: pytest.MonkeyPatch, there: 
 
 @pytest.mark.parametrize("version", ["0.30.2", "strange"])
 def test_an_older_version_cannot(monkeypatch: pytest.MonkeyPatch, version: str):
-    monkeypatch.setattr(internals, "installed_version", lambda: version)
+    monkeypatch.setattr(engine_internals, "installed_version", lambda: version)
     (check,) = doctor_vllm.checks()
     assert check.level == "bad"
     assert version in check.found
@@ -47,11 +47,11 @@ def test_an_older_version_cannot(monkeypatch: pytest.MonkeyPatch, version: str):
 
 def test_a_newer_version_in_which_all_is_as_expected_can_and_is_warned_of_once(monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
-    monkeypatch.setattr(internals, "installed_version", lambda: "0.99.1")
-    monkeypatch.setattr(internals.logger, "warning", said.append)
+    monkeypatch.setattr(engine_internals, "installed_version", lambda: "0.99.1")
+    monkeypatch.setattr(engine_internals.logger, "warning", said.append)
     monkeypatch.setattr(touched, "_warned", set())
-    internals.check_version()
-    internals.check_version()
+    engine_internals.check_version()
+    engine_internals.check_version()
     assert len(said) == 1 and "0.99.1" in said[0]
     found = levels()
     assert found["vllm"] == "note" and found["how to enter"] == "ok"
@@ -68,16 +68,16 @@ def test_a_newer_version_in_which_all_is_as_expected_can_and_is_warned_of_once(m
 )
 def test_what_is_not_as_expected_is_named_and_refused(monkeypatch: pytest.MonkeyPatch, name: str, takes: str | None):
     wrong = Touched("vllm.v1.core.block_pool", name, takes)
-    monkeypatch.setattr(internals, "TOUCHED", (*internals.TOUCHED, wrong))
+    monkeypatch.setattr(engine_internals, "TOUCHED", (*engine_internals.TOUCHED, wrong))
     *_, last = doctor_vllm.checks()
     assert last.level == "bad"
     assert f"vllm.v1.core.block_pool:{name}" in last.found
-    internals.check_version()  # a version that the suite has passed on
-    monkeypatch.setattr(internals, "installed_version", lambda: "0.99.1")
+    engine_internals.check_version()  # a version that the suite has passed on
+    monkeypatch.setattr(engine_internals, "installed_version", lambda: "0.99.1")
     monkeypatch.setattr(touched, "_warned", set())
     with pytest.raises(InvalidState) as refusal:
-        internals.check_version()
-    assert (refusal.value.version, refusal.value.tested) == ("0.99.1", internals.TESTED)
+        engine_internals.check_version()
+    assert (refusal.value.version, refusal.value.tested) == ("0.99.1", engine_internals.TESTED)
     assert len(refusal.value.unlike) == 1
 
 

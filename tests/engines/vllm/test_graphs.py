@@ -17,11 +17,11 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmC
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from remap.adapters.vllm import internals
+from remap.adapters.vllm import engine_internals
 from remap.adapters.vllm.offloader import RemapOffloader
 from remap.errors import InvalidState
 
-OURS = list(internals.LAYER_OPERATORS)
+OURS = list(engine_internals.LAYER_OPERATORS)
 FULL, PIECES, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODES = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
 
@@ -115,7 +115,7 @@ def test_whole_graphs_run_only_while_nothing_streams(offloader: RemapOffloader, 
     runner, tenant = make(mode), Tenant()
     stock = [chosen(runner, decode) for decode in (True, False)]
     for _ in range(2):  # every pass asks
-        internals.guard_whole_graphs(runner, offloader.may_be_whole, offloader.is_whole)
+        engine_internals.guard_whole_graphs(runner, offloader.may_be_whole, offloader.is_whole)
     assert [chosen(runner, decode) for decode in (True, False)] == stock  # captures and warm-ups, outside of passes
     found = []
     for streaming in (False, True):
@@ -134,7 +134,7 @@ def test_whole_graphs_run_only_while_nothing_streams(offloader: RemapOffloader, 
 def test_none_runs_before_a_pass_has_waited_for_every_layer(offloader: RemapOffloader, make: Any) -> None:
     """Else no pass ever would, where all graphs are whole, and no layer could leave."""
     runner, tenant = make(FULL), Tenant()
-    internals.guard_whole_graphs(runner, offloader.may_be_whole, offloader.is_whole)
+    engine_internals.guard_whole_graphs(runner, offloader.may_be_whole, offloader.is_whole)
     tenant.seen = False
     with pytest.raises(InvalidState) as caught, offloader.entered(tenant, "decode", 4):
         assert chosen(runner, True) == NONE
@@ -146,7 +146,7 @@ def test_none_runs_before_a_pass_has_waited_for_every_layer(offloader: RemapOffl
 
 def test_a_pass_without_waits_is_wrong_unless_it_was_whole(offloader: RemapOffloader) -> None:
     runner, tenant = SimpleNamespace(cudagraph_dispatcher=dispatcher(BOTH)), Tenant()
-    internals.guard_whole_graphs(runner, offloader.may_be_whole, offloader.is_whole)
+    engine_internals.guard_whole_graphs(runner, offloader.may_be_whole, offloader.is_whole)
     with offloader.entered(tenant, "decode", 4):
         assert chosen(runner, True) == FULL
     with pytest.raises(InvalidState), offloader.entered(tenant, "decode", 4):
@@ -164,11 +164,11 @@ def test_pieces_end_at_layers_and_vllms_own_list_stays(monkeypatch: pytest.Monke
     theirs = list(config.compilation_config.splitting_ops)
     own = list(CompilationConfig._attention_ops)
     assert theirs and not set(OURS) & set(theirs)
-    internals.split_at_layers(config)
+    engine_internals.split_at_layers(config)
     assert config.compilation_config.splitting_ops == theirs  # on a CPU there are no graphs
     on_a_gpu(monkeypatch)
     for _ in range(2):  # in front of the workers, and in each of them
-        internals.split_at_layers(config)
+        engine_internals.split_at_layers(config)
     assert config.compilation_config.splitting_ops == [*theirs, *OURS]
     assert list(CompilationConfig._attention_ops) == own
     assert config.compilation_config.cudagraph_mode == mode
@@ -178,7 +178,7 @@ def test_pieces_end_at_layers_and_vllms_own_list_stays(monkeypatch: pytest.Monke
 def test_compiled_code_is_kept_apart_from_that_of_stock_vllm() -> None:
     config = VllmConfig()
     stock = config.compute_hash()
-    internals.keep_apart(config)
+    engine_internals.keep_apart(config)
     assert config.compute_hash() != stock
 
 
@@ -187,5 +187,5 @@ def test_without_pieces_nothing_is_split(monkeypatch: pytest.MonkeyPatch, mode: 
     config: Any = SimpleNamespace(compilation_config=compiled(mode))
     theirs = list(config.compilation_config.splitting_ops)
     on_a_gpu(monkeypatch)
-    internals.split_at_layers(config)
+    engine_internals.split_at_layers(config)
     assert config.compilation_config.splitting_ops == theirs

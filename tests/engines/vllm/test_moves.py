@@ -17,7 +17,7 @@ from vllm.v1.worker.block_table import MultiGroupBlockTable
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from remap.adapters.vllm import internals
+from remap.adapters.vllm import engine_internals
 
 BLOCKS, REQUESTS, WIDTH = 40, 4, 8
 ROWS = {0: [3, 7, 11], 2: [12, 4], 3: [39]}
@@ -65,10 +65,10 @@ def first_runner() -> Any:
 
 def test_on_the_device() -> None:
     runner = second_runner(pcp_manager=None)
-    assert internals.can_rename_blocks(runner)
+    assert engine_internals.can_rename_blocks(runner)
     (table,) = runner.block_tables.block_tables
     address, before = table.gpu.data_ptr(), table.gpu.clone()
-    internals.rename_blocks(runner, MOVES)
+    engine_internals.rename_blocks(runner, MOVES)
     assert table.gpu.data_ptr() == address  # kernels have it
     for row, ids in MOVED.items():
         assert table.gpu[row, : len(ids)].tolist() == ids
@@ -81,8 +81,8 @@ def test_on_the_device() -> None:
 
 def test_on_the_host() -> None:
     runner = first_runner()
-    assert internals.can_rename_blocks(runner)
-    internals.rename_blocks(runner, MOVES)
+    assert engine_internals.can_rename_blocks(runner)
+    engine_internals.rename_blocks(runner, MOVES)
     (table,) = runner.input_batch.block_table.block_tables
     for row, ids in MOVED.items():
         assert table.block_table.np[row, : len(ids)].tolist() == ids
@@ -90,5 +90,5 @@ def test_on_the_host() -> None:
 
 
 def test_tables_that_another_object_makes_are_not_renamed() -> None:
-    assert not internals.can_rename_blocks(second_runner(pcp_manager=object()))
-    assert not internals.can_rename_blocks(SimpleNamespace())
+    assert not engine_internals.can_rename_blocks(second_runner(pcp_manager=object()))
+    assert not engine_internals.can_rename_blocks(SimpleNamespace())

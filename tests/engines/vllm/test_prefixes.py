@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from remap.adapters.vllm import internals
+from remap.adapters.vllm import engine_internals
 
 SIZE, BLOCKS = 16, 64
 HASH = get_hash_fn_by_name("sha256")
@@ -46,8 +46,8 @@ def request(name: str, prompt: list[int], **more: Any) -> Request:
     )
 
 
-def prefixes(of: KVCacheManager) -> internals.Prefixes:
-    return internals.Prefixes(SimpleNamespace(kv_cache_manager=of))
+def prefixes(of: KVCacheManager) -> engine_internals.Prefixes:
+    return engine_internals.Prefixes(SimpleNamespace(kv_cache_manager=of))
 
 
 def admit(of: KVCacheManager, one: Request) -> int:

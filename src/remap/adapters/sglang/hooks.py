@@ -36,12 +36,12 @@ from remap.adapters.settings import Settings
 from remap.adapters.touched import prove
 from remap.config import Knobs
 from remap.errors import InvalidState, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.kv.spec import KVGeometry
 from remap.model.bind import find_layers, resolve_layers
 from remap.model.footprint import footprint
 from remap.ranks import Rank
-from remap.seldom import Seldom
+from remap.rate_limited import RateLimitedWarning
 
 from . import trial, versions
 
@@ -93,7 +93,7 @@ class Adapter:
         shape |= {"layout": "layer_major", "max_blocks": blocks + 1}  # and the padding page
         geometry = KVGeometry(remap.KVSpec(**shape, min_blocks=0), page_bytes)
         self.runner = runner
-        self._waits = Seldom(logger)
+        self._waits = RateLimitedWarning(logger)
         self.allocator: Any = None
         self.scheduler: Any = None
         self.pool: Any = None
@@ -127,14 +127,14 @@ class Adapter:
         if most < blocks:
             # The ceiling may lie inside of a layer, which needs a place as a whole: `HeldIds` has the limit.
             pages = size.reach(page_bytes, *map(geometry.pages_for_blocks, (first, most + 1)))
-            groups = min(-(-pages // geometry.ranges) * geometry.ranges, geometry.giving_pages)
+            groups = min(-(-pages // geometry.ranges) * geometry.ranges, geometry.donation_pages)
             shape["max_blocks"] = min(geometry.blocks_for_pages(groups) + 1, shape["max_blocks"])
         spec = remap.KVSpec(**shape, min_blocks=first)
         self.tenant = self._patiently(lambda: self.session.attach(runner.model, name=NAME, kv=spec, hooks=False))
         self.watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
         self._hooks = attach_hooks(layers, self.tenant)
         if settings.link is not None:
-            inside(self.tenant).calibrate_link(settings.link)
+            internals(self.tenant).calibrate_link(settings.link)
         self.spec = spec
         self.held = HeldIds(reserved=[_PADDING])
         self.rank = Rank(self.session, self.tenant, 0, turn_s=settings.turn_s) if settings.joins else None
@@ -189,7 +189,7 @@ class Adapter:
     def restart(self) -> None:
         """Fill the free list again after the allocator was cleared."""
         versions.replace_free(
-            self.allocator, self.held.restart(inside(self.tenant).kv.pool.open_ids(), self.tenant.kv.returned)
+            self.allocator, self.held.restart(internals(self.tenant).kv.pool.open_ids(), self.tenant.kv.returned)
         )
         self._publish()
 

@@ -14,7 +14,7 @@ import torch
 
 import remap
 from remap.errors import InvalidArgument
-from remap.inside import inside
+from remap.internals import internals
 
 __all__ = ["differs"]
 
@@ -30,9 +30,9 @@ def differs(runner: Any, session: remap.Session, tenant: remap.Tenant) -> str:
     runner: a ModelRunner that can compute. The caller brings the layers home that this sends away. Raises what SGLang and
     the session raise.
     """
-    passes = inside(tenant).stats().passes
+    passes = internals(tenant).stats().passes
     home, tokens = _generated(runner, list(_PROMPT), _NEW)
-    passed = inside(tenant).stats().passes - passes
+    passed = internals(tenant).stats().passes - passes
     if passed != len(home):
         return f"{passed} of {len(home)} passes went through the adapter"
     (whole,), _ = _generated(runner, [*_PROMPT, *tokens[:_NEW]], 0)
@@ -46,13 +46,15 @@ def differs(runner: Any, session: remap.Session, tenant: remap.Tenant) -> str:
         remap.advanced.remap(session, tenant.name, 1, 1, "nested")
     except InvalidArgument:  # so small a KV cache that no layer ever leaves
         return ""
-    copies = inside(tenant).stats().copies
+    copies = internals(tenant).stats().copies
     away, _ = _generated(runner, list(_PROMPT), _NEW)
     found = next(filter(None, map(_distance, home, away)), "")
     if found:
         return f"with layers {tenant.streamed} away, {found}"
     return (
-        "" if inside(tenant).stats().copies > copies else f"layers {tenant.streamed} were away, and none was copied in"
+        ""
+        if internals(tenant).stats().copies > copies
+        else f"layers {tenant.streamed} were away, and none was copied in"
     )
 
 

@@ -7,7 +7,7 @@
     scheduler   reports the demand to `link`: `session.step` on rank 0, the same change on all ranks, blocks come and go
     worker      has weights and KV cache in one session, brackets each pass; layers wait by vLLM's offloader interface
     host_kv     KV in host memory on a CPU, for vLLM's own OffloadingConnector; also without remap
-    internals   has everything that depends on vLLM's version
+    engine_internals   has everything that depends on vLLM's version
 
 Settings: the environment variables of `remap.adapters.settings`, or the same names in lower case and without the prefix
 under `--additional-config '{"remap": {"slowdown": 0.05}}'`. Without REMAP_CAPACITY the capacity is the memory that vLLM
@@ -39,7 +39,7 @@ def register() -> None:
     scheduler. Raises InvalidState for a version of vLLM that the adapter cannot work with.
     """
     if enabled(os.environ):
-        from .internals import check_version, enter_without_flags
+        from .engine_internals import check_version, enter_without_flags
         from .metrics import collect_everywhere, file
 
         check_version()

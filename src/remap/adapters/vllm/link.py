@@ -9,7 +9,7 @@ from typing import Any
 from remap.joined import UNIX
 from remap.ranks import RankGroup, RankReport, Runs, ids
 
-from . import internals
+from . import engine_internals
 
 __all__ = ["PoolIds", "RankLink"]
 
@@ -41,37 +41,37 @@ class PoolIds:
         back = self.leaving & new  # they are still with their requests
         self.leaving -= back
         self.opened = wanted
-        internals.unpark(self.pool, sorted(new - back))
-        parked = internals.park(self.pool, sorted(gone), self.being_copied())
+        engine_internals.unpark(self.pool, sorted(new - back))
+        parked = engine_internals.park(self.pool, sorted(gone), self.being_copied())
         self.leaving |= gone.difference(parked)
         self._show()
         return parked + unused
 
     def forget(self, lost: Runs) -> None:
         """The KV in these ids has gone, though they may be open: no request uses them, and the prefix cache is to find none."""
-        internals.forget_cached(self.pool, ids(lost) & self.opened)
+        engine_internals.forget_cached(self.pool, ids(lost) & self.opened)
 
     def collect(self) -> list[int]:
         """Park the leaving ids that neither a request nor a copy to the host uses any more, and return them."""
         if not self.leaving:
             return []
-        free = internals.park(self.pool, sorted(self.leaving), self.being_copied())
+        free = engine_internals.park(self.pool, sorted(self.leaving), self.being_copied())
         self.leaving.difference_update(free)
         self._show()
         return free
 
     def being_copied(self) -> set[int]:
         """Blocks that stay where they are until vLLM's KV connector has copied them."""
-        return internals.being_copied(self._scheduler)
+        return engine_internals.being_copied(self._scheduler)
 
     def exchange(self, moves: dict[int, int]) -> None:
         """Give the used blocks the ids of free ones. moves: used id -> free id."""
         for used, unused in moves.items():
-            internals.exchange(self.pool, used, unused)
-        internals.rename_in_connector(self._scheduler, moves)
+            engine_internals.exchange(self.pool, used, unused)
+        engine_internals.rename_in_connector(self._scheduler, moves)
 
     def _show(self) -> None:
-        internals.show_blocks(self._scheduler, len(self.opened) + len(self.leaving))
+        engine_internals.show_blocks(self._scheduler, len(self.opened) + len(self.leaving))
 
 
 class RankLink:

@@ -31,9 +31,9 @@ from prometheus_client.registry import REGISTRY, Collector
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from remap.adapters.settings import enabled
-from remap.inside import inside
+from remap.internals import internals
 
-from . import internals
+from . import engine_internals
 
 __all__ = ["FIELDS", "Beyond", "RemapStats", "Repeated", "Writer", "read"]
 
@@ -111,7 +111,7 @@ class Writer:
 
     def write(self, tenant: Any, moved: int = 0) -> None:
         """moved: KV blocks that have moved."""
-        within = inside(tenant)
+        within = internals(tenant)
         with self._lock:
             stats, (met, refused) = within.stats(), within.shortages
             layers, blocks = (
@@ -195,8 +195,8 @@ class _Collector(Collector):
 
 
 def collect_everywhere() -> None:
-    """Register the collector with registries that vLLM makes itself; see `internals.collect_in_every_registry`."""
-    internals.collect_in_every_registry(_Collector())
+    """Register the collector with registries that vLLM makes itself; see `engine_internals.collect_in_every_registry`."""
+    engine_internals.collect_in_every_registry(_Collector())
 
 
 class RemapStats(StatLoggerBase):

@@ -18,7 +18,7 @@ from vllm.model_executor.offloader import prefetch_ops  # noqa: F401  registers 
 from vllm.model_executor.offloader.base import BaseOffloader, set_offloader
 
 from remap.errors import InvalidState
-from remap.inside import inside
+from remap.internals import internals
 
 __all__ = ["RemapOffloader"]
 
@@ -43,7 +43,7 @@ class RemapOffloader(BaseOffloader):
         set_offloader(self)  # another engine of this process may have set its own
         with tenant.forward(phase, tokens):
             self._tenant, self._waited, self._whole = tenant, 0, False
-            self._may_be_whole = inside(tenant).seen and not tenant.streaming
+            self._may_be_whole = internals(tenant).seen and not tenant.streaming
             try:
                 yield
             finally:

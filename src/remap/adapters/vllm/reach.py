@@ -30,15 +30,14 @@ class Reach(NamedTuple):
 
     def reached(self, max_layers: int | None = None) -> int:
         """Blocks of a session of its own when all layers have left but those of the ring, or max_layers, the largest."""
-        giving = sorted(self.size.giving(self.page))[:-1]
-        left = giving if max_layers is None else giving[::-1][:max_layers]
+        donation_order = sorted(self.size.donation_sizes(self.page))[:-1]
+        left = donation_order if max_layers is None else donation_order[::-1][:max_layers]
         return (self.pages(self.first) + sum(left)) * self.page // self.block
 
     def reached_of(self, capacity: int) -> int:
         """Blocks in an arena of `capacity` bytes that others use as well, when these have no page of it."""
-        kept = (
-            self.size.pages(self.page) - sum(self.size.giving(self.page)) + max(self.size.giving(self.page), default=0)
-        )
+        sizes = self.size.donation_sizes(self.page)
+        kept = self.size.pages(self.page) - sum(sizes) + max(sizes, default=0)
         return (capacity // self.page - kept) * self.page // self.block
 
     def places(self, first: int, most: int) -> int:

@@ -18,16 +18,16 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as OverlappingBase
 from vllm.v1.core.sched.scheduler import Scheduler as Base
 
-from remap.seldom import Seldom
+from remap.rate_limited import RateLimitedWarning
 
-from . import internals, metrics
+from . import engine_internals, metrics
 from .link import PoolIds, RankLink
 
 __all__ = ["Scheduler"]
 
 logger = logging.getLogger("vllm.remap")
 
-internals.tell_schedulers_of_their_executor()
+engine_internals.tell_schedulers_of_their_executor()
 
 _AGAIN_S = 0.05
 """How long requests of a model whose layers have no pages wait until these are asked for again. Between two times the engine
@@ -53,17 +53,17 @@ class Scheduler(Base):
         self._in_flight = 0  # steps that are scheduled and have no output yet
         self._short = 0  # blocks that were missing at the last allocation, with all layers away
         self._failed: dict[str, str] = {}  # request -> why it can never be served
-        self._waits = Seldom(logger)
+        self._waits = RateLimitedWarning(logger)
 
     def bind(self, executor: Any) -> None:
         """Withhold the blocks that are not usable yet, and listen to changes.
 
-        `internals` calls it on a complete engine.
+        `engine_internals` calls it on a complete engine.
         """
         self.remap = RankLink(executor, PoolIds(self))
-        engine = internals.engine_index(self.vllm_config)
+        engine = engine_internals.engine_index(self.vllm_config)
         self.remap_beyond = metrics.Beyond(self.remap.first - 1, engine)  # but for vLLM's null block
-        internals.around_allocations(self, self._grow, self.remap_beyond.allocated, self._refused)
+        engine_internals.around_allocations(self, self._grow, self.remap_beyond.allocated, self._refused)
 
     # -- before each step ------------------------------------------------------------------------------------------
 
@@ -72,12 +72,12 @@ class Scheduler(Base):
         if link is not None and self.has_unfinished_requests():
             if link.turn_over():
                 if self._in_flight:  # their outputs come first: no pass reads a block that has gone
-                    return internals.nothing_scheduled()
-                internals.preempt_all(self)
+                    return engine_internals.nothing_scheduled()
+                engine_internals.preempt_all(self)
                 link.give_turn()
             if not link.wake():
                 time.sleep(_AGAIN_S)
-                return internals.nothing_scheduled()
+                return engine_internals.nothing_scheduled()
             if link.books.leaving:
                 link.leave(self._reserve)
             wanted, free = self._demand(), self.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -94,7 +94,7 @@ class Scheduler(Base):
         outputs = super().update_from_output(scheduled, *args, **kwargs)
         link = self.remap
         if self._failed:
-            internals.fail(self, self._failed, outputs)
+            engine_internals.fail(self, self._failed, outputs)
             self._failed = {}
         if link is not None and not self.has_unfinished_requests():
             link.rest()
@@ -123,7 +123,7 @@ class Scheduler(Base):
         A running request takes the blocks that it lacks. A waiting request that has a seat takes all blocks that are
         neither cached nor filled by a request before it.
         """
-        prefixes = internals.Prefixes(self)
+        prefixes = engine_internals.Prefixes(self)
         wanted = 0
         for request in self.running:
             wanted += self._missing(request, 0)
@@ -137,15 +137,15 @@ class Scheduler(Base):
             wanted += self._missing_at_start(request, prefixes)
         return wanted
 
-    def _missing_at_start(self, request: Any, prefixes: internals.Prefixes) -> int:
+    def _missing_at_start(self, request: Any, prefixes: engine_internals.Prefixes) -> int:
         """Blocks that a waiting request takes."""
-        spared = 0 if internals.blocks_held(self, request) else prefixes.spared(request)
+        spared = 0 if engine_internals.blocks_held(self, request) else prefixes.spared(request)
         return max(0, self._missing(request, 1) - spared)
 
     def _missing(self, request: Any, more: int) -> int:
         tokens = request.num_tokens_with_spec + request.num_output_placeholders + self.num_lookahead_tokens + more
         whole = -(-min(tokens, self.max_model_len) // self._step_tokens)
-        return max(0, whole * len(self.kv_cache_config.kv_cache_groups) - internals.blocks_held(self, request))
+        return max(0, whole * len(self.kv_cache_config.kv_cache_groups) - engine_internals.blocks_held(self, request))
 
     def _grow(self, request: Any, num_new_tokens: int) -> bool:
         """Ask for blocks that vLLM lacks for this request. Returns whether there are more free blocks now.
@@ -157,7 +157,7 @@ class Scheduler(Base):
         assert link is not None
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         alone = all(each is request for each in self.running)
-        wanted = max(free + 1, self._missing_at_start(request, internals.Prefixes(self)))
+        wanted = max(free + 1, self._missing_at_start(request, engine_internals.Prefixes(self)))
         self._short = link.step(wanted, free, alone, patient=True)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() > free)
 
@@ -166,7 +166,7 @@ class Scheduler(Base):
         waits for nothing, and all others behind it: it ends with an error. In an arena that others use it waits for them."""
         link = self.remap
         assert link is not None
-        free, held = self.kv_cache_manager.block_pool.get_num_free_blocks(), internals.blocks_held(self, request)
+        free, held = self.kv_cache_manager.block_pool.get_num_free_blocks(), engine_internals.blocks_held(self, request)
         there = len(link.books.opened) - 1  # but for vLLM's null block
         if not self._short or free + held < there:
             return

@@ -29,7 +29,7 @@ import remap
 from remap.adapters.arenas import shared
 from remap.adapters.settings import Settings
 from remap.errors import InvalidArgument, InvalidState, OutOfMemory
-from remap.inside import inside
+from remap.internals import internals
 from remap.memory.core import Core
 from remap.model.footprint import footprint
 from remap.policy.hidden import verdict
@@ -37,7 +37,7 @@ from remap.ranks import Rank
 from remap.session import Session
 from remap.tenant import Tenant
 
-from . import internals, metrics
+from . import engine_internals, metrics
 from .cpu_linear import weights_left_in_place
 from .offloader import RemapOffloader
 from .reach import Reach
@@ -61,8 +61,8 @@ class RemapWorker:
     # -- starting --------------------------------------------------------------------------------------------------
 
     def init_device(self) -> None:
-        internals.show_logs()
-        self._remap_newer = internals.check_version()
+        engine_internals.show_logs()
+        self._remap_newer = engine_internals.check_version()
         scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()
         if not hasattr(scheduler, "bind"):
             raise InvalidState(
@@ -71,7 +71,7 @@ class RemapWorker:
                 "no --worker-cls",
                 scheduler=str(scheduler),
             )
-        internals.admit_config(self.vllm_config)  # again, unless the worker was given by a flag
+        engine_internals.admit_config(self.vllm_config)  # again, unless the worker was given by a flag
         settings = self._remap_read(1)
         arena, parallel = settings.arena, self.vllm_config.parallel_config
         if settings.joins and parallel.world_size > 1:
@@ -107,7 +107,7 @@ class RemapWorker:
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         layouts = super().get_supported_kv_cache_layouts()  # type: ignore[misc]
-        found = internals.block_outermost(layouts)
+        found = engine_internals.block_outermost(layouts)
         if not found:
             raise InvalidState(
                 f"the attention backend reads only the KV layouts {', '.join(layouts)}, in which a block's layers lie "
@@ -123,11 +123,11 @@ class RemapWorker:
         size = footprint(self.model_runner.get_model(), self.remap_offloader.layers)
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
         specs = self.model_runner.get_kv_cache_spec()
-        block = internals.bytes_of_block(self.vllm_config, specs)
+        block = engine_internals.bytes_of_block(self.vllm_config, specs)
         if settings.joins:
             capacity = shared(settings.arena).join(settings, _device())
             # Room for one request of the greatest length is its own for good; all else is for the engine that needs it.
-            longest = internals.bytes_of_tokens(specs, self.vllm_config.model_config.max_model_len)
+            longest = engine_internals.bytes_of_tokens(specs, self.vllm_config.model_config.max_model_len)
             own = min(own, longest + block)  # and vLLM's null block
         else:
             assert settings.capacity is not None  # read above
@@ -149,14 +149,16 @@ class RemapWorker:
             )
         most = reach.reached_of(capacity) if settings.arena else reach.reached(settings.max_layers)
         if settings.max_tokens is not None:
-            most = min(most, max(reach.first, internals.bytes_of_tokens(specs, settings.max_tokens) // reach.block))
-        internals.refuse_more_blocks(self.cache_config, most)
+            most = min(
+                most, max(reach.first, engine_internals.bytes_of_tokens(specs, settings.max_tokens) // reach.block)
+            )
+        engine_internals.refuse_more_blocks(self.cache_config, most)
         return most * reach.block
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self._remap_before: list[torch.Tensor] = []
         if self._remap_newer:
-            self._remap_before = [internals.dummy_pass(self.model_runner, _TRIED) for _ in range(2)]
+            self._remap_before = [engine_internals.dummy_pass(self.model_runner, _TRIED) for _ in range(2)]
         self._remap_attach(kv_cache_config)
         nbytes = kv_cache_config.kv_cache_tensors[0].size
         memory = self.remap_rank.tenant.kv.memory
@@ -166,7 +168,7 @@ class RemapWorker:
                 region=memory.numel(),
                 wanted=nbytes,
             )
-        with internals.kv_allocated_in(memory, nbytes):
+        with engine_internals.kv_allocated_in(memory, nbytes):
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
@@ -176,7 +178,7 @@ class RemapWorker:
         if self.remap_rank is None:  # a model without KV cache
             return super().compile_or_warm_up_model()  # type: ignore[misc]
         rank = self.remap_rank
-        with internals.only_blocks(self.model_runner, rank.tenant.kv.usable_blocks):
+        with engine_internals.only_blocks(self.model_runner, rank.tenant.kv.usable_blocks):
             made = super().compile_or_warm_up_model()  # type: ignore[misc]
         written = remap.advanced.differing(rank.session, rank.tenant.name)
         if written:
@@ -201,7 +203,7 @@ class RemapWorker:
                 break
             self._remap_guard_graphs()
             with self.remap_offloader.entered(rank.tenant, "prefill", _TRIED):
-                passed = internals.dummy_pass(self.model_runner, _TRIED)
+                passed = engine_internals.dummy_pass(self.model_runner, _TRIED)
             found[f"{alpha} layers away"] = float((passed - before).abs().max())
         remap.advanced.remap(rank.session, rank.tenant.name, 0, 1, "nested")
         if not torch.equal(before, again):
@@ -211,13 +213,13 @@ class RemapWorker:
             return
         most = 1e-2 * float(before.abs().max())
         if not all(difference <= most for difference in found.values()):  # NaN is no match, either
-            version = internals.installed_version()
+            version = engine_internals.installed_version()
             raise InvalidState(
-                f"remap was tested with vLLM {' to '.join(internals.TESTED)}; with {version} the same pass gives other "
+                f"remap was tested with vLLM {' to '.join(engine_internals.TESTED)}; with {version} the same pass gives other "
                 f"values on remap, by {found} where {most} is rounding; the engine was not started; install "
-                f"vllm=={internals.TESTED[-1]}.*, or unset REMAP_ENABLE",
+                f"vllm=={engine_internals.TESTED[-1]}.*, or unset REMAP_ENABLE",
                 version=version,
-                tested=internals.TESTED,
+                tested=engine_internals.TESTED,
                 passes=found,
             )
 
@@ -235,8 +237,8 @@ class RemapWorker:
 
     def _remap_attach(self, kv_cache_config: Any) -> None:
         model, layers = self.model_runner.get_model(), self.remap_offloader.layers
-        page, block = self._remap_page, internals.block_bytes(kv_cache_config, len(layers))
-        internals.own_rotary_tables(model)
+        page, block = self._remap_page, engine_internals.block_bytes(kv_cache_config, len(layers))
+        engine_internals.own_rotary_tables(model)
         if not current_platform.is_cpu():
             _to_host(model)  # the session's pages need its place on the device
         most = kv_cache_config.num_blocks
@@ -277,10 +279,12 @@ class RemapWorker:
                 )
             undo.pop_all()
         if settings.link is not None:
-            inside(tenant).calibrate_link(settings.link)
+            internals(tenant).calibrate_link(settings.link)
         self.remap_rank = Rank(session, tenant, self.rank, settings.cold_s if settings.joins else None, settings.turn_s)
-        internals.around_loading(model, self._remap_load)
-        self._remap_gauges = metrics.Writer(internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
+        engine_internals.around_loading(model, self._remap_load)
+        self._remap_gauges = (
+            metrics.Writer(engine_internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
+        )
         shows = settings.arena and self._remap_gauges is not None
         self._remap_shows = metrics.Repeated(self._remap_show) if shows else None
         self._remap_manifest = {
@@ -352,7 +356,7 @@ class RemapWorker:
 
     def _remap_tell(self) -> None:
         """One line on what remap can do here, once the link is known: by REMAP_LINK, or when copies have been measured."""
-        tenant = inside(self.remap_rank.tenant)
+        tenant = internals(self.remap_rank.tenant)
         if not tenant.copy_seconds():
             return
         times, prefill = tenant.times(), tenant.prefill_times()
@@ -374,7 +378,7 @@ class RemapWorker:
 
     def _remap_guard_graphs(self) -> None:
         offloader = self.remap_offloader
-        internals.guard_whole_graphs(self.model_runner, offloader.may_be_whole, offloader.is_whole)
+        engine_internals.guard_whole_graphs(self.model_runner, offloader.may_be_whole, offloader.is_whole)
 
     # -- calls of the scheduler, between passes --------------------------------------------------------------------
 
@@ -391,13 +395,13 @@ class RemapWorker:
 
     def remap_move(self, moves: dict[int, int]) -> None:
         """Move the contents of blocks, and replace their ids on this rank. moves: old id -> new id."""
-        inside(self.remap_rank.tenant).kv.move(list(moves.items()))
-        internals.rename_blocks(self.model_runner, moves)
+        internals(self.remap_rank.tenant).kv.move(list(moves.items()))
+        engine_internals.rename_blocks(self.model_runner, moves)
         self._remap_moved += len(moves)
 
     def remap_may_move(self) -> bool:
         """Whether `remap_move` knows this model runner."""
-        return internals.can_rename_blocks(self.model_runner)
+        return engine_internals.can_rename_blocks(self.model_runner)
 
     def remap_snapshot(self) -> dict[str, Any]:
         """`session.snapshot()` of this rank, as plain values: it may cross processes."""
@@ -461,7 +465,7 @@ class RemapWorker:
             )
 
     def _remap_all_home(self, call: str) -> None:
-        away = () if self.remap_rank is None else tuple(sorted(inside(self.remap_rank.tenant).away()))
+        away = () if self.remap_rank is None else tuple(sorted(internals(self.remap_rank.tenant).away()))
         if away:
             raise InvalidState(
                 f"{call} reads weights at their addresses, but layers {away} are streamed or loading; nothing was read "
@@ -524,8 +528,8 @@ def _least(value: int) -> int:
 def _open_first(name: str, core: Core) -> None:
     """vLLM's block 0 stands for none in block tables: its page is the engine's own, also while all others are others'."""
     core.cold.open_first(core.tenant(name))
-    assert core.outside is not None  # it has joined a broker
-    core.outside.give_spare()
+    assert core.other_processes is not None  # it has joined a broker
+    core.other_processes.give_spare()
 
 
 def _device() -> str:

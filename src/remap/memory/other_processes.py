@@ -50,7 +50,7 @@ from remap.memory.trace import Trace
 from remap.memory.view import count_free
 from remap.policy.views import Take
 
-__all__ = ["Lacking", "MembershipCalls", "Outside", "UnmetWant"]
+__all__ = ["Lacking", "MembershipCalls", "OtherProcesses", "UnmetWant"]
 
 IDLE_S = 1.0
 """A tenant without a pass for that long counts as inactive."""
@@ -162,7 +162,7 @@ class _Lasting:
         return page not in self.borrowed
 
 
-class Outside:
+class OtherProcesses:
     """One session's. number, index_of, blocks_per_page: as a receiver of pages: any will do, and its blocks are pages."""
 
     number = -1
@@ -529,7 +529,7 @@ class Outside:
         """All free pages, and what this tenant has of KV beyond its min_blocks: it has given up all else."""
         if tenant is not None and not tenant.busy:
             unused = self._offers.unused_kv.unused(tenant)
-            self._lending.free_idle(tenant, self, len(tenant.giving), unused)
+            self._lending.free_idle(tenant, self, len(tenant.donation_order), unused)
         self.forget_gone()
         self._hand_out(self._spare(False))
 
@@ -622,7 +622,7 @@ class Outside:
         """Layers whose pages are all here again come home, if their tenant serves, or called them gently, and no block is in
         the way."""
         for tenant in self._tenants.values():
-            if not tenant.abroad or not (tenant.active or tenant.number in self._gently):
+            if not tenant.at_others or not (tenant.active or tenant.number in self._gently):
                 continue
             if tenant.busy:
                 tenant.arrived = True  # the next step or pass goes on
@@ -664,7 +664,7 @@ class Outside:
         for tenant in self._tenants.values():
             gone = self._lending.gone(tenant)
             tenant.gone = gone
-            tenant.abroad = bool(gone) or (tenant.abroad and bool(tenant.pages.lent))
+            tenant.at_others = bool(gone) or (tenant.at_others and bool(tenant.pages.lent))
         self._looked = epoch
 
     # -- others call theirs ----------------------------------------------------------------------------------------
@@ -711,6 +711,6 @@ class Outside:
             self.return_called(report)
         for name in serving:
             tenant = self._tenants[name]
-            if tenant.abroad:
+            if tenant.at_others:
                 self.fetch(tenant)
                 self.come_home()

@@ -7,12 +7,12 @@ import logging
 import math
 import time
 
-__all__ = ["AGAIN_S", "Seldom"]
+__all__ = ["AGAIN_S", "RateLimitedWarning"]
 
 AGAIN_S = 10.0
 
 
-class Seldom:
+class RateLimitedWarning:
     """Says a warning, and again only `AGAIN_S` seconds later. One writer."""
 
     def __init__(self, logger: logging.Logger) -> None:

@@ -1,4 +1,4 @@
-"""What `remap_serve` reads of `inside(tenant)` is what `remap.inside` promises to it."""
+"""What `remap_serve` reads of `internals(tenant)` is what `remap.internals` promises to it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import remap_serve
-from remap import inside
+from remap import internals
 from remap.kv.cache import TenantKV
-from remap.tenant import Inside
+from remap.tenant import Internals
 from remap_serve.engine.block_pool import SchedulerBlocks
 
 SOURCES = sorted(Path(remap_serve.__file__).parent.rglob("*.py"))
@@ -18,19 +18,19 @@ SOURCES = sorted(Path(remap_serve.__file__).parent.rglob("*.py"))
 
 def _promised() -> tuple[set[str], set[str]]:
     """(of the tenant, of its KV cache)"""
-    of_tenant, of_kv = (inside.__doc__ or "").split("Of `inside(tenant).kv`")
+    of_tenant, of_kv = (internals.__doc__ or "").split("Of `internals(tenant).kv`")
     lines = (re.findall(r"^    (\w[\w, ]*?) \*? *  ", part, re.MULTILINE) for part in (of_tenant, of_kv))
     tenant, kv = ({name for line in part for name in line.split(", ")} for part in lines)
     return tenant, kv
 
 
 def _read() -> tuple[set[str], set[str]]:
-    """Attributes that are read of what `inside` returns, and of its `kv`; also by way of a name that it was given."""
+    """Attributes that are read of what `internals` returns, and of its `kv`; also by way of a name that it was given."""
     read: dict[str, set[str]] = defaultdict(set)
 
     def kind(node: ast.expr, names: dict[str, str]) -> str:
         match node:
-            case ast.Call(func=ast.Name("inside")):
+            case ast.Call(func=ast.Name("internals")):
                 return "tenant"
             case ast.Attribute(value, "kv") if kind(value, names) == "tenant":
                 return "kv"
@@ -67,7 +67,7 @@ def test_engines_read_what_is_promised_and_what_is_promised_is_there() -> None:
     assert promised_kv >= read_kv | scheduler
     assert promised_kv - scheduler - read_kv <= {"spec", "max_blocks", "tensors"}
     for name in promised_tenant:
-        assert hasattr(Inside, name) or name in {"session", "layer_bytes", "kv"}, name
+        assert hasattr(Internals, name) or name in {"session", "layer_bytes", "kv"}, name
     stored = {"spec", "max_blocks", "block_tokens", "host", "pool", "geometry", "copied_out_bytes", "copied_in_bytes"}
     for name in promised_kv:
         assert hasattr(TenantKV, name) or name in stored, name

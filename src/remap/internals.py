@@ -2,10 +2,10 @@
 """From the public handle of a tenant to what this library itself knows of it. Loads nothing; doubles of a tenant pass it too.
 
 It is the contract with the engines of `remap_serve`, which is of the same release: beside `Tenant` and `tenant.kv` they use what
-is named here and nothing else (tests/serve/test_inside.py). It holds within a release, and for no other engines. The engine's
+is named here and nothing else (tests/serve/test_internals.py). It holds within a release, and for no other engines. The engine's
 thread asks, while the tenant is attached. A star: some fields are read, so it may be asked for each request or pass.
 
-Of `inside(tenant)` (`remap.tenant.Inside`):
+Of `internals(tenant)` (`remap.tenant.Internals`):
 
     session *           the session, as long as it holds the tenant; a tenant keeps it alive
     layer_bytes *       bytes of each layer, without the ends; they never change
@@ -23,8 +23,8 @@ Of `inside(tenant)` (`remap.tenant.Inside`):
     streamed_seconds    seconds to copy in one layer's part of so many streamed blocks; 0 before the link was measured
     kv *                its whole KV cache, as below
 
-Of `inside(tenant).kv` (`remap.kv.cache.TenantKV`): what schedulers take of `tenant.kv` and of its `host` as one object, and some
-more:
+Of `internals(tenant).kv` (`remap.kv.cache.TenantKV`): what schedulers take of `tenant.kv` and of its `host` as one object,
+and some more:
 
     spec, max_blocks, block_tokens *                    as attached
     tensors, allocate, free                             of `tenant.kv`; free takes streamed blocks too
@@ -45,15 +45,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remap.tenant import Inside, Tenant
+    from remap.tenant import Internals, Tenant
 
-__all__ = ["inside"]
+__all__ = ["internals"]
 
-_PLACE = "_inside"
+_PLACE = "_internals"
 
 
-def inside(tenant: Tenant) -> Inside:
-    """The tenant as this library itself sees it (see `Inside`). A simulation's or test's double of a tenant is its own."""
+def internals(tenant: Tenant) -> Internals:
+    """The tenant as this library itself sees it (see `Internals`). A simulation's or test's double of a tenant is its own."""
     given: Any = tenant
-    found: Inside = getattr(given, _PLACE, given)
+    found: Internals = getattr(given, _PLACE, given)
     return found
