@@ -67,10 +67,9 @@ def variables() -> dict[str, str]:
     from remap.adapters import settings
 
     text = re.sub(r"\n {10,}", " ", settings.__doc__ or "")
-    found = {
-        name: f"{said.strip()} (`{name}={example}`)"
-        for name, example, said in re.findall(r"^    (REMAP_\w+)=(\S+)\s+(.*)$", text, re.MULTILINE)
-    }
+    found: dict[str, str] = {}
+    for name, example, said in re.findall(r"^    (REMAP_\w+)=(\S+)\s+(.*)$", text, re.MULTILINE):
+        found[name] = "; ".join(filter(None, (found.get(name), f"{said.strip()} (`{name}={example}`)")))
     found.update(ELSEWHERE)
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     read = set(re.findall(r'"(REMAP_[A-Z0-9_]+)"', sources)) - INTERNAL

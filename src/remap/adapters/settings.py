@@ -31,7 +31,7 @@ and does nothing.
     REMAP_COLD_S=60           seconds without a request until an engine with a broker gives all of its layers' pages back; by
                               default when another engine needs them for its own layers (vLLM)
     REMAP_TURN_S=5            seconds that an engine serves, at least, before its requests pause for one of another process that
-                              waits for pages for its layers; with REMAP_LENDS=0 they never do (vLLM)
+                              waits for pages for its layers; with REMAP_LENDS=0 they never do
     REMAP_CPU_LINEAR=exact    exact or packed: kernels of linear layers on a CPU (vLLM; see vllm/cpu_linear.py)
     REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
     REMAP_ARENA=unix:PATH     engines of any process share the pages of the broker there (`remap serve --socket PATH --capacity
