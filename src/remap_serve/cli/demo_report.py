@@ -449,7 +449,7 @@ def table(result: DemoResult) -> Table:
     from rich.table import Table
 
     # Fits 80 columns: the default width of a terminal, and a log's.
-    title = f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}"
+    title = f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}, n = 1"
     drawn = Table(title=title, caption=caption(result), caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)
     for kind in KINDS:

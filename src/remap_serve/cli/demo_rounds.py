@@ -86,7 +86,7 @@ def rounds_table(rounds: Sequence[DemoResult]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"median of {len(rounds)} alternating rounds (range)"
+    title = f"{rounds[0].requests} requests, n = {len(rounds)} alternating rounds: median (range)"
     drawn = Table(title=title, caption=caption(rounds[0]), caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)
     for kind in ("unconstrained", "baseline", "remap", "change"):
