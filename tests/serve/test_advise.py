@@ -19,7 +19,7 @@ from remap_serve.sim.results import PolicyResult, TenantResult
 from remap_serve.sim.setup import Setup, evenly
 from remap_serve.sim.workload import Item
 
-QUICK = Figures(0.1, 1.0, 0.01, 0.05, 0.02, 1000.0, 4.0, 0.0, 900.0, 3.0)
+QUICK = Figures(0.1, 1.0, 0.01, 0.05, 0.02, 1000.0, 4.0, 0.0, 0.0, 900.0, 3.0)
 SLOW = replace(QUICK, ttft_p99_s=40.0, goodput_per_s=2.0, preemptions=300.0)
 
 

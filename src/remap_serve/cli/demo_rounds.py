@@ -62,6 +62,7 @@ def rounds_rows(rounds: Sequence[DemoResult]) -> list[Row]:
         row("KV blocks, start", "kv_blocks_start", lambda n: f"{n:,.0f}"),
         row("KV blocks, peak", "kv_blocks_peak", lambda n: f"{n:,.0f}"),
         row("preemptions", "preemptions", lambda n: f"{n:,.0f}"),
+        *([row("pauses, KV kept", "pauses", lambda n: f"{n:,.0f}")] if rounds[-1].remap.pauses else []),
         row("tokens recomputed", "recomputed_tokens", lambda n: f"{n:,.0f}"),
         row("tokens/s", "tokens_per_s", lambda n: f"{n:.1f}"),
         row("first token P50", "ttft_p50_s"),
