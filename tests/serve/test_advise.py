@@ -131,7 +131,7 @@ def test_settings_are_one_block_that_fits_the_device(verdict: str, most: str | N
 
 def test_the_command_prints_five_lines_and_json_of_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "simulate", pretended)
-    command = ["advise", "--machine", "H100-PCIe", "--models", "Llama-3-8b,Qwen3-14B", "--rate", "4", "--memory", "0.9"]
+    command = ["advise", "--machine", "H100-PCIe", "--models", "Llama-3-8b,Qwen3-14B", "--rate", "4", "--memory", "90%"]
     told = CliRunner().invoke(app, [*command, "--requests", "20"])
     assert told.exit_code == 0, told.output
     found = json.loads(CliRunner().invoke(app, [*command, "--requests", "20", "--json"]).stdout)

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from remap.cli import smollm2
 from remap.cli.errors import exit_on_error, writable
-from remap.cli.options import Json, MaxBatchTokens, MaxNumSeqs
+from remap.cli.options import MEMORY, Json, MaxBatchTokens, MaxNumSeqs, memory_bytes
 from remap.errors import InvalidArgument
-from remap.sizes import parse_size, show_size
+from remap.sizes import show_size
 
 from .demo_config import ASKED, BUDGETS, FITTING_MODELS, MOST_MODELS, DemoConfig, default_config
 
@@ -26,7 +26,7 @@ def demo(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory for weights, KV cache and ring, such as 640MiB.",
+            help=f"{MEMORY} With the ring.",
             show_default=f"{BUDGETS[DEFAULTS.dtype] >> 20}MiB; of several tenants the weights that have room, and a tenth",
         ),
     ] = None,
@@ -85,7 +85,7 @@ def _budget(text: str | None, tenants: int, dtype: str) -> int:
     weights = smollm2.weight_bytes(dtype)
     if text is None:
         return BUDGETS[dtype] if tenants == 1 else 0
-    budget = parse_size(text, "memory")
+    budget = memory_bytes(text)
     if budget <= weights:
         raise InvalidArgument(
             f"memory must hold the weights of {smollm2.MODEL_NAME} ({show_size(weights)} in {dtype}) and KV cache, got "
