@@ -213,7 +213,8 @@ def test_page_is_whole_and_self_contained() -> None:
     # Names for who cannot see charts and tables.
     assert len(re.findall(r'<svg [^>]*role="img" aria-label="[^"]+, (?:baseline|remap)"', html)) == 8
     rows = html[html.index("<tbody>") : html.index("</tbody>")]
-    assert rows.count('<tr><th scope="row">') == rows.count("<tr>") == len(table_rows(result))
+    assert rows.count('<tr><th scope="row">') == rows.count("<tr>") == len(table_rows(result)) - 1
+    assert "layers over time" not in rows  # a chart shows them
     # Charts of both runs share their axes, also of runs of unequal length or without a timeline.
     shorter = page(replace(result, remap=replace(result.remap, timeline=result.remap.timeline[:150])))
     assert set(re.findall(r'data-end="([^"]+)"', shorter)) == {"29.9"}
