@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from .errors import InvalidArgument
 
-__all__ = ["MOST_BYTES", "parse_size", "show_size", "shown"]
+__all__ = ["MOST_BYTES", "parse_memory", "parse_size", "show_size", "shown"]
 
 _UNITS = {
     "B": 1,
@@ -52,9 +54,29 @@ def parse_size(size: int | str, name: str = "size") -> int:
     value = Fraction(match[1]) * unit
     if value.denominator != 1:
         raise InvalidArgument(
-            f"{name} of {size!r} is not a whole number of bytes; nothing changed", name=name, value=size
+            f"{name} of {size!r} is not a whole number of bytes; nothing changed; give a unit, as in '24GiB'",
+            name=name,
+            value=size,
         )
     return _bounded(int(value), name, size)
+
+
+def parse_memory(text: int | str, whole: Callable[[], int], name: str = "memory") -> int:
+    """Bytes of a size, as `parse_size` reads it, or of a share such as "90%" of `whole()`. Raises InvalidArgument."""
+    if not isinstance(text, str) or not text.strip().endswith("%"):
+        return parse_size(text, name)
+    try:
+        percent = float(text.strip()[:-1])
+    except ValueError:
+        percent = math.nan
+    if not 0 < percent <= 100:
+        raise InvalidArgument(
+            f"{name} must be a share above 0% and at most 100%, or a size such as '24GiB', got {shown(text)}; nothing was done; "
+            f"correct {name}",
+            field=name,
+            value=text,
+        )
+    return int(percent / 100 * whole())
 
 
 _LONG = 60  # characters; a longer number is neither read nor repeated in a message

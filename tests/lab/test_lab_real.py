@@ -93,7 +93,7 @@ def test_every_policy_serves_all_tokens_and_copies_what_it_may(measured: Path) -
         assert found["recompute"]["preemptions"] > 0 and found["recompute"]["recomputed_tokens"] > 0
         swap = found["swap"]
         assert swap["recomputed_tokens"] == 0 == swap["weights_in_bytes"]
-        assert swap["preemptions"] > 0 and 0 < swap["kv_out_bytes"] <= swap["kv_in_bytes"]
+        assert swap["pauses"] > 0 == swap["preemptions"] and 0 < swap["kv_out_bytes"] <= swap["kv_in_bytes"]
         for streams in (found["pie"], found["stream"]):
             assert streams["recomputed_tokens"] == 0 == streams["weights_in_bytes"]
             assert streams["kv_out_bytes"] > 0 < streams["kv_in_bytes"]

@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 
 import remap
 from remap.cli.main import app
+from remap.cli.options import MEMORY, memory_bytes
 from remap.config import Knobs
 from remap.errors import InvalidArgument
 from remap.extras import install
+from remap.memory.machine_memory import memory_bound
 from remap.policy.hardware import machine
 from remap.sizes import MOST_BYTES, parse_size
 from remap_serve.cli import demo_config, demo_run
@@ -93,6 +95,14 @@ def test_sizes_are_exact() -> None:
         assert caught.value.field == field
 
 
+def test_memory_is_a_size_or_a_share_in_every_command() -> None:
+    assert memory_bytes("3MiB") == 3 << 20
+    assert memory_bytes("50%") == memory_bound().nbytes // 2
+    for words in ((*PLAN, "--memory", "0.4"), ("demo", "--memory", "0.9"), ("demo", "--memory", "101%")):
+        found = CliRunner().invoke(app, list(words))
+        assert found.exit_code == 2 and "24GiB" in found.output
+
+
 def test_a_budget_that_holds_no_request_is_refused_before_anything_is_served() -> None:
     def room(budget: int) -> None:
         config = demo_config.DemoConfig(budget_bytes=budget)
@@ -128,6 +138,8 @@ def test_an_option_of_one_name_is_one_option_in_all_commands() -> None:
                 kinds.setdefault(name, set()).add(each.is_flag)
                 helps.setdefault(name, set()).add(each.help)
     assert {name: found for name, found in helps.items() if name in ONE_HELP and len(found) > 1} == {}
+    # Of what it is stands behind it. `plan` took 40%, `advise` 0.9 too, all others sizes alone.
+    assert {help.startswith(MEMORY) for help in helps["--memory"]} == {True}
     assert {name for name, found in kinds.items() if len(found) > 1} == set()  # a flag here and a value there
     flags = {name: any("--json" in each.opts for each in one.params) for name, one in commands().items()}
     assert {name for name, has in flags.items() if not has} == SERVERS | WRITERS

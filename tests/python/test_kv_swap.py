@@ -641,16 +641,16 @@ def test_a_scarce_engine_swaps_and_recomputes_nothing(kind: str, layout: str) ->
 
         tokens, metrics, _ = run(rig, requests, each_step=watch)
         assert tokens == expected
-        assert metrics.preemptions > 0 == metrics.recomputed_tokens
+        assert metrics.pauses > 0 == metrics.preemptions == metrics.recomputed_tokens
         kv, (watch,) = internals(rig.tenant).kv, watches
         assert kv.host.free_blocks == 200
         # Written out: what is new, and nothing else: each complete block once, and a tail for each time that a request leaves.
         assert kv.copied_out_bytes == watch.blocks * kv.spec.block_bytes
-        assert watch.parts <= metrics.preemptions
+        assert watch.parts <= metrics.pauses
         assert kv.copied_in_bytes >= kv.copied_out_bytes > 0
 
 
-def preemptions_with(streamed: int, kind: str, runner: str) -> int:
+def pauses_with(streamed: int, kind: str, runner: str) -> int:
     """Serves with so many streamed blocks; checks tokens, what streamed, and what went out."""
     model, requests = make(kind), requests_for(kind)
     expected = reference(model, requests, layout="layer_major")
@@ -673,15 +673,15 @@ def preemptions_with(streamed: int, kind: str, runner: str) -> int:
         assert (kv.host.free_blocks, kv.streamed.used_blocks) == (200, 0)
         assert (max(used) > 0) == (internals(rig.tenant).stats().block_bytes > 0) == (streamed > 0)
         assert kv.copied_out_bytes == watches[0].blocks * kv.spec.block_bytes
-        return metrics.preemptions
+        return metrics.pauses
 
 
 @pytest.mark.parametrize("runner", ["cpu", "gpu"])
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_complete_blocks_stream_rather_than_that_anybody_is_preempted(kind: str, runner: str) -> None:
-    """Blocks and layers stream side by side: the same tokens, fewer preemptions than by swapping whole requests, and no
+    """Blocks and layers stream side by side: the same tokens, fewer pauses than by swapping whole requests, and no
     complete block goes out twice."""
-    assert preemptions_with(60, kind, runner) < preemptions_with(0, kind, runner)
+    assert pauses_with(60, kind, runner) < pauses_with(0, kind, runner)
 
 
 def test_without_room_in_host_memory_requests_are_recomputed() -> None:

@@ -19,7 +19,7 @@ from remap_serve.sim.results import PolicyResult, TenantResult
 from remap_serve.sim.setup import Setup, evenly
 from remap_serve.sim.workload import Item
 
-QUICK = Figures(0.1, 1.0, 0.01, 0.05, 0.02, 1000.0, 4.0, 0.0, 900.0, 3.0)
+QUICK = Figures(0.1, 1.0, 0.01, 0.05, 0.02, 1000.0, 4.0, 0.0, 0.0, 900.0, 3.0)
 SLOW = replace(QUICK, ttft_p99_s=40.0, goodput_per_s=2.0, preemptions=300.0)
 
 
@@ -131,7 +131,7 @@ def test_settings_are_one_block_that_fits_the_device(verdict: str, most: str | N
 
 def test_the_command_prints_five_lines_and_json_of_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "simulate", pretended)
-    command = ["advise", "--machine", "H100-PCIe", "--models", "Llama-3-8b,Qwen3-14B", "--rate", "4", "--memory", "0.9"]
+    command = ["advise", "--machine", "H100-PCIe", "--models", "Llama-3-8b,Qwen3-14B", "--rate", "4", "--memory", "90%"]
     told = CliRunner().invoke(app, [*command, "--requests", "20"])
     assert told.exit_code == 0, told.output
     found = json.loads(CliRunner().invoke(app, [*command, "--requests", "20", "--json"]).stdout)

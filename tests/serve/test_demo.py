@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
 from remap.cli import smollm2
+from remap.cli.main import app
 from remap.errors import InvalidArgument, InvalidState
 from remap_serve.cli import demo, demo_run
-from remap_serve.cli.demo_config import DemoConfig, Progress, default_config
+from remap_serve.cli.demo_config import ASKED, BUDGETS, DemoConfig, Progress, default_config
 from remap_serve.cli.demo_run import kv_limits, serving
 
 MIB = 1 << 20
@@ -79,6 +81,26 @@ def test_in_a_log_the_demo_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, t
     ]
 
 
+@pytest.mark.parametrize("words", ["--memory 1MiB", "--memory 1MiB --tenants 3", "--dtype int3", "--out /proc/new"])
+def test_what_cannot_run_is_refused_before_a_model_is_loaded(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--memory 1MiB` was refused behind half a minute of loading; root may write anywhere, said `os.access`, and the reports
+    of all runs were lost."""
+    monkeypatch.setattr(demo, "demo", lambda *_: pytest.fail("it ran"))
+    assert CliRunner().invoke(app, ["demo", *words.split()]).exit_code == 2
+
+
+def test_one_model_is_asked_less_than_several_and_each_dtype_has_its_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The demo of one model took five minutes; `--dtype float32` had bfloat16's budget where that is the default."""
+    seen: list[DemoConfig] = []
+    monkeypatch.setattr(demo, "demo", lambda config, *_: seen.append(config))
+    for words in ("", "--tenants 3", "--requests 48 --dtype float32", "--dtype bfloat16"):
+        assert CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *words.split()]).exit_code == 0
+    assert [one.requests for one in seen] == [ASKED, 48, 48, ASKED]
+    assert [one.budget_bytes for one in seen[1:]] == [0, BUDGETS["float32"], BUDGETS["bfloat16"]]
+
+
 def test_cache_key_follows_bytes_and_dtype(tmp_path: Path) -> None:
     first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
     first.write_bytes(b"weights")
@@ -109,7 +131,7 @@ def test_the_model_loads_and_knows_paris() -> None:
     model, tokenizer, folder = smollm2.load("float32")
     assert (folder / "model.safetensors").is_file()
     assert model.config.num_hidden_layers == 30
-    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+    assert sum(parameter.numel() for parameter in model.parameters()) == smollm2.PARAMETERS
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     answer = model.generate(ids, max_new_tokens=8, do_sample=False)

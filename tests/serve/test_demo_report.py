@@ -29,6 +29,7 @@ from remap_serve.cli.demo_report import (
     worse_figures,
     worse_sentence,
 )
+from remap_serve.cli.demo_rounds import rounds_rows
 from remap_serve.engine.metrics import StepSample
 
 TOKENS = tuple(tuple(range(i, i + 20)) for i in range(48))
@@ -65,7 +66,7 @@ def test_json_has_exactly_the_documented_keys() -> None:
     kinds = ["unconstrained", "baseline", "remap"]
     assert list(data) == ["model", "budget_bytes", "requests", "tokens_identical", *kinds, "machine"]
     assert [data[kind]["identical_requests"] for kind in kinds] == [data["requests"]] * 3
-    figures = "preemptions recomputed_tokens tokens_per_s ttft_p50_s ttft_p99_s tbt_p50_s tbt_p99_s tpot_p99_s"
+    figures = "preemptions pauses recomputed_tokens tokens_per_s ttft_p50_s ttft_p99_s tbt_p50_s tbt_p99_s tpot_p99_s"
     figures += " kv_blocks_start kv_blocks_peak layers_remapped_peak stall_fraction"
     figures += " identical_requests"
     for kind in kinds:
@@ -77,6 +78,19 @@ def test_json_has_exactly_the_documented_keys() -> None:
     assert data["baseline"]["tokens_per_s"] == pytest.approx(960 / 30)
     assert data["remap"]["tokens_per_s"] == pytest.approx(960 / 20)
     assert data["remap"]["ttft_p50_s"] == pytest.approx(2.45)
+
+
+def test_a_pause_whose_kv_is_kept_is_no_preemption() -> None:
+    """Three models: "preemptions 13 to 240", where nothing was computed again."""
+    alone = make_result()
+    assert not any(row[0].startswith("pauses") for row in table_rows(alone))
+    kept = replace(alone, remap=replace(alone.remap, pauses=240))
+    rows = {row[0]: row[1:] for row in table_rows(kept)}
+    assert rows["preemptions"] == ("0", "14", "0", "-100%")
+    assert rows["pauses, KV kept"] == ("0", "0", "240", "")
+    assert "pauses, KV kept" in {row[0] for row in rounds_rows([kept, kept])} - {
+        row[0] for row in rounds_rows([alone, alone])
+    }
 
 
 def test_one_different_token_is_reported() -> None:
@@ -199,7 +213,8 @@ def test_page_is_whole_and_self_contained() -> None:
     # Names for who cannot see charts and tables.
     assert len(re.findall(r'<svg [^>]*role="img" aria-label="[^"]+, (?:baseline|remap)"', html)) == 8
     rows = html[html.index("<tbody>") : html.index("</tbody>")]
-    assert rows.count('<tr><th scope="row">') == rows.count("<tr>") == len(table_rows(result))
+    assert rows.count('<tr><th scope="row">') == rows.count("<tr>") == len(table_rows(result)) - 1
+    assert "layers over time" not in rows  # a chart shows them
     # Charts of both runs share their axes, also of runs of unequal length or without a timeline.
     shorter = page(replace(result, remap=replace(result.remap, timeline=result.remap.timeline[:150])))
     assert set(re.findall(r'data-end="([^"]+)"', shorter)) == {"29.9"}

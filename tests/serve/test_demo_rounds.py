@@ -66,4 +66,4 @@ def test_the_command_runs_so_many_rounds_and_writes_after_each(asked, tmp_path, 
     assert len(results) == asked and seen == [False, True, True][:asked]
     data = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     assert len(data.get("rounds", [data])) == asked
-    assert ("median of 3 alternating rounds" in out.getvalue()) is (asked == 3)
+    assert ("48 requests, n = 3 alternating rounds: median" in out.getvalue()) is (asked == 3)

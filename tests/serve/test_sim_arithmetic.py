@@ -133,7 +133,7 @@ def test_swapping_is_paid_for() -> None:
     setup = one(on=on, kv_blocks=4, scheduling={"watermark": 0.0})
     slow, quick = (simulate(each, items, "swap") for each in (setup, replace(setup, machine=ON)))
     paid, free = only(slow), only(quick)
-    assert paid.preemptions == free.preemptions == 1 and paid.recomputed_tokens == 0
+    assert paid.pauses == free.pauses == 1 and paid.preemptions == paid.recomputed_tokens == 0
     assert paid.swapped_bytes == 2 * 2 * block  # two blocks, there and back
     assert paid.stall_s == approx(4.0, rel=1e-9) and paid.compute_s == free.compute_s
     assert slow.virtual_s - quick.virtual_s == approx(4.0 - free.stall_s, rel=1e-6)
@@ -192,7 +192,7 @@ def test_what_has_outgrown_the_memory_is_refused_though_its_kv_is_kept(
     setup = one(sharing, on=ON.with_(iteration_gap_s=0.0), kv_blocks=24, cost=None)
     items = [Item("t", 0.0, 24 * BLOCK - 3, 9), Item("t", 0.0, 50, 9)]
     found = only(simulate(setup, items, "remap:weights+max_layers=0+swap"))
-    assert (found.requests, found.finished, found.preemptions) == (2, 1, 1)
+    assert (found.requests, found.finished, found.pauses, found.preemptions) == (2, 1, 1, 0)
 
 
 def test_tables_are_no_wider_than_the_terminal(tmp_path: Path) -> None:

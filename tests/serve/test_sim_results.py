@@ -221,11 +221,12 @@ def test_a_thinned_timeline_keeps_every_tenant_from_start_to_end() -> None:
 
 
 def test_a_timeline_of_a_long_run_is_thinned_as_it_grows() -> None:
-    kv = SimpleNamespace(usable_blocks=5)
+    kv = SimpleNamespace(usable_blocks=5, live_blocks=3)
     shown = {
         "metrics": SimpleNamespace(preemptions=0),
         "runner": SimpleNamespace(stall_s=0.0),
         "kv_peak": 0,
+        "used_peak": 0,
         "alpha_peak": 0,
     }
     scheduler = SimpleNamespace(used_blocks=0, running=(), waiting=())
@@ -236,4 +237,4 @@ def test_a_timeline_of_a_long_run_is_thinned_as_it_grows() -> None:
     line.end(999.5, {"a": engine})  # type: ignore[dict-item]
     times = [sample.time_s for sample in line.samples()]
     assert times == sorted(times) and (times[0], times[-1]) == (0.0, 999.5) and 10 <= len(times) <= 21
-    assert (engine.kv_peak, engine.alpha_peak) == (5, 1)
+    assert (engine.kv_peak, engine.used_peak, engine.alpha_peak) == (5, 3, 1)

@@ -331,9 +331,9 @@ def test_the_page_begins_with_what_is_better_and_what_is_worse() -> None:
 @pytest.mark.parametrize(
     ("said", "stall_s", "preemptions", "points"),
     [
-        ("KV (waited for in 50% of the time, 3 preemptions)", 0.0, 3, [(0, 95, 1, 2), (5, 20, 1, 2)]),
+        ("KV (waited for in 50% of the time, 3 preemptions, 0 pauses)", 0.0, 3, [(0, 95, 1, 2), (5, 20, 1, 2)]),
         ("the link (waited for in 20% of the passes' time)", 2.0, 0, [(0, 20, 1, 2)]),
-        ("KV (waited for in 100% of the time, 0 preemptions); the link (", 2.0, 0, [(0, 100, 1, 1)]),
+        ("KV (waited for in 100% of the time, 0 preemptions, 0 pauses); the link (", 2.0, 0, [(0, 100, 1, 1)]),
         ("the computation (busy in 95% of the time)", 0.0, 0, [(0, 95, 3, 0), (9.5, 0, 0, 0)]),
         ("the load (idle in 60% of the time)", 0.0, 0, [(0, 50, 3, 0), (4, 0, 0, 0)]),
     ],

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import typer
@@ -71,7 +72,12 @@ def writable(path: Path) -> None:
     folder = path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    try:
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise PermissionError(path)
+        if not path.exists():
+            TemporaryFile(dir=folder).close()  # some file systems refuse root, to whom `access` grants everything
+    except OSError as error:
         raise InvalidArgument(
             f"{path} cannot be written; nothing was run; give another path", field="path", value=str(path)
-        )
+        ) from error

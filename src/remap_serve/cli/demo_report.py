@@ -43,7 +43,8 @@ NOISE = 0.01
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run of the engine over all requests. Times in seconds; tuples over requests are in request order."""
+    """One run of the engine over all requests. Times in seconds; tuples over requests are in request order. preemptions, pauses:
+    see `Metrics`."""
 
     kind: str
     wall_s: float  # arrival of the requests to the last token
@@ -64,6 +65,7 @@ class RunResult:
     cold: Mapping[str, float] = field(
         default_factory=dict
     )  # of more models than memory: what their turns cost (demo_cold)
+    pauses: int = 0
 
     @property
     def generated_tokens(self) -> int:
@@ -128,6 +130,7 @@ def numbers(run: RunResult) -> dict[str, Any]:
     """The numbers of a run in the table and in demo.json: seconds, counts, shares."""
     return {
         "preemptions": run.preemptions,
+        "pauses": run.pauses,
         "recomputed_tokens": run.recomputed_tokens,
         "tokens_per_s": run.tokens_per_s,
         "ttft_p50_s": percentile(run.ttft_s, 0.50),
@@ -364,6 +367,7 @@ def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
             _change(runs[1].kv_blocks_peak, runs[2].kv_blocks_peak),
         ),
         count("preemptions", "preemptions"),
+        *([count("pauses, KV kept", "pauses")] if any(run.pauses for run in runs) else []),
         count("tokens recomputed", "recomputed_tokens"),
         row("tokens/s", [f"{rate:.1f}" for rate in rates], _change(rates[1], rates[2])),
         seconds("time to first token P50", "ttft_p50_s"),
@@ -449,7 +453,7 @@ def table(result: DemoResult) -> Table:
     from rich.table import Table
 
     # Fits 80 columns: the default width of a terminal, and a log's.
-    title = f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}"
+    title = f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}, n = 1"
     drawn = Table(title=title, caption=caption(result), caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)
     for kind in KINDS:

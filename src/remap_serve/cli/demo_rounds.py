@@ -62,6 +62,7 @@ def rounds_rows(rounds: Sequence[DemoResult]) -> list[Row]:
         row("KV blocks, start", "kv_blocks_start", lambda n: f"{n:,.0f}"),
         row("KV blocks, peak", "kv_blocks_peak", lambda n: f"{n:,.0f}"),
         row("preemptions", "preemptions", lambda n: f"{n:,.0f}"),
+        *([row("pauses, KV kept", "pauses", lambda n: f"{n:,.0f}")] if rounds[-1].remap.pauses else []),
         row("tokens recomputed", "recomputed_tokens", lambda n: f"{n:,.0f}"),
         row("tokens/s", "tokens_per_s", lambda n: f"{n:.1f}"),
         row("first token P50", "ttft_p50_s"),
@@ -86,7 +87,7 @@ def rounds_table(rounds: Sequence[DemoResult]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"median of {len(rounds)} alternating rounds (range)"
+    title = f"{rounds[0].requests} requests, n = {len(rounds)} alternating rounds: median (range)"
     drawn = Table(title=title, caption=caption(rounds[0]), caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)
     for kind in ("unconstrained", "baseline", "remap", "change"):

@@ -187,6 +187,7 @@ def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -
         stall_fraction=stalled / metrics.duration_s if metrics.duration_s > 0 else 0.0,
         tokens=tuple(result.outputs[request.id].tokens for request in ready.requests),
         timeline=tuple(metrics.timeline),
+        pauses=metrics.pauses,
     )
 
 

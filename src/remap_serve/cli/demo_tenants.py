@@ -192,6 +192,7 @@ def summed(kind: str, world: SharedWorld, requests: Mapping[str, list[Request]],
         stall_fraction=numbers["stall_s"] / duration if duration > 0 else 0.0,
         tokens=tuple(result.outputs[name][request.id].tokens for name in world.names for request in requests[name]),
         timeline=timeline,
+        pauses=numbers["pauses"],
         tenants={
             name: {
                 key: one[key] for key in ("ttft_p99_s", "tbt_p99_s", "kv_blocks_start", "kv_blocks_peak", "preemptions")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from remap.cli.errors import FAILED, exit_on_error, needed
-from remap.cli.options import Json, MaxBatchTokens, MaxNumSeqs, print_json
+from remap.cli.options import MEMORY, Json, MaxBatchTokens, MaxNumSeqs, memory_bytes, print_json
 from remap.errors import InvalidArgument
 from remap.sizes import parse_size
 
@@ -41,7 +41,7 @@ def offline(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory for weights and KV cache, such as 8GiB. It may be less than the weights have: then layers stream.",
+            help=f"{MEMORY} It may be less than the weights have: then layers stream.",
             show_default=f"weights, and KV of {KV_TOKENS} tokens",
         ),
     ] = None,
@@ -133,7 +133,7 @@ def _serving(
     from remap_serve.engine.scheduler import TILE
     from remap_serve.engine.throughput_layout import lay_out
 
-    budget = None if memory is None else parse_size(memory, "memory")
+    budget = None if memory is None else memory_bytes(memory)
     host = None if host_kv is None else parse_size(host_kv, "host_kv")
     mixture = None if ratio == "auto" else _ratio(ratio)
     try:

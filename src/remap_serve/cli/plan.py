@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from remap.cli.errors import exit_on_error
-from remap.cli.options import Json, MachineName, MaxNumSeqs, Tables, print_json, print_whole
+from remap.cli.options import MEMORY, Json, MachineName, MaxNumSeqs, Tables, print_json, print_whole
 from remap.policy.hardware import Model, namesakes
 from remap.policy.hardware import machine as machine_of
 from remap.sizes import show_size
@@ -37,7 +37,7 @@ def plan(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Of one device, for weights and KV cache: 40% of it, or 24GiB.",
+            help=f"{MEMORY} Of one device.",
             show_default="90%, less the donors' weights",
         ),
     ] = None,

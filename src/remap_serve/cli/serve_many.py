@@ -14,9 +14,9 @@ from rich.console import Console
 
 from remap.cli.errors import exit_on_error
 from remap.cli.log_lines import log_lines
-from remap.cli.options import MaxBatchTokens, MaxNumSeqs
+from remap.cli.options import MEMORY, MaxBatchTokens, MaxNumSeqs, memory_bytes
 from remap.errors import InvalidArgument
-from remap.sizes import parse_size, show_size
+from remap.sizes import show_size
 
 from . import serving
 from .serving import Http, http_at, model_folder
@@ -38,9 +38,7 @@ def serve_many(
     ],
     memory: Annotated[
         str | None,
-        typer.Option(
-            help="Memory of all models together, for weights and KV cache, such as 16GiB.", show_default="a broker's"
-        ),
+        typer.Option(help=f"{MEMORY} Of all models together.", show_default="a broker's"),
     ] = None,
     device: Annotated[
         str,
@@ -91,7 +89,7 @@ def serve_many(
                 size, page_bytes = session.capacity_bytes, session.snapshot().page_bytes
                 plans, _ = plan_many(folders, size, session.device, page_bytes)
             else:
-                size = parse_size(memory, "memory")
+                size = memory_bytes(memory, device)
                 plans, page_bytes = plan_many(folders, size, device)
             served = []
             for name, folder in folders.items():

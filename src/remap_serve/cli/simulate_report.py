@@ -79,7 +79,8 @@ METRICS = (
     Metric("tbt_mean_s", "TBT mean", seconds),
     Metric("tpot_p99_s", "TPOT P99", seconds),
     Metric("preemptions", "preemptions", _count),
-    Metric("kv_blocks_peak", "KV blocks, peak", _count),
+    Metric("pauses", "pauses, KV kept", _count),
+    Metric("kv_used_peak", "KV blocks used, peak", _count),
     Metric("layers_remapped_peak", "layers remapped, peak", _small, compared=False),
     Metric("stall_fraction", "stalled", lambda value: f"{value:.1%}", compared=False),
     Metric("requests_finished", "requests finished", _count, compared=False),
@@ -89,7 +90,8 @@ METRICS = (
     Metric("wall_s", "simulated in", seconds, compared=False),
 )
 """TTFT: from arrival to the first token, queueing included. TBT: between two tokens of a request. TPOT: the mean of
-one request's. Goodput: requests that met both targets. Peaks: sums of the tenants'."""
+one request's. Preemptions: their KV is computed again; pauses: it stays in host memory. Goodput: requests that met both
+targets. Peaks: sums of the tenants'."""
 
 
 def change(before: float, after: float) -> str:
@@ -173,7 +175,7 @@ def table(results: Sequence[PolicyResult], title: str, everybody: Sequence[Polic
 
 TENANT_HEAD = (
     *("tenant", "requests", "finished", "tokens", "TTFT P50", "TTFT P99", "TBT P50", "TBT P99", "preemptions"),
-    *("KV blocks", "peak", "layers remapped", "stalled"),
+    *("pauses, KV kept", "KV blocks used, peak", "layers remapped", "stalled"),
 )
 """The columns of `tenant_rows`."""
 
@@ -192,8 +194,8 @@ def _tenant(tenant: TenantResult) -> list[str]:
         *(seconds(percentile(tenant.ttft_s, q)) for q in (0.5, 0.99)),
         *(seconds(weighted_percentile(tenant.tbt, q)) for q in (0.5, 0.99)),
         _count(tenant.preemptions),
-        _count(tenant.kv_blocks_start),
-        _count(tenant.kv_blocks_peak),
+        _count(tenant.pauses),
+        _count(tenant.kv_used_peak),
         _small(tenant.layers_remapped_peak),
         f"{tenant.stall_fraction:.1%}",
     ]

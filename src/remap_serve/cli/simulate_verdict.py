@@ -30,9 +30,9 @@ FIGURES: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
 """(property of PolicyResult, its name, how to show it, whether more is better)."""
 
 LIMITS = (
-    "KV, if requests were preempted, or waited while nine tenths of a tenant's blocks were in use; the link, if passes waited "
-    "for layers or KV for at least a twentieth of their time; otherwise the computation, if requests ran for nine tenths of the "
-    "time; otherwise the load: nothing was short."
+    "KV, if requests were preempted or paused, or waited while nine tenths of a tenant's blocks were in use; the link, if passes "
+    "waited for layers or KV for at least a twentieth of their time; otherwise the computation, if requests ran for nine tenths "
+    "of the time; otherwise the load: nothing was short."
 )
 
 
@@ -92,8 +92,10 @@ def limited_by(result: PolicyResult) -> str:
             one.waiting and one.kv_used_blocks >= FULL * one.kv_usable_blocks for one in latest.values()
         )
     found = []
-    if total and (result.preemptions or waited >= SHORT * total):
-        found.append(f"KV (waited for in {waited / total:.0%} of the time, {result.preemptions:,} preemptions)")
+    if total and (result.preemptions or result.pauses or waited >= SHORT * total):
+        found.append(
+            f"KV (waited for in {waited / total:.0%} of the time, {result.preemptions:,} preemptions, {result.pauses:,} pauses)"
+        )
     if result.stall_fraction >= SHORT:
         found.append(f"the link (waited for in {result.stall_fraction:.0%} of the passes' time)")
     if not found and total and busy >= 0.9 * total:

@@ -320,7 +320,7 @@ class Head:
             return False
         victim = max(running, key=lambda one: one.arrived_s)
         self._lanes[self._schedulers.of(victim)].scheduler.preempt(victim, self.kv)
-        self._counts.preemptions += 1
+        self._counts.took_blocks((victim,))
         return True
 
     def follow(self, moved: Mapping[int, int]) -> None:

@@ -170,8 +170,8 @@ class ClusterInstance:
     def counts(self) -> dict[str, float]:
         """Since this instance began: passes, computing_s (pipeline_computing_s of it as a stage of several), pipeline_s (for
         which it was one), activation_bytes, kv_sent_bytes and layers_sent_bytes (sent to others), layer_bytes (copied from the
-        host's master copies), swapped_bytes (KV to host memory and back); started_requests, queue_s and preemptions (`Counts`).
-        As of now, or of a moment ago."""
+        host's master copies), swapped_bytes (KV to host memory and back); started_requests, queue_s, preemptions and pauses
+        (`Counts`). As of now, or of a moment ago."""
         return self._loop.counts()
 
     def exclusively(self, call: Callable[[], ReportT]) -> ReportT:

@@ -187,7 +187,7 @@ class Engine(ABC):
                 break
             blocks -= sequence.held_blocks
             self.scheduler.preempt(sequence, self._kv)
-            self.metrics.preemptions += 1
+            self.metrics.took_blocks((sequence,))
             victims.append(sequence.id)
         self.offer()
         return tuple(victims)
@@ -201,6 +201,7 @@ class Engine(ABC):
                 break
             blocks -= sequence.held_blocks
             self.scheduler.preempt(sequence, self._kv)
+            self.metrics.took_blocks((sequence,))
         self.offer()
         return before - self._kv.live_blocks
 
@@ -260,7 +261,7 @@ class Engine(ABC):
         if self._landing:
             self._catch_up()
         schedule = self.scheduler.schedule(self._kv)
-        self.metrics.preemptions += len(schedule.preempted)
+        self.metrics.took_blocks(schedule.preempted)
         return schedule
 
     def land(self, schedule: Schedule, samplers: Listed[Chunk], chosen: Listed[int], begin: float) -> StepOutput:

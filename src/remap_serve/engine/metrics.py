@@ -54,7 +54,8 @@ class Metrics:
 
     gaps: seconds between two tokens of a request -> how often. All that decode in one pass have the same gap, so there are
     about as many as passes. tpot_s: of each finished request of more than one token, the mean of its gaps (time per output
-    token).
+    token). preemptions: how often a request lost its KV, which is computed again; pauses: how often it lost its blocks while its
+    KV stayed in host memory.
     """
 
     started_s: float = 0.0
@@ -64,6 +65,7 @@ class Metrics:
     prompt_tokens: int = 0
     finished: int = 0
     preemptions: int = 0
+    pauses: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
     ttft_s: list[float] = field(default_factory=list)
@@ -88,6 +90,12 @@ class Metrics:
         if sequences:
             self.generated_tokens += len(sequences)
             self.ended_s = now_s
+
+    def took_blocks(self, sequences: Listed[Sequence]) -> None:
+        """These have just lost their blocks to others."""
+        kept = sum(bool(one.host) for one in sequences)
+        self.pauses += kept
+        self.preemptions += len(sequences) - kept
 
     def finish(self, sequence: Sequence) -> None:
         """It has ended, with all its tokens or without."""
@@ -117,6 +125,7 @@ class Metrics:
             "generated_tokens": self.generated_tokens,
             "tokens_per_s": self.generated_tokens / self.duration_s if self.duration_s > 0 else 0.0,
             "preemptions": self.preemptions,
+            "pauses": self.pauses,
             "recomputed_tokens": self.recomputed_tokens,
             "ttft_p50_s": percentile(self.ttft_s, 0.50),
             "ttft_p99_s": percentile(self.ttft_s, 0.99),

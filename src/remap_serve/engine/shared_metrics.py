@@ -114,6 +114,7 @@ class SharedResult:
             "generated_tokens": generated,
             "tokens_per_s": generated / duration if duration > 0 else 0.0,
             "preemptions": sum(one.preemptions for one in each),
+            "pauses": sum(one.pauses for one in each),
             "recomputed_tokens": sum(one.recomputed_tokens for one in each),
             "ttft_mean_s": math.fsum(ttft) / len(ttft) if ttft else 0.0,
             "ttft_p50_s": percentile(ttft, 0.50),

@@ -45,7 +45,8 @@ class Figures:
     tokens_per_s: float
     goodput_per_s: float
     preemptions: float
-    kv_blocks_peak: float
+    pauses: float
+    kv_used_peak: float
     layers_remapped: float
 
     @classmethod
@@ -62,7 +63,8 @@ class Figures:
             tokens_per_s=median(lambda one: one.tokens_per_s),
             goodput_per_s=median(lambda one: one.goodput_per_s),
             preemptions=median(lambda one: one.preemptions),
-            kv_blocks_peak=median(lambda one: one.kv_blocks_peak),
+            pauses=median(lambda one: one.pauses),
+            kv_used_peak=median(lambda one: one.kv_used_peak),
             layers_remapped=median(lambda one: one.layers_remapped_peak),
         )
 
@@ -187,9 +189,9 @@ def _lines(
         "more layers would make passes wait for longer than is allowed" if left else "more memory would be no better"
     )
     why = (
-        f"Why not more: at the peak {ours.layers_remapped:.3g} of {layers} layers were away and the KV caches had "
-        f"{ours.kv_blocks_peak:,.0f} blocks ({base.kv_blocks_peak:,.0f} without); {ours.preemptions:,.0f} preemptions are left; "
-        f"{bound}."
+        f"Why not more: at the peak {ours.layers_remapped:.3g} of {layers} layers were away and requests held "
+        f"{ours.kv_used_peak:,.0f} KV blocks ({base.kv_used_peak:,.0f} without); {ours.preemptions:,.0f} preemptions are left "
+        f"and {ours.pauses:,.0f} pauses in which KV stays in host memory; {bound}."
     )
     drawn = (
         f"Simulated: medians of {seeds} seed{'s' if seeds > 1 else ''}, {requests:,} requests each; goodput: first token within "

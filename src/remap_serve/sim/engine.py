@@ -58,6 +58,7 @@ class SimEngine(Engine):
         super().reset_metrics(now)
         self.requests = self.refused = 0
         self.kv_peak = self.metrics.kv_blocks_start
+        self.used_peak = 0
         self.alpha_peak = 0.0
         self._done: list[EngineSequence] = []
 
@@ -114,8 +115,10 @@ class SimEngine(Engine):
             recomputed_tokens=metrics.recomputed_tokens,
             swapped_bytes=runner.copied_bytes,
             swapped_out_bytes=runner.copied_out_bytes,
+            pauses=metrics.pauses,
             kv_blocks_start=metrics.kv_blocks_start,
             kv_blocks_peak=self.kv_peak,
+            kv_used_peak=self.used_peak,
             layers_remapped_peak=self.alpha_peak,
             compute_s=runner.compute_s,
             stall_s=runner.stall_s,

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import MOST_MISFIT, POOR_MISFIT, Machine, Model
-from remap.sizes import parse_size
+from remap.sizes import parse_memory
 
 from .model_variants import TOUCHED, least_rows
 from .planning_numbers import Balance, Numbers
@@ -18,21 +17,7 @@ __all__ = ["assumptions", "check_fit", "donated", "fit_note", "least_batch", "me
 
 def memory_of(text: str | int | None, machine: Machine) -> int:
     """Bytes of "40%" of the machine's device memory, or of a size such as "24GiB"; None: 90 %. Raises InvalidArgument."""
-    share = "90%" if text is None else text
-    if not isinstance(share, str) or not share.strip().endswith("%"):
-        return parse_size(share, "memory")
-    try:
-        percent = float(share.strip()[:-1])
-    except ValueError:
-        percent = math.nan
-    if not 0 < percent <= 100:
-        raise InvalidArgument(
-            f"memory must be a share above 0% and at most 100%, or a size such as '24GiB', got {text!r}; "
-            "nothing was computed; correct memory",
-            field="memory",
-            value=text,
-        )
-    return int(percent / 100 * machine.hbm_bytes)
+    return parse_memory("90%" if text is None else text, lambda: machine.hbm_bytes)
 
 
 def short(value: object) -> str:

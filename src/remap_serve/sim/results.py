@@ -49,7 +49,9 @@ HEADLINE = (
     "tbt_p50_s",
     "tbt_p99_s",
     "preemptions",
+    "pauses",
     "kv_blocks_peak",
+    "kv_used_peak",
     "layers_remapped_peak",
     "stall_fraction",
     "requests_finished",
@@ -162,7 +164,8 @@ class TenantResult:
     (seconds between two tokens of a request, how many gaps were that long), ascending. compute_s: its passes without stalls.
     tpot_s: of the same requests as ttft_s, mean seconds of a token after the first; None of a request of one token.
     swapped_bytes: of KV, to host memory and back; swapped_out_bytes: to it. kv_blocks_start: before the first request; where
-    unused KV is shared, only the tenant's own.
+    unused KV is shared, only the tenant's own. kv_blocks_peak: that it could use; where unused KV is shared, those that it asked
+    for. kv_used_peak: that requests held. preemptions, pauses: see `Metrics`.
     """
 
     tenant: str
@@ -182,6 +185,8 @@ class TenantResult:
     passes: int
     tpot_s: tuple[float | None, ...]
     swapped_out_bytes: int = 0
+    pauses: int = 0
+    kv_used_peak: int = 0
 
     def good(self, targets: Targets) -> int:
         """Finished requests that met both targets; a request of one token has the first one only."""
@@ -260,6 +265,15 @@ class PolicyResult:
     @property
     def preemptions(self) -> int:
         return sum(tenant.preemptions for tenant in self.tenants)
+
+    @property
+    def pauses(self) -> int:
+        return sum(tenant.pauses for tenant in self.tenants)
+
+    @property
+    def kv_used_peak(self) -> int:
+        """Sum of the tenants' peaks of blocks that requests held, as below."""
+        return sum(tenant.kv_used_peak for tenant in self.tenants)
 
     @property
     def kv_blocks_peak(self) -> int:

@@ -28,6 +28,9 @@ class Timeline:
             usable, alpha = tenant.kv.usable_blocks, tenant.remapped
             if usable > engine.kv_peak:
                 engine.kv_peak = usable
+            used = tenant.kv.live_blocks
+            if used > engine.used_peak:
+                engine.used_peak = used
             if alpha > engine.alpha_peak:
                 engine.alpha_peak = alpha
         if now_s < self._next_s:
