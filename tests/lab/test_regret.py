@@ -141,7 +141,11 @@ def test_what_the_pages_say_is_what_was_stored() -> None:
     results = (regret.ROOT / "docs/notes/results.md").read_text(encoding="utf-8")
     assert f"Of the first {len(ran)} loads **in {len(ran) - matters} the policy does not matter**" in results
     short = (regret.ROOT / "docs/results.md").read_text(encoding="utf-8")
-    assert (len(ran), matters) == (13, 2) and "Of [13 loads drawn at random]" in short and "In the other two it did" in short
+    assert (
+        (len(ran), matters) == (13, 2)
+        and "Of [13 loads drawn at random]" in short
+        and "In the other two it did" in short
+    )
     found = [regret.regrets(points, load, "remap", number) for load in ran]
     worst = {figure: max(one[figure][0] for one in found if one is not None) for figure in regret.FIGURES}
     assert worst["ttft_p99_s"] == pytest.approx(0.02, abs=0.005)

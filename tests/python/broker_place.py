@@ -17,7 +17,7 @@ DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as we
 PAGES = 96
 
 
-class Savepoint:
+class Place:
     """A socket's path, and who serves there."""
 
     def __init__(self, path: Path) -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("rich", reason="tables need rich")
 
 from broker_crowd import Crowd
 from broker_member import LAYER_PAGES, LAYERS, PAGE, Process, attached, opened, until
-from broker_place import DEVICE, PAGES, Savepoint
+from broker_place import DEVICE, PAGES, Place
 from msgspec.structs import replace
 
 import remap
@@ -63,14 +63,14 @@ Start = Callable[..., Process]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Savepoint]:
-    made = Savepoint(tmp_path / "s")
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path / "s")
     yield made
     made.serving.kill()
 
 
 @pytest.fixture
-def start(place: Savepoint) -> Iterator[Start]:
+def start(place: Place) -> Iterator[Start]:
     made: list[Process] = []
 
     def one(name: str, layers: int = LAYERS, value: int = 0) -> Process:
@@ -83,7 +83,7 @@ def start(place: Savepoint) -> Iterator[Start]:
             each.kill()
 
 
-def close(place: Savepoint, *members: Process) -> None:
+def close(place: Place, *members: Process) -> None:
     """All pages are accounted for."""
     for each in members:
         assert each("check") == "right"
@@ -124,7 +124,7 @@ class Raw:
         self.lock.close()
 
 
-def test_members_serve_on_and_join_the_next_broker_with_their_pages(place: Savepoint, start: Start) -> None:
+def test_members_serve_on_and_join_the_next_broker_with_their_pages(place: Place, start: Start) -> None:
     one, two, dead = start("one"), start("two"), start("three")
     assert (one("take", 100), two("take", 40), dead("take", 40)) == ("100", "40", "40")
     place.kill()
@@ -149,7 +149,7 @@ def test_members_serve_on_and_join_the_next_broker_with_their_pages(place: Savep
     close(place, one, two, three)
 
 
-def test_weights_that_are_lent_come_home_by_way_of_the_next_broker(place: Savepoint, start: Start) -> None:
+def test_weights_that_are_lent_come_home_by_way_of_the_next_broker(place: Place, start: Start) -> None:
     one, two = start("one", MANY), start("two")
     assert one("check") == "right"
     assert one("sleep") == "asleep"
@@ -175,7 +175,7 @@ def test_weights_that_are_lent_come_home_by_way_of_the_next_broker(place: Savepo
 
 
 @pytest.mark.slow
-def test_a_lender_that_has_ended_meanwhile_lends_nothing(place: Savepoint, start: Start) -> None:
+def test_a_lender_that_has_ended_meanwhile_lends_nothing(place: Place, start: Start) -> None:
     one, two = start("one", MANY), start("two")
     assert one("check") == "right"
     assert one("sleep") == "asleep"
@@ -188,7 +188,7 @@ def test_a_lender_that_has_ended_meanwhile_lends_nothing(place: Savepoint, start
     close(place, two)
 
 
-def test_whoever_is_left_is_waited_for_and_who_is_new_hears_that(place: Savepoint, start: Start) -> None:
+def test_whoever_is_left_is_waited_for_and_who_is_new_hears_that(place: Place, start: Start) -> None:
     one = start("one")
     assert one("take", 40) == "40"
     one.signal(signal.SIGSTOP)
@@ -206,7 +206,7 @@ def test_whoever_is_left_is_waited_for_and_who_is_new_hears_that(place: Savepoin
     close(place, one, two)
 
 
-def test_when_all_have_ended_the_next_broker_begins_with_new_pages(place: Savepoint, start: Start) -> None:
+def test_when_all_have_ended_the_next_broker_begins_with_new_pages(place: Place, start: Start) -> None:
     one = start("one")
     child = int(one("fork"))  # it has no lock, and no memory of the arena
     place.kill()
@@ -220,7 +220,7 @@ def test_when_all_have_ended_the_next_broker_begins_with_new_pages(place: Savepo
     close(place, start("two"))
 
 
-def test_a_broker_that_is_another_one_is_refused_by_name(place: Savepoint, start: Start) -> None:
+def test_a_broker_that_is_another_one_is_refused_by_name(place: Place, start: Start) -> None:
     one = start("one")
     assert one("take", 40) == "40"
     second = place.begin()
@@ -351,7 +351,7 @@ def test_a_file_that_is_no_arena_is_refused_and_closed(tmp_path: Path) -> None:
 
 
 def test_a_borrower_that_dies_before_the_lender_has_joined_again_leaves_it_its_pages(
-    place: Savepoint, start: Start
+    place: Place, start: Start
 ) -> None:
     """They were free for all: the lender's claim was refused, as one of free pages, for as long as it lived."""
     one, two = start("one", MANY), start("two")
@@ -429,7 +429,7 @@ def test_what_was_sent_before_a_connection_was_reset_is_read(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_members_and_the_broker_are_killed_and_stopped_at_random(place: Savepoint, start: Start, seed: int) -> None:
+def test_members_and_the_broker_are_killed_and_stopped_at_random(place: Place, start: Start, seed: int) -> None:
     """In the midst of what they do. No block has a byte of another process when it is taken, or is overwritten while it is held;
     no page, descriptor or map is lost, and no lock stays. A longer run has more rounds (`REMAP_BROKER_ROUNDS`), and others are
     told by `REMAP_BROKER_SEED`."""

@@ -30,7 +30,7 @@ def session_of(pages: int, mode: str = "aliased", **config: Any) -> remap.Sessio
 def with_ends(*arguments: Any) -> Any:
     """The last of these buffers is no layer."""
     source = raw_source(*arguments)
-    return dataclasses.replace(source, kv_layers=source.kv_layers - 1, ends=source.kv_layers - 1)
+    return dataclasses.replace(source, kv_layers=source.kv_layers - 1, embedding_part=source.kv_layers - 1)
 
 
 class Model(Engine):

@@ -58,7 +58,14 @@ def named() -> Iterator[tuple[str, str | None]]:
                 name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
                 if name == "needed" and len(call.args) > 2:  # another function of that name takes fewer
                     package, extra = (getattr(each, "value", None) for each in call.args[:2])
-                    yield str(extra), package
+                    if extra is not None:
+                        yield str(extra), package
+                elif isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "require_packages":  # calls `needed`
+                    _, extra, *packages = (getattr(each, "value", "") for each in call.args)
+                    yield from (
+                        (extra, package)
+                        for package in (*packages, "msgspec", "fastapi", "uvicorn", "prometheus_client")
+                    )
                 elif name == "install":
                     texts = [each.value for each in ast.walk(call.args[0]) if isinstance(each, ast.Constant)]
                     yield from ((text, None) for text in texts)

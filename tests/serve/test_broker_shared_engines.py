@@ -49,7 +49,7 @@ def requests_of(seed: int, count: int = REQUESTS) -> list[Request]:
 
 
 def weight_pages() -> int:
-    return footprint(model_of(0), None, ends=False).pages(PAGE)
+    return footprint(model_of(0), None, embedding_part=False).pages(PAGE)
 
 
 class Process:
