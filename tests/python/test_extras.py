@@ -60,7 +60,9 @@ def named() -> Iterator[tuple[str, str | None]]:
                     package, extra = (getattr(each, "value", None) for each in call.args[:2])
                     if extra is not None:
                         yield str(extra), package
-                elif isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "require_packages":  # calls `needed`
+                elif (
+                    isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "require_packages"
+                ):  # calls `needed`
                     _, extra, *packages = (getattr(each, "value", "") for each in call.args)
                     yield from (
                         (extra, package)
