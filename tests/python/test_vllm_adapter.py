@@ -421,6 +421,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     module("vllm.model_executor.offloader", set_offloader=ignore, prefetch_ops=prefetch)
     module("vllm.model_executor.offloader.base", BaseOffloader=BaseOffloader, set_offloader=ignore)
     module("vllm.platforms", current_platform=CPU)
+    module("vllm.compilation.breakable_cudagraph", eager_break_during_capture=lambda call: call)
     module("vllm.v1.core.sched.async_scheduler", AsyncScheduler=AsyncScheduler)
     module("vllm.v1.core.sched.scheduler", Scheduler=PlainScheduler)
     module("vllm.v1.engine.core", EngineCore=core)
@@ -789,7 +790,7 @@ def worker(vllm: Any) -> Any:
     tenant = session.attach(model, name="vllm", kv=spec)
     models.logits_of(model, models.ids_for(1, 8))
     made.model_runner, made.remap_rank = Runner(model, 400), SimpleNamespace(session=session, tenant=tenant)
-    made.remap_offloader, made._remap_before, made._remap_newer = vllm.worker.RemapOffloader(), [], False
+    made.remap_offloader, made._remap_before = vllm.worker.RemapOffloader(), []
     made.vllm_config = SimpleNamespace(additional_config={})
     yield made
     session.close()
@@ -928,6 +929,71 @@ def test_a_newer_version_is_tried_at_home_and_away_before_it_serves(
         assert sorted(caught.value.fields["passes"].values()) == [0.0, 1.0]
     assert passes == [0, 1]
     assert worker.remap_rank.tenant.remapped == 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "newer", "joins", "tried", "lowered"),
+    [
+        (CPU, False, True, False, False),
+        (CPU, True, False, True, False),
+        (CUDA, False, False, True, False),
+        (CUDA, False, True, True, True),
+    ],
+)
+def test_a_gpu_is_tried_at_every_start_and_beside_a_broker_asked_for_what_is_free(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, platform: Any, newer: bool, joins: bool, tried: bool, lowered: bool
+) -> None:
+    """vLLM wants 0.92 of all memory, of which the broker has most: the documented line did not start."""
+    asked: list[float] = []
+    gpu_worker = ModuleType("vllm.v1.worker.gpu_worker")
+    original = gpu_worker.request_memory = lambda snapshot, config, external=0: asked.append(
+        config.gpu_memory_utilization
+    )
+    monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
+    workers = ModuleType("vllm.v1.worker")
+    workers.gpu_worker = gpu_worker
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker", workers)
+    config = SimpleNamespace(gpu_memory_utilization=0.92)
+
+    class Started(vllm.worker.RemapWorker, Base):
+        def _remap_read(self, capacity: int) -> Any:
+            return SimpleNamespace(arena="unix:/broker" if joins else "", joins=joins)
+
+    def init_device(self: Any) -> None:
+        workers.gpu_worker.request_memory(SimpleNamespace(free_memory=30, total_memory=120), config, 0)
+
+    monkeypatch.setattr(Base, "init_device", init_device, raising=False)
+    monkeypatch.setattr(vllm.worker, "current_platform", platform)
+    for name in ("show_logs", "admit_config"):
+        monkeypatch.setattr(engine_internals, name, lambda *given: None)
+    monkeypatch.setattr(engine_internals, "check_version", lambda: newer)
+    made: Any = Started()
+    scheduler = SimpleNamespace(get_scheduler_cls=lambda: SimpleNamespace(bind=None))
+    made.vllm_config = SimpleNamespace(
+        scheduler_config=scheduler, parallel_config=SimpleNamespace(world_size=1), kv_transfer_config=None
+    )
+    made.rank = 0
+    made.init_device()
+    assert made._remap_trial is tried
+    assert asked == [0.25 if lowered else 0.92]
+    assert workers.gpu_worker.request_memory is original  # type: ignore[comparison-overlap]
+
+
+def test_weights_that_a_kernel_keeps_are_refused(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repacked weights stay where they were: nothing was freed, and passes would not have read the arena."""
+    import torch
+
+    model = torch.nn.Linear(64, 64)
+    nbytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    for kept in (0, nbytes // 2):
+        monkeypatch.setattr(torch.accelerator, "memory_allocated", iter((nbytes + 5, kept + 5)).__next__)
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        if not kept:
+            vllm.worker._to_host(model)
+            continue
+        with pytest.raises(InvalidState) as caught:
+            vllm.worker._to_host(model)
+        assert (caught.value.fields["nbytes"], caught.value.fields["kept"]) == (nbytes, kept)
 
 
 @pytest.mark.parametrize(

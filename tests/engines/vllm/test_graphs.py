@@ -153,6 +153,50 @@ def test_a_pass_without_waits_is_wrong_unless_it_was_whole(offloader: RemapOfflo
         assert chosen(runner, False) == PIECES
 
 
+def test_layers_are_breaks_of_graphs_that_vllm_breaks_by_itself(
+    offloader: RemapOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's default for some families, without a compiler: no layer waited in a replay, since the operators were captured."""
+    import torch
+    from vllm.compilation import breakable_cudagraph
+
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    monkeypatch.setattr(breakable_cudagraph, "_weak_ref_capture_arg", lambda given: given)
+    calls: list[tuple[str, int]] = []
+
+    class Waits(Tenant):
+        def wait(self, layer: int) -> None:
+            calls.append(("wait", layer))
+
+        def done(self, layer: int) -> None:
+            calls.append(("done", layer))
+
+    class Capture:
+        """As BreakableCUDAGraphCapture: what is not in `eager` would be a graph."""
+
+        _capturing = True
+
+        def __init__(self) -> None:
+            self.eager: list[Any] = []
+
+        def add_eager(self, call: Any) -> Any:
+            self.eager.append(call)
+            return call()
+
+    made = RemapOffloader()
+    layers = torch.nn.Sequential(*made.wrap_modules(torch.nn.Linear(4, 4) for _ in range(2)))
+    breakable_cudagraph.BreakableCUDAGraphCapture._tls.active = capture = Capture()
+    try:
+        layers(torch.ones(1, 4))  # captured outside of a pass: nothing waits
+    finally:
+        breakable_cudagraph.BreakableCUDAGraphCapture._tls.active = None
+    assert len(capture.eager) == 4 and calls == []
+    with made.entered(Waits(), "decode", 1):
+        for replay in capture.eager:
+            replay()
+    assert calls == [("wait", 0), ("done", 0), ("wait", 1), ("done", 1)]
+
+
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
     monkeypatch.setattr(vllm.platforms, "_current_platform", gpu)

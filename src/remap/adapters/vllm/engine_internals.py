@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -95,6 +96,8 @@ _FIELDS = (
     ("vllm.v1.kv_offload.base", "CanonicalKVCaches", "group_data_refs tensors"),
     ("vllm.v1.kv_offload.base", "GPULoadStoreSpec", "block_ids block_indices group_sizes"),
     ("vllm.distributed.parallel_state", "GroupCoordinator", "cpu_group"),
+    ("vllm.utils.mem_utils", "MemorySnapshot", "free_memory total_memory"),
+    ("vllm.config.cache", "CacheConfig", "gpu_memory_utilization kv_cache_memory_bytes"),
 )
 """Module, class, and fields or methods of it whose parameters are not checked."""
 TOUCHED = (
@@ -137,6 +140,8 @@ TOUCHED = (
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.append_n", "self blocks"),
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.get_all_free_blocks", "self"),
     Touched("vllm.v1.kv_cache_interface", "KVCacheTensor.block_stride"),
+    Touched("vllm.compilation.breakable_cudagraph", "eager_break_during_capture", "fn"),
+    Touched("vllm.v1.worker.gpu_worker", "request_memory", "init_snapshot cache_config"),
     Touched("vllm.config.cache", "CacheConfig.metrics_info", "self"),
     Touched("vllm.v1.engine", "EngineCoreReadyResponse.num_gpu_blocks"),
     Touched("vllm.v1.engine.core", "EngineCoreProc._make_ready_response", "self"),
@@ -411,6 +416,35 @@ def only_blocks(runner: Any, blocks: int) -> Iterator[None]:
         config.num_blocks = there
 
 
+@contextmanager
+def memory_beside_a_broker() -> Iterator[None]:
+    """vLLM's worker for GPUs asks that `gpu_memory_utilization` of *all* memory be free when it starts, and a broker has most of
+    it already. In this context it asks for no more than what is free; the log says so. What the fraction is for, the size of
+    the KV cache, is then not its own: that lies in the broker's pages.
+    """
+    from vllm.v1.worker import gpu_worker
+
+    original = gpu_worker.request_memory
+
+    def request_memory(init_snapshot: Any, cache_config: Any, *more: Any) -> Any:
+        fits = math.floor(1e4 * init_snapshot.free_memory / init_snapshot.total_memory) / 1e4
+        if cache_config.gpu_memory_utilization > fits:
+            logger.info(
+                "remap: of the device's memory %d bytes are free beside the broker's, so gpu_memory_utilization is %g, not %g",
+                init_snapshot.free_memory,
+                fits,
+                cache_config.gpu_memory_utilization,
+            )
+            cache_config.gpu_memory_utilization = fits
+        return original(init_snapshot, cache_config, *more)
+
+    gpu_worker.request_memory = request_memory
+    try:
+        yield
+    finally:
+        gpu_worker.request_memory = original
+
+
 def dummy_pass(runner: Any, tokens: int) -> Any:
     """The hidden states, shape (tokens, hidden), of a pass that neither reads nor writes KV, as float32 on the CPU.
 
@@ -459,10 +493,10 @@ def _rename_on_device(runner: Any, moves: dict[int, int]) -> None:
     with torch.inference_mode():  # as vLLM's own writes
         for table in runner.block_tables.block_tables:
             rows = table.gpu
-            names = torch.arange(runner.kv_cache_config.num_blocks, dtype=rows.dtype, device=rows.device)
-            both = torch.tensor([list(moves), list(moves.values())], device=rows.device)
-            names[both[0]] = both[1].to(rows.dtype)
-            rows.copy_(names[rows.long()])
+            # Made on the host and page-locked: a copy from a list would wait for the passes under way.
+            names = torch.arange(runner.kv_cache_config.num_blocks, dtype=rows.dtype, pin_memory=rows.is_cuda)
+            names[list(moves)] = torch.tensor(list(moves.values()), dtype=rows.dtype)
+            rows.copy_(names.to(rows.device, non_blocking=True)[rows.long()])
 
 
 def can_rename_blocks(runner: Any) -> bool:

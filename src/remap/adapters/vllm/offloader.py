@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.model_executor.offloader import prefetch_ops  # noqa: F401  registers the operators torch.ops.vllm.*
 from vllm.model_executor.offloader.base import BaseOffloader, set_offloader
 
@@ -90,8 +91,17 @@ class RemapOffloader(BaseOffloader):
 
 
 def _bracket(module: nn.Module, index: int) -> None:
-    """Put the operators around the layer's forward. They take its first and last tensor, so no compiler moves them."""
+    """Put the operators around the layer's forward. They take its first and last tensor, so no compiler moves them. In graphs
+    that vLLM breaks by itself (breakable CUDA graphs, without a compiler) both are breaks, and run in each replay."""
     inner = module.forward
+
+    @eager_break_during_capture
+    def wait(hidden: torch.Tensor) -> None:
+        torch.ops.vllm.wait_prefetch(hidden, index)
+
+    @eager_break_during_capture
+    def done(hidden: torch.Tensor) -> None:
+        torch.ops.vllm.start_prefetch(hidden, index)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         tensors = (
@@ -99,9 +109,9 @@ def _bracket(module: nn.Module, index: int) -> None:
             for value in (*args, *kwargs.values())
             if isinstance(value, torch.Tensor) and value.is_floating_point()
         )
-        torch.ops.vllm.wait_prefetch(next(tensors), index)
+        wait(next(tensors))
         output = inner(*args, **kwargs)
-        torch.ops.vllm.start_prefetch(output[0] if isinstance(output, tuple) else output, index)
+        done(output[0] if isinstance(output, tuple) else output)
         return output
 
     module.forward = forward

@@ -12,6 +12,7 @@ The scheduler calls `remap_call` through `collective_rpc` between passes, in the
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -62,7 +63,7 @@ class RemapWorker:
 
     def init_device(self) -> None:
         engine_internals.show_logs()
-        self._remap_newer = engine_internals.check_version()
+        newer = engine_internals.check_version()
         scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()
         if not hasattr(scheduler, "bind"):
             raise InvalidState(
@@ -88,7 +89,11 @@ class RemapWorker:
                 "--kv-offloading-size and --kv-transfer-config, or REMAP_ARENA",
                 arena=arena,
             )
-        super().init_device()  # type: ignore[misc]
+        # A version newer than the tested ones, and a GPU, on which the adapter was not tested: they show what they compute.
+        self._remap_trial = newer or not current_platform.is_cpu()
+        beside = settings.joins and not current_platform.is_cpu()
+        with engine_internals.memory_beside_a_broker() if beside else nullcontext():
+            super().init_device()  # type: ignore[misc]
         self.remap_offloader = RemapOffloader()
         self.remap_rank: Any = None  # a Rank, once it is attached
         self._remap_told = self.rank > 0  # what remap can do here
@@ -119,16 +124,22 @@ class RemapWorker:
     def determine_available_memory(self) -> int:
         """Bytes of the largest KV cache that there will ever be: the first one, and all layers' pages but those of the ring, in
         whole blocks."""
+        specs = self.model_runner.get_kv_cache_spec()
+        block = engine_internals.bytes_of_block(self.vllm_config, specs)
+        # At a broker room for one request of the greatest length is its own for good, and for vLLM's null block; all else is for
+        # the engine that needs it.
+        longest = engine_internals.bytes_of_tokens(specs, self.vllm_config.model_config.max_model_len) + block
+        joins = self._remap_read(1).joins
+        if joins and not current_platform.is_cpu() and self.cache_config.kv_cache_memory_bytes is None:
+            # The KV lies in the broker's pages, so what is free beside them says nothing; and vLLM, which would look, ends where
+            # another engine gives memory back meanwhile.
+            self.cache_config.kv_cache_memory_bytes = longest
         own = int(super().determine_available_memory())  # type: ignore[misc]
         size = footprint(self.model_runner.get_model(), self.remap_offloader.layers)
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
-        specs = self.model_runner.get_kv_cache_spec()
-        block = engine_internals.bytes_of_block(self.vllm_config, specs)
-        if settings.joins:
+        if joins:
             capacity = shared(settings.arena).join(settings, _device())
-            # Room for one request of the greatest length is its own for good; all else is for the engine that needs it.
-            longest = engine_internals.bytes_of_tokens(specs, self.vllm_config.model_config.max_model_len)
-            own = min(own, longest + block)  # and vLLM's null block
+            own = min(own, longest)
         else:
             assert settings.capacity is not None  # read above
             capacity = settings.capacity
@@ -157,7 +168,7 @@ class RemapWorker:
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self._remap_before: list[torch.Tensor] = []
-        if self._remap_newer:
+        if self._remap_trial:
             self._remap_before = [engine_internals.dummy_pass(self.model_runner, _TRIED) for _ in range(2)]
         self._remap_attach(kv_cache_config)
         nbytes = kv_cache_config.kv_cache_tensors[0].size
@@ -173,7 +184,7 @@ class RemapWorker:
 
     def compile_or_warm_up_model(self) -> Any:
         """Raises InvalidState (field layers) if vLLM has written into layers meanwhile, and (fields version, tested,
-        passes) if a version newer than the tested ones computes something else on remap.
+        passes) if a version newer than the tested ones, or a GPU, computes something else on remap.
         """
         if self.remap_rank is None:  # a model without KV cache
             return super().compile_or_warm_up_model()  # type: ignore[misc]
@@ -215,9 +226,9 @@ class RemapWorker:
         if not all(difference <= most for difference in found.values()):  # NaN is no match, either
             version = engine_internals.installed_version()
             raise InvalidState(
-                f"remap was tested with vLLM {' to '.join(engine_internals.TESTED)}; with {version} the same pass gives other "
-                f"values on remap, by {found} where {most} is rounding; the engine was not started; install "
-                f"vllm=={engine_internals.TESTED[-1]}.*, or unset REMAP_ENABLE",
+                f"remap was tested with vLLM {' to '.join(engine_internals.TESTED)} on a CPU; with {version} on {_device()} the "
+                f"same pass gives other values on remap, by {found} where {most} is rounding; the engine was not started; "
+                f"install vllm=={engine_internals.TESTED[-1]}.*, try REMAP_MODE=strict, or unset REMAP_ENABLE",
                 version=version,
                 tested=engine_internals.TESTED,
                 passes=found,
@@ -323,13 +334,12 @@ class RemapWorker:
         """As an inactive tenant at first, so that what lies outside of the layers can go too while other processes need its
         pages. Where these have no room for it now, it starts cold: its first request brings it pages.
 
-        Raises OutOfMemory without room where passes are run before it serves: on a GPU, and with a version newer than the tested
-        ones.
+        Raises OutOfMemory without room where passes are run before it serves (`_remap_trial`).
         """
         try:
             tenant = attach(active=False, pages="own")
         except OutOfMemory as error:
-            if error.fields.get("broker") != "" or self._remap_newer or not current_platform.is_cpu():
+            if error.fields.get("broker") != "" or self._remap_trial:
                 raise
             tenant = attach(active=False, pages="none")
             session.exclusively(partial(_open_first, tenant.name))
@@ -537,10 +547,26 @@ def _device() -> str:
 
 
 def _to_host(model: Any) -> None:
-    """Move parameters and buffers to the host, to make room for the arena on the device. Not tested: it needs a GPU."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    """Move parameters and buffers to the host, to make room for the arena on the device. Not run on a GPU.
+
+    Raises InvalidState (fields nbytes, kept) if a tenth of their memory is still in use then: a kernel's object holds views of
+    them (repacked weights), and would compute from these, not from the arena.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    nbytes = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    before = torch.accelerator.memory_allocated()
+    for tensor in tensors:
         tensor.data = tensor.data.cpu()
+    gc.collect()
     torch.accelerator.empty_cache()
+    kept = nbytes - (before - torch.accelerator.memory_allocated())
+    if kept > nbytes / 10:
+        raise InvalidState(
+            f"of {nbytes} bytes of weights on the device {kept} are still in use though the model has left: kernels hold them in "
+            "an order of their own (a quantised model's); the engine was not started; serve this model without remap",
+            nbytes=nbytes,
+            kept=kept,
+        )
 
 
 def worker_class() -> type:
