@@ -4,6 +4,7 @@
     build-and-check   the build, `remap doctor`, the conformance suite and tests/gpu (a process a file), compute-sanitizer
     measure           the figures (registry.py, ORDER["measure"])
     serve             whole engines under load (ORDER["serve"]): more than one call's worth, so the same call again takes the rest
+    vllm              a real vLLM, stock and on remap (ORDER["vllm"]); more than one call's worth, too
 
 Each is independent of the others and ends by itself before ten minutes are over: machines are rented, and commands on them cut
 off.
@@ -44,6 +45,7 @@ CALLS = {
         Call("build-and-check", 480, 240, 300),
         Call("measure", 480, 180, 240, measures=True),
         Call("serve", 560, 180, 180, measures=True),
+        Call("vllm", 530, 180, 60, measures=True),
     )
 }
 

@@ -105,6 +105,8 @@ ORDER = {
         "graph_copies",
         "sharing_processes",
     ),
+    # A real vLLM, where it is installed or was carried (bench/gpu/vllm).
+    "vllm": ("vllm_burst",),
 }
 
 # Packages that a measure uses if they are there, beside those that it needs.

@@ -34,6 +34,7 @@ typer = pytest.importorskip("typer", reason="the command line needs typer")
 pytest.importorskip("scipy", reason="`remap fit` needs scipy, of the extra `sim`")
 
 from bench.gpu import __main__ as gpu  # noqa: E402
+from bench.gpu.vllm import pack  # noqa: E402
 from bench.lab.commands import app as lab  # noqa: E402
 from subprocesses import load_tool  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -570,9 +571,14 @@ def _bench(command: Command) -> None:
     assert ended.value.code == 0
 
 
+def _pack(command: Command) -> None:
+    pack.parser().parse_args(command.words[3:])
+
+
 NOT_HERE: Mapping[str, tuple[str, Callable[[Command], None]]] = {
     "make ": ("suites, builds and measurements of minutes to hours; the commands in recipes are tried above", _make),
     "bench/gpu/run.sh": ("it needs a GPU; tests/gpu makes its calls on the emulated driver", _gpu),
+    "python -m bench.gpu.vllm.pack": ("it downloads 400 MB; test_vllm_pack.py has its parts", _pack),
     "python -m bench.lab.cluster.kills": (
         "a kill takes seconds; test_cluster_command.py kills one that serves",
         _kills,

@@ -1,6 +1,6 @@
 """One engine of `bench.lab vllm`, in a process of its own: vLLM, with or without remap, serves the loads that it is given.
 
-    python -m bench.lab.vllm.engine < spec.json > result.json
+    python -m bench.lab.vllm.engine [spec.json] < spec.json > result.json
 
 Requests come when the load says, whether or not earlier ones are done (open loop). vLLM's engine runs in this process, so that
 what it does in each step can be counted; its own code is the same as behind `vllm serve`.
@@ -11,16 +11,18 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 __all__ = ["main", "serve"]
 
 
 def main() -> None:
-    """Reads the specification from standard input, writes the results to standard output (vLLM logs to standard error)."""
-    spec = json.load(sys.stdin)
+    """Reads the specification from a file or standard input, writes the results as the last line of standard output."""
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")) if len(sys.argv) > 1 else json.load(sys.stdin)
+    begun = time.perf_counter()
     engine = _engine(spec)
-    results: dict[str, Any] = {"loads": {}}
+    results: dict[str, Any] = {"started_s": time.perf_counter() - begun, "loads": {}}
     for load in spec["loads"]:
         results["loads"][load["name"]] = serve(engine, load["items"], spec["vocabulary"])
     if spec["side"] == "remap":
@@ -50,9 +52,9 @@ def _engine(spec: dict[str, Any]) -> Any:
         max_model_len=spec["max_model_len"],
         max_num_seqs=spec["max_num_seqs"],
         max_num_batched_tokens=spec["max_batch_tokens"],
-        enforce_eager=True,
         disable_log_stats=True,
         additional_config={"remap": spec["remap"]} if spec["side"] == "remap" else {},
+        **{"enforce_eager": True, **spec.get("engine", {})},
         **host,
     )
     return LLMEngine.from_engine_args(arguments)
