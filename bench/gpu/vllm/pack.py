@@ -3,8 +3,8 @@
     python -m bench.gpu.vllm.pack OUT python3.12 [--work build/vllm-pack]
 
 The Python is of the machine's version. It downloads the wheels (vLLM's by its tested version), and builds remap. What lies in
---work is not fetched again. The machine has torch, triton, numpy and transformers itself; vLLM asks for a newer torch, but its libraries
-name no C++ symbol of torch's, and load with 2.11.
+--work is not fetched again. The machine has torch, triton, numpy and transformers itself. vLLM asks for a newer torch, but its
+libraries name no C++ symbol of torch's, and load with 2.11.
 """
 
 from __future__ import annotations
