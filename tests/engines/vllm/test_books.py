@@ -182,7 +182,7 @@ def test_ids_beyond_the_pool_go_back_as_soon_as_they_are_withdrawn() -> None:
 def link_over(books: PoolIds, asked: list[Any], *, sharing: bool) -> RankLink:
     """A link whose ranks only write down what they are asked."""
     link = RankLink.__new__(RankLink)
-    link.books, link._sharing, link._asleep, link._local = books, sharing, False, None
+    link.books, link.sharing, link._asleep, link._local = books, sharing, False, None
     link.group = SimpleNamespace(
         target=(1, 1), home=lambda: asked.append(("home",)), woken=lambda reports: reports[0].open
     )
