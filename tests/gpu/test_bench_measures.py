@@ -46,7 +46,9 @@ def ways() -> Iterator[Any]:
     for name, each in MEASURES.items():
         marks = [pytest.mark.slow] if name in SLOW else []
         double = "torch-cuda" in each.needs
-        for on_double in {double, double or name in BOTH_WAYS} if name not in ELSEWHERE else ():
+        if name in ELSEWHERE or "vllm" in each.needs:  # tests/engines/vllm/test_gpu_measures.py
+            continue
+        for on_double in {double, double or name in BOTH_WAYS}:
             yield pytest.param(name, on_double, marks=marks, id=f"{name}{', on the double' * on_double}")
 
 
