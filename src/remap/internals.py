@@ -8,7 +8,7 @@ thread asks, while the tenant is attached. A star: some fields are read, so it m
 Of `internals(tenant)` (`remap.tenant.Internals`):
 
     session *           the session, as long as it holds the tenant; a tenant keeps it alive
-    layer_bytes *       bytes of each layer, without the ends; they never change
+    layer_bytes *       bytes of each layer, without the embedding part; they never change
     targets *           (ttft_s, tbt_s) that it was attached with
     buffers *           ring buffers in use, 0 while nothing is streamed
     lent_pages *        pages of its layers that are free for other tenants, or are their KV

@@ -140,7 +140,7 @@ class Internals:
         self.priority = state.priority
         self.kv = state.kv
         self.layers = state.layers
-        self.layer_bytes = state.layer_bytes[: state.layers]  # not of the ends, which never stream
+        self.layer_bytes = state.layer_bytes[: state.layers]  # not of the embedding part, which never streams
         self.wait: Callable[..., None] = state.prefetcher.wait
         self.done: Callable[..., None] = state.prefetcher.done
         self.hooks: AttachedHooks | None = None

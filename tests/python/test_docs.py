@@ -103,7 +103,7 @@ def test_pages_for_users_are_short() -> None:
     """How and why, and what was measured, stands in docs/notes."""
     words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")}
     assert sum(words.values()) < 25_000
-    assert {name: count for name, count in words.items() if count > 1500} == {"adopt.md": words["adopt.md"]}
+    assert {name for name, count in words.items() if count > 1500} <= {"adopt.md"}
 
 
 @pytest.mark.parametrize(("file", "rate"), [("gpu-h100-sharing", 8), ("gpu-h100-sharing-12", 12)])

@@ -18,7 +18,7 @@ from remap.sizes import show_size
 from .check import Check, read_text
 from .doctor_link import MeasuredLink, check_link, measure_link, read_slot
 
-__all__ = ["DriverAnswers", "checks", "look"]
+__all__ = ["DriverAnswers", "checks", "device_bytes", "look"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,16 @@ def look() -> DriverAnswers:
                 links[device["index"]] = error
         slots[device["index"]] = read_slot(*device["pcie"])
     return DriverAnswers(probe=probe, links=links, slots=slots, **common)
+
+
+def device_bytes(index: int) -> int:
+    """All memory of this device. Raises InvalidArgument (field device) if there is none, and DriverError without a driver."""
+    from remap import _core
+
+    for one in _core.probe_cuda()["devices"]:
+        if one["index"] == index:
+            return int(one["total_bytes"])
+    raise InvalidArgument(f"there is no device cuda:{index}; nothing was done; name one that there is", device=index)
 
 
 def checks(seen: DriverAnswers) -> Iterator[Check]:

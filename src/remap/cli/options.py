@@ -45,10 +45,14 @@ MaxBatchTokens = Annotated[int, typer.Option(min=1, help="Tokens in one pass, at
 
 
 def memory_bytes(text: str, device: str = "cpu") -> int:
-    """Bytes of --memory on a device of this machine. Raises InvalidArgument."""
-    from remap.memory.device import memory_of  # with the core, which most commands do without
+    """Bytes of --memory on a device of this machine. Raises InvalidArgument, and DriverError without a GPU's driver."""
+    from remap.memory.device import parse  # with the core, which most commands do without
+    from remap.memory.machine_memory import memory_bound
 
-    return parse_memory(text, lambda: memory_of(device))
+    from .doctor_cuda import device_bytes
+
+    name = parse(device)
+    return parse_memory(text, lambda: device_bytes(name.index) if name.kind == "cuda" else memory_bound().nbytes)
 
 
 def print_json(document: Any) -> None:

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,13 +53,16 @@ def top(
                     print_whole(console, table)
                 return
             try:
-                fits = partial(map, partial(whole, console))
-                with Live(Group(*fits(tables)), console=console, auto_refresh=False) as live:
+                with Live(_shown(console, tables), console=console, auto_refresh=False) as live:
                     while True:
                         time.sleep(EVERY_S)
-                        live.update(Group(*fits(view()[1])), refresh=True)
+                        live.update(_shown(console, view()[1]), refresh=True)
             except KeyboardInterrupt:
                 return
+
+
+def _shown(console: Console, tables: list[Table]) -> Group:
+    return Group(*(whole(console, each) for each in tables))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from remap import _core
 from remap.config import invalid, is_count
 from remap.errors import InvalidArgument
-from remap.memory.machine_memory import memory_bound, require_memory
+from remap.memory.machine_memory import require_memory
 from remap.memory.native_stream import LEGACY_DEFAULT_STREAM
 from remap.sizes import parse_size, shown
 
@@ -40,7 +40,6 @@ __all__ = [
     "budget_of",
     "default_mode",
     "default_name",
-    "memory_of",
     "parse",
     "resolve",
     "simulated",
@@ -158,18 +157,6 @@ def parse(device: object) -> DeviceName:
             device=device,
         )
     return DeviceName("cuda", int(found.group(1) or 0))
-
-
-def memory_of(device: str) -> int:
-    """Bytes of all memory of a GPU, or that this process could have on the CPU. Raises InvalidArgument (field device), and
-    DriverError without a driver."""
-    name = parse(device)
-    if name.kind != "cuda":
-        return memory_bound().nbytes
-    for one in _core.probe_cuda()["devices"]:
-        if one["index"] == name.index:
-            return int(one["total_bytes"])
-    raise InvalidArgument(f"there is no device {device}; nothing was done; name one that there is", device=device)
 
 
 class Device:

@@ -333,8 +333,8 @@ class Lending:
             slots = tenant.slots_of(held[tenant])
             pending = tenant.kv.pool.pending(slots)
             return len(pending) - self._changes.room(tenant, slots, more), pending
-        way = find_path(self._changes, donor, target, more=more)
-        return way.short, way.pending
+        path = find_path(self._changes, donor, target, more=more)
+        return path.short, path.pending
 
     def _fetch(
         self,

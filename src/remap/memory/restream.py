@@ -158,8 +158,8 @@ def restream(
     OutOfBlocks (field preempt) if live blocks have no room in the remaining pages; the backend's error if the change
     could not be applied. Nothing changes then.
     """
-    pool, way = tenant.kv.pool, find_path(changes, tenant, target)
-    plan = way.plan
+    pool, path = tenant.kv.pool, find_path(changes, tenant, target)
+    plan = path.plan
     require_places(tenant, plan.gained)
     if not plan.steps:
         return {}
@@ -169,17 +169,17 @@ def restream(
         predicted_stall_s=predicted_stall_s,
         drain_to=target if drain else None,
     )
-    if not way.lost:
+    if not path.lost:
         changes.apply(tenant, plan, predicted_stall_s=predicted_stall_s)
         return {}
-    if pool.external or (way.short <= 0 and way.first is None) or not plan.gained:
-        return exchange(plan, way.lost) or {}
-    if way.short > 0:
-        raise changes.no_room(tenant, way.lost, len(way.pending) - way.short)
+    if pool.external or (path.short <= 0 and path.first is None) or not plan.gained:
+        return exchange(plan, path.lost) or {}
+    if path.short > 0:
+        raise changes.no_room(tenant, path.lost, len(path.pending) - path.short)
     with changes.part():
-        if way.first is not None and way.first.steps:
-            require_places(tenant, way.first.gained)
-            changes.apply(tenant, way.first, predicted_stall_s=predicted_stall_s)
+        if path.first is not None and path.first.steps:
+            require_places(tenant, path.first.gained)
+            changes.apply(tenant, path.first, predicted_stall_s=predicted_stall_s)
         plan = plan_streaming(tenant.pages, target)
         require_places(tenant, plan.gained)
         return exchange(plan, list(tenant.slots_of(plan.lost))) or {}
@@ -190,8 +190,8 @@ def refuse_in_use(changes: Changes, tenant: TenantState, target: Streaming) -> N
     for blocks that are in the way, and still uses some. To end that first would give it back those that it has returned."""
     if not (tenant.draining and tenant.kv.pool.external):
         return
-    way = find_path(changes, tenant, target)
-    in_use = sorted(set(tenant.draining).intersection(way.lost))
+    path = find_path(changes, tenant, target)
+    in_use = sorted(set(tenant.draining).intersection(path.lost))
     if tenant.kv.pool.pending(in_use):
         raise changes.no_room(tenant, in_use, 0)
 

@@ -114,9 +114,8 @@ class TenantState:
 
     # -- changes that are not finished
     unsettled: PreparedPlan | None = None  # of a change that is decided and not settled
-    pending_slots: tuple[
-        int, ...
-    ] = ()  # of that: slots of the KV region whose pages the pool gets once they are zeroed
+    # Of that: slots of the KV region whose pages the pool gets once they are zeroed.
+    pending_slots: tuple[int, ...] = ()
     leaving: bool = False  # detaching it has failed: only another try is allowed
     detached: bool = False
 

@@ -54,7 +54,7 @@ class Steps:
         offers: Offers,
         other_processes: OtherProcesses | None = None,
     ) -> None:
-        """outside: other processes, where the arena is shared with some."""
+        """other_processes: them, where the arena is shared with some."""
         self._tenants = tenants
         self._changes = changes
         self._lending = lending

@@ -30,8 +30,8 @@ class Reach(NamedTuple):
 
     def reached(self, max_layers: int | None = None) -> int:
         """Blocks of a session of its own when all layers have left but those of the ring, or max_layers, the largest."""
-        donation_order = sorted(self.size.donation_sizes(self.page))[:-1]
-        left = donation_order if max_layers is None else donation_order[::-1][:max_layers]
+        sizes = sorted(self.size.donation_sizes(self.page))[:-1]
+        left = sizes if max_layers is None else sizes[::-1][:max_layers]
         return (self.pages(self.first) + sum(left)) * self.page // self.block
 
     def reached_of(self, capacity: int) -> int:
