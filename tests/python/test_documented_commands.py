@@ -575,10 +575,19 @@ def _pack(command: Command) -> None:
     pack.parser().parse_args(command.words[3:])
 
 
+def _alone(command: Command) -> None:
+    """A module without options."""
+    assert importlib.import_module(command.words[2]) and not command.words[3:], command
+
+
 NOT_HERE: Mapping[str, tuple[str, Callable[[Command], None]]] = {
     "make ": ("suites, builds and measurements of minutes to hours; the commands in recipes are tried above", _make),
     "bench/gpu/run.sh": ("it needs a GPU; tests/gpu makes its calls on the emulated driver", _gpu),
     "python -m bench.gpu.vllm.pack": ("it downloads 400 MB; test_vllm_pack.py has its parts", _pack),
+    "python -m bench.gpu.vllm_predictions": (
+        "it simulates for a minute; tests/gpu/test_bench_predictions.py has its parts",
+        _alone,
+    ),
     "python -m bench.lab.cluster.kills": (
         "a kill takes seconds; test_cluster_command.py kills one that serves",
         _kills,
