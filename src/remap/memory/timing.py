@@ -90,9 +90,9 @@ class PassTimes:
             self._prompts.append(tokens)
         self._known_age += 1
         shape = (kind, bucket_of(tokens))
-        if shape != self._last_shape and (
-            kind == "decode" or self._last_shape is None or self._last_shape[0] != "decode"
-        ):
+        last = self._last_shape
+        # Until a decode pass comes, the shortest prefill stands in: longer ones hide copies that no decode pass hides.
+        if shape != last and (kind == "decode" or last is None or (last[0] != "decode" and shape[1] < last[1])):
             self._last_shape = shape
             self._known_age = _TIMES_EVERY
         self._prepared_age += 1

