@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from bench.gpu.http_load import HOST, Request, Turns, drive
 from bench.gpu.measures.vllm_burst import Case
 from bench.gpu.measures.vllm_sharing import SLEEP, STATIC, Sharing
 from bench.gpu.models import LLAMA_3_8B
-from bench.gpu.registry import Wrong
+from bench.gpu.registry import Wrong, all_measures
 
 CASE = Case(LLAMA_3_8B.scaled(0.375), "bfloat16", 768 << 20, requests=48, output=384)
 
@@ -33,6 +34,16 @@ def test_all_sides_have_the_same_memory_and_bursts_come_in_turn() -> None:
         range(96)
     )  # a round's prompts are its own, models' are the same
     assert [each.seed for each in load[:48]] == [each.seed for each in load[48:96]] == list(range(48))
+
+
+def test_a_side_that_cannot_be_is_skipped_before_a_model_is_made() -> None:
+    bodies = {each.name: each.body for each in all_measures() if each.call == "vllm"}
+    room: Any = SimpleNamespace(free_bytes=1 << 37, host_budget=96 << 30)
+    with pytest.raises(Skip, match="do not hold"):
+        next(bodies["more vLLM servers than memory, static parts"](room))
+    room.host_budget = 16 << 30
+    with pytest.raises(Skip, match="of the host"):
+        next(bodies["three vLLM servers, remap"](room))
 
 
 def test_a_model_that_waits_wakes_when_the_awake_one_has_none_in_flight() -> None:
