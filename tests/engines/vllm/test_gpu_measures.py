@@ -105,6 +105,6 @@ def test_sleep_mode_with_a_double_of_its_two_posts(model: Path, monkeypatch: pyt
     monkeypatch.setattr(vllm_sharing, "post", double_of_post)
     monkeypatch.setattr(http_load, "post", double_of_post)
     monkeypatch.setattr(vllm_sharing, "SLEEP_FLAGS", ())
-    found = sharing("sleep mode", model, room=1)
+    found = sharing("sleep mode", model)
     assert found["a change of the awake model"].n == posts.count("/wake_up") >= 2 and len(awake) == 1
     assert found["preemptions"].value == 0
