@@ -106,7 +106,7 @@ ORDER = {
         "sharing_processes",
     ),
     # A real vLLM, where it is installed or was carried (bench/gpu/vllm).
-    "vllm": ("vllm_burst",),
+    "vllm": ("vllm_burst", "vllm_sharing"),
 }
 
 # Packages that a measure uses if they are there, beside those that it needs.

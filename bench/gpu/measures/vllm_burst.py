@@ -48,6 +48,17 @@ class Case:
         return [[0.0, min(64 + 16 * n % 512, most), self.output, n] for n in range(self.requests)]
 
 
+def environment(side: str) -> dict[str, str]:
+    """Of an engine's process: remap is switched on on its own side alone."""
+    return {
+        **{name: value for name, value in os.environ.items() if name not in ("REMAP_ENABLE", "REMAP_DEVICE")},
+        **({"REMAP_ENABLE": "1"} if side == "remap" else {}),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
 def run_side(
     case: Case,
     side: str,
@@ -76,19 +87,12 @@ def run_side(
         "engine": {"skip_tokenizer_init": True, "enforce_eager": not case.graphs, **graphs, **engine},
         "loads": [{"name": name, "items": case.items()} for name in loads],
     }
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("REMAP_ENABLE", "REMAP_DEVICE")},
-        **({"REMAP_ENABLE": "1"} if side == "remap" else {}),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "HF_HUB_OFFLINE": "1",
-    }
     with tempfile.TemporaryDirectory() as folder:
         given, log = Path(folder) / "spec.json", Path(folder) / "log"
         given.write_text(json.dumps(spec), encoding="utf-8")
         # Of `start` for its keeper: no engine outlives the suite.
-        process = start([sys.executable, "-m", "bench.lab.vllm.engine", str(given)], environment, log)
+        around = {**environment(side), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        process = start([sys.executable, "-m", "bench.lab.vllm.engine", str(given)], around, log)
         end = time.monotonic() + case.limit_s
         try:
             while process.poll() is None and time.monotonic() < end:
