@@ -81,8 +81,8 @@ LOADS = {"c": Bursts(CASE, 1, 1, late_s=0.0), "d": Bursts(CASE, 3), "e": Bursts(
 
 
 class Started:
-    """A session as vLLM's adapter has it before the first request: the link is known, from a pass that streamed. Tenants on a broker
-    have `total` bytes, one that never serves has the rest. The first ones are cold if not all fit."""
+    """A session as vLLM's adapter has it before the first request: the link is known, from a pass that streamed. Tenants on a
+    broker have `total` bytes, one that never serves has the rest. The first ones are cold if not all fit."""
 
     def __init__(self, session: Any, follow: Any, *, load: Bursts) -> None:
         self._session, self._load, self._begun = session, load, False
@@ -137,7 +137,9 @@ def predict(seeds: int = SEEDS) -> dict[str, Any]:
         setup = Setup(on, tuple(given), "temporal", "chunked", load.turn_s, CASE.block_tokens, page_bytes=page,
                       scheduling={"max_num_seqs": 64, "max_batch_tokens": 4096})  # fmt: skip
         trials = [Item(f"m{n}", at, TRIAL, 1) for n in range(load.models) for at in (0.0, TRIAL_S / 2)]
-        return simulate(setup, [*trials, *(replace(each, time_s=each.time_s + TRIAL_S) for each in load.items(seed))], policy)
+        return simulate(
+            setup, [*trials, *(replace(each, time_s=each.time_s + TRIAL_S) for each in load.items(seed))], policy
+        )
 
     found: dict[str, dict[str, list[list[float]]]] = {"c, first burst": {}, "c, later bursts": {}, "d": {}, "e": {}}
     for side, settings in SIDES.items():
@@ -159,7 +161,9 @@ def predict(seeds: int = SEEDS) -> dict[str, Any]:
         for side, (way, of) in ways.items():
             if side != "static parts" or load.room == load.models:
                 found[name][side] = [
-                    figures(run(load, way, stock, of, seed), run(replace(load, rounds=0), way, stock, of, seed), TRIAL_S)
+                    figures(
+                        run(load, way, stock, of, seed), run(replace(load, rounds=0), way, stock, of, seed), TRIAL_S
+                    )
                     for seed in range(seeds)
                 ]
     told = {

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument, InvalidState
-from remap.policy.cost import CostModel, Ewma, LayerTimes, Range
+from remap.memory.timing import PassTimes
+from remap.policy.cost import CostModel, Ewma, LayerTimes, Phase, Range
 
 
 @pytest.mark.parametrize("bad", [-1.0, -1e-12, math.nan, math.inf, -math.inf, None, "1", True])
@@ -153,3 +155,25 @@ def test_the_link_undisturbed_is_its_quickest() -> None:
     for _ in range(50):
         model.observe_pass("decode", 1, 1.0, copy_s=3.0, bytes_copied=10)
     assert model.seconds_per_byte == pytest.approx(0.3, rel=0.1) and model.undisturbed_seconds_per_byte == 0.1
+
+
+def test_until_a_decode_pass_comes_the_shortest_prefill_stands_in() -> None:
+    """A long one hides copies that no decode pass hides: a layer that leaves then makes every decode pass wait."""
+    times = PassTimes([1000, 1000])
+    times.calibrate_link(1e6)
+    stats = SimpleNamespace(timed_bytes=0, copies=0, copy_s=0.0)
+
+    def passes(phase: Phase, tokens: int, seconds: float) -> float:
+        number[0] += 1
+        times.completed(number[0], phase, tokens)
+        times.take(stats, number[0], seconds, 0.0)  # type: ignore[arg-type]
+        found = times.decode()
+        assert found is not None
+        return sum(found.compute_s)
+
+    number = [0]
+    assert passes("prefill", 4096, 1.0) == pytest.approx(1.0)
+    assert passes("prefill", 8, 0.01) == pytest.approx(0.01)
+    assert passes("prefill", 4096, 1.0) == pytest.approx(0.01)
+    assert passes("decode", 64, 0.02) == pytest.approx(0.02)
+    assert passes("prefill", 4, 0.005) == pytest.approx(0.02)

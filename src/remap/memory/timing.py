@@ -38,7 +38,7 @@ class PassTimes:
         self.known_shared: tuple[LayerTimes, int, LayerTimes] | None = None  # (times, sharers, answer): `shared`
         self._asked = False
         self._shapes: deque[tuple[int, Phase, int]] = deque(maxlen=_UNTIMED)  # (number, phase, tokens), not timed yet
-        # The shape of the last timed decode pass, or of any pass before the first decode.
+        # The shape of the last timed decode pass; before the first one, of the shortest pass.
         self._last_shape: tuple[Phase, int] | None = None
         self._prompts: deque[int] = deque(maxlen=64)  # tokens of the last prefills
         self._seen_copy_s = 0.0

@@ -191,9 +191,7 @@ def newer(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(found.parent)}
 
 
-def test_passes_before_it_serves_come_in_turn_where_there_is_no_room(
-    arena: Arena, stock: Any, tmp_path: Path
-) -> None:
+def test_passes_before_it_serves_come_in_turn_where_there_is_no_room(arena: Arena, stock: Any, tmp_path: Path) -> None:
     first, second = MODELS
     busy = arena.start(first, REMAP_TURN_S="0.5")
     busy.wait()
