@@ -14,8 +14,9 @@ namespace {
 template <typename Result, typename... Arguments>
 auto looking(Result (Arena::*look)(Arguments...) const) {
   return [look](const Arena& arena, Arguments... arguments) {
-    const bool streams = arena.backend().device().kind == DeviceInfo::Kind::cuda;
-    return beside_streams(streams, [&] { return (arena.*look)(arguments...); });
+    // Also where somebody has that lock and zeroes pages: other threads of Python need not wait for that.
+    const bool waits = arena.backend().device().kind == DeviceInfo::Kind::cuda || arena.busy();
+    return beside_streams(waits, [&] { return (arena.*look)(arguments...); });
   };
 }
 

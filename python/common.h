@@ -19,6 +19,8 @@ void bind_backend(py::module_& module);     // the contract and its decorators, 
 void bind_sim(py::module_& module);         // the backend in virtual time; after bind_backend
 void bind_arena(py::module_& module);       // Arena, Plan, Executor
 void bind_prefetcher(py::module_& module);  // Prefetcher
+void bind_block_pool(py::module_& module);  // BlockPool
+void bind_tenant_pages(py::module_& module);  // TenantPages, Transition; after bind_arena
 
 // How long a blocked wait leaves a pending Ctrl-C unanswered, at most.
 constexpr std::chrono::milliseconds kSignalInterval{50};

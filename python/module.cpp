@@ -9,4 +9,6 @@ PYBIND11_MODULE(_core, module) {
   remap::python::bind_sim(module);
   remap::python::bind_arena(module);
   remap::python::bind_prefetcher(module);
+  remap::python::bind_block_pool(module);
+  remap::python::bind_tenant_pages(module);
 }

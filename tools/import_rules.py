@@ -30,8 +30,8 @@ PACKAGE, SERVE = "remap", "remap_serve"
 LAB = "bench/lab"
 # Pure: no memory, no torch, no C++ core; the simulator and production run the same code.
 PURE = (
-    *("errors", "config", "sizes", "report", "schedule", "policy", "kv.spec", "kv.pages", "kv.pool", "model.pack"),
-    *("memory.pages", "memory.plan", "memory.moves"),
+    *("errors", "config", "sizes", "report", "schedule", "policy", "kv.spec", "model.pack"),
+    "memory.moves",
     *("remap_serve.policy", "remap_serve.sim", "remap_serve.cluster.messages", "remap_serve.cluster.control"),
     *("remap_serve.cluster.groups", "remap_serve.cluster.ledger", "remap_serve.cluster.service"),
     *("remap_serve.cluster.lanes", "remap_serve.cluster.slots", "remap_serve.cluster.pool"),
@@ -42,9 +42,11 @@ IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
 CORE_IMPORTERS = (
     *(
         "session",
+        "kv.pool",
         "memory.attach",
         "memory.apply",
-        "memory.prepared",
+        "memory.draft",
+        "memory.pages",
         "memory.device",
         "memory.shared_pages",
         "model.source",

@@ -120,6 +120,11 @@ std::size_t Arena::regions() const {
   return regions_.size();
 }
 
+bool Arena::busy() const {
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  return !lock.owns_lock();
+}
+
 bool Arena::broken() const {
   refuse_fork(fork_generation_);
   return broken_;

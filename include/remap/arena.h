@@ -246,6 +246,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::size_t regions() const;  // how many there are
   bool broken() const;
   bool closed() const;
+  bool busy() const;  // whether a look would wait now
   Backend& backend() const noexcept { return *backend_; }
   // Throws std::logic_error naming the violated invariant.
   void check() const;

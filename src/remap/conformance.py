@@ -188,12 +188,13 @@ class _Scattered:
     def __init__(self, pool: BlockPool, seed: int) -> None:
         self._pool, self._allocate, self._rng = pool, pool.allocate, random.Random(seed)
 
-    def __call__(self, count: int) -> list[int]:
+    def __call__(self, count: int, into: list[int]) -> list[int]:
         ids = self._allocate(count)  # refuses as the pool does
         ids += self._allocate(self._pool.free_blocks)
         self._rng.shuffle(ids)
         self._pool.free(ids[count:])
-        return sorted(ids[:count])
+        into += sorted(ids[:count])
+        return into
 
 
 class _Watched(Session):

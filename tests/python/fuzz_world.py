@@ -29,10 +29,11 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import interrupts
 import sharing_worlds
@@ -59,7 +60,7 @@ NAMES = ("t0", "t1", "t2", "t3")
 BAD = ("name", "layers", "buffers", "free", "allocate", "share", "arrived", "join", "kept", "copy_in", "forget")
 RANGES, SHARE = 8, 31  # byte values: 8 ranges of 31, a tenant has one of them
 TURNS = 120
-HANG_S = 120  # a busy machine takes a minute for what takes a second
+HANG_S = 120  # of the processor's time, or without any
 
 Op = list[Any]
 
@@ -1036,6 +1037,18 @@ def run(walk: dict[str, Any], progress: Callable[[int], None] = lambda at: None)
     return None
 
 
+def _watch(stacks: IO[bytes]) -> None:
+    """Ends this process with its stacks if it has computed for HANG_S, or has not computed at all for that long: one that waits
+    for a busy machine does neither."""
+    used = began = time.process_time()
+    faulthandler.dump_traceback_later(HANG_S, exit=True, file=stacks)
+    while True:
+        time.sleep(HANG_S / 16)
+        before, used = used, time.process_time()
+        if before + 0.002 < used < began + HANG_S:  # more than this thread takes
+            faulthandler.dump_traceback_later(HANG_S, exit=True, file=stacks)
+
+
 def isolated(walk: dict[str, Any]) -> Failure | None:
     """In a forked child, so that a crash or a hang is a failure as well."""
     reading, writing = os.pipe()
@@ -1044,7 +1057,7 @@ def isolated(walk: dict[str, Any]) -> Failure | None:
         if child == 0:
             os.close(reading)
             faulthandler.enable(stacks)
-            faulthandler.dump_traceback_later(HANG_S, exit=True, file=stacks)
+            threading.Thread(target=_watch, args=(stacks,), daemon=True).start()
             failure = run(walk, lambda at: os.pwrite(position.fileno(), b"%6d" % at, 0) and None)
             with os.fdopen(writing, "w") as out:
                 out.write(json.dumps(dataclasses.astuple(failure) if failure else None))

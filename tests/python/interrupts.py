@@ -238,6 +238,10 @@ class Reference:
         places = [where[len(PURE.match(where)[0]) :] for where in self.points]  # type: ignore[index]
         first = {place: at for at, place in reversed(list(enumerate(places)))}
         last = {place: at for at, place in enumerate(places)}
+        if (
+            " < " not in self.points[-1]
+        ):  # the call returns: its answer is on its way, and nobody can tell whether it came
+            last.pop(places[-1])
         return sorted({*first.values(), *last.values()})
 
 

@@ -1,4 +1,4 @@
-"""What a tenant that serves nothing would give next is planned while nobody asks, and only used while it still holds."""
+"""What a tenant that serves nothing would give next is looked for while nobody asks, and only used while it still holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from broker_member import LAYER_PAGES, LAYERS, PAGE, opened, until
 import remap
 from remap.broker.server import Broker
 from remap.internals import internals
-from remap.memory import other_processes, restream
+from remap.memory import donors
 
 DEVICE = os.environ.get("REMAP_DEVICE") or "cpu"  # on the emulated driver as well: device_suites.txt
 MANY = 12
@@ -58,7 +58,7 @@ def asleep(session: remap.Session) -> Any:
         lambda: not session.exclusively(lambda core: core.other_processes.prepare(), claims=False),
         "it has been prepared",
     )
-    assert state.known_lending is not None and len(state.known_lending[2]) == other_processes.PREPARED
+    assert state.known_quotes is not None
     return state
 
 
@@ -67,19 +67,17 @@ def give(session: remap.Session, pages: int) -> None:
 
 
 def refuse(*arguments: Any, **more: Any) -> None:
-    raise AssertionError("planned while somebody waits")
+    raise AssertionError("looked for while somebody waits")
 
 
-@pytest.mark.parametrize("layers", range(1, other_processes.PREPARED + 1))
-def test_an_answer_is_what_was_prepared_and_nothing_is_planned(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch, layers: int
-) -> None:
+@pytest.mark.parametrize("layers", range(1, 5))
+def test_an_answer_is_what_was_prepared(broker: Broker, monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
     with opened(broker) as session:
         tenant = attach(session)
         state = asleep(session)
         streamed, preference = sorted(state.in_order)[-(layers + 1) :], state.pages.ring_preference
         with monkeypatch.context() as patch:
-            patch.setattr(restream, "plan_streaming", refuse)
+            patch.setattr(donors, "_late", refuse)
             patch.setattr(type(state), "possible", refuse)
             give(session, layers * LAYER_PAGES)
         assert list(state.streamed) == streamed, "the last layers, as without preparation"
@@ -99,7 +97,7 @@ def test_the_next_answer_is_prepared_behind_each(broker: Broker, monkeypatch: py
         give(session, LAYER_PAGES)
         while session.exclusively(lambda core: core.other_processes.prepare(), claims=False):
             pass
-        monkeypatch.setattr(restream, "plan_streaming", refuse)
+        monkeypatch.setattr(donors, "_late", refuse)
         give(session, 2 * LAYER_PAGES)
         assert len(state.pages.lent) == 3 * LAYER_PAGES
         remap.advanced.check(session)
@@ -109,7 +107,7 @@ def test_what_was_prepared_before_a_pass_or_a_write_is_not_used(broker: Broker) 
     with opened(broker) as session:
         tenant = attach(session)
         state = asleep(session)
-        quotes, planned = state.known_quotes, state.known_lending
+        quotes = state.known_quotes
         session.activate("giver")
         run(tenant)
         session._other_processes.prepare()  # type: ignore[union-attr]
@@ -117,7 +115,6 @@ def test_what_was_prepared_before_a_pass_or_a_write_is_not_used(broker: Broker) 
         session.deactivate("giver")
         until(lambda: not session.exclusively(lambda core: core.other_processes.prepare(), claims=False), "prepared")
         assert state.known_quotes is not quotes, "a pass may have changed what its next one can wait for"
-        assert state.known_lending is planned, "and changes no page"
         last = MANY - 1
         state.source = replace(state.source, watch=lambda layers: {last: ["weight"]} if last in layers else {})
         give(session, LAYER_PAGES)

@@ -12,7 +12,7 @@ from sharing_worlds import External, Faulty, Shared, read_block
 import remap
 from remap import _core
 from remap.errors import OutOfBlocks
-from remap.memory.plan import plan_free_pages
+from remap.memory.pages import plan_free_pages
 from remap.memory.restream import grow
 
 MODES = ("aliased", "strict")

@@ -18,8 +18,8 @@ def test_what_is_withdrawn_around_a_hole_is_told_without_the_hole() -> None:
     shape = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_tokens": 4, "dtype": "float32", "layout": "layer_major"}
     pool = BlockPool(KVGeometry(KVSpec(**shape, min_blocks=0, max_blocks=6), 128))  # two blocks a page
     pool.add_pages(range(6))
-    assert pool.drain([1]) == (2, 3)
-    assert pool.drain([0, 2, 3, 4, 5]) == (0, 1, 4, 5)
+    assert list(pool.drain([1])) == [2, 3]
+    assert list(pool.drain([0, 2, 3, 4, 5])) == [0, 1, 4, 5]
 
 
 class AnEngineWithAFreeList(RuleBasedStateMachine):

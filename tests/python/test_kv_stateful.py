@@ -62,7 +62,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Callers keep answers as long as `changes` stays."""
         if not hasattr(self, "pool"):
             return
-        now = (bytes(self.pool._state), bytes(self.pool._slots.slot))
+        now = (self.pool.live_ids(), self.pool.open_ids(), self.pool.owned_slots(), self.pool.usable_blocks)
         before, count = getattr(self, "seen", (now, -1))
         assert now == before or self.pool.changes > count
         self.seen = (now, self.pool.changes)

@@ -84,10 +84,10 @@ def test_a_mutant_whose_text_is_not_there_once_does_not_apply() -> None:
 
 
 def test_a_copy_is_as_it_was_after_a_mutant(tmp_path: Path) -> None:
-    copy = tool.Copy(tmp_path, ["src/remap/kv/pool.py"])
-    path = tmp_path / "src" / "remap" / "kv" / "pool.py"
+    copy = tool.Copy(tmp_path, ["src/remap/kv/spec.py"])
+    path = tmp_path / "src" / "remap" / "kv" / "spec.py"
     source = path.read_text(encoding="utf-8")
-    mutant = next(mutant for mutant in tool.MUTANTS if mutant.file == "src/remap/kv/pool.py")
+    mutant = next(mutant for mutant in tool.MUTANTS if mutant.file == "src/remap/kv/spec.py")
     with copy.with_mutant(mutant) as applies:
         assert applies
         assert path.read_text(encoding="utf-8") == tool.mutated(source, mutant)

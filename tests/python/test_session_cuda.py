@@ -26,7 +26,7 @@ import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, InvalidState
 from remap.internals import internals
-from remap.memory.plan import plan_free_pages
+from remap.memory.pages import plan_free_pages
 
 SIZES = [3, 2, 3, 3, 2, 3]
 N = len(SIZES)

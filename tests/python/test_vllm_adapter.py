@@ -790,6 +790,7 @@ def worker(vllm: Any) -> Any:
     tenant = session.attach(model, name="vllm", kv=spec)
     models.logits_of(model, models.ids_for(1, 8))
     made.model_runner, made.remap_rank = Runner(model, 400), SimpleNamespace(session=session, tenant=tenant)
+    made._remap_trial = False
     made.remap_offloader, made._remap_before = vllm.worker.RemapOffloader(), []
     made.vllm_config = SimpleNamespace(additional_config={})
     yield made

@@ -40,7 +40,7 @@ from bench.gpu.results import Figure, count, figure
 
 import remap
 from remap.internals import internals
-from remap.memory.plan import plan_free_pages
+from remap.memory.pages import plan_free_pages
 from remap.memory.view import free_pages_of
 from remap_serve.sim.results import percentile
 from remap_serve.sim.whole_models import WholeModels

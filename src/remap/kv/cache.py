@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from remap.config import invalid, is_count
 from remap.errors import InvalidArgument, InvalidState
-from remap.kv.host import HostBlocks
+from remap.kv.host import HostBlocks, runs_of
 from remap.kv.pool import BlockPool, Listener, listed
 from remap.kv.spec import KVGeometry, KVSpec
 from remap.kv.streamed import StreamedBlocks
@@ -105,13 +105,13 @@ class TenantKV:
 
     def allocate(self, count: int) -> list[int]:
         """`BlockPool.allocate`. Raises ForkedProcess in a forked child."""
-        got: list[list[int]] = []
+        got: list[int] = []
         try:
             self._turn.run(self._allocate, got, count)
-            return got[0]
+            return got
         except BaseException:
             if got:  # an interrupt, and the caller has not got these
-                self._turn.run(self.pool.free, got[0])
+                self._turn.run(self.pool.free, got)
             raise
 
     def free(self, ids: Iterable[int]) -> None:
@@ -350,10 +350,9 @@ class TenantKV:
         self._host_store = None
         self._streamable = self._offer = None
 
-    def _allocate(self, got: list[list[int]], count: int) -> None:
-        """Puts what it takes into `got`: then it has happened."""
-        got.append(self.pool.allocate(count))
-        self._copies.forget(got[0])
+    def _allocate(self, got: list[int], count: int) -> None:
+        self.pool.allocate(count, got)
+        self._copies.forget(got)
 
     def _take_host(self) -> None:
         if self._host_store is not None:
@@ -464,10 +463,9 @@ class TenantKV:
 
         Returns when the bytes have arrived or, if the tenant computes on a stream, when the copies are enqueued there.
         """
-        ranges = []
-        for old, new in pairs:
-            sources, targets = self.geometry.byte_ranges_of_block(old), self.geometry.byte_ranges_of_block(new)
-            for (source, nbytes), (target, _) in zip(sources, targets):
-                ranges.append((self.address + target, self.address + source, nbytes))
-        if ranges:
+        unit, geometry = self.geometry.unit_bytes, self.geometry
+        starts = [self.address + r * geometry.range_bytes for r in range(geometry.ranges)]
+        runs = runs_of(pairs)
+        if runs:
+            ranges = [(at + new * unit, at + old * unit, count * unit) for at in starts for old, new, count in runs]
             self._copies.copy(ranges, pairs)

@@ -19,7 +19,7 @@ from remap.errors import InvalidArgument, OutOfBlocks
 from remap.kv.spec import KVGeometry
 from remap.sizes import shown
 
-__all__ = ["HostBlocks", "first_wrong", "marked"]
+__all__ = ["HostBlocks", "first_wrong", "marked", "runs_of"]
 
 _FREE, _USED = 0, 1
 
@@ -30,6 +30,17 @@ def marked(books: bytes, blocks: Iterable[int], mark: int) -> bytes:
     for block in blocks:
         made[block] = mark
     return bytes(made)
+
+
+def runs_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """The same pairs, those that are consecutive on both sides as one: (first, first of the other side, how many)."""
+    runs: list[tuple[int, int, int]] = []
+    for one, other in sorted(pairs):
+        if runs and runs[-1][0] + runs[-1][2] == one and runs[-1][1] + runs[-1][2] == other:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((one, other, 1))
+    return runs
 
 
 def first_wrong(books: bytes, blocks: Sequence[object]) -> list[object]:
@@ -148,13 +159,7 @@ class HostBlocks:
     def ranges(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
         """(offset in the KV region, offset in the store, bytes) of the copies between blocks and host blocks, (block,
         host block) each: one a range for each run that is consecutive on both sides."""
-        unit, geometry = self.geometry.unit_bytes, self.geometry
-        runs: list[tuple[int, int, int]] = []
-        for block, host in sorted(pairs):
-            if runs and runs[-1][0] + runs[-1][2] == block and runs[-1][1] + runs[-1][2] == host:
-                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-            else:
-                runs.append((block, host, 1))
+        unit, geometry, runs = self.geometry.unit_bytes, self.geometry, runs_of(pairs)
         return [
             (r * geometry.range_bytes + block * unit, (r * self.total + host) * unit, count * unit)
             for r in range(geometry.ranges)

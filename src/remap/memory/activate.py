@@ -25,6 +25,7 @@ from remap.memory.apply import Changes
 from remap.memory.cold import Cold
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
+from remap.memory.pages import streaming_now
 from remap.memory.restream import choose
 from remap.memory.state import TenantState
 from remap.policy import schedule
@@ -252,7 +253,7 @@ def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int
         return keep
     allowed = partial * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
     for remapped in range(_alpha(tenant), keep, -1):
-        stays = tenant.pages.streaming
+        stays = streaming_now(tenant.pages)
         if remapped < _alpha(tenant):
             if tenant.slicing:  # they come home together
                 break
@@ -277,5 +278,5 @@ def certify(tenant: TenantState) -> None:
     allowed."""
     times = tenant.decode_times()
     if tenant.streamed and times is not None:
-        stall = tenant.stall(times, tenant.pages.streaming, tenant.kv.streamed.stop)
+        stall = tenant.stall(times, streaming_now(tenant.pages), tenant.kv.streamed.stop)
         tenant.books = replace(tenant.books, predicted_stall_s=stall)

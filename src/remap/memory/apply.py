@@ -54,9 +54,7 @@ from remap.kv.pool import BlockPool
 from remap.memory.books import Books
 from remap.memory.draft import Draft, DueWork, Savepoint, restored
 from remap.memory.moves import compose_all
-from remap.memory.pages import Streaming
-from remap.memory.plan import NOBODY, Plan, Point, plan_free_pages
-from remap.memory.prepared import PreparedPlan
+from remap.memory.pages import NOBODY, Streaming, Transition
 from remap.memory.state import TenantState
 from remap.memory.streams import Streams
 from remap.nvtx import annotated
@@ -163,13 +161,9 @@ class Changes:
         """The draft is decided. Can be called again, if it was interrupted."""
         self.moved, self.decisions = draft.moves_told, draft.decisions
         self._owe(draft.due)
-        for tenant, (_, saved) in draft.savepoints[0].before.items():
-            pool = tenant.kv.pool
-            if tenant in draft.reported:
-                pool.forget_news(saved)
-                pool.tell_since(draft.reported[tenant])
-            if pool not in self._unreported:
-                self._unreported.append(pool)
+        for tenant in draft.savepoints[0].before:
+            if tenant.kv.pool not in self._unreported:
+                self._unreported.append(tenant.kv.pool)
         self._draft = None
 
     def undo(self) -> None:
@@ -203,9 +197,7 @@ class Changes:
                     concerned.add(tenant)
             again = {} if self.arena.broken else self._overwritten(draft, place)
             draft.due, draft.moved, draft.applying = place.due | again, place.moved, place.mark is not None
-            for tenant in concerned & draft.reported.keys():
-                tenant.kv.pool.tell_since(draft.reported[tenant])
-                self._unreported.append(tenant.kv.pool)
+            self._unreported += [each.kv.pool for each in concerned if each.kv.pool.has_news]
             if not depth:
                 self._owe(again)
             del draft.savepoints[depth:]  # only now: until then all of this can be done again
@@ -237,10 +229,8 @@ class Changes:
                     home.append((layer, 0, kept))
             ring = not written.isdisjoint(chain.from_iterable(pages.ring))
             if home or ring:
-                ready = tenant.prepare(Plan(steps=(), there=pages, home=tuple(home)))
-                ready.ring_changes = ring
-                due = place.due.get(tenant)
-                found[tenant] = DueWork(ready, again=True) if due is None else due.then(ready, again=True)
+                again, due = Transition(pages, home, ring), place.due.get(tenant)
+                found[tenant] = DueWork(again, again=True) if due is None else due.then(again, again=True)
         return found
 
     def _owe(self, due: dict[TenantState, DueWork]) -> None:
@@ -283,20 +273,18 @@ class Changes:
     def apply(
         self,
         tenant: TenantState,
-        plan: Plan | PreparedPlan,
+        plan: Transition,
         *,
         predicted_stall_s: float | None = None,
     ) -> None:
         """Apply the plan, as a part of a change. On an error nothing has changed (or the arena is broken, ArenaBroken).
 
-        plan: a prepared one was prepared for the tenant's present pages. predicted_stall_s: the certificate of what
-        streams after it; None: it stays the same.
+        predicted_stall_s: the certificate of what streams after it; None: it stays the same.
         """
         with self.part():
             self._apply(tenant, plan, predicted_stall_s)
 
-    def _apply(self, tenant: TenantState, given: Plan | PreparedPlan, predicted_stall_s: float | None) -> None:
-        plan = given if isinstance(given, Plan) else given.plan
+    def _apply(self, tenant: TenantState, plan: Transition, predicted_stall_s: float | None) -> None:
         if tenant.source.verify is not None:
             tenant.source.verify({*plan.streamed, *plan.reload})
         if plan.home:  # else the load would hide that a write is lost
@@ -306,44 +294,44 @@ class Changes:
             raise draft.problem
         self.retry_failed(tenant)
         self._await_copies(tenant, plan)
-        ready = tenant.prepare(plan) if isinstance(given, Plan) else given
         stream = tenant.compute.current()
         # An event is needed where strict mode unmaps pages that kernels may use, and where pages are freed: another
         # tenant's zeroes have to come behind their last use. Growing in aliased mode makes no backend call before the
         # blocks are usable, unless pages have to be zeroed.
-        after = tenant.compute.mark() if stream and (ready.frees or not self._deferring) else 0
-        ready.core.epoch = self.arena.epoch  # an earlier change is settled by now, and all of this is one locked call
-        books = self._after(tenant, ready, predicted_stall_s)
+        after = tenant.compute.mark() if stream and (plan.frees or not self._deferring) else 0
+        core = plan.core
+        core.epoch = self.arena.epoch  # an earlier change is settled by now, and all of this is one locked call
+        books = self._after(tenant, plan, predicted_stall_s)
         carry_out = self._executor.extend if draft.applying else self._executor.apply
         draft.applying = True
-        applied = carry_out(ready.core, after, stream)
+        applied = carry_out(core, after, stream)
         tenant.books = books
         later = frozenset[int]()
-        if plan.gained:
-            later = draft.not_yet(plan.gained, applied.due)
-            usable = ready.gained
-            if later:
-                usable = tenant.kv.pool.runs_of(tenant.slots_of([each for each in plan.gained if each not in later]))
-            tenant.kv.pool.add_pages(usable)
+        if gained := plan.gained:
+            later = draft.not_yet(gained, applied.due)
+            tenant.kv.pool.add_pages(
+                tenant.slots_of([each for each in gained if each not in later] if later else gained)
+            )
         tenant.all_ready = False
-        draft.add_due(tenant, ready, tuple(tenant.slots_of(sorted(later))) if later else ())
+        draft.add_due(tenant, plan, tuple(tenant.slots_of(sorted(later))) if later else ())
 
     @staticmethod
-    def _after(tenant: TenantState, ready: PreparedPlan, predicted_stall_s: float | None) -> Books:
+    def _after(tenant: TenantState, plan: Transition, predicted_stall_s: float | None) -> Books:
         """The tenant's books after this plan (see `apply`)."""
-        plan, books = ready.plan, tenant.books
+        there, books = plan.there, tenant.books
+        now = books.pages
         # A plan that only takes or gives free pages leaves what streams, and how it was chosen, as they were.
-        streams = plan.there.tails != ready.before.tails
+        streams = there.tails != now.tails
         return replace(
             books,
-            pages=plan.there,
-            order=tenant.order_of(plan.there) if plan.there.elsewhere != ready.before.elsewhere else books.order,
+            pages=there,
+            order=tenant.order_of(there) if there.elsewhere != now.elsewhere else books.order,
             predicted_stall_s=books.predicted_stall_s if predicted_stall_s is None else predicted_stall_s,
             selection=(streams and plan.selection) or books.selection,
             by_hand=books.by_hand and not streams,
         )
 
-    def _await_copies(self, tenant: TenantState, plan: Plan) -> None:
+    def _await_copies(self, tenant: TenantState, plan: Transition) -> None:
         """Wait for copies in flight if they write into pages that are about to change owner. Growth does so
         only for layers that came home just now and are still loading."""
         pages, prefetcher = tenant.pages, tenant.prefetcher
@@ -389,27 +377,28 @@ class Changes:
 
     def configure(self, tenant: TenantState) -> None:
         """Tell the prefetcher what streams now."""
-        self._configure(tenant, tenant.prepare(plan_free_pages(tenant.pages, (), give=True)), (), 0)
+        self._configure(tenant, Transition(tenant.pages), (), 0)
 
-    def _configure(self, tenant: TenantState, ready: PreparedPlan, held: Sequence[int], after: int) -> None:
+    def _configure(self, tenant: TenantState, plan: Transition, held: Sequence[int], after: int) -> None:
         """Tell the prefetcher which layers stream, and which come home."""
         if tenant.prefetcher.in_pass:  # one that nobody can end any more (locking.Turn): no change is made in others
             tenant.timing.abandoned += 1
             tenant.prefetcher.end_pass()
-        plan, copies = ready.plan, ready.copies
+        there = plan.there
+        offsets, places, home = plan.copies(tenant.layer_bytes, self.arena.page_bytes)
         size = tenant.pages.buffer_pages * self.arena.page_bytes
-        ring = [tenant.ring_address + index * size for index in range(len(plan.there.ring))]
+        ring = [tenant.ring_address + index * size for index in range(len(there.ring))]
         tenant.prefetcher.configure(
-            plan.streamed,
+            there.streamed,
             ring,
             size,
             held,
             after,
-            ready.ring_changes,
-            copies.offsets,
-            copies.places,
-            copies.home,
-            sorted(plan.there.gone),
+            plan.ring_changes,
+            offsets,
+            places,
+            home,
+            sorted(there.gone),
         )
 
     def failed_points(self, tenant: TenantState | None = None) -> bool:
@@ -427,15 +416,12 @@ class Changes:
         if self._simulator is not None:
             self._simulator.join()  # the worker is done in real time; the host still waits for its virtual time
 
-    def _ring_is_pointed(self, plan: Plan) -> bool:
+    def _ring_is_pointed(self, plan: Transition) -> bool:
         """Whether apply() unmaps pages behind the ring's addresses, to which copies may still be writing."""
-        for step in plan.steps:
-            if isinstance(step, Point) and step.layer is None:
-                shown = tuple(self.arena.shown(step.region)[step.first_slot : step.first_slot + len(step.pages)])
-                if (
-                    shown != tuple(step.pages) and min(shown) < self.arena.total_pages
-                ):  # an empty slot shows no page's number
-                    return True
+        for region, first, pages in plan.ring_points:
+            shown = self.arena.shown(region)[first : first + len(pages)]
+            if shown != pages and min(shown) < self.arena.total_pages:  # an empty slot shows no page's number
+                return True
         return False
 
     def settle(self, tenant: TenantState) -> None:
@@ -476,7 +462,7 @@ class Changes:
                 pool.add_pages([slot for slot in each.slots if slot not in owned])
                 self._unreported.append(pool)
                 tenant.pending_slots = ()
-            if each.plan.plan.held or each.plan.plan.reload:
+            if each.plan.held or each.plan.reload:
                 stats = tenant.prefetcher.stats()
                 tenant.books = replace(tenant.books, since=(stats.passes - tenant.timing.abandoned, stats.stall_s))
             tenant.unsettled = None
@@ -491,7 +477,7 @@ class Changes:
                 continue
             # Behind the last reader and the last writer of the pages that changed hands, moves and zeroes included.
             after = tenant.compute.mark()
-            self._configure(tenant, each.plan, each.plan.plan.held if self._deferring else (), after)
+            self._configure(tenant, each.plan, each.plan.held if self._deferring else (), after)
             asleep = self._deferring and not tenant.active
             # Before the commit: waking a tenant that is awake is no error, leaving one asleep would be one.
             tenant.asleep = tenant.asleep or asleep
@@ -529,7 +515,7 @@ class Changes:
     def exchange(
         self,
         tenant: TenantState,
-        plan: Plan,
+        plan: Transition,
         slots: Sequence[int],
         *,
         predicted_stall_s: float | None = None,
@@ -552,7 +538,7 @@ class Changes:
         if tuple(slots) == tenant.draining:
             return
         with self.part():
-            draft = self._save(tenant)
+            self._save(tenant)
             pool = tenant.kv.pool
             if tenant.draining:
                 pool.cancel_drain(tenant.draining)
@@ -560,12 +546,7 @@ class Changes:
             tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=None)
             if pool.telling:  # further up: this is a listener's call, and what is new is told behind it
                 return
-            known = draft.reported.get(tenant)
-            if known is None:
-                known = next(place.before[tenant][1].known() for place in draft.savepoints if tenant in place.before)
-            # Before it hears: an interrupt must not lose that it has.
-            draft.reported[tenant] = known.intersection(pool.open_ids())
-            pool.tell_withdrawn(known)
+            pool.tell_withdrawn()
 
     def _empty(
         self, tenant: TenantState, slots: Sequence[int], drain_to: Streaming | None
@@ -670,7 +651,7 @@ class Changes:
         tenant.absent.update(pages.streamed)
         tenant.absent.update(pages.gone)
         if tenant.unsettled is not None:
-            tenant.absent.update(tenant.unsettled.plan.reload, tenant.unsettled.plan.held)
+            tenant.absent.update(tenant.unsettled.reload, tenant.unsettled.held)
         self.forget(tenant)
         if prefetcher.in_pass:
             prefetcher.end_pass()

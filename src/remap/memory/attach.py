@@ -24,8 +24,7 @@ from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
 from remap.memory.host_memory import HostMemories, HostMemory
 from remap.memory.kv_copies import KVCopies
-from remap.memory.pages import MAX_BUFFERS, TenantPages, run_of
-from remap.memory.plan import NO_PAGE, plan_free_pages
+from remap.memory.pages import MAX_BUFFERS, NO_PAGE, TenantPages, plan_free_pages, run_of
 from remap.memory.shared_link import SharedLink
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream

@@ -14,8 +14,7 @@ from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
 from remap.memory.entries import Entries, Entry, merge
 from remap.memory.lend import Lending
-from remap.memory.pages import MAX_BUFFERS
-from remap.memory.plan import plan_free_pages
+from remap.memory.pages import MAX_BUFFERS, plan_free_pages
 from remap.memory.restream import choose, continue_draining, refuse_in_use
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of

@@ -29,8 +29,7 @@ from remap.memory.apply import Changes
 from remap.memory.donors import paused
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
-from remap.memory.pages import Pages, run_of
-from remap.memory.plan import plan_between, plan_free_pages
+from remap.memory.pages import Pages, plan_between, plan_free_pages, run_of
 from remap.memory.state import TenantState
 from remap.policy.hidden import first_kept
 from remap.sizes import show_size
@@ -174,7 +173,7 @@ class Cold:
         return Coming(layers, rest)
 
     def _come(self, tenant: TenantState, homes: Mapping[int, Pages]) -> None:
-        self._changes.apply(tenant, plan_between(tenant.pages, tenant.pages.with_homes(homes)))
+        self._changes.apply(tenant, plan_between(tenant.pages, tenant.pages.with_homes(dict(homes))))
 
     def _collect(self, tenant: TenantState, layers: Sequence[int]) -> _Choice:
         """Let others give pages until there are enough."""
@@ -296,7 +295,7 @@ class Cold:
         kept = self._choose(tenant, ()).kept
         pages = [page for page in reversed(self._plain(tenant)) if page not in kept]
         slot_of = {slot: page for page in pages for slot in tenant.slots_of([page])}
-        return [slot_of[slot] for slot in tenant.kv.pool.vacant(slot_of)]
+        return [slot_of[slot] for slot in tenant.kv.pool.vacant(list(slot_of))]
 
     def _own_live(self, tenant: TenantState) -> int:
         """How many pages of its own KV its layers could have if no block of it were live."""
@@ -367,12 +366,12 @@ class Cold:
         if not giver.pages.cold or giver.draining:
             return
         pool, geometry = giver.kv.pool, giver.kv.geometry
-        owned = reversed(pool.owned_slots())
+        owned = pool.owned_slots()[::-1]
         if pool.external:
             first = set(geometry.slots_of_block(0))
             empty = [slot for slot in owned if slot not in first]
         else:
-            empty = list(pool.vacant(owned))
+            empty = pool.vacant(owned)
         slots = sorted(empty[:pages])
         if slots:
             freed = sorted(map(giver.donation_order.__getitem__, geometry.donation_indices(slots)))

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from remap import _core
 from remap.errors import Error
-from remap.kv.pool import SavedPool
 from remap.memory.books import Books
 from remap.memory.moves import compose_moves
-from remap.memory.prepared import PreparedPlan
+from remap.memory.pages import Transition
 from remap.memory.state import TenantState
 
 __all__ = ["Draft", "DueWork", "Savepoint"]
@@ -27,11 +27,11 @@ class DueWork:
     slots: of the KV region, whose pages its pool gets when they have been zeroed. again: layers are loaded again, since blocks
     were moved over them by plans that are undone, so there may be nothing to decide."""
 
-    plan: PreparedPlan
+    plan: Transition
     slots: tuple[int, ...] = ()
     again: bool = False
 
-    def then(self, later: PreparedPlan, slots: tuple[int, ...] = (), *, again: bool = False) -> DueWork:
+    def then(self, later: Transition, slots: tuple[int, ...] = (), *, again: bool = False) -> DueWork:
         """This, and what is due of a later plan."""
         return DueWork(self.plan.followed_by(later), self.slots + slots, self.again or again)
 
@@ -44,22 +44,21 @@ class Savepoint:
     mark: int | None
     due: dict[TenantState, DueWork]
     moved: dict[str, dict[int, int]]
-    before: dict[TenantState, tuple[Books, SavedPool]] = field(default_factory=dict)
+    before: dict[TenantState, tuple[Books, _core.SavedPool]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Draft:
     """due: by tenant. moved: live blocks, tenant -> {old: new}, in this change. emptied: pages from which blocks have moved:
-    no block moves there before the change is decided, since they are where it goes back to. told: tenants whose engines have
-    heard of blocks that were withdrawn -> the open ones, as they know. written: tenant -> pages that its blocks have moved to, or
-    began to: some may have been its layers', or its ring's, before. applying: plans were handed to the core: if it has an
-    undecided change, it is this one. problem: why the last change could not be settled, so that no plan can be applied."""
+    no block moves there before the change is decided, since they are where it goes back to. written: tenant -> pages that its
+    blocks have moved to, or began to: some may have been its layers', or its ring's, before. applying: plans were handed to the
+    core: if it has an undecided change, it is this one. problem: why the last change could not be settled, so that no plan can be
+    applied."""
 
     savepoints: list[Savepoint] = field(default_factory=list)
     due: dict[TenantState, DueWork] = field(default_factory=dict)
     moved: dict[str, dict[int, int]] = field(default_factory=dict)
     emptied: set[int] = field(default_factory=set)
-    reported: dict[TenantState, frozenset[int]] = field(default_factory=dict)
     written: dict[TenantState, frozenset[int]] = field(default_factory=dict)
     applying: bool = False
     problem: Error | None = None
@@ -88,10 +87,10 @@ class Draft:
             return frozenset()
         return frozenset(gained).intersection({*due, *self.emptied})
 
-    def add_due(self, tenant: TenantState, ready: PreparedPlan, slots: tuple[int, ...]) -> None:
+    def add_due(self, tenant: TenantState, plan: Transition, slots: tuple[int, ...]) -> None:
         """A plan of the tenant's was applied."""
         known = self.due.get(tenant)
-        self.due = self.due | {tenant: DueWork(ready, slots) if known is None else known.then(ready, slots)}
+        self.due = self.due | {tenant: DueWork(plan, slots) if known is None else known.then(plan, slots)}
 
     def will_write(self, tenant: TenantState, pages: Iterable[int]) -> None:
         """Blocks of the tenant's are about to move to these pages."""

@@ -20,8 +20,7 @@ from typing import Protocol, cast
 
 from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
-from remap.memory.pages import Streaming
-from remap.memory.plan import plan_free_pages, plan_streaming
+from remap.memory.pages import Streaming, plan_free_pages, plan_streaming
 from remap.memory.restream import find_path, grow, restream, ring_last
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
@@ -125,7 +124,7 @@ class Lending:
             changes.cancel_draining(donor)  # else other layers than intended would come home
             grow(changes, donor, layers, buffers, selection=selection, to="free", predicted_stall_s=predicted_stall_s)
             # If the donor grows for itself later, its ring should be where the ring's region shows it already.
-            there = replace(donor.pages, ring_preference=pages.ring_preference)
+            there = donor.pages.preferring(list(pages.ring_preference))
             changes.note(donor, replace(donor.books, pages=there))
         return len(donor.pages.lent) - len(pages.lent)
 
@@ -186,7 +185,7 @@ class Lending:
         index, columns = geometry.donation_index, geometry.range_pages
         found: list[int] = []
         lost: set[int] = set()
-        owned: Iterable[int] = reversed(pool.owned_slots())
+        owned: Sequence[int] = pool.owned_slots()[::-1]
         # Asked last, since it costs most: whether live blocks touch a page.
         if geometry.ranges == 1:  # a page stands where it was given: below `reserved` there is nothing to look at
             above = itertools.takewhile(reserved.__le__, owned)
@@ -234,7 +233,7 @@ class Lending:
         if holder.draining:  # it is emptying pages for itself
             return {}
         if not moving and not pool.external:
-            vacant = set(pool.vacant(slot_of.values()))
+            vacant = set(pool.vacant(list(slot_of.values())))
             left = [page for page in left if slot_of[page] in vacant]
         while left:
             plan = plan_free_pages(holder.pages, left, give=False)

@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 from remap.errors import OutOfBlocks
 from remap.memory.activate import certify
@@ -44,11 +44,9 @@ from remap.memory.cold import Cold
 from remap.memory.entries import Entries, Entry
 from remap.memory.lend import Lending, Receiver
 from remap.memory.offers import Offers
-from remap.memory.restream import prepare_lending
 from remap.memory.state import TenantState
 from remap.memory.trace import Trace
 from remap.memory.view import count_free
-from remap.policy.views import Take
 
 __all__ = ["Lacking", "MembershipCalls", "OtherProcesses", "UnmetWant"]
 
@@ -68,8 +66,6 @@ asked for is given when an engine frees KV for it."""
 
 FORGET_S = 2.0
 """Who waits for pages for its layers asks again many times a second: one that has not for so long waits no more."""
-PREPARED = 4
-"""So many plans for the next question are made ahead of it: one layer, two, and so on."""
 
 
 class MembershipCalls(Protocol):
@@ -452,10 +448,6 @@ class OtherProcesses:
                 continue
             if self._offers.inactive.prepare(giver, self):
                 return True
-            for quote in giver.known_quotes[1][:PREPARED] if giver.known_quotes is not None else ():
-                take = cast(Take, quote.step)
-                if prepare_lending(giver, take.remapped, take.buffers, take.selection):
-                    return True
         return False
 
     def await_question(self) -> None:

@@ -207,7 +207,6 @@ class Passes:
         timing = tenant.timing
         missed = [*filter(tenant.pages.computes, tenant.prefetcher.unwaited())] if completed else []
         number = tenant.prefetcher.end_pass()
-        tenant.bounds.plan_growth()
         if completed and not missed:
             timing.completed(number, phase, tokens)
         else:

@@ -18,8 +18,7 @@ from remap.errors import InvalidArgument, InvalidState
 from remap.memory.apply import Changes
 from remap.memory.entries import Entries, merge
 from remap.memory.lend import Lending
-from remap.memory.pages import Streaming, TenantPages, ring_of
-from remap.memory.plan import Plan, plan_between, plan_filled
+from remap.memory.pages import Streaming, TenantPages, Transition, plan_between
 from remap.memory.restream import choose, require_places
 from remap.memory.state import TenantState
 from remap.sizes import shown
@@ -88,7 +87,7 @@ def place(
 ) -> Entries:
     """`advanced.place`, checked already. Returns the entries of its report."""
     held = {*range(first, end), *hold}
-    computed = None if end - first == tenant.layers else range(first, end)
+    computed = None if end - first == tenant.layers else (first, end)
     usable = tenant.kv.usable_blocks
     report: Entries = {}
     reason = f"layers from {first} to before {end} are computed here, {len(held)} of {tenant.layers} are held"
@@ -104,7 +103,7 @@ def place(
                 changes.exchange(tenant, plan, list(tenant.slots_of(plan.lost)))
             # What is undone has them back, unless blocks were moved over them (`Changes`).
             tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}
-            changes.note(tenant, replace(tenant.books, pages=replace(tenant.pages, computed=computed)))
+            changes.note(tenant, replace(tenant.books, pages=tenant.pages.computing(computed)))
     finally:
         if tenant.pages.computed != before:
             tenant.timing.compute_only(range(first, end))
@@ -156,7 +155,7 @@ def filled(changes: Changes, tenant: TenantState, layer: int) -> None:
             come=tuple(come),
             nbytes=nbytes,
         )
-    changes.apply(tenant, plan_filled(tenant.pages, layer))
+    changes.apply(tenant, Transition(tenant.pages.filled(layer)))  # nothing is loaded
     tenant.come.pop(layer, None)
 
 
@@ -197,7 +196,7 @@ def _leaving(tenant: TenantState, held: Collection[int]) -> list[int]:
     return [layer for layer in range(tenant.layers) if layer not in held and layer not in tenant.pages.gone]
 
 
-def _plans(tenant: TenantState, now: TenantPages, held: Collection[int], fill: frozenset[int]) -> list[Plan]:
+def _plans(tenant: TenantState, now: TenantPages, held: Collection[int], fill: frozenset[int]) -> list[Transition]:
     """From the tenant's pages as they are `now`, or will be by then. A layer that leaves and does not stream goes first, and one
     that comes back comes last: so there is room for blocks on the way. Pages that wait for their bytes, and go on being held,
     stay where they are.
@@ -227,6 +226,6 @@ def _rest(now: TenantPages, layers: Collection[int]) -> Streaming:
     """The streaming that goes on in these layers: all that streams now, or nothing if the ring finds no pages in it."""
     tails = tuple(tail if layer in layers else 0 for layer, tail in enumerate(now.tails))
     rest = Streaming(tails, len(now.ring), now.depth)
-    if len(rest.layers) > rest.buffers and ring_of(now, rest) is not None:
+    if len(rest.layers) > rest.buffers and now.ring_of(rest) is not None:
         return rest
     return Streaming((0,) * len(tails), len(now.ring), 0)

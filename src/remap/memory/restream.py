@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Change what streams: grow and shrink what one tenant gives to KV, in whole layers or in a slice of every layer.
 
-    choose the layers to stream (layers found written are pinned) -> plan it (plan.py) -> carry it out (apply.py)
+    choose the layers to stream (layers found written are pinned) -> plan it (pages.py) -> carry it out (apply.py)
 
 A target that neither contains what streams now nor is contained in it gains some pages and loses others. If the blocks
 in the lost pages have no room, the change takes two plans: gain first, then exchange.
@@ -15,9 +15,7 @@ from functools import partial
 
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
-from remap.memory.pages import Streaming, TenantPages
-from remap.memory.plan import Plan, plan_free_pages, plan_streaming
-from remap.memory.prepared import PreparedPlan, prepare
+from remap.memory.pages import Streaming, TenantPages, Transition, plan_free_pages, plan_streaming, streaming_now
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
 from remap.policy.views import Selection
@@ -28,8 +26,6 @@ __all__ = [
     "continue_draining",
     "find_path",
     "grow",
-    "prepare_growth",
-    "prepare_lending",
     "require_places",
     "restream",
     "take_free_pages",
@@ -63,82 +59,21 @@ def grow(
     to: whether the pages become the tenant's "kv", or "free", for others to take.
     """
     for fewer in range(layers, tenant.remapped, -1):
-        ahead = fewer == tenant.remapped + 1 and (selection, to) == ("onward", "kv")
-        ready = _prepared(tenant, buffers) if ahead else None
-        if to == "free":
-            ready = _prepared_lending(tenant, (fewer, buffers, selection))
-        if ready is None:
-            try:
-                plan = plan_streaming(tenant.pages, choose(tenant, fewer, buffers, selection), to=to)
-                require_places(tenant, plan.gained)
-            except InvalidArgument:
-                continue
-            ready = tenant.prepare(plan)
-        if not ready.plan.lost:  # else the selected set does not contain the streamed layers: no growth
-            changes.apply(tenant, ready, predicted_stall_s=predicted_stall_s)
-        return
-
-
-def prepare_growth(tenant: TenantState, buffers: int) -> None:
-    """Plan one layer more, the most likely next growth: growth is on the engine's critical path, the end of a pass is
-    not. The plan holds as long as pages and streamable layers stay the same; while they do, this returns at once."""
-    known = tenant.known_growth
-    if known is not None and known[0] is tenant.pages and known[1] is tenant.order and known[2] == buffers:
-        return
-    ready = None
-    more = tenant.remapped + 1
-    if not tenant.slicing and more + buffers <= len(tenant.order):
         try:
-            plan = plan_streaming(tenant.pages, tenant.streaming_at(more, buffers, "onward"))
+            plan = plan_streaming(tenant.pages, choose(tenant, fewer, buffers, selection), to=to)
             require_places(tenant, plan.gained)
-            ready = tenant.prepare(plan)
         except InvalidArgument:
-            pass  # no layer more can stream
-    tenant.known_growth = (tenant.pages, tenant.order, buffers, ready)
-
-
-def _prepared(tenant: TenantState, buffers: int) -> PreparedPlan | None:
-    """The plan of `prepare_growth`, if it still holds and none of its layers turns out to be written."""
-    known = tenant.known_growth
-    if known is None or known[0] is not tenant.pages or known[1] is not tenant.order or known[2] != buffers:
-        return None
-    ready = known[3]
-    return None if ready is None or _pin_written(tenant, ready.plan.streamed) else ready
+            continue
+        if not plan.lost:  # else the selected set does not contain the streamed layers: no growth
+            changes.apply(tenant, plan, predicted_stall_s=predicted_stall_s)
+        return
 
 
 def ring_last(tenant: TenantState, buffers: int, selection: Selection) -> TenantPages:
     """Its pages, of which the very last layers make the ring if a suffix begins to stream: these are the last to come home."""
     if selection != "suffix" or tenant.pages.ring:
         return tenant.pages
-    return replace(tenant.pages, ring_preference=tuple(sorted(tenant.order)[::-1][:buffers]))
-
-
-def prepare_lending(tenant: TenantState, layers: int, buffers: int, selection: Selection) -> bool:
-    """As `prepare_growth`, that `layers` layers' worth of a tenant that serves no pass go to others. Returns whether it was not
-    planned yet."""
-    known, key = tenant.known_lending, (layers, buffers, selection)
-    if known is None or known[0] is not tenant.pages or known[1] is not tenant.order:
-        known = tenant.known_lending = (tenant.pages, tenant.order, {})
-    if key in known[2]:
-        return False
-    ready, pages = None, ring_last(tenant, buffers, selection)
-    try:
-        plan = plan_streaming(pages, tenant.streaming_at(*key), to="free")
-    except InvalidArgument:
-        pass  # so many cannot stream
-    else:
-        gained = tenant.kv.pool.runs_of(tenant.slots_of(plan.gained))
-        ready = prepare(pages, plan, gained, tenant.layer_bytes, tenant.kv.geometry.page_bytes)
-    known[2][key] = ready
-    return True
-
-
-def _prepared_lending(tenant: TenantState, key: tuple[int, int, Selection]) -> PreparedPlan | None:
-    """As `_prepared`."""
-    known = tenant.known_lending
-    ready = known[2].get(key) if known is not None and known[1] is tenant.order else None
-    held = ready is not None and ready.before == tenant.pages  # `ring_last` is another value each time
-    return ready if ready is not None and held and not _pin_written(tenant, ready.plan.streamed) else None
+    return tenant.pages.preferring(sorted(tenant.order)[::-1][:buffers])
 
 
 def restream(
@@ -161,7 +96,7 @@ def restream(
     pool, path = tenant.kv.pool, find_path(changes, tenant, target)
     plan = path.plan
     require_places(tenant, plan.gained)
-    if not plan.steps:
+    if not plan:
         return {}
     exchange = partial(
         changes.exchange,
@@ -177,7 +112,7 @@ def restream(
     if path.short > 0:
         raise changes.no_room(tenant, path.lost, len(path.pending) - path.short)
     with changes.part():
-        if path.first is not None and path.first.steps:
+        if path.first is not None and path.first:
             require_places(tenant, path.first.gained)
             changes.apply(tenant, path.first, predicted_stall_s=predicted_stall_s)
         plan = plan_streaming(tenant.pages, target)
@@ -217,8 +152,8 @@ class ChangePath:
     is planned anew behind it. lost: slots of the KV region that may hold blocks and go away in the end. pending: the
     live blocks in them; short: how many of these have no room."""
 
-    plan: Plan
-    first: Plan | None
+    plan: Transition
+    first: Transition | None
     lost: list[int]
     pending: tuple[int, ...]
     short: int
@@ -229,7 +164,7 @@ def find_path(changes: Changes, tenant: TenantState, target: Streaming, *, more:
     `plan_streaming` does."""
     pages, pool = tenant.pages, tenant.kv.pool
 
-    def from_there(plan: Plan, first: Plan | None, gained: Sequence[int]) -> ChangePath:
+    def from_there(plan: Transition, first: Transition | None, gained: Sequence[int]) -> ChangePath:
         lost = list(tenant.slots_of(plan.lost))
         pending = pool.pending(lost) if lost else ()
         return ChangePath(plan, first, lost, pending, len(pending) - changes.room(tenant, lost, gained) if lost else 0)
@@ -238,7 +173,7 @@ def find_path(changes: Changes, tenant: TenantState, target: Streaming, *, more:
     if direct.short <= 0 or not direct.plan.gained or pool.external:
         return direct
     # The ring stays, or loses a buffer, so nothing is lost on the way.
-    first = plan_streaming(pages, pages.streaming.beside(target))
+    first = plan_streaming(pages, streaming_now(pages).beside(target))
     there = first.there
     # From there the best ring may be another one, made of pages that are not at home.
     if first.lost or not there.to_fetch(target) <= pages.to_fetch(target):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from remap.kv.spec import BUFFERS
+from remap.memory.pages import streaming_now
 from remap.memory.state import TenantState
 from remap.policy.cost import LayerTimes
 from remap.policy.link import Neighbour
@@ -70,7 +71,7 @@ class SharedLink:
             tenant.certified_wait_s = wait_s
             times = self.times(tenant) if tenant.streamed and not tenant.by_hand else None
             if times is not None:
-                stall = tenant.stall(times, tenant.pages.streaming, tenant.kv.streamed.stop)
+                stall = tenant.stall(times, streaming_now(tenant.pages), tenant.kv.streamed.stop)
                 tenant.books = replace(tenant.books, predicted_stall_s=stall)
 
     def _active(self) -> list[TenantState]:
@@ -84,7 +85,7 @@ class SharedLink:
         found = []
         active = self._active()
         for other in active:
-            known, streaming, blocks = other.timing.known_shared, other.pages.streaming, other.kv.streamed.stop
+            known, streaming, blocks = other.timing.known_shared, streaming_now(other.pages), other.kv.streamed.stop
             # Its pass's thread may be learning: then the last answer stands.
             times = other.timing.shared(len(active)) if other.turn.claimed else known and known[2]
             if other is tenant or times is None or not (streaming.layers or blocks):

@@ -20,9 +20,7 @@ from remap.kv.cache import TenantKV
 from remap.kv.spec import BUFFERS
 from remap.locking import Turn
 from remap.memory.books import Books
-from remap.memory.pages import Streaming, TenantPages, ring_of
-from remap.memory.plan import Plan
-from remap.memory.prepared import PreparedPlan, prepare
+from remap.memory.pages import Streaming, TenantPages, Transition, streaming_now
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
 from remap.model.protocols import Handle
@@ -55,7 +53,6 @@ class Bounds(Protocol):
 
     def bound(self, times: LayerSeconds) -> tuple[int, int]: ...
     def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> Selection: ...
-    def plan_growth(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -113,7 +110,7 @@ class TenantState:
     expected: bool = False  # first layers came ahead of its activation, which has not been since
 
     # -- changes that are not finished
-    unsettled: PreparedPlan | None = None  # of a change that is decided and not settled
+    unsettled: Transition | None = None  # of a change that is decided and not settled
     # Of that: slots of the KV region whose pages the pool gets once they are zeroed.
     pending_slots: tuple[int, ...] = ()
     leaving: bool = False  # detaching it has failed: only another try is allowed
@@ -147,12 +144,6 @@ class TenantState:
     handle: Handle | None = None  # `Internals`, with the public tenant, over it
 
     # -- kept answers, each with its key
-    # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
-    known_growth: tuple[TenantPages, tuple[int, ...], int, PreparedPlan | None] | None = None
-    # (pages, order, by (layers, buffers, selection)): restream.prepare_lending
-    known_lending: tuple[TenantPages, tuple[int, ...], dict[tuple[int, int, Selection], PreparedPlan | None]] | None = (
-        None
-    )
     known_quotes: tuple[tuple[object, ...], list[Quote]] | None = None  # donors.InactiveLayers
     known_free: tuple[int, int] | None = None  # (epoch, pages): view.count_free
     known_homes: tuple[object, frozenset[int], bool] | None = None  # (homes, ...): `_of_homes`
@@ -170,6 +161,12 @@ class TenantState:
         self.in_order = (
             tuple(range(self.parts)) if self.source.embedding_part is None else (self.layers, *range(self.layers))
         )
+        order = self.donation_order
+        # Of each place, how many pages from there on are consecutive.
+        self.runs = [1] * len(order)
+        for place in range(len(order) - 2, -1, -1):
+            if order[place + 1] == order[place] + 1:
+                self.runs[place] = self.runs[place + 1] + 1
         self.blocks_per_page: float = self.kv.geometry.page_bytes / self.kv.spec.block_bytes
         self.blocks_per_layer: float = self.pages.buffer_pages * self.blocks_per_page
         self.shrink_blocks = math.ceil(self.blocks_per_layer) + 1  # blocks that straddle both ends
@@ -322,7 +319,7 @@ class TenantState:
             found.update(self.streamed)
             found.update(part for part in range(self.parts) if not self.prefetcher.ready(part))
             if self.unsettled is not None:
-                found.update(self.unsettled.plan.reload, self.unsettled.plan.held)
+                found.update(self.unsettled.reload, self.unsettled.held)
         return found
 
     def lost_writes(self, *, replaced: bool = False) -> dict[int, list[str]]:
@@ -462,14 +459,9 @@ class TenantState:
             return False
         if self.unplaced.isdisjoint(layers):
             return True
-        unmoved = pages.kv_from_homes.union(pages.lent, *(ring_of(pages, target) or ()))
+        unmoved = pages.kv_from_homes.union(pages.lent, *(pages.ring_of(target) or ()))
         tails = (pages.homes[n][pages.sizes[n] - target.tails[n] :] for n in self.unplaced.intersection(layers))
         return all(page in self.index_of or page in unmoved for page in chain.from_iterable(tails))
-
-    def prepare(self, plan: Plan) -> PreparedPlan:
-        """This plan's consequences for the present pages."""
-        gained = self.kv.pool.runs_of(self.slots_of(plan.gained))
-        return prepare(self.pages, plan, gained, self.layer_bytes, self.kv.geometry.page_bytes)
 
     def copy_seconds(self, times: LayerSeconds, target: Streaming) -> Sequence[float]:
         """Seconds for which the link is busy with each layer's streamed part."""
@@ -514,7 +506,7 @@ class TenantState:
 
     def present_piece(self) -> float:
         """`longest_piece` of what its passes copy now, streamed blocks included."""
-        weights = self.longest_piece(self.pages.streaming) if self.pages.ring else 0.0
+        weights = self.longest_piece(streaming_now(self.pages)) if self.pages.ring else 0.0
         return max(weights, self.blocks_piece(self.kv.streamed.stop))
 
     def blocks_piece(self, blocks: int) -> float:
@@ -563,7 +555,7 @@ class TenantState:
     def _of_homes(self) -> tuple[frozenset[int], bool]:
         """(`unplaced`, `plain`), kept while the homes stay the same."""
         known, pages = self.known_homes, self.pages
-        if known is None or known[0] is not pages.homes:
+        if known is None or known[0] != pages.homes:  # mostly the same objects
             places = self.index_of.keys()
             unplaced = frozenset(layer for layer, home in enumerate(pages.homes) if not places >= set(home))
             sizes = {len(pages.homes[layer]) for layer in self.order}
@@ -590,7 +582,9 @@ class TenantState:
     def stand_together(self, pages: Sequence[int]) -> bool:
         """Whether these pages stand in the KV region one after another, as they usually do: pages given together do."""
         first = self.index_of.get(pages[0]) if pages else None
-        return first is not None and self.donation_order[first : first + len(pages)] == tuple(pages)
+        if first is None or not isinstance(pages, range):
+            return first is not None and self.donation_order[first : first + len(pages)] == tuple(pages)
+        return self.runs[first] >= len(pages)
 
     def slots_of(self, pages: Sequence[int]) -> Sequence[int]:
         """Slots of the KV region at which these pages stand: a range if they are consecutive, the fast case."""
