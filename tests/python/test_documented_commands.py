@@ -204,6 +204,7 @@ ELSEWHERE = {
     *(
         "--additional-config",
         "--cpu-offload-gb",
+        "--gpu-memory-utilization",
         "--enable-eplb",
         "--enable-elastic-ep",
         "--enable-sleep-mode",

@@ -378,7 +378,11 @@ class TenantKV:
                 self.host.books = before
             raise
 
-    def _free(self, ids: Sequence[int]) -> None:
+    def _free(self, ids: list[int]) -> None:
+        if not self.streamed.used:
+            self._copies.release(ids)
+            self._give(self.pool.free, ids)
+            return
         pool, streamed = self.streamed.split(ids)
         self.streamed.hosts(streamed)
         if pool or not streamed:
