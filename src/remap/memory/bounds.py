@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 
 from remap.memory.pages import MAX_BUFFERS, Streaming, TenantPages, streaming_now
+from remap.memory.restream import prepare_growth
 from remap.memory.state import TenantState
 from remap.policy import kv_stream, schedule
 from remap.policy.link import Neighbour, delayed, spared
@@ -115,6 +116,14 @@ class StallBounds:
             limit = limit if target is None else min(limit, max(compute_s, target))
             known = self._blocks = (times, present, neighbours, kv_stream.most_blocks(seconds, limit, most))
         return known[3]
+
+    def plan_growth(self) -> None:
+        """Plan the next growth, if the bound allows one that adds to what streams, and it is not planned yet. Called at
+        the end of every pass."""
+        tenant, (most, best) = self._tenant, self._bound or (math.inf, 0)
+        buffers = tenant.buffers or best
+        if buffers and self._kinds[0] == "nested" and tenant.remapped < most:
+            prepare_growth(tenant, buffers)
 
     def longest_piece(self, remapped: int, buffers: int) -> float:
         """Seconds of the longest piece that it would copy: by so much each piece of another tenant waits."""

@@ -207,6 +207,7 @@ class Passes:
         timing = tenant.timing
         missed = [*filter(tenant.pages.computes, tenant.prefetcher.unwaited())] if completed else []
         number = tenant.prefetcher.end_pass()
+        tenant.bounds.plan_growth()
         if completed and not missed:
             timing.completed(number, phase, tokens)
         else:

@@ -53,6 +53,7 @@ class Bounds(Protocol):
 
     def bound(self, times: LayerSeconds) -> tuple[int, int]: ...
     def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> Selection: ...
+    def plan_growth(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -144,6 +145,8 @@ class TenantState:
     handle: Handle | None = None  # `Internals`, with the public tenant, over it
 
     # -- kept answers, each with its key
+    # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
+    known_growth: tuple[TenantPages, tuple[int, ...], int, Transition | None] | None = None
     known_quotes: tuple[tuple[object, ...], list[Quote]] | None = None  # donors.InactiveLayers
     known_free: tuple[int, int] | None = None  # (epoch, pages): view.count_free
     known_homes: tuple[object, frozenset[int], bool] | None = None  # (homes, ...): `_of_homes`
