@@ -46,7 +46,7 @@ py::object as_set(const std::vector<Value>& values) {
 }
 
 struct Known {
-  enum Name : std::size_t { homes, own, tails, ring, lent, sizes, elsewhere, unfilled, streamed, lending, ring_layers, kv, gone, cold, held, absent, regions, preference, computed, count };
+  enum Name : std::size_t { homes, own, tails, ring, lent, sizes, elsewhere, unfilled, streamed, lending, ring_layers, kv, gone, cold, held, absent, regions, preference, computed, for_good, count };
 };
 
 // A value, and what Python has asked of it.
@@ -185,8 +185,8 @@ void bind_tenant_pages(py::module_& module) {
   pages.def_property_readonly("tenant", [](const Pages& its) { return its.value.tenant; })
       .def_property_readonly("ring_region", [](const Pages& its) { return its.value.ring_region; })
       .def_property_readonly("buffer_pages", [](const Pages& its) { return its.value.buffer_pages; })
-      .def_property_readonly("depth", [](const Pages& its) { return its.value.depth(); })
-      .def_property_readonly("for_good", [](const Pages& its) { return its.value.for_good(); });
+      .def_property_readonly("depth", [](const Pages& its) { return its.value.depth(); });
+  keep<Known::for_good>(pages, "for_good", [](const Pages& its) { return py::object(py::bool_(its.value.for_good())); });
   keep<Known::homes>(pages, "homes", [](const Pages& its) {
     return of_layers(its.value, [&](const Layer& each, std::size_t layer) -> py::object {
       return each.where == Where::home ? its.own[layer] : py::object(py::tuple());
@@ -269,7 +269,6 @@ void bind_tenant_pages(py::module_& module) {
              there.computed = computed;
              return after(its, std::move(there));
            })
-      .def("can_stream", [](const Pages& its, const py::object& target) { return its.value.ring_of(streaming_of(target)).has_value(); })
       .def("ring_of",
            [](const Pages& its, const py::object& target) -> py::object {
              const auto ring = its.value.ring_of(streaming_of(target));
@@ -338,11 +337,8 @@ void bind_tenant_pages(py::module_& module) {
       "plan_between",
       [](const Held& now, const Held& there, bool to_free) {
         Transition made = plan_between(now->value, there->value, to_free);
-        if (made.there == there->value) {
-          made.there = there->value;
-          return Planned{std::move(made), there, ""};
-        }
-        return planned(there, std::move(made));
+        const bool same = made.there == there->value;  // what is lent differs, if anything does
+        return same ? Planned{std::move(made), there, ""} : planned(there, std::move(made));
       },
       py::arg("now"), py::arg("there"), py::arg("to_free") = false);
   module.def(

@@ -20,7 +20,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from bench.gpu.context import Context
-from bench.gpu.measures.vllm_burst import SIDES, Case, on_the_gpu
+from bench.gpu.measures.vllm_burst import SIDES, on_the_gpu
+from bench.gpu.measures.vllm_sharing import Sharing
 from bench.gpu.processes import ROOT
 
 import remap
@@ -46,22 +47,10 @@ TITLES = (
 
 
 @dataclass(frozen=True)
-class Bursts:
-    """Of one model after another. room: the weights of so many models fit. turn_s: of a model that others wait for. late_s: the
-    most that a request comes behind its burst's begin, as over HTTP."""
+class Bursts(Sharing):
+    """The measure's own load. late_s: the most that a request comes behind its burst's begin, as over HTTP."""
 
-    case: Case
-    room: int
-    models: int = 3
-    rounds: int = 2
-    every_s: float = 12.0
-    turn_s: float = 5.0
     late_s: float = 0.01
-
-    @property
-    def total(self) -> int:
-        """Bytes of weights and KV cache."""
-        return self.room * 2 * self.case.shape.params() + self.models * self.case.kv_bytes
 
     def items(self, seed: int) -> list[Item]:
         """Seed 0: as the measure has them. Others: the requests of each burst in another order, up to late_s late."""
@@ -177,7 +166,8 @@ def predict(seeds: int = SEEDS) -> dict[str, Any]:
 
 def as_json(load: Bursts) -> Any:
     """The load, as the file has it."""
-    return json.loads(json.dumps({**asdict(load), "total": load.total}))
+    names = ("room", "models", "rounds", "every_s", "turn_s", "late_s", "total")
+    return json.loads(json.dumps({"case": asdict(load.case), **{name: getattr(load, name) for name in names}}))
 
 
 def table(data: Mapping[str, Any]) -> str:

@@ -196,7 +196,11 @@ BlockPool::Ids BlockPool::mark(const Slots& slots, Slot from, Slot to, const cha
     Block after = Block::unusable;
     switch (worst(block)) {
       case Slot::absent: break;
-      case Slot::closed: after = is_used(before) ? Block::draining : Block::empty; break;
+      case Slot::closed:
+        after = is_used(before) ? Block::draining : Block::empty;
+        // An external engine that an interrupt kept from hearing of it may have it, or not: it is to hear that it goes.
+        if (now_.external && before == Block::live) heard_[block] = true;
+        break;
       case Slot::open: after = is_used(before) || (now_.external && heard_[block]) ? Block::live : Block::free; break;
     }
     if (is_open(before) != is_open(after)) turned.push_back(block);

@@ -104,8 +104,9 @@ struct Walk {
     const BlockPool::Ids after = model.open();
     std::set_symmetric_difference(before.begin(), before.end(), after.begin(), after.end(), std::back_inserter(turned));
     CHECK(pool.mark(slots, from, to, "") == turned);
-    for (const BlockId block : external ? turned : BlockPool::Ids{}) {  // it has not heard that they were withdrawn: they are its own
-      if (model.open(block) && model.heard.count(block) != 0) model.live.insert(block);
+    for (const BlockId block : external ? turned : BlockPool::Ids{}) {
+      if (model.open(block) && model.heard.count(block) != 0) model.live.insert(block);  // it has not heard that they went
+      if (!model.open(block) && model.live.count(block) != 0) model.heard.insert(block);  // it is to hear that they go
     }
     if (external && draw(2) == 0) hear();
   }
@@ -212,6 +213,16 @@ TEST(an_engine_hears_of_blocks_before_it_holds_them) {
   CHECK(pool.withdrawn_news().empty());
   pool.mark({1}, Slot::closed, Slot::open, "");  // called off: the engine, which has heard of the withdrawal, hears of that too
   CHECK(pool.news().added == BlockPool::Ids({2, 3}));
+}
+
+TEST(an_engine_that_may_not_have_heard_of_a_block_hears_that_it_goes) {
+  BlockPool pool({1, 4, 4, 2, 8});
+  pool.make_external();
+  pool.mark({0}, Slot::absent, Slot::open, "");
+  CHECK(pool.news().added == BlockPool::Ids({0, 1}));  // and an interrupt: nobody says that it was told
+  pool.mark({0}, Slot::open, Slot::closed, "");
+  CHECK(pool.is_draining(0) && pool.news().withdrawn == BlockPool::Ids({0, 1}));
+  pool.check();
 }
 
 TEST(wrong_calls_change_nothing) {

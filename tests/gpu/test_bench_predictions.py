@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from bench.gpu import vllm_predictions
+from bench.gpu.measures.vllm_sharing import Sharing
 from bench.gpu.processes import ROOT
 from bench.gpu.vllm_predictions import LOADS, RESULTS, TITLES, as_json, predict, table
 
@@ -31,9 +32,8 @@ def test_the_predictions_are_of_the_case_that_is_measured() -> None:
 
 @pytest.mark.parametrize("name", ["d", "e"])
 def test_three_servers_get_the_requests_and_the_memory_of_the_measure(name: str) -> None:
-    sharing = pytest.importorskip("bench.gpu.measures.vllm_sharing", reason="the measure of three servers is not here")
     load = LOADS[name]
-    measured = sharing.Sharing(load.case, load.room)
+    measured = Sharing(load.case, load.room)
     assert (measured.total, measured.turn_s) == (load.total, load.turn_s), ANEW
     requests = [(f"m{each.model}", each.at_s, each.prompt, each.output) for each in measured.load()]
     items = [(each.tenant, each.time_s, each.prompt_tokens, each.output_tokens) for each in load.items(0)]

@@ -186,14 +186,8 @@ class BlockPool(_core.BlockPool):
     # -- changes of several steps -----------------------------------------------------------------------------------
 
     def silence(self) -> None:
-        """Tell listeners nothing until `tell`, or `restore`."""
+        """Tell listeners nothing until `tell`: neither of what comes, nor of what `restore` takes back meanwhile."""
         self._silent = True
-
-    def restore(self, saved: _core.SavedPool) -> None:
-        """The state that `save` has copied. Listeners keep what they have heard: they hear of what differs with the next `tell`.
-        Can be called again."""
-        super().restore(saved)
-        self._silent = False
 
     def tell_withdrawn(self) -> None:
         """In the midst of a change, listeners hear at once which of the open ids that they know are withdrawn, and nothing else.

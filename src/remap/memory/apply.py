@@ -197,7 +197,9 @@ class Changes:
                     concerned.add(tenant)
             again = {} if self.arena.broken else self._overwritten(draft, place)
             draft.due, draft.moved, draft.applying = place.due | again, place.moved, place.mark is not None
-            self._unreported += [each.kv.pool for each in concerned if each.kv.pool.has_news]
+            self._unreported += [
+                each.kv.pool for each in concerned
+            ]  # once the change is over: they are silent until then
             if not depth:
                 self._owe(again)
             del draft.savepoints[depth:]  # only now: until then all of this can be done again
