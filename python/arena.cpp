@@ -10,13 +10,16 @@
 namespace remap::python {
 namespace {
 
+const Arena& arena_of(const Arena& arena) { return arena; }
+const Arena& arena_of(const Draft& draft) { return draft.arena(); }
+
 // Looking takes the lock of the arena's tables, which set-up calls and plans hold while they call the driver.
-template <typename Result, typename... Arguments>
-auto looking(Result (Arena::*look)(Arguments...) const) {
-  return [look](const Arena& arena, Arguments... arguments) {
+template <typename Class, typename Result, typename... Arguments>
+auto looking(Result (Class::*look)(Arguments...) const) {
+  return [look](const Class& at, Arguments... arguments) {
     // Also where somebody has that lock and zeroes pages: other threads of Python need not wait for that.
-    const bool waits = arena.backend().device().kind == DeviceInfo::Kind::cuda || arena.busy();
-    return beside_streams(waits, [&] { return (arena.*look)(arguments...); });
+    const bool waits = arena_of(at).backend().device().kind == DeviceInfo::Kind::cuda || arena_of(at).busy();
+    return beside_streams(waits, [&] { return (at.*look)(arguments...); });
   };
 }
 
@@ -34,7 +37,7 @@ void bind_arena(py::module_& module) {
   py::enum_<Mode>(module, "Mode").value("aliased", Mode::aliased).value("strict", Mode::strict);
 
   py::class_<Lease, std::shared_ptr<Lease>>(module, "Lease", "Keeps the addresses of one region while it lives: see Arena.hold.");
-  py::class_<PageOrder>(module, "PageOrder", "Pages in an order, for Arena.count_free and first_free.")
+  py::class_<PageOrder>(module, "PageOrder", "Pages in an order, for Draft.count_free and first_free.")
       .def(py::init([](const PageList& pages) { return PageOrder{pages.pages}; }), py::arg("pages"));
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init([](std::shared_ptr<Backend> backend, std::size_t capacity_bytes, std::size_t page_bytes, Mode mode, bool outside) {
@@ -113,28 +116,13 @@ void bind_arena(py::module_& module) {
              for (const TenantId tenant : tenants) out.push_back(tenant == kNobody ? -1 : static_cast<std::int64_t>(tenant));
              return out;
            })
-      .def("tenants_of",
-           [](const Arena& arena, const PageList& pages) {
-             std::vector<std::int64_t> out;
-             out.reserve(pages.pages.size());
-             for (const TenantId tenant : looking(&Arena::tenants_of)(arena, pages.pages)) {
-               out.push_back(tenant == kNobody ? -1 : static_cast<std::int64_t>(tenant));
-             }
-             return out;
-           })
       .def("free_pages", looking(&Arena::free_pages))
-      .def("count_free", [](const Arena& arena, const PageOrder& order) { return looking(&Arena::count_free)(arena, order.pages); })
-      .def("first_free",
-           [](const Arena& arena, const PageOrder& order, std::size_t most) {
-             return looking(&Arena::first_free)(arena, order.pages, most);
-           },
-           py::arg("order"), py::arg("most"))
       .def("knows", &Arena::knows, py::arg("tenant"), ReleaseGil())
       .def("counts",
            [](const Arena& arena, const py::object& tenant) {
              const PageCounts counts = tenant.is_none()
-                                           ? looking<PageCounts>(&Arena::counts)(arena)
-                                           : looking<PageCounts, TenantId>(&Arena::counts)(arena, tenant.cast<TenantId>());
+                                           ? looking<Arena, PageCounts>(&Arena::counts)(arena)
+                                           : looking<Arena, PageCounts, TenantId>(&Arena::counts)(arena, tenant.cast<TenantId>());
              py::typing::Dict<py::str, py::int_> out;
              for (std::size_t i = 0; i < kOwners; ++i) out[owner_name(static_cast<Owner>(i))] = counts.by_owner[i];
              out["total"] = counts.total;
@@ -189,6 +177,29 @@ void bind_arena(py::module_& module) {
       .def_readonly("points_done", &Applied::points_done)
       .def_readonly("points_deferred", &Applied::points_deferred);
 
+  py::class_<Draft>(module, "Draft", "What a change would be: see remap/draft.h.")
+      .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
+      .def("add", &Draft::add, py::arg("plan"), ReleaseGil())
+      .def("cut", &Draft::cut, py::arg("plans"), ReleaseGil())
+      .def_property_readonly("plans", &Draft::plans)
+      .def("free_pages", looking(&Draft::free_pages))
+      .def("count_free", [](const Draft& draft, const PageOrder& order) { return looking(&Draft::count_free)(draft, order.pages); })
+      .def("first_free",
+           [](const Draft& draft, const PageOrder& order, std::size_t most) {
+             return looking(&Draft::first_free)(draft, order.pages, most);
+           },
+           py::arg("order"), py::arg("most"))
+      .def("tenants_of",
+           [](const Draft& draft, const PageList& pages) {
+             std::vector<std::int64_t> out;
+             out.reserve(pages.pages.size());
+             for (const TenantId tenant : looking(&Draft::tenants_of)(draft, pages.pages)) {
+               out.push_back(tenant == kNobody ? -1 : static_cast<std::int64_t>(tenant));
+             }
+             return out;
+           })
+      .def("points", looking(&Draft::points), py::arg("ring"));
+
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
       .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
       .def(
@@ -198,18 +209,22 @@ void bind_arena(py::module_& module) {
           },
           py::arg("plan"), py::arg("after") = 0, py::arg("zero_on") = 0, ReleaseGil())
       .def(
-          "extend",
-          [](Executor& executor, const Plan& plan, EventHandle after, StreamHandle zero_on) {
-            return executor.extend(plan, Ordering{after, zero_on});
+          "change",
+          [](Executor& executor, Draft& draft, const std::vector<std::tuple<TenantId, EventHandle, StreamHandle>>& orderings) {
+            Executor::Orderings made;
+            for (const auto& [tenant, after, zero_on] : orderings) made.emplace_back(tenant, Ordering{after, zero_on});
+            return executor.apply(draft, made);
           },
-          py::arg("plan"), py::arg("after") = 0, py::arg("zero_on") = 0, ReleaseGil())
-      .def("zero_due", &Executor::zero_due, ReleaseGil())
-      .def("mark", &Executor::mark)
-      .def("wake", &Executor::wake, py::arg("tenant"), py::arg("after") = 0, ReleaseGil())
+          py::arg("draft"), py::arg("orderings"), ReleaseGil())
       .def(
-          "rollback",
-          [](Executor& executor, std::optional<std::size_t> mark) { return mark ? executor.rollback(*mark) : executor.rollback(); },
-          py::arg("mark") = py::none(), ReleaseGil())
+          "pass_on",
+          [](Executor& executor, const Plan& plan) {
+            executor.apply(plan);
+            executor.commit(nullptr);
+          },
+          py::arg("plan"), ReleaseGil())
+      .def("zero_due", &Executor::zero_due, py::arg("behind") = std::vector<EventHandle>{}, ReleaseGil())
+      .def("wake", &Executor::wake, py::arg("tenant"), py::arg("after") = 0, ReleaseGil())
       .def("drain", &Executor::drain, ReleaseGil())
       .def("undecided", &Executor::undecided)
       .def(

@@ -290,16 +290,6 @@ void bind_tenant_pages(py::module_& module) {
       .def_property_readonly("there", [](const Planned& plan) { return plan.there; })
       .def_property_readonly("core", [](Planned& plan) -> Plan& { return plan.value.plan; }, py::return_value_policy::reference_internal)
       .def_property_readonly("steps", [](const Planned& plan) { return py::object(steps_of(plan.value.plan)); })
-      .def_property_readonly("ring_points",
-                             [](const Planned& plan) {
-                               std::vector<std::tuple<RegionId, std::size_t, std::vector<PageId>>> found;
-                               for (const Step& step : plan.value.plan.steps) {
-                                 const Point& point = step.point;
-                                 if (step.kind != Step::Kind::point || point.region != plan.there->value.ring_region) continue;
-                                 found.emplace_back(point.region, point.first_slot, point.pages);
-                               }
-                               return found;
-                             })
       .def("__bool__", [](const Planned& plan) { return !plan.value.plan.steps.empty(); })
       .def_property_readonly("gained", [](const Planned& plan) { return as_pages(plan.value.gained); })
       .def_property_readonly("lost", [](const Planned& plan) { return as_pages(plan.value.lost); })

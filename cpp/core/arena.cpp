@@ -563,8 +563,7 @@ void Arena::remove_tenant(TenantId tenant, bool undoing) {
   require_tenant(tenant);
   if (undecided_ && std::find(undecided_of_.begin(), undecided_of_.end(), tenant) != undecided_of_.end()) {
     throw Error(ErrorKind::invalid_state,
-                "A plan that names tenant " + std::to_string(tenant) +
-                    " is applied, and neither committed nor rolled back. Nothing changed; decide it first.",
+                "A change that concerns tenant " + std::to_string(tenant) + " is applied and not committed. Nothing changed; commit it first.",
                 {{"tenant", number(tenant)}});
   }
   std::vector<std::pair<View*, std::vector<PageId>>> views;
@@ -622,7 +621,7 @@ void Arena::close() {
   refuse_fork(fork_generation_);
   const Both locks(*this);
   if (closed_) return;
-  undecided_ = false;  // whatever was applied, no call can undo it any more
+  undecided_ = false;  // nothing that is due will be done
   registered_.clear();
   if (fill_stream_ != 0) {  // first: waits for a fill whose end no caller saw
     backend_->destroy_stream(fill_stream_);

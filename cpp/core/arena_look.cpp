@@ -61,16 +61,6 @@ std::vector<TenantId> Arena::tenants() const {
   return tenants;
 }
 
-std::vector<TenantId> Arena::tenants_of(const std::vector<PageId>& pages) const {
-  refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
-  require_pages(pages);
-  std::vector<TenantId> found;
-  found.reserve(pages.size());
-  for (const PageId id : pages) found.push_back(pages_[id].tenant);
-  return found;
-}
-
 bool Arena::knows(TenantId tenant) const {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -87,25 +77,6 @@ std::vector<PageId> Arena::free_pages() const {
     if (pages_[id].owner == Owner::free) free.push_back(id);
   }
   return free;
-}
-
-std::size_t Arena::count_free(const std::vector<PageId>& order) const {
-  refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
-  require_pages(order);
-  const auto free = [&](PageId id) { return pages_[id].owner == Owner::free; };
-  return static_cast<std::size_t>(std::count_if(order.begin(), order.end(), free));
-}
-
-std::vector<PageId> Arena::first_free(const std::vector<PageId>& order, std::size_t most) const {
-  refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
-  require_pages(order);
-  std::vector<PageId> found;
-  for (auto id = order.begin(); id != order.end() && found.size() < most; ++id) {
-    if (pages_[*id].owner == Owner::free) found.push_back(*id);
-  }
-  return found;
 }
 
 std::vector<PageId> Arena::shown(RegionId id) const {

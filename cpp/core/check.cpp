@@ -86,7 +86,8 @@ void Arena::check() const {
         require(region.slot_of[page] == slot && seen.insert(page).second, "A5", name + " page " + std::to_string(page));
         const bool owned = pages_[page].owner == Owner::kv && pages_[page].tenant == region.tenant;
         const PageId expected = options_.mode == Mode::aliased || owned ? page : kNoPage;
-        require(broken_ || region.view.shown[slot] == expected, "A4", name + " slot " + std::to_string(slot));
+        const bool still = undecided_ && region.view.shown[slot] == page;  // strict: until commit()
+        require(broken_ || still || region.view.shown[slot] == expected, "A4", name + " slot " + std::to_string(slot));
       }
     }
     if (region.kind == RegionKind::layer && !broken_ && elsewhere(region.target)) {

@@ -15,10 +15,34 @@ namespace {
 
 Error::Value number(std::uint64_t value) { return static_cast<std::int64_t>(value); }
 
-bool of_nobody(Owner owner) noexcept { return owner == Owner::free || owner == Owner::outside; }
+template <typename Pages>
+bool shows_any(const Pages& pages) {
+  return std::any_of(pages.begin(), pages.end(), [](PageId id) { return id != kNoPage; });
+}
 
-[[noreturn]] void refuse(const std::string& what, Error::Fields fields) {
-  throw Error(ErrorKind::invalid_argument, what + ". Nothing changed; make the plan from a fresh snapshot.", std::move(fields));
+// Calls body(first, stop) for each run of slots at which the two differ.
+template <typename Body>
+void for_changes(const std::vector<PageId>& shown, const std::vector<PageId>& target, Body&& body) {
+  for (std::size_t first = 0; first < target.size(); ++first) {
+    std::size_t stop = first;
+    while (stop < target.size() && shown[stop] != target[stop]) ++stop;
+    if (stop == first) continue;
+    body(first, stop);
+    first = stop;
+  }
+}
+
+std::vector<PageId> part(const std::vector<PageId>& pages, std::size_t first, std::size_t stop) {
+  return {pages.begin() + static_cast<std::ptrdiff_t>(first), pages.begin() + static_cast<std::ptrdiff_t>(stop)};
+}
+
+template <typename Visit>
+void for_owners(const std::vector<Plan>& plans, Visit&& visit) {
+  for (const Plan& plan : plans) {
+    for (const Step& step : plan.steps) {
+      if (step.kind == Step::Kind::set_owner && !step.set_owner.pages.empty()) visit(step.set_owner);
+    }
+  }
 }
 
 }  // namespace
@@ -32,327 +56,109 @@ Executor::Executor(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {
 
 Executor::~Executor() { end(); }
 
-// ---- a plan, whole or not at all --------------------------------------------------------------------------------
+// ---- a draft, whole or not at all ---------------------------------------------------------------------------------
 
-// Everything that can be known without the backend is refused here, so that apply() can fail later only by the backend.
-// Steps may build on each other (a page may move twice), hence the overlay of owners.
-Executor::Needs Executor::validate(const Plan& plan) {
+// Pre: the lock of the arena's tables is held. Throws if the draft cannot be applied now. Its plans were checked one by one: what they
+// were checked against is as it was while the epoch is.
+Executor::Needs Executor::admit(const Draft& draft) const {
   const Arena& arena = *arena_;
-  const bool strict = arena.options_.mode == Mode::strict;
+  arena.guard();
+  if (arena.undecided_) {
+    throw Error(ErrorKind::invalid_state, "A change is applied and not yet committed. Nothing changed; commit it first.");
+  }
+  if (!draft.plans_.empty() && draft.epoch_ != arena.epoch_) {
+    throw Error(ErrorKind::stale_plan,
+                "The plans were made for epoch " + std::to_string(draft.epoch_) + ", the arena is at " +
+                    std::to_string(arena.epoch_.load()) + ". No call was made; make them again from a fresh snapshot.",
+                {{"plan_epoch", number(draft.epoch_)}, {"arena_epoch", number(arena.epoch_)}});
+  }
   Needs needs;
-  bool passes = false;
-  // Not a hash table: growth is on the engine's critical path, and a layer may have 10^4 pages.
-  moved_.resize(arena.pages_.size());
-  ++validation_;
-  const auto owner_of = [&](PageId id) {
-    const Moved& moved = moved_[id];
-    return moved.validation == validation_ ? std::make_pair(moved.owner, moved.tenant)
-                                           : std::make_pair(arena.pages_[id].owner, arena.pages_[id].tenant);
-  };
-  for (const Step& step : plan.steps) {
-    if (step.kind == Step::Kind::set_owner) {
-      const SetOwner& move = step.set_owner;
-      const bool outside = move.from == Owner::outside || move.to == Owner::outside;
-      if (!outside) Arena::require_tenant(move.tenant);
-      if (move.from >= Owner::quarantine || move.to >= Owner::quarantine) {
-        refuse("Pages go between free, params, kv, ring and outside", {});
-      }
-      if (outside && (move.tenant != kNobody || (move.from != Owner::free && move.to != Owner::free))) {
-        refuse("Pages go outside from free, of no tenant, and come in as free", {{"tenant", number(move.tenant)}});
-      }
-      needs.leaves = needs.leaves || move.to == Owner::outside;
-      passes = passes || outside;
-      const TenantId before = of_nobody(move.from) ? kNobody : move.tenant;
-      const TenantId after = of_nobody(move.to) ? kNobody : move.tenant;
-      for (PageId id : move.pages) {
-        if (id >= arena.pages_.size()) refuse("Unknown page " + std::to_string(id), {{"page", number(id)}});
-        const auto [owner, tenant] = owner_of(id);
-        if (owner != move.from || tenant != before) {
-          refuse("Page " + std::to_string(id) + " belongs to " + owner_name(owner) + ", the plan expects " +
-                     owner_name(move.from),
-                 {{"page", number(id)}, {"tenant", number(tenant)}});
-        }
-        const Page& page = arena.pages_[id];
-        if (page.fixed) refuse("Page " + std::to_string(id) + " stands in fixed slots", {{"page", number(id)}});
-        const bool dirty = page.dirty != kNobody && page.dirty != after && page.due != after && move.to != Owner::kv;
-        // A page that is no KV of its new tenant's is zeroed behind the change, where it stands in that tenant's KV region.
-        const bool zeroed_later = dirty && of_nobody(move.from) && has_place(id, after);
-        if (after != kNobody && ((dirty && !zeroed_later) || (page.tenant != kNobody && page.tenant != after))) refuse_mixing(id, after);
-        moved_[id] = {validation_, after, move.to};
-      }
-      if (strict && !outside && !move.pages.empty()) {
-        needs.points = true;
-        needs.unmaps = needs.unmaps || move.from == Owner::kv || move.from == Owner::ring;
-        refuse_registered(move);
-      }
-      continue;
-    }
-    if (step.kind == Step::Kind::set_home) continue;  // require_homes()
-    const Point& point = step.point;
-    const Region& region = arena.region(point.region);
-    if (region.kind == RegionKind::kv || point.first_slot > region.view.shown.size() ||
-        point.pages.size() > region.view.shown.size() - point.first_slot ||
-        (region.kind == RegionKind::layer && point.pages.size() != region.view.shown.size())) {
-      refuse("Region " + std::to_string(point.region) + " cannot be pointed like that", {{"region", number(point.region)}});
-    }
-    for (PageId id : point.pages) {
-      if (id != kNoPage && id >= arena.pages_.size()) refuse("Unknown page " + std::to_string(id), {{"page", number(id)}});
-      if (id == kNoPage && region.kind == RegionKind::layer && !elsewhere(point.pages)) {
-        refuse("A layer's region has no holes, unless it is empty", {});
-      }
-    }
-    const std::vector<PageId>& shows = region.kind == RegionKind::layer ? region.target : region.view.shown;
-    const auto first = shows.begin() + static_cast<std::ptrdiff_t>(point.first_slot);
-    const auto last = first + static_cast<std::ptrdiff_t>(point.pages.size());
-    if (std::equal(first, last, point.pages.begin())) continue;
-    arena.refuse_registered(point.region);
-    const bool later = point.deferred && !strict && region.kind == RegionKind::layer;
-    if (later) continue;
+  const bool strict = arena.options_.mode == Mode::strict;
+  for_owners(draft.plans_, [&](const SetOwner& move) {
+    needs.leaves = needs.leaves || move.to == Owner::outside;
+    needs.points = needs.points || (strict && move.from != Owner::outside && move.to != Owner::outside);
+  });
+  for (const auto& [id, target] : draft.targets_) {
+    const Region& region = arena.region(id);
+    const std::vector<PageId>& shown = region.kind == RegionKind::layer ? region.target : region.view.shown;
+    if (target.deferred || shown == target.pages) continue;
     needs.points = true;
-    needs.unmaps = needs.unmaps || std::any_of(first, last, [](PageId id) { return id != kNoPage; });
+    for_changes(shown, target.pages, [&](std::size_t first, std::size_t stop) {
+      needs.unmaps = needs.unmaps || shows_any(part(shown, first, stop));
+    });
   }
-  // Else undoing it, or its zeroes, could leave work in flight on pages that another process has by then.
-  const auto passing = [](const Step& step) {
-    return step.kind == Step::Kind::set_owner && (step.set_owner.from == Owner::outside || step.set_owner.to == Owner::outside);
-  };
-  if (passes && !std::all_of(plan.steps.begin(), plan.steps.end(), passing)) {
-    refuse("Pages go outside and come in by plans of their own, with no other step", {});
-  }
-  require_homes(plan);
-  require_backed(plan);
   return needs;
 }
 
-// A13 of arena.h, and that a region is empty while its home changes. Part of validate().
-void Executor::require_homes(const Plan& plan) const {
-  const Arena& arena = *arena_;
-  std::map<RegionId, const std::vector<PageId>*> homes;  // of the regions whose home the plan sets
-  std::map<PageId, RegionId> claimed;
+Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
+  Draft draft(arena_);
+  draft.add(plan);
+  Orderings orderings{{kNobody, ordering}};
   for (const Step& step : plan.steps) {
-    if (step.kind != Step::Kind::set_home) continue;
-    const RegionId id = step.set_home.region;
-    const std::vector<PageId>& pages = step.set_home.pages;
-    const Region& region = arena.region(id);
-    const auto refuse_home = [id](const char* why) {
-      refuse("The home of region " + std::to_string(id) + " cannot be set: " + why, {{"region", number(id)}});
-    };
-    if (region.kind != RegionKind::layer) refuse_home("it is no layer's");
-    if (!pages.empty() && pages.size() != region.home.size()) refuse_home("a home has as many pages as its region");
-    if (!homes.emplace(id, &pages).second) refuse_home("the plan does so twice");
-    if (!pages.empty() && !elsewhere(region.target)) refuse_home("it is not empty");
-    for (PageId page : pages) {
-      if (page >= arena.pages_.size()) refuse("Unknown page " + std::to_string(page), {{"page", number(page)}});
-      if (arena.pages_[page].fixed) refuse_home("a page of it stands in fixed slots");
-      if (!claimed.emplace(page, id).second) refuse_home("a page is named twice");
-    }
+    if (step.kind == Step::Kind::set_owner) orderings.emplace_back(step.set_owner.tenant, ordering);
   }
-  if (homes.empty()) return;
-  for (const auto& [page, id] : claimed) {
-    const RegionId before = arena.pages_[page].home;
-    if (before == kNoRegion || homes.count(before) != 0) continue;
-    refuse("Page " + std::to_string(page) + " cannot be region " + std::to_string(id) + "'s home: it is region " +
-               std::to_string(before) + "'s",
-           {{"page", number(page)}, {"region", number(before)}});
-  }
-  std::map<RegionId, const std::vector<PageId>*> pointed;
-  for (const Step& step : plan.steps) {
-    if (step.kind == Step::Kind::point) pointed[step.point.region] = &step.point.pages;
-  }
-  for (const auto& [id, pages] : homes) {
-    const auto found = pointed.find(id);
-    const std::vector<PageId>& shows = found == pointed.end() ? arena.region(id).target : *found->second;
-    if (!pages->empty() || elsewhere(shows)) continue;
-    refuse("Region " + std::to_string(id) + " would lose its home, and is not empty", {{"region", number(id)}});
-  }
+  return apply(draft, orderings);
 }
 
-// The pages that layers and (strict) rings show after the plan have the right owner then: A6 and A7 of arena.h. Part of
-// validate().
-void Executor::require_backed(const Plan& plan) const {
-  const Arena& arena = *arena_;
-  const bool strict = arena.options_.mode == Mode::strict;
-  std::map<RegionId, const std::vector<PageId>*> pointed;  // layers, which are pointed as a whole: at what, in the end
-  // All other layers show what they showed, of the same owners: growth costs nothing for them.
-  std::set<RegionId> concerned;  // those, layers whose home loses pages, and all of a tenant whose ring does
-  std::map<RegionId, const std::vector<PageId>*> homes;  // those that the plan sets
-  for (const Step& step : plan.steps) {
-    const SetOwner& move = step.set_owner;
-    if (step.kind == Step::Kind::set_home) {
-      homes[step.set_home.region] = &step.set_home.pages;
-    } else if (step.kind == Step::Kind::point) {
-      if (arena.region(step.point.region).kind != RegionKind::layer) continue;
-      pointed[step.point.region] = &step.point.pages;
-      concerned.insert(step.point.region);
-    } else if (move.from == Owner::params) {
-      RegionId last = kNoRegion;
-      for (PageId page : move.pages) {
-        const RegionId home = arena.pages_[page].home;
-        if (home != last && home != kNoRegion) concerned.insert(home);
-        last = home;
-      }
-    } else if (move.from == Owner::ring) {
-      for (const auto& [id, region] : arena.regions_) {
-        if (region.kind == RegionKind::layer && region.tenant == move.tenant) concerned.insert(id);
-      }
-    }
-  }
-  const auto refuse_region = [&](RegionId id, const Region& region) {
-    refuse("Region " + std::to_string(id) + " would show pages that are not its own home nor its tenant's ring",
-           {{"region", number(id)}, {"tenant", number(region.tenant)}});
-  };
-  const auto owned = [&](PageId id, Owner owner, TenantId tenant) {
-    const Moved& moved = moved_[id];
-    const Page& page = arena.pages_[id];
-    return moved.validation == validation_ ? moved.owner == owner && moved.tenant == tenant
-                                           : page.owner == owner && page.tenant == tenant;
-  };
-  for (const RegionId id : concerned) {
-    const Region& region = arena.region(id);
-    const auto found = pointed.find(id);
-    const std::vector<PageId>& pages = found == pointed.end() ? region.target : *found->second;
-    if (elsewhere(pages)) continue;
-    const auto set = homes.find(id);
-    auto page = pages.begin();
-    for (auto home = (set == homes.end() ? region.home : *set->second).begin(); page != pages.end(); ++page, ++home) {
-      if (*page != *home || !owned(*page, Owner::params, region.tenant)) break;
-    }
-    if (!std::all_of(page, pages.end(), [&](PageId each) { return owned(each, Owner::ring, region.tenant); })) {
-      refuse_region(id, region);
-    }
-  }
-  if (!strict) return;
-  for (const Step& step : plan.steps) {
-    if (step.kind != Step::Kind::point) continue;
-    const Region& region = arena.region(step.point.region);
-    if (region.kind != RegionKind::ring) continue;
-    for (PageId page : step.point.pages) {
-      if (page != kNoPage && !owned(page, Owner::ring, region.tenant)) refuse_region(step.point.region, region);
-    }
-  }
-}
-
-bool Executor::has_place(PageId id, TenantId tenant) const {
-  const Region* kv = arena_->kv_region_of(tenant);
-  return kv != nullptr && kv->slot_of[id] != kNoSlot;
-}
-
-// Promise 6. A page comes to a tenant by way of `free`, and zeroed, or it is to be: at once if it was no tenant's when the change
-// began, since undoing that takes no bytes from a tenant; otherwise behind the decision.
-void Executor::refuse_mixing(PageId id, TenantId after) const {
-  const Page& page = arena_->pages_[id];
-  if (page.tenant != kNobody && page.tenant != after) {
-    refuse("Page " + std::to_string(id) + " cannot go from tenant " + std::to_string(page.tenant) + " to tenant " +
-               std::to_string(after) + " in one plan; free it in a plan of its own",
-           {{"page", number(id)}, {"tenant", number(page.tenant)}});
-  }
-  refuse("Page " + std::to_string(id) + " may hold another tenant's bytes, and has no place in the KV region of tenant " +
-             std::to_string(after) + ", where it would be zeroed",
-         {{"page", number(id)}, {"tenant", number(after)}});
-}
-
-// strict: owners decide what the tenant's KV region shows, and its ring's view lets go of what is no longer ring.
-void Executor::refuse_registered(const SetOwner& move) const {
-  const Arena& arena = *arena_;
-  if (arena.registered_.empty()) return;
-  const bool kv = (move.from == Owner::kv) != (move.to == Owner::kv);
-  for (const auto& [id, region] : arena.regions_) {
-    if (region.tenant != move.tenant) continue;
-    const bool changes = (region.kind == RegionKind::kv && kv) || (region.kind == RegionKind::ring && move.from == Owner::ring);
-    if (changes) arena.refuse_registered(id);
-  }
-}
-
-// Pre: the lock of the arena's tables is held. Does the checks of validate(); throws if the plan cannot be applied now.
-Executor::Needs Executor::admit(const Plan& plan, Part part) {
-  Arena& arena = *arena_;
-  arena.guard();
-  if (arena.undecided_ && part == Part::first) {
-    throw Error(ErrorKind::invalid_state, "A plan is applied and not yet committed or rolled back. Nothing changed.");
-  }
-  if (part == Part::further && (!arena.undecided_ || zeroing_)) {
-    throw Error(ErrorKind::invalid_state, zeroing_ && arena.undecided_ ? "The change's pages are being zeroed: it takes no more plans. "
-                                                                         "Nothing changed; commit it."
-                                                                       : "No change has begun that could go on. Nothing changed.");
-  }
-  if (plan.epoch != arena.epoch_) {
-    throw Error(ErrorKind::stale_plan,
-                "The plan was made for epoch " + std::to_string(plan.epoch) + ", the arena is at " +
-                    std::to_string(arena.epoch_.load()) + ". No call was made; make the plan again from a fresh snapshot.",
-                {{"plan_epoch", number(plan.epoch)}, {"arena_epoch", number(arena.epoch_)}});
-  }
-  return validate(plan);
-}
-
-Applied Executor::apply(const Plan& plan, const Ordering& ordering) { return apply(plan, ordering, Part::first); }
-
-Applied Executor::extend(const Plan& plan, const Ordering& ordering) { return apply(plan, ordering, Part::further); }
-
-Applied Executor::apply(const Plan& plan, const Ordering& ordering, Part part) {
+Applied Executor::apply(Draft& draft, const Orderings& orderings) {
   Arena& arena = *arena_;
   refuse_fork(arena.fork_generation_);
   std::unique_lock<std::mutex> pointing(arena.pointing_mutex_, std::defer_lock);
   std::unique_lock<std::mutex> tables(arena.mutex_);
-  const Needs needs = admit(plan, part);
+  const Needs needs = admit(draft);
+  const auto await_all = [&](EventHandle more) {
+    if (more != 0) arena.backend_->synchronize(more, std::chrono::nanoseconds::max());
+    for (const auto& [tenant, ordering] : orderings) {
+      if (ordering.after != 0) arena.backend_->synchronize(ordering.after, std::chrono::nanoseconds::max());
+    }
+  };
   if (needs.leaves) {
     // Another process knows nothing of this one's streams: before it may have a page, whatever was enqueued for it has been done. The
-    // arena's own stream is behind all who ever freed a page, and behind the zeroes that an undone plan has left.
+    // arena's own stream is behind all who ever freed a page, and behind the zeroes that a change that failed has left.
     const EventHandle freed = arena.gathered_ ? arena.fill_event_ : 0;
     tables.unlock();
-    for (const EventHandle event : {freed, ordering.after}) {
-      if (event != 0) arena.backend_->synchronize(event, std::chrono::nanoseconds::max());
-    }
+    await_all(freed);
     tables.lock();
-    admit(plan, part);  // things may have changed meanwhile
+    admit(draft);  // things may have changed meanwhile
   }
   if (needs.points) {
     // Unmapping does not wait, so this thread does, before it begins. Not with the tables: others look at them, maybe holding
     // what the device needs to come to this event. Nor is the worker waited for with them.
     tables.unlock();
-    if (needs.unmaps && ordering.after != 0) {
-      arena.backend_->synchronize(ordering.after, std::chrono::nanoseconds::max());
-    }
+    if (needs.unmaps) await_all(0);
     pointing.lock();
     tables.lock();
-    admit(plan, part);  // another plan may have been faster
+    admit(draft);  // another change may have been faster
   }
   Applied applied;
-  dirty_.clear();
-  to_put_off_.clear();
-  if (part == Part::first) {
-    undo_.clear();
-    deferred_.clear();
-    left_to_later_.clear();
-    due_.clear();
-    arena.undecided_of_.clear();
-    zeroing_ = false;
-    ++change_;
+  undo_.clear();
+  due_.clear();
+  deferred_.clear();
+  left_to_later_.clear();
+  shown_still_.clear();
+  arena.undecided_of_.clear();
+  for_owners(draft.plans_, [&](const SetOwner& move) {
+    arena.undecided_of_.push_back(move.tenant);
+    applied.pages_moved += move.pages.size();
+  });
+  for (const auto& [id, target] : draft.targets_) {
+    arena.undecided_of_.push_back(arena.region(id).tenant);
+    if (!target.deferred) continue;
+    left_to_later_.push_back(id);
+    if (!elsewhere(target.pages)) deferred_.push_back({id, target.layer});
   }
-  const std::size_t before = undo_.size();
-  undo_.reserve(before + plan.steps.size() * 2);
-  deferred_.reserve(deferred_.size() + plan.steps.size());
-  left_to_later_.reserve(left_to_later_.size() + plan.steps.size());
-  for (const Step& step : plan.steps) {
-    const bool moves = step.kind == Step::Kind::set_owner;
-    const RegionId concerned = step.kind == Step::Kind::point ? step.point.region : step.set_home.region;
-    arena.undecided_of_.push_back(moves ? step.set_owner.tenant : arena.region(concerned).tenant);
-  }
+  for (const auto& [id, home] : draft.homes_) arena.undecided_of_.push_back(arena.region(id).tenant);
+  applied.points_deferred = deferred_.size();
   try {
-    for (const Step& step : plan.steps) {
-      if (step.kind == Step::Kind::set_owner) {
-        set_owner(step.set_owner, applied);
-      } else if (step.kind == Step::Kind::set_home) {
-        set_home(step.set_home);
-      } else {
-        point(step.point, applied);
-      }
-    }
-    zero(plan, ordering, applied);
+    point(draft, applied);
+    map_kv(draft);
+    zero(draft, orderings, applied);
   } catch (...) {
-    undo_to(before);
+    undo();
     throw;
   }
-  arena.undecided_ = true;
   applied.epoch = arena.epoch_ + 1;
+  store(draft);
   return applied;
 }
 
@@ -369,197 +175,209 @@ void Executor::change(Back back, std::vector<PageId> pages, Change&& forth) {
   undo_.push_back({std::move(back), std::move(pages)});
 }
 
-void Executor::set_owner(const SetOwner& step, Applied& applied) {
+// Regions that are pointed now: rings, and layers that are not left to the worker.
+void Executor::point(const Draft& draft, Applied& applied) {
   Arena& arena = *arena_;
-  const TenantId after = of_nobody(step.to) ? kNobody : step.tenant;
-  if (of_nobody(step.from) && of_nobody(step.to)) {
-    pass_on(step, applied);
-    return;
+  for (const auto& [id, target] : draft.targets_) {
+    Region& region = arena.region(id);
+    if (region.kind != RegionKind::ring || region.view.shown == target.pages) continue;
+    View& view = region.view;
+    const std::vector<PageId> shown = view.shown;
+    for_changes(shown, target.pages, [&](std::size_t first, std::size_t stop) {
+      const std::vector<PageId> fresh = part(target.pages, first, stop), before = part(shown, first, stop);
+      std::vector<PageId> both = fresh;
+      both.insert(both.end(), before.begin(), before.end());
+      change([&arena, &view, first, before](const auto&) { Pointer(arena).slots(view, first, before); }, std::move(both),
+             [&] { Pointer(arena).slots(view, first, fresh); });
+    });
+    ++applied.points_done;
   }
-  const bool strict = arena.options_.mode == Mode::strict;
-  const bool gains = step.to == Owner::kv && step.from != Owner::kv;
-  const bool loses = step.from == Owner::kv && step.to != Owner::kv;
-  Region* kv = nullptr;
-  RegionId kv_id = 0;
-  if (gains || loses) {
-    for (auto& [id, region] : arena.regions_) {
-      if (region.kind != RegionKind::kv || region.tenant != step.tenant) continue;
-      kv = &region;
-      kv_id = id;
-    }
-    if (kv == nullptr) refuse("Tenant " + std::to_string(step.tenant) + " has no KV region", {{"tenant", number(step.tenant)}});
-    for (PageId id : step.pages) {
-      if (kv->slot_of[id] == kNoSlot) {
-        refuse("Page " + std::to_string(id) + " has no place in the KV region", {{"page", number(id)}});
+  for (const auto& [id, target] : draft.targets_) {
+    Region& region = arena.region(id);
+    if (region.kind != RegionKind::layer || target.deferred) continue;
+    // Whether a step is pending stays as it is: the step of an earlier change still comes, and has nothing to point.
+    change([&arena, &region, before = region.target](const auto&) { Pointer(arena).layer(region, before); },
+           elsewhere(target.pages) ? region.home : target.pages, [&, &pages = target.pages] { Pointer(arena).layer(region, pages); });
+    ++applied.points_done;
+  }
+}
+
+// strict: a tenant's KV region shows all that is its KV now, and what was so at any time within the change: live blocks move from there,
+// and commit() lets go of it.
+void Executor::map_kv(const Draft& draft) {
+  Arena& arena = *arena_;
+  if (arena.options_.mode == Mode::aliased) return;
+  std::map<RegionId, std::set<std::size_t>> gained, all;
+  for_owners(draft.plans_, [&](const SetOwner& move) {
+    if (move.from != Owner::kv && move.to != Owner::kv) return;
+    for (const auto& [id, region] : arena.regions_) {
+      if (region.kind != RegionKind::kv || region.tenant != move.tenant) continue;
+      for (const PageId page : move.pages) {
+        const std::size_t slot = region.slot_of[page];
+        all[id].insert(slot);
+        if (region.view.shown[slot] == kNoPage) gained[id].insert(slot);
       }
     }
-  }
-  if (strict && loses) {
-    for (PageId id : step.pages) {
-      const std::size_t slot = kv->slot_of[id];
-      change([&arena, kv, slot](const auto& page) { Pointer(arena).map(kv->view, slot, page); }, {id},
-             [&] { Pointer(arena).unmap(kv->view, slot, 1); });
-    }
-  }
-  if (strict && gains) {
-    // Contiguous slots are mapped as one run: one set_access for all of them.
-    std::size_t i = 0;
-    while (i < step.pages.size()) {
-      std::size_t end = i + 1;
-      const std::size_t first = kv->slot_of[step.pages[i]];
-      while (end < step.pages.size() && kv->slot_of[step.pages[end]] == first + (end - i)) ++end;
-      const std::vector<PageId> run(step.pages.begin() + static_cast<std::ptrdiff_t>(i),
-                                    step.pages.begin() + static_cast<std::ptrdiff_t>(end));
-      change([&arena, kv, first](const auto& pages) { Pointer(arena).unmap(kv->view, first, pages.size()); }, run,
-             [&] { Pointer(arena).map(kv->view, first, run); });
-      i = end;
-    }
-  }
-  if (strict && step.from == Owner::ring) {
-    // The ring's own view lets go of them; a later Point of this plan shows what replaces them.
-    for (auto& [ring_id, ring] : arena.regions_) {
-      if (ring.kind != RegionKind::ring || ring.tenant != step.tenant) continue;
-      for (std::size_t slot = 0; slot < ring.view.shown.size(); ++slot) {
-        const PageId id = ring.view.shown[slot];
-        if (id == kNoPage || std::find(step.pages.begin(), step.pages.end(), id) == step.pages.end()) continue;
-        View& view = ring.view;
-        change([&arena, &view, slot](const auto& page) { Pointer(arena).map(view, slot, page); }, {id},
-               [&] { Pointer(arena).unmap(view, slot, 1); });
-      }
-    }
-  }
-  const bool comes_home = after != kNobody && !gains && of_nobody(step.from);
-  if (comes_home) {
-    const Region* its = arena.kv_region_of(after);
-    for (PageId id : step.pages) {
-      if (arena.is_dirty(id, after)) to_put_off_.push_back({0, arena.slot_address(its->view, its->slot_of[id]), id, after});
-    }
-  }
-  if (gains) dirty_.reserve(dirty_.size() + step.pages.size());
-  // What is due comes first, so that it is undone last: only where a page that is due is given up again.
-  if (after == kNobody && !due_.empty()) forget_due(step.pages);
-  // validate() has seen that all of them belong to `from`, and to its tenant.
-  const auto back = [&arena, owner = step.from, before = step.from == Owner::free ? kNobody : step.tenant](const auto& pages) {
-    for (PageId id : pages) {
-      arena.pages_[id].owner = owner;
-      arena.pages_[id].tenant = before;
-    }
-  };
-  change(back, step.pages, [&] {
-    for (PageId id : step.pages) {
-      Page& page = arena.pages_[id];
-      if (page.change != change_) {
-        page.change = change_;
-        page.was_owned = page.tenant != kNobody;
-      }
-      page.owner = step.to;
-      page.tenant = after;
-      if (after == kNobody) continue;
-      if (page.dirty == kNobody) page.dirty = after;  // from now on it may write there; marked for nothing if undone
-      if (gains && page.dirty != after) dirty_.push_back({kv_id, arena.slot_address(kv->view, kv->slot_of[id]), id, after});
-    }
   });
-  applied.pages_moved += step.pages.size();
-}
-
-// Pages that are due are given up before they were zeroed: then they are not.
-void Executor::forget_due(const std::vector<PageId>& pages) {
-  Arena& arena = *arena_;
-  std::vector<PageId> due;
-  for (PageId id : pages) {
-    if (arena.pages_[id].due != kNobody) due.push_back(id);
-  }
-  if (due.empty()) return;
-  const TenantId tenant = arena.pages_[due.front()].due;  // theirs, who gives them up: one step, one tenant
-  change([&arena, tenant, due](const auto&) { for (PageId id : due) arena.pages_[id].due = tenant; }, {},
-         [&] { for (PageId id : due) arena.pages_[id].due = kNobody; });
-}
-
-// Between this process's free pages and the others'. A page that comes in may hold any process's bytes, and one that goes out
-// will.
-void Executor::pass_on(const SetOwner& step, Applied& applied) {
-  Arena& arena = *arena_;
-  std::vector<TenantId> dirty;
-  dirty.reserve(step.pages.size());
-  for (PageId id : step.pages) dirty.push_back(arena.pages_[id].dirty);
-  const auto back = [&arena, owner = step.from, dirty = std::move(dirty)](const auto& pages) {
-    for (std::size_t i = 0; i < pages.size(); ++i) {
-      arena.pages_[pages[i]].owner = owner;
-      arena.pages_[pages[i]].dirty = dirty[i];
+  for (const auto& [id, slots] : gained) {
+    View& view = arena.region(id).view;
+    const std::vector<PageId>& designated = arena.region(id).designated;
+    for (auto slot = slots.begin(); slot != slots.end();) {  // contiguous slots are mapped as one run: one set_access for all of them
+      const std::size_t first = *slot;
+      std::size_t stop = first;
+      while (slot != slots.end() && *slot == stop) ++slot, ++stop;
+      const std::vector<PageId> run = part(designated, first, stop);
+      change([&arena, &view, first](const auto& pages) { Pointer(arena).unmap(view, first, pages.size()); }, run,
+             [&] { Pointer(arena).map(view, first, run); });
     }
-  };
-  change(back, step.pages, [&] {
-    for (PageId id : step.pages) {
-      arena.pages_[id].owner = step.to;
-      arena.pages_[id].dirty = kUnknownBytes;
-    }
-  });
-  applied.pages_moved += step.pages.size();
-}
-
-// The last thing of a plan: nothing else of the plan can fail after it. The pages were no tenant's when the change began (validate,
-// and those that were are put off), so no tenant misses the bytes that it zeroes before it fails, or before a rollback. Such pages go
-// back to `free`, marked as before or as unknown (zeroing.cpp), and are zeroed again for the next tenant.
-void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied) {
-  Arena& arena = *arena_;
-  const bool frees = std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) {
-    return step.kind == Step::Kind::set_owner && step.set_owner.to == Owner::free && !step.set_owner.pages.empty();
-  });
-  if (frees && ordering.after != 0) arena.gather(ordering.after);
-  // A page may have moved on by a later step, or have been gained twice.
-  const auto moved_on = [&](const DirtyPage& each) {
-    return arena.pages_[each.page].owner != Owner::kv || arena.pages_[each.page].tenant != each.tenant;
-  };
-  dirty_.erase(std::remove_if(dirty_.begin(), dirty_.end(), moved_on), dirty_.end());
-  std::sort(dirty_.begin(), dirty_.end(), [](const DirtyPage& a, const DirtyPage& b) { return a.at < b.at; });
-  const auto same = [](const DirtyPage& a, const DirtyPage& b) { return a.at == b.at; };
-  dirty_.erase(std::unique(dirty_.begin(), dirty_.end(), same), dirty_.end());
-  put_off(ordering, applied);
-  if (ordering.zero_on == 0 || arena.options_.mode == Mode::strict) {
-    applied.zeroed_bytes = arena.zero_pages(dirty_, ordering.after);
-    return;
   }
-  std::vector<PageId> ids;
-  for (const DirtyPage& each : dirty_) ids.push_back(each.page);
-  const auto enqueued = std::make_shared<std::vector<PageId>>();
-  // In front of the fills: some of them may be on their way when one fails.
-  const auto back = [&arena, enqueued, stream = ordering.zero_on](const auto&) { arena.undo_fills(stream, *enqueued); };
-  change(back, std::move(ids), [] {});
-  applied.zeroed_bytes = arena.enqueue_zeroing(dirty_, ordering, *enqueued);
+  for (const auto& [id, slots] : all) {
+    const Region& region = arena.region(id);
+    for (const std::size_t slot : slots) {
+      const Draft::Next& next = draft.next_[region.designated[slot]];
+      if (next.owner != Owner::kv || next.tenant != region.tenant) shown_still_.emplace_back(id, slot);
+    }
+  }
 }
 
-// Of the pages to be zeroed, those that were a tenant's before this change, which has them back if the change is undone, and those
-// that become no KV, which strict mode maps only when their regions have been pointed.
-void Executor::put_off(const Ordering& ordering, Applied& applied) {
+// The last thing that can fail. Pages that were free are zeroed now: they were no tenant's when the change began, so none misses the
+// bytes if it fails. Such pages stay free then, marked as before or as unknown (zeroing.cpp), and are zeroed again for the next tenant.
+// Those that were another tenant's, or passed through its hands, are due, as are those that become no KV, which strict mode maps only
+// when their regions have been pointed.
+void Executor::zero(const Draft& draft, const Orderings& orderings, Applied& applied) {
   Arena& arena = *arena_;
-  const auto later = std::stable_partition(dirty_.begin(), dirty_.end(),
-                                           [&](const DirtyPage& each) { return !arena.pages_[each.page].was_owned; });
-  to_put_off_.insert(to_put_off_.end(), later, dirty_.end());
-  dirty_.erase(later, dirty_.end());
-  if (to_put_off_.empty()) return;
-  const bool waits = ordering.zero_on == 0 || arena.options_.mode == Mode::strict;
-  if (ordering.after != 0) {  // taken in now: by the time of zero_due() it may be recorded anew
-    if (waits) {
-      arena.gather(ordering.after);
+  const auto ordering_of = [&](TenantId tenant) {
+    const auto found = std::find_if(orderings.begin(), orderings.end(), [&](const auto& each) { return each.first == tenant; });
+    return found != orderings.end() ? found->second : Ordering{};
+  };
+  std::set<EventHandle> freed;
+  for_owners(draft.plans_, [&](const SetOwner& move) {
+    if (move.to == Owner::free) freed.insert(ordering_of(move.tenant).after);
+  });
+  for (const EventHandle after : freed) {
+    if (after != 0) arena.gather(after);
+  }
+  std::map<TenantId, Zeroes> all;
+  for (const PageId id : draft.touched_) {
+    const Draft::Next& next = draft.next_[id];
+    const bool from_others = next.from_others(next.tenant);
+    if (next.tenant == kNobody || !(from_others || arena.is_dirty(id, next.tenant))) continue;
+    Zeroes& its = all[next.tenant];
+    for (auto region = arena.regions_.begin(); its.kv == nullptr && region != arena.regions_.end(); ++region) {
+      if (region->second.kind == RegionKind::kv && region->second.tenant == next.tenant) its.kv = &region->second, its.kv_id = region->first;
+    }
+    its.ordering = ordering_of(next.tenant);
+    const DirtyPage page{its.kv_id, arena.slot_address(its.kv->view, its.kv->slot_of[id]), id, next.tenant};
+    if (from_others || next.owner != Owner::kv) {
+      its.later.push_back({page, 0});
     } else {
-      arena.backend_->stream_wait(ordering.zero_on, ordering.after);
+      its.now.push_back(page);
     }
   }
-  const std::vector<DirtyPage> put = std::move(to_put_off_);
-  to_put_off_.clear();
-  due_.reserve(due_.size() + put.size());
-  const auto back = [this, &arena, put, known = due_.size()](const auto&) {
-    due_.resize(known);
-    for (const DirtyPage& each : put) arena.pages_[each.page].due = kNobody;
-  };
-  change(back, {}, [&] {
-    for (const DirtyPage& each : put) {
-      due_.push_back({each, waits ? 0 : ordering.zero_on});
-      arena.pages_[each.page].due = each.tenant;
+  for (auto& [tenant, its] : all) {
+    const auto [after, zero_on] = its.ordering;
+    const bool waits = zero_on == 0 || arena.options_.mode == Mode::strict;
+    if (!its.later.empty() && after != 0) {  // taken in now: by the time of zero_due() it may be recorded anew
+      if (waits) {
+        arena.gather(after);
+      } else {
+        arena.backend_->stream_wait(zero_on, after);
+      }
     }
-  });
-  for (const DirtyPage& each : put) applied.due.push_back(each.page);
+    for (const Due& each : its.later) {
+      due_.push_back({each.page, waits ? 0 : zero_on});
+      applied.due.push_back(each.page.page);
+    }
+    std::sort(its.now.begin(), its.now.end(), [](const DirtyPage& a, const DirtyPage& b) { return a.at < b.at; });
+    if (waits) {
+      applied.zeroed_bytes += arena.zero_pages(its.now, after);
+      continue;
+    }
+    std::vector<PageId> ids;
+    for (const DirtyPage& each : its.now) ids.push_back(each.page);
+    const auto enqueued = std::make_shared<std::vector<PageId>>();
+    // In front of the fills: some of them may be on their way when one fails.
+    change([&arena, enqueued, stream = zero_on](const auto&) { arena.undo_fills(stream, *enqueued); }, std::move(ids), [] {});
+    applied.zeroed_bytes += arena.enqueue_zeroing(its.now, its.ordering, *enqueued);
+  }
 }
+
+// From here nothing goes back. All of it is what the draft says; the vectors have room.
+void Executor::store(Draft& draft) noexcept {
+  Arena& arena = *arena_;
+  for (const PageId id : draft.touched_) {
+    const Draft::Next& next = draft.next_[id];
+    Page& page = arena.pages_[id];
+    // A page that comes in may hold any process's bytes, and one that goes out will.
+    if (page.owner == Owner::outside || next.owner == Owner::outside) page.dirty = kUnknownBytes;
+    page.owner = next.owner;
+    page.tenant = next.tenant;
+    const TenantId wrote = next.tenant != kNobody ? next.tenant : next.passed;  // or may, from now on
+    if (page.dirty == kNobody) page.dirty = wrote;
+    if (next.tenant == kNobody && wrote != kNobody && page.dirty != wrote) page.dirty = kUnknownBytes;
+  }
+  for (const Due& each : due_) {
+    arena.pages_[each.page.page].due = each.page.tenant;
+    arena.pages_[each.page.page].dirty = kUnknownBytes;
+  }
+  for (auto& [id, home] : draft.homes_) {
+    for (const PageId page : arena.regions_.find(id)->second.home) {
+      if (page != kNoPage && arena.pages_[page].home == id) arena.pages_[page].home = kNoRegion;
+    }
+  }
+  for (auto& [id, home] : draft.homes_) {
+    for (const PageId page : home) {
+      if (page != kNoPage) arena.pages_[page].home = id;
+    }
+    arena.regions_.find(id)->second.home.swap(home);
+  }
+  for (auto& [id, target] : draft.targets_) {
+    Region& region = arena.regions_.find(id)->second;
+    if (region.kind != RegionKind::layer) continue;
+    region.target.swap(target.pages);
+    if (!target.deferred) continue;
+    region.undecided = true;  // until the change is committed the worker leaves the region alone
+    if (elsewhere(region.target)) continue;  // the step of an earlier change still comes, lets go of the layer, and has nothing to point
+    ++region.targets;
+    region.pending = true;
+  }
+  undo_.clear();
+  arena.undecided_ = true;
+  draft.plans_.clear();
+  draft.forget();
+}
+
+// What apply() has asked of the backend, in reverse.
+void Executor::undo() {
+  Arena& arena = *arena_;
+  // All of it is tried, even behind a failure: every page that can be saved is. The first failure makes the arena broken.
+  std::exception_ptr failure;
+  if (arena.broken_) undo_.clear();  // a step could not even undo itself: the core does not know what it would be undone onto
+  for (auto undo = undo_.rbegin(); undo != undo_.rend(); ++undo) {
+    try {
+      undo->action(undo->pages);
+      undo->pages.clear();
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) {
+    arena.broken_ = true;
+    for (const Undo& each : undo_) {
+      for (const PageId id : each.pages) {
+        if (id != kNoPage) arena.pages_[id].owner = Owner::quarantine;
+      }
+    }
+  }
+  undo_.clear();
+  due_.clear();
+  deferred_.clear();
+  left_to_later_.clear();
+  shown_still_.clear();
+  if (failure) arena.fail_broken("Undoing a change failed: ", failure, {});
+}
+
+// ---- what is due ----------------------------------------------------------------------------------------------------
 
 // An address at which its tenant has the page mapped. Aliased mode maps it where it stands as KV, whatever it is now; strict mode where
 // it is used.
@@ -576,12 +394,15 @@ std::byte* Executor::mapped_at(const DirtyPage& page) const {
   return nullptr;
 }
 
-std::size_t Executor::zero_due() {
+std::size_t Executor::zero_due(const std::vector<EventHandle>& behind) {
   refuse_fork(arena_->fork_generation_);
   const std::lock_guard<std::mutex> tables(arena_->mutex_);
   Arena& arena = *arena_;
   arena.guard();
-  if (!arena.undecided_ || due_.empty()) return 0;
+  if (!arena.undecided_) return 0;
+  for (const EventHandle event : behind) {
+    if (event != 0) arena.gather(event);
+  }
   std::map<StreamHandle, std::vector<DirtyPage>> pages;  // as they are zeroed: together, ascending
   for (const Due& each : due_) {
     if (arena.pages_[each.page.page].due != each.page.tenant) continue;
@@ -589,19 +410,18 @@ std::size_t Executor::zero_due() {
     page.at = mapped_at(page);
     if (page.at == nullptr) {
       throw Error(ErrorKind::invalid_state,
-                  "Page " + std::to_string(page.page) + " is to be zeroed, and no region of its tenant shows it. Nothing changed; extend the "
-                  "change by a plan that points one there, or roll it back.",
+                  "Page " + std::to_string(page.page) + " is to be zeroed, and no region of its tenant shows it. Its tenant must not use it; "
+                  "remove the tenant.",
                   {{"page", number(page.page)}, {"tenant", number(page.tenant)}});
     }
     pages[each.zero_on].push_back(page);
   }
-  zeroing_ = true;
   std::size_t bytes = 0;
   for (auto& [stream, some] : pages) {
     std::sort(some.begin(), some.end(), [](const DirtyPage& a, const DirtyPage& b) { return a.at < b.at; });
     std::vector<PageId> enqueued;
     const auto done = [&] {
-      for (PageId id : enqueued) arena.pages_[id].due = kNobody;
+      for (const PageId id : enqueued) arena.pages_[id].due = kNobody;
     };
     try {
       if (stream == 0) {
@@ -620,149 +440,30 @@ std::size_t Executor::zero_due() {
   return bytes;
 }
 
-void Executor::point(const Point& step, Applied& applied) {
+// strict: pages that were KV, and from which live blocks have moved by now, are unmapped behind these events.
+void Executor::let_go(const std::vector<EventHandle>& behind) {
   Arena& arena = *arena_;
-  Region& region = arena.region(step.region);
-  if (region.kind == RegionKind::ring) {
-    const auto begin = region.view.shown.begin() + static_cast<std::ptrdiff_t>(step.first_slot);
-    const std::vector<PageId> before(begin, begin + static_cast<std::ptrdiff_t>(step.pages.size()));
-    if (before == step.pages) return;
-    change([&arena, &region, first = step.first_slot, before](const auto&) { Pointer(arena).slots(region.view, first, before); }, step.pages,
-           [&] { Pointer(arena).slots(region.view, step.first_slot, step.pages); });
-    ++applied.points_done;
-    return;
-  }
-  const std::vector<PageId>& concerned = elsewhere(step.pages) ? region.home : step.pages;
-  std::vector<PageId> target = step.pages;
-  if (step.deferred && arena.options_.mode == Mode::aliased) {
-    // From here until the plan is decided the worker leaves the region alone.
-    const bool looked_at = !elsewhere(step.pages);
-    const bool first = std::none_of(deferred_.begin(), deferred_.end(), [&](const Point& each) { return each.region == step.region; });
-    const auto back = [this, &region, before = region.target, targets = region.targets, undecided = region.undecided,
-                       pending = region.pending, deferred = deferred_.size(), left = left_to_later_.size()](const auto&) {
-      deferred_.resize(deferred);
-      left_to_later_.resize(left);
-      region.target = before;
-      region.targets = targets;
-      region.undecided = undecided;
-      region.pending = pending;
-    };
-    change(back, concerned, [&] {
-      if (looked_at && first) deferred_.push_back(step);  // apply() has made room, here and below
-      left_to_later_.push_back(step.region);
-      region.target.swap(target);
-      region.undecided = true;
-      if (!looked_at) return;  // the step of an earlier plan still comes, lets go of the layer, and has nothing to point
-      ++region.targets;
-      region.pending = true;
-    });
-    if (looked_at && first) ++applied.points_deferred;
-    return;
-  }
-  // Whether a step is pending stays as it is: the step of an earlier plan still comes, and has nothing to point.
-  const auto back = [&arena, &region, before = region.target](const auto&) {
-    Pointer(arena).layer(region, before);
-    region.target = before;
-  };
-  change(back, concerned, [&] {
-    Pointer(arena).layer(region, step.pages);
-    region.target.swap(target);
-  });
-  ++applied.points_done;
-}
-
-// Two regions of one plan may pass a page on in either order of their steps: a page forgets a region only while it is that region's.
-void Executor::set_home(const SetHome& step) {
-  Arena& arena = *arena_;
-  Region& region = arena.region(step.region);
-  const std::vector<PageId> next = step.pages.empty() ? std::vector<PageId>(region.home.size(), kNoPage) : step.pages;
-  std::vector<RegionId> claims;  // of the pages named, before it
-  claims.reserve(step.pages.size());
-  for (PageId page : step.pages) claims.push_back(arena.pages_[page].home);
-  // Homes of a region have one size: assigning allocates nothing.
-  const auto become = [&arena, &region, id = step.region](const std::vector<PageId>& home) {
-    for (PageId page : region.home) {
-      if (page != kNoPage && arena.pages_[page].home == id) arena.pages_[page].home = kNoRegion;
+  refuse_fork(arena.fork_generation_);
+  {
+    const std::lock_guard<std::mutex> tables(arena.mutex_);
+    if (!arena.undecided_) throw Error(ErrorKind::invalid_state, "No change is applied. Nothing changed.");
+    if (std::any_of(due_.begin(), due_.end(), [&](const Due& each) { return arena.pages_[each.page.page].due == each.page.tenant; })) {
+      throw Error(ErrorKind::invalid_state, "Pages that changed tenant are to be zeroed first. The change is applied as before; call zero_due().");
     }
-    region.home = home;
-    for (PageId page : home) {
-      if (page != kNoPage) arena.pages_[page].home = id;
-    }
-  };
-  const auto back = [&arena, become, before = region.home, pages = step.pages, claims = std::move(claims)](const auto&) {
-    become(before);
-    for (std::size_t i = 0; i < pages.size(); ++i) arena.pages_[pages[i]].home = claims[i];
-  };
-  change(back, {}, [&] { become(next); });
-}
-
-// Undoes what comes behind the mark, in reverse. Back at the beginning of the change, no plan of it keeps the worker's jobs waiting.
-void Executor::undo_to(std::size_t mark) {
-  Arena& arena = *arena_;
-  // All of it is tried, even behind a failure: every page that can be saved is. The first failure makes the arena broken.
-  std::exception_ptr failure;
-  if (arena.broken_) undo_.clear();  // a step could not even undo itself: the core does not know what it would be undone onto
-  for (std::size_t entry = undo_.size(); entry > mark; --entry) {
-    Undo& undo = undo_[entry - 1];
-    try {
-      undo.action(undo.pages);
-      undo.pages.clear();
-    } catch (...) {
-      if (!failure) failure = std::current_exception();
-    }
+    if (shown_still_.empty()) return;
   }
-  if (failure) {
-    arena.broken_ = true;
-    for (std::size_t entry = mark; entry < undo_.size(); ++entry) {
-      for (PageId id : undo_[entry].pages) {
-        if (id != kNoPage) arena.pages_[id].owner = Owner::quarantine;
-      }
-    }
+  for (const EventHandle event : behind) {  // without a lock: as in apply()
+    if (event != 0) arena.backend_->synchronize(event, std::chrono::nanoseconds::max());
   }
-  undo_.erase(undo_.begin() + static_cast<std::ptrdiff_t>(std::min(mark, undo_.size())), undo_.end());
-  if (undo_.empty()) {
-    {
-      const std::lock_guard<std::mutex> lock(queue_mutex_);
-      decided();
-    }
-    queue_changed_->notify_all();
+  const Arena::Both locks(arena);
+  arena.guard();
+  while (!shown_still_.empty()) {
+    const auto [id, last] = shown_still_.back();
+    std::size_t count = 1;
+    while (count < shown_still_.size() && shown_still_[shown_still_.size() - 1 - count] == std::pair(id, last - count)) ++count;
+    Pointer(arena).unmap(arena.region(id).view, last + 1 - count, count);
+    shown_still_.resize(shown_still_.size() - count);
   }
-  if (failure) arena.fail_broken("Undoing a plan failed: ", failure, {});
-}
-
-void Executor::refuse_rollback() const {
-  if (!arena_->undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
-  if (zeroing_) {
-    throw Error(ErrorKind::invalid_state,
-                "Pages that changed tenant were zeroed: the change cannot be undone any more. Nothing changed; commit it.");
-  }
-}
-
-void Executor::rollback() {
-  refuse_fork(arena_->fork_generation_);
-  const Arena::Both locks(*arena_);
-  refuse_rollback();
-  arena_->undecided_ = false;
-  undo_to(0);
-}
-
-void Executor::rollback(std::size_t mark) {
-  refuse_fork(arena_->fork_generation_);
-  const Arena::Both locks(*arena_);
-  refuse_rollback();
-  if (mark > undo_.size()) {
-    throw Error(ErrorKind::invalid_argument,
-                "The change has made " + std::to_string(undo_.size()) + " steps, so it cannot go back to " + std::to_string(mark) +
-                    ". Nothing changed.",
-                {{"mark", number(mark)}, {"steps", number(undo_.size())}});
-  }
-  undo_to(mark);
-}
-
-std::size_t Executor::mark() const {
-  refuse_fork(arena_->fork_generation_);
-  const std::lock_guard<std::mutex> tables(arena_->mutex_);
-  return arena_->undecided_ ? undo_.size() : 0;
 }
 
 bool Executor::undecided() const {

@@ -33,6 +33,7 @@ auto of(TenantId tenant) {
 }  // namespace
 
 void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandle after, bool asleep) {
+  let_go({after});
   const Share all{kNobody, observer, after, asleep};
   commit_to([&all](TenantId) -> const Share& { return all; });
 }
@@ -44,6 +45,9 @@ void Executor::commit(const std::vector<Share>& shares) {
                   {{"tenant", static_cast<std::int64_t>(share->tenant)}});
     }
   }
+  std::vector<EventHandle> behind;
+  for (const Share& each : shares) behind.push_back(each.after);
+  let_go(behind);
   commit_to([&shares](TenantId tenant) -> const Share& {
     const auto found = std::find_if(shares.begin(), shares.end(), [&](const Share& each) { return each.tenant == tenant; });
     if (found != shares.end()) return *found;
@@ -54,19 +58,15 @@ void Executor::commit(const std::vector<Share>& shares) {
 }
 
 void Executor::commit_to(const std::function<const Share&(TenantId)>& share_of) {
-  refuse_fork(arena_->fork_generation_);
   std::list<Job> gone;  // dropped behind the locks, with what their observers hold
   {
     std::lock_guard<std::mutex> lock(arena_->mutex_);
     Arena& arena = *arena_;
-    if (!arena.undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
+    if (!arena.undecided_) throw Error(ErrorKind::invalid_state, "No change is applied. Nothing changed.");
     // All that can fail comes before the first change.
-    if (std::any_of(due_.begin(), due_.end(), [&](const Due& each) { return arena.pages_[each.page.page].due == each.page.tenant; })) {
-      throw Error(ErrorKind::invalid_state, "Pages that changed tenant are to be zeroed first. The change is applied as before; call zero_due().");
-    }
     std::list<Job> jobs, sleeping;
     std::map<TenantId, std::shared_ptr<Fence>> fences;
-    for (const Point& point : deferred_) {
+    for (const Deferred& point : deferred_) {
       const Region& region = arena.region(point.region);
       const Share& share = share_of(region.tenant);
       std::shared_ptr<Fence>& fence = fences[region.tenant];
@@ -77,8 +77,8 @@ void Executor::commit_to(const std::function<const Share&(TenantId)>& share_of) 
     std::lock_guard<std::mutex> queue_lock(queue_mutex_);
     if (stopping_ && !deferred_.empty()) {
       throw Error(ErrorKind::invalid_state,
-                  "The executor is stopped: no worker would re-point what the plan deferred. "
-                  "The plan is applied as before; roll it back.");
+                  "The executor is stopped: no worker would re-point what the change deferred. The change is applied as before; close the "
+                  "arena.");
     }
     decided();
     if (!deferred_.empty()) {
@@ -88,7 +88,6 @@ void Executor::commit_to(const std::function<const Share&(TenantId)>& share_of) 
     asleep_.splice(asleep_.end(), sleeping);
     queue_.splice(queue_.end(), jobs);
     arena.undecided_ = false;
-    undo_.clear();
     deferred_.clear();
     due_.clear();
     ++arena.epoch_;
@@ -96,7 +95,7 @@ void Executor::commit_to(const std::function<const Share&(TenantId)>& share_of) 
   queue_changed_->notify_all();
 }
 
-// The plan that was applied. Pre: the lock of the tables and queue_mutex_ are held; the caller tells queue_changed_.
+// The change is committed. Pre: the lock of the tables and queue_mutex_ are held; the caller tells queue_changed_.
 void Executor::decided() noexcept {
   for (const RegionId id : left_to_later_) {
     const auto found = arena_->regions_.find(id);
@@ -197,7 +196,7 @@ Executor::Standing Executor::run(Job& job, std::exception_ptr error) noexcept {
   return now;
 }
 
-// Until the plan that keeps them waiting is decided, which may be now: hence both locks.
+// Until the change that keeps them waiting is committed, which may be now: hence both locks.
 void Executor::park(std::list<Job>& jobs) noexcept {
   const std::lock_guard<std::mutex> tables(arena_->mutex_);
   const std::lock_guard<std::mutex> lock(queue_mutex_);

@@ -29,8 +29,7 @@ void Arena::declare_registered(const std::byte* address, std::size_t bytes) {
   }
   if (undecided_) {
     throw Error(ErrorKind::invalid_state,
-                "A plan is applied and may still be rolled back, which would change what regions show. Nothing changed; "
-                "commit() or rollback() first.",
+                "A change is applied and not committed: what regions show may still change. Nothing changed; commit() first.",
                 where);
   }
   Registration made{address, bytes, {}};

@@ -551,6 +551,8 @@ Transition Transition::followed_by(const Transition& later) const {
   const auto elsewhere = [&](LayerId layer) { return later.there.layers[layer].where != Where::home; };
   both.held.erase(std::remove_if(both.held.begin(), both.held.end(), elsewhere), both.held.end());
   both.ring_changes = both.ring_changes || ring_changes;
+  both.ring_moves = both.ring_moves || ring_moves;
+  both.frees = both.frees || frees;
   return both;
 }
 

@@ -9,7 +9,8 @@
 //   A2  backend.usage().page_bytes = total * page_bytes                           (memory is bounded by capacity)
 //   A3  owner free or outside  <=>  tenant kNobody (quarantined pages keep theirs)
 //   A4  KV region, every slot s with a designated page p:
-//         aliased: shown(s) = p.    strict: shown(s) = p if owner(p) = kv and tenant(p) = region's tenant, else nothing
+//         aliased: shown(s) = p.    strict: shown(s) = p if owner(p) = kv and tenant(p) = region's tenant, else nothing,
+//         or p still while a change is not committed
 //       A slot that is fixed shows its page in both modes: it is the tenant's ring, and may stand in several such slots
 //   A5  KV region: a page is designated to at most one slot of it, and none that is fixed
 //   A6  layer region: shown = target unless a deferred re-pointing is pending; the target is a head, then a tail, of which one
@@ -81,9 +82,7 @@ struct Page {
   Owner owner = Owner::free;
   TenantId tenant = kNobody;
   TenantId dirty = kNobody;  // whose bytes it may hold; kNobody: reads as zero
-  TenantId due = kNobody;    // its tenant, for which it is zeroed at the end of the change in progress (Executor::zero_due)
-  std::uint64_t change = 0;  // the number of the last change that moved it
-  bool was_owned = false;    // whether it was a tenant's before that
+  TenantId due = kNobody;    // its tenant, for which it is zeroed behind the change (Executor::zero_due)
   RegionId home = kNoRegion;  // the layer's region whose home it belongs to
   bool fixed = false;         // it stands in fixed slots, and stays its tenant's ring until that is removed
 };
@@ -143,7 +142,7 @@ struct Region {
   std::vector<PageId> home;         // layer: its own pages; kNoPage in all slots: it has none
   std::vector<PageId> target;       // layer: what view shows, or will once the deferred step is done
   std::uint64_t targets = 0;        // layer: how many plans have set it, or left it to the worker anew
-  bool undecided = false;           // layer: the last of them is applied, and neither committed nor rolled back
+  bool undecided = false;           // layer: the last of them is applied and not committed
   std::vector<View> spare_views;    // layer, where the backend can exchange: ready-made views to swap with
   bool pending = false;             // layer: a deferred step will make view show target
   std::vector<PageId> designated;   // kv: the page that stands at each slot whenever the slot is mapped
@@ -201,8 +200,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Makes a ready view of a layer's region so that pointing there later is one exchange. No-op without can_exchange().
   void prepare_view(RegionId layer_region, const std::vector<PageId>& pages);
   // Releases all regions of the tenant; all its pages become free (and dirty). Pre: no thread uses them any more, no stream
-  // either: unmapping does not wait. InvalidState if one lies in a declared range, or if a plan that names the tenant is
-  // applied and not decided: undoing it would need them. Tensors over the regions read zeros from then on (Lease). Addresses
+  // either: unmapping does not wait. InvalidState if one lies in a declared range, or if a change that concerns the tenant is
+  // applied and not committed: what is due needs them. Tensors over the regions read zeros from then on (Lease). Addresses
   // that the backend does not take back are kept until close(): they cost no memory.
   // undoing: an attachment that failed is taken back; if that fails too the arena is broken (ArenaBroken).
   void remove_tenant(TenantId tenant, bool undoing = false);
@@ -211,7 +210,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // designate(), designate_ring() and remove_tenant() are refused with InvalidState (fields: region, address, bytes).
   // Owners may change: in aliased mode a KV region shows the same pages whichever tenant owns them. Ranges may overlap; each is
   // withdrawn by the same address and size. Throws InvalidArgument if no region lies in the range, InvalidState if one of
-  // them is still to be re-pointed, or an applied plan may still be rolled back; nothing has changed then.
+  // them is still to be re-pointed, or a change is applied and not committed; nothing has changed then.
   void declare_registered(const std::byte* address, std::size_t bytes);
   // Takes one declaration back. InvalidArgument if there is none.
   void withdraw_registered(const std::byte* address, std::size_t bytes);
@@ -235,12 +234,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   PageCounts counts(TenantId tenant) const;
   std::vector<Owner> owners() const;
   std::vector<TenantId> tenants() const;   // of each page; kNobody: it is free (or was quarantined while free)
-  std::vector<TenantId> tenants_of(const std::vector<PageId>& pages) const;  // InvalidArgument for a page that does not exist
   std::vector<PageId> free_pages() const;  // ascending
-  // Of these pages: how many are free, and the first `most` of those. Not for each step's list of all, which takes milliseconds to
-  // make of tens of thousands. InvalidArgument for a page that does not exist.
-  std::size_t count_free(const std::vector<PageId>& order) const;
-  std::vector<PageId> first_free(const std::vector<PageId>& order, std::size_t most) const;
   bool knows(TenantId tenant) const;       // whether a region or a page is the tenant's
   std::vector<PageId> shown(RegionId region) const;
   std::size_t regions() const;  // how many there are
@@ -252,6 +246,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void check() const;
 
  private:
+  friend class Draft;
   friend class Executor;
   friend class Pointer;
 
@@ -323,8 +318,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   EventHandle fill_event_ = 0;
   bool gathered_ = false;         // fill_stream_ may still wait for a stream; fill_event_ is behind them all
   std::atomic<std::uint64_t> epoch_{1};
-  std::atomic<bool> undecided_{false};  // a plan is applied, and neither committed nor rolled back
-  std::vector<TenantId> undecided_of_;  // the tenants that it names
+  std::atomic<bool> undecided_{false};  // a change is applied and not committed
+  std::vector<TenantId> undecided_of_;  // the tenants whose pages or regions it concerns
   std::atomic<bool> broken_{false};
   std::atomic<bool> closed_{false};
   unsigned fork_generation_ = 0;

@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Executor: the only place where a page changes hands.
 //
-//   apply(plan)  checks the epoch and every owner, then does all steps that are not deferred; an error undoes what was
-//                done, in reverse, and is thrown on. If undoing fails as well the pages concerned are quarantined and the
-//                arena is broken (ArenaBroken): only close() is allowed then.
-//   extend(plan) the same for one more plan of the same change, of this tenant or another: each sees the owners that the ones before
-//                have left. An error undoes this plan alone.
-//   zero_due()   zeroes the pages that went from one tenant to another within the change: the bytes of the first are lost then, so
-//                from here on the change can only be committed.
-//   commit()     makes the change final, moves the epoch and starts the deferred re-pointing on the worker.
-//   rollback()   undoes it instead, whole or the last plans of it (its caller failed at something else, or another rank did).
+//   apply(draft) carries out all plans of a draft (draft.h), of one tenant or several, as one change. First all that can fail: what has
+//                to be mapped or pointed now is, and pages that were free are zeroed. An error undoes that, in reverse, and is thrown
+//                on: nothing has changed. If undoing fails as well the pages concerned are quarantined and the arena is broken
+//                (ArenaBroken): only close() is allowed then. Then the tables say what the draft said, without a failure possible.
+//                From there nothing goes back: what is left to do is due.
+//   zero_due()   zeroes the pages that went from one tenant to another: the moves of live blocks out of them come first.
+//   commit()     lets go of what strict mode still shows, moves the epoch and starts the deferred re-pointing on the worker.
 //
-// Between apply() and commit() or rollback() no other change can begin.
+// Until a change is committed no other can begin. zero_due() and commit() can be called again after an error.
 //
 // Beside a Prefetcher the order is: apply(); Prefetcher::configure(), with the layers of deferred steps as `held` (all of them
 // if Applied::points_deferred is not 0, none in strict mode); then commit(), since the worker may release a layer at once.
@@ -33,6 +31,7 @@
 #include <vector>
 
 #include "remap/arena.h"
+#include "remap/draft.h"
 #include "remap/plan.h"
 
 namespace remap {
@@ -62,15 +61,16 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // Throws StalePlan, InvalidArgument or InvalidState (a region in a declared range) before any backend call.
+  // The ordering of each tenant's part in a change; both 0 for tenants that are not named.
+  using Orderings = std::vector<std::pair<TenantId, Ordering>>;
+  // StalePlan if the arena has changed since the draft's first plan; InvalidState if the last change is not committed. The draft is empty
+  // afterwards; on an error it is as before.
+  Applied apply(Draft& draft, const Orderings& orderings = {});
+  // A draft of one plan. Throws what Draft::add() throws, before any backend call.
   Applied apply(const Plan& plan, const Ordering& ordering = {});
-  // As apply(), for a change that has begun: InvalidState if none has, or zero_due() was called. A page that another tenant has given
-  // up within the change is not zeroed now, since that could not be undone, but is due: its tenant must not touch it before
-  // zero_due(). The plan's epoch is that of the change's first.
-  Applied extend(const Plan& plan, const Ordering& ordering = {});
-  // Zeroes what is due, by Ordering of the plan that gave it. Returns the bytes. Throws the backend's error; pages that it has not come
-  // to are still due, and it can be called again. Nothing to do is no error.
-  std::size_t zero_due();
+  // Zeroes what is due, behind these events too: of the last reads of pages that other tenants have now. Returns the bytes. Throws the
+  // backend's error; pages that it has not come to are still due. Nothing to do is no error.
+  std::size_t zero_due(const std::vector<EventHandle>& behind = {});
   // A tenant's share in a commit: see there.
   struct Share {
     TenantId tenant = kNobody;
@@ -92,25 +92,18 @@ class Executor {
   // asleep: no pass uses the plan's layers before wake(), so steps that point them away from home wait for that, and none is made
   // for a layer that comes home before: a tenant that lends its layers while it is idle costs no driver call. Until then such a
   // region shows pages that may be another tenant's, as every region does whose step is deferred.
-  // Throws InvalidState if no plan is applied, if pages are due, or if the plan has deferred steps and the worker was stopped. After any
-  // error the plan is applied as before: commit() again or rollback().
+  // Throws InvalidState if no change is applied, if pages are due, or if it has deferred steps and the worker was stopped; the
+  // backend's error if strict mode cannot unmap. After any error the change is applied as before: commit() again.
   void commit(const std::shared_ptr<PointObserver>& observer, EventHandle after = 0, bool asleep = false);
   // The worker begins with the steps of this tenant's regions that sleep, behind `after` (as in commit(); an event that comes
   // behind those of their commits). Nothing to do is no error.
   void wake(TenantId tenant, EventHandle after = 0);
-  // Pre: nothing that the change gave has been used, except behind Ordering::zero_on in pages that were zeroed there. InvalidState if no
-  // plan is applied, or zero_due() was called.
-  void rollback();
-  // Undoes what came behind `mark`, of mark(); the change goes on. InvalidArgument for a mark that lies ahead.
-  void rollback(std::size_t mark);
-  // The place in the change in progress, in steps; 0 if there is none.
-  std::size_t mark() const;
-  // Whether a plan is applied, and neither committed nor rolled back. False when the arena is closed.
+  // Whether a change is applied and not committed. False when the arena is closed.
   bool undecided() const;
 
   // Blocks until the worker has nothing to do, so for the events that its steps come behind; not for steps that sleep, or wait for
-  // a plan that is applied to be decided. Then no thread of this library makes a driver call by itself until the next commit(),
-  // rollback() or wake() (a stream can be captured undisturbed). Does not throw the worker's errors: they are kept with their layer.
+  // a change that is applied to be committed. Then no thread of this library makes a driver call by itself until the next commit()
+  // or wake() (a stream can be captured undisturbed). Does not throw the worker's errors: they are kept with their layer.
   void drain();
   // Deferred steps that failed; wait(layer) throws for each of them meanwhile.
   std::size_t failed_points() const;
@@ -144,38 +137,39 @@ class Executor {
   // The state of a job's plan, as far as the region is concerned.
   enum class Standing : std::uint8_t {
     present,    // no other has set the region's target since
-    undecided,  // another is applied that does: the region's target is not known yet
+    undecided,  // another is applied that does, and not committed
     past,       // another has, and brought a job of its own; or the region is gone
   };
-  // The needs of applying a plan.
+  // The needs of applying a draft.
   struct Needs {
     bool points = false;  // apply() itself maps or unmaps
     bool unmaps = false;  // and a stream may still use what it unmaps, or changes at once
     bool leaves = false;  // pages go to other processes
   };
-  enum class Part : bool { first, further };
-  Needs admit(const Plan& plan, Part part);
-  Applied apply(const Plan& plan, const Ordering& ordering, Part part);
-  void set_owner(const SetOwner& step, Applied& applied);
-  void pass_on(const SetOwner& step, Applied& applied);
-  void forget_due(const std::vector<PageId>& pages);
-  void point(const Point& step, Applied& applied);
-  void set_home(const SetHome& step);
-  void zero(const Plan& plan, const Ordering& ordering, Applied& applied);
-  void put_off(const Ordering& ordering, Applied& applied);
+  struct Due {
+    DirtyPage page;
+    StreamHandle zero_on = 0;
+  };
+  // What a tenant's pages have to be zeroed for: now, and when the change is made.
+  struct Zeroes {
+    const Region* kv = nullptr;
+    RegionId kv_id = 0;
+    Ordering ordering;
+    std::vector<DirtyPage> now;
+    std::vector<Due> later;
+  };
+  Needs admit(const Draft& draft) const;
+  void point(const Draft& draft, Applied& applied);
+  void map_kv(const Draft& draft);
+  void zero(const Draft& draft, const Orderings& orderings, Applied& applied);
+  void store(Draft& draft) noexcept;
+  void let_go(const std::vector<EventHandle>& behind);
   std::byte* mapped_at(const DirtyPage& page) const;
-  Needs validate(const Plan& plan);
-  void require_backed(const Plan& plan) const;
-  void require_homes(const Plan& plan) const;
-  void refuse_mixing(PageId id, TenantId after) const;
-  bool has_place(PageId id, TenantId tenant) const;
-  void refuse_registered(const SetOwner& move) const;
   void make_room_to_undo();
   using Back = std::function<void(const std::vector<PageId>& pages)>;
   template <typename Change>
   void change(Back back, std::vector<PageId> pages, Change&& forth);
-  void undo_to(std::size_t mark);
-  void refuse_rollback() const;
+  void undo();
   void commit_to(const std::function<const Share&(TenantId)>& share_of);
   void end() noexcept;
   void work() noexcept;
@@ -190,31 +184,19 @@ class Executor {
 
   std::shared_ptr<Arena> arena_;
   // Guarded by arena_->mutex_, the lock of the tables: the change between apply() and commit() (Arena::undecided_).
-  std::uint64_t change_ = 0;            // its number
-  bool zeroing_ = false;                // zero_due() was called
-  struct Due {
-    DirtyPage page;
-    StreamHandle zero_on = 0;
+  struct Deferred {
+    RegionId region = 0;
+    std::uint32_t layer = 0;
   };
   std::vector<Due> due_;  // stale where Page::due says otherwise
-  std::vector<Point> deferred_;         // one a region
-  std::vector<RegionId> left_to_later_; // theirs, and those of layers that are computed elsewhere from now on
-  std::vector<DirtyPage> dirty_;  // the pages that its present plan has to zero
-  std::vector<DirtyPage> to_put_off_;  // and those that are due because of it
+  std::vector<Deferred> deferred_;
+  std::vector<RegionId> left_to_later_;  // theirs, and those of layers that show nothing from now on
+  std::vector<std::pair<RegionId, std::size_t>> shown_still_;  // strict: slots of KV regions whose pages are no longer its tenant's KV
   struct Undo {
     Back action;
     std::vector<PageId> pages;  // handed to the action; quarantined if it throws
   };
-  std::vector<Undo> undo_;
-  // validate()'s own, kept for its memory: the owner of each page after the plan's steps so far, if `validation` is the
-  // present one.
-  struct Moved {
-    std::uint64_t validation = 0;
-    TenantId tenant = kNobody;
-    Owner owner = Owner::free;
-  };
-  std::vector<Moved> moved_;
-  std::uint64_t validation_ = 0;
+  std::vector<Undo> undo_;  // what apply() has asked of the backend so far
 
   // Guarded by queue_mutex_: jobs for the worker. It takes a job out, lets go of this lock, and re-points under the arena's
   // pointing lock. A job points its region for the plan that it came with, and for no other: a stream that used the region before

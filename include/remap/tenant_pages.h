@@ -114,7 +114,7 @@ struct Transition {
   bool frees = false;
 
   Copies copies(const std::vector<std::size_t>& layer_bytes, std::size_t page_bytes) const;
-  // What is loaded, re-pointed and streamed after both, one after the other. Its steps are the later one's.
+  // What is loaded, re-pointed, streamed and waited for with both, one after the other. Its steps are the later one's.
   Transition followed_by(const Transition& later) const;
 };
 

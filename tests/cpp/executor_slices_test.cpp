@@ -124,7 +124,7 @@ TEST(what_is_neither_head_nor_tail_is_refused) {
       world.end();
       return true;
     }
-    world.executor->rollback();
+    world.decide();
     world.end();
     return false;
   };

@@ -147,6 +147,7 @@ struct Tenant {
 
   // Free pages become KV, where they read zero or what this tenant left there itself, or KV pages free.
   void exchange_pages(const std::vector<PageId>& pages, bool take) {
+    EventHandle after = 0;
     if (take) {
       apply({owner(pages, Owner::free, Owner::kv, id)}, {0, stream});
       for (const PageId page : pages) {
@@ -158,9 +159,10 @@ struct Tenant {
     } else {
       for (const PageId page : pages) shared.left[page] = {id, written.at(page)};
       lose(pages);
-      apply({owner(pages, Owner::kv, Owner::free, id)}, {shared.record(stream), stream});
+      after = shared.record(stream);
+      apply({owner(pages, Owner::kv, Owner::free, id)}, {after, stream});
     }
-    shared.executor->commit(observer);
+    shared.executor->commit(observer, after);
   }
 
   // Copies in flight write where pages change hands now. The worker's are waited for, the device's are come behind.

@@ -1,4 +1,4 @@
-// Plans: refused, applied, undone, rolled back; deferred re-pointing; and what happens when undoing fails too.
+// Plans: refused, applied, undone; deferred re-pointing; and what happens when undoing fails too.
 #include "remap/executor.h"
 
 #include <cstring>
@@ -51,20 +51,14 @@ TEST(applies_and_goes_back) {
   });
 }
 
-TEST(rolls_back) {
+TEST(no_change_begins_before_the_last_is_committed) {
   everywhere<World>([](World& world) {
-    const auto before = world.state();
-    world.executor->apply(world.stream());
+    world.apply({owner({4, 5}, Owner::free, Owner::kv), owner({4}, Owner::kv, Owner::free)});  // steps build on each other
+    const auto applied = world.state();
     CHECK_ERROR(ErrorKind::invalid_state, world.executor->apply(world.stream()));
-    world.executor->rollback();
-    CHECK(world.state() == before && world.reads(world.one, 1) && world.reads(world.two, 2));
-    // Steps build on each other, so what was done last is undone first.
-    world.apply({owner({4, 5}, Owner::free, Owner::kv), owner({4}, Owner::kv, Owner::free)});
-    world.executor->rollback();
-    CHECK(world.state() == before && !world.executor->undecided());
-    world.arena->check();
-    world.executor->apply(world.stream());
+    CHECK(world.state() == applied && world.reads(world.one, 1) && world.reads(world.two, 2));
     world.decide();
+    CHECK(world.arena->counts()[Owner::kv] == 1);
   });
 }
 
@@ -93,43 +87,27 @@ TEST(a_layer_that_is_computed_elsewhere_comes_back) {
       CHECK(world.arena->shown(world.two)[0] == (strict ? kNoPage : 2) && observer->released_count == (strict ? 0 : times - 1));
       world.reached();
       world.arena->check();
-      // From there to the ring, and back to nothing.
-      world.executor->apply(world.plan({owner({0, 1}, Owner::params, Owner::ring), point(world.one, {0, 1}, true, 0),
-                                        point(world.two, {0, 1}, true, 1)}));
-      world.executor->rollback();
-      world.arena->check();
-      world.executor->apply(world.come());
-      world.executor->rollback();
-      world.reached();
       world.executor->apply(world.come());
       world.decide(observer);
       CHECK((world.arena->shown(world.two) == std::vector<PageId>{2, 3}) && world.reads(world.two, 7));
       CHECK(world.arena->counts()[Owner::params] == 4);
       world.arena->check();
     }
-    world.executor->apply(world.leave());
-    world.executor->rollback();
-    CHECK((world.arena->shown(world.two) == std::vector<PageId>{2, 3}) && world.arena->counts()[Owner::params] == 4);
-    world.arena->check();
   });
 }
 
 TEST(every_call_of_leaving_fails) { every_call_of_a_plan_fails<Leaving>(); }
 
-// Undoing a plan needs the regions and pages that it names.
-TEST(a_tenant_of_an_undecided_plan_is_not_removed) {
+// What is due needs the regions and pages that it names.
+TEST(a_tenant_of_a_change_that_is_not_committed_is_not_removed) {
   everywhere<World>([](World& world) {
-    const auto before = world.state();
+    world.arena->take(1, Owner::params, 2, {4, 5});
     world.executor->apply(world.stream());
     CHECK_ERROR(ErrorKind::invalid_state, world.arena->remove_tenant(kTenant));
     CHECK_ERROR(ErrorKind::invalid_state, world.arena->remove_tenant(kTenant, true));
     CHECK(world.executor->undecided() && !world.arena->broken());
-    world.executor->rollback();
-    CHECK(world.state() == before);
-    world.arena->take(1, Owner::params, 2, {4, 5});
-    world.executor->apply(world.stream());
-    world.arena->remove_tenant(2);  // the plan does not name it
-    world.executor->rollback();
+    world.arena->remove_tenant(2);  // the change does not concern it
+    world.decide();
     world.arena->remove_tenant(kTenant);
     CHECK(world.arena->counts()[Owner::free] == 8);
   });
@@ -160,6 +138,7 @@ TEST(what_cannot_be_is_refused_before_any_backend_call) {
         {owner({0}, Owner::params, Owner::ring)},  // a ring's page before a page of the home
         {point(world.two, {0, 1}, false)},
         {owner({4, 5}, Owner::free, Owner::ring), point(world.two, {4, 3}, false)},
+        {owner({6}, Owner::free, Owner::kv)},  // without a place
         {point(world.ring, {4, 5}, false)},
     };
     for (std::size_t i = 0; i + (strict ? 0 : 1) < bad.size(); ++i) {
@@ -167,12 +146,6 @@ TEST(what_cannot_be_is_refused_before_any_backend_call) {
     }
     world.refuses(ErrorKind::stale_plan, {world.arena->epoch() - 1, {owner({4}, Owner::free, Owner::kv)}});
     CHECK_ERROR(ErrorKind::invalid_state, world.executor->commit(nullptr));
-    CHECK_ERROR(ErrorKind::invalid_state, world.executor->rollback());
-    const auto before = world.state();
-    Plan plan = world.stream();
-    plan.steps.push_back(owner({6}, Owner::free, Owner::kv));  // without a place: found late, and undone
-    CHECK_ERROR(ErrorKind::invalid_argument, world.executor->apply(plan));
-    CHECK(world.state() == before);
   });
 }
 
@@ -181,20 +154,17 @@ TEST(nothing_is_asked_of_a_closed_arena) {
   world.executor->apply(world.stream());
   world.arena->close();
   CHECK(!world.executor->undecided());
-  CHECK_ERROR(ErrorKind::invalid_state, world.executor->rollback());
   CHECK_ERROR(ErrorKind::invalid_state, world.executor->commit(nullptr));
 }
 
-// A commit that cannot start what the plan deferred changes nothing: the plan can still be rolled back.
+// A commit that cannot start what the change deferred changes nothing.
 TEST(a_stopped_executor_commits_nothing_deferred) {
   World world(Mode::aliased);
-  const auto before = world.state();
   world.executor->stop();
   world.executor->apply(world.stream());
+  const auto applied = world.state();
   CHECK_ERROR(ErrorKind::invalid_state, world.executor->commit(nullptr));
-  CHECK(world.executor->undecided());
-  world.executor->rollback();
-  CHECK(world.state() == before);
+  CHECK(world.executor->undecided() && world.state() == applied);
   world.executor->drain();
   CHECK_ERROR(ErrorKind::invalid_argument, Executor(nullptr));
 }

@@ -208,27 +208,21 @@ TEST(what_a_newer_plan_changes_is_not_released) {
   world.arena->check();
 }
 
-// While a plan is applied and not decided, its layers are nobody's to point: what it sets may be undone, and who let a layer go
-// for it would let it go before it is held for it.
-TEST(what_is_not_decided_is_not_pointed) {
-  for (const bool commits : {true, false}) {
-    World world;
-    world.give_and_hold();
-    world.apply({owner(World::home_of_two(), Owner::kv, Owner::params), owner(World::home_of_one(), Owner::ring, Owner::params),
-                 show(world.two, World::home_of_two())});
-    world.gate->open();
-    world.executor->drain();  // the worker has come to the older step, and can go no further
-    CHECK(world.observer->released_count == 1 && world.arena->shown(world.two) == World::home_of_one());
-    if (commits) {
-      world.executor->commit(world.observer);
-    } else {
-      world.executor->rollback();
-    }
-    world.executor->drain();
-    CHECK(world.observer->released_count == 2 && world.executor->failed_points() == 0);
-    CHECK(world.arena->shown(world.two) == (commits ? World::home_of_two() : World::home_of_one()));
-    world.arena->check();
-  }
+// While a change is applied and not committed, its layers are nobody's to point: who let a layer go for it would let it go before it
+// is held for it.
+TEST(what_is_not_committed_is_not_pointed) {
+  World world;
+  world.give_and_hold();
+  world.apply({owner(World::home_of_two(), Owner::kv, Owner::params), owner(World::home_of_one(), Owner::ring, Owner::params),
+               show(world.two, World::home_of_two())});
+  world.gate->open();
+  world.executor->drain();  // the worker has come to the older step, and can go no further
+  CHECK(world.observer->released_count == 1 && world.arena->shown(world.two) == World::home_of_one());
+  world.executor->commit(world.observer);
+  world.executor->drain();
+  CHECK(world.observer->released_count == 2 && world.executor->failed_points() == 0);
+  CHECK(world.arena->shown(world.two) == World::home_of_two());
+  world.arena->check();
 }
 
 // A layer that was let go of is used again. A step that is still to come for it, because two plans followed each other closely,
@@ -255,19 +249,6 @@ TEST(a_plan_takes_over_the_steps_before_it) {
   world.arena->check();
   world.gate->destroy_event(event);
   world.gate->destroy_stream(stream);
-}
-
-TEST(a_plan_rolled_back_beside_the_worker_leaves_no_trace) {
-  World world;
-  world.give_and_hold();
-  world.apply({owner(World::home_of_two(), Owner::kv, Owner::params), owner(World::home_of_one(), Owner::ring, Owner::params),
-               show(world.two, World::home_of_two())});
-  world.gate->open();
-  world.executor->rollback();  // waits for the worker: undoing may have to re-point
-  world.executor->drain();
-  CHECK(world.arena->shown(world.two) == World::home_of_one() && world.executor->failed_points() == 0);
-  CHECK(world.arena->counts()[Owner::kv] == kLayerPages);
-  world.arena->check();
 }
 
 // Layer two streams, of a tenant that uses it no more until it is woken.
@@ -317,19 +298,6 @@ TEST(who_wakes_is_pointed_behind_the_event_of_that_moment) {
   world.arena->check();
   world.gate->destroy_event(event);
   world.gate->destroy_stream(stream);
-}
-
-TEST(a_plan_over_a_sleeping_layer_is_rolled_back_and_it_sleeps_on) {
-  World world;
-  give_asleep(world);
-  world.apply(home(world));
-  world.executor->rollback();
-  CHECK(world.arena->counts()[Owner::kv] == kLayerPages && world.arena->shown(world.two) == World::home_of_two());
-  world.arena->check();
-  world.executor->wake(kTenant);
-  world.executor->drain();
-  CHECK(world.arena->shown(world.two) == World::home_of_one() && world.observer->released_count == 2);
-  world.arena->check();
 }
 
 TEST(what_sleeps_is_forgotten_with_its_tenant) {

@@ -119,18 +119,21 @@ TEST(the_weights_of_one_can_be_the_kv_of_the_other) {
   });
 }
 
-TEST(what_is_undone_is_as_before) {
+TEST(what_is_dropped_is_as_before) {
   in_both_modes([](const Member& one, const Member&) {
     one.bring_in({4});
     one.grow({4});
     one.shrink({4});
-    const auto apply = [&](std::vector<Step> steps) { one.executor->apply({one.arena->epoch(), std::move(steps)}); };
-    apply({owner({4}, Owner::free, Owner::outside, kNobody)});
-    one.executor->rollback();
-    one.arena->check();
+    Draft draft(one.arena);
+    const auto add = [&](std::vector<Step> steps) { draft.add({one.arena->epoch(), std::move(steps)}); };
+    add({owner({4}, Owner::free, Owner::outside, kNobody)});
+    CHECK_ERROR(ErrorKind::invalid_argument, add({owner({4}, Owner::free, Owner::kv)}));  // beside it nothing else
+    CHECK(draft.free_pages().empty());
+    draft.cut(0);
     CHECK(one.grow({4}).zeroed_bytes == 0);  // it never left: these are the tenant's own bytes
-    apply({owner({5}, Owner::outside, Owner::free, kNobody)});
-    one.executor->rollback();
+    add({owner({5}, Owner::outside, Owner::free, kNobody)});
+    CHECK(draft.free_pages() == std::vector<PageId>{5});
+    draft.cut(0);
     one.arena->check();
     CHECK(one.arena->counts()[Owner::outside] == kPages - 1 && one.arena->counts()[Owner::kv] == 1);
     CHECK(one.bring_in({5}).pages_moved == 1 && one.grow({5}).zeroed_bytes == kPage);
@@ -162,14 +165,14 @@ TEST(a_page_leaves_when_nothing_is_in_flight_for_it) {
   constexpr std::size_t kLong = std::size_t{32} << 20;
   const File file(kPages * kPage);
   const Member one(file, Mode::aliased), two(file, Mode::aliased);
-  one.bring_in({3});
+  one.bring_in({3, 5});
   const StreamHandle stream = one.fault->create_stream();
   std::byte* to = one.fault->allocate_host(kLong);
   std::byte* from = one.fault->allocate_host(kLong);
   for (int i = 0; i < 10; ++i) one.fault->copy(stream, to, from, kLong);
-  // Its zeroes are enqueued behind all that, and the plan is undone.
-  one.executor->apply({one.arena->epoch(), {owner({3}, Owner::free, Owner::kv)}}, Ordering{0, stream});
-  one.executor->rollback();
+  // Its zeroes are enqueued behind all that, others fail, and the change is undone.
+  one.fault->arm(Call::fill, 2);
+  CHECK_ERROR(ErrorKind::driver, one.executor->apply({one.arena->epoch(), {owner({3, 5}, Owner::free, Owner::kv)}}, Ordering{0, stream}));
   one.hand_out({3});
   two.bring_in({3});
   two.grow({3});

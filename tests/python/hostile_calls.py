@@ -29,6 +29,7 @@ class World:
         self.backend = _core.make_fault_backend(_core.make_host_backend(PAGES * PAGE, PAGE))
         self.arena = _core.Arena(self.backend, PAGES * PAGE, PAGE, rng.choice([_core.Mode.aliased, _core.Mode.strict]))
         self.executor = _core.Executor(self.arena)
+        self.draft = _core.Draft(self.arena)
         self.regions = [0, 1, 2, 3, 4, 5]
         self.arena.add_layer_region(1, "one", self.arena.take(2, _core.Owner.params, 1))
         self.arena.add_layer_region(1, "two", self.arena.take(2, _core.Owner.params, 1))
@@ -90,7 +91,14 @@ class World:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def calls(self) -> list[Callable[[], Any]]:
-        arena, executor, plan, plain, sim = self.arena, self.executor, self.plan, self.plain, self.sim
+        arena, executor, plan, plain, sim, draft = (
+            self.arena,
+            self.executor,
+            self.plan,
+            self.plain,
+            self.sim,
+            self.draft,
+        )
         prefetcher, number, small, pages, place, handle = (
             self.prefetcher,
             self.number,
@@ -125,7 +133,13 @@ class World:
             ),
             lambda: executor.apply(self.sensible()),
             lambda: executor.commit(self.rng.choice([None, prefetcher, 3]), handle() if self.rng.random() < 0.1 else 0),
-            lambda: executor.rollback(),
+            lambda: draft.add(plan),
+            lambda: draft.cut(small()),
+            lambda: executor.change(draft, [(tenant(), 0, handle() if self.rng.random() < 0.1 else 0)]),
+            lambda: executor.zero_due([handle()] if self.rng.random() < 0.1 else []),
+            lambda: executor.pass_on(plan),
+            lambda: (draft.free_pages(), draft.tenants_of(pages()), draft.points(small()), draft.plans),
+            lambda: _core.Draft(self.rng.choice([None, 3])),
             lambda: (executor.undecided(), executor.failed_points(), executor.failed_points(number())),
             lambda: executor.retry_failed(self.rng.choice([None, 1, number()])),
             lambda: executor.forget(tenant()),

@@ -196,8 +196,8 @@ INSIDE = {
     "KVCache": (),
     "HostKV": (),
     "TenantKV": (
-        "abandon", "allocate", "arrived", "copy_in", "copy_out", "free", "free_host", "join", "kept", "kept_of", "move", "offer",
-        "open_host", "reading", "retire", "returned", "stream", "subscribe", "use_offer",
+        "abandon", "allocate", "arrived", "copy_in", "copy_out", "finish_moves", "free", "free_host", "join", "kept", "kept_of",
+        "move", "offer", "open_host", "reading", "retire", "returned", "stream", "subscribe", "use_offer",
     ),
     "advanced": (),
     "schedule": (),

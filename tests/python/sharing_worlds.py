@@ -198,9 +198,11 @@ class Shared:
         pages = self.session.snapshot().pages
         assert pages.free + pages.params + pages.kv + pages.ring + pages.outside + pages.quarantine == pages.total
         for engine in self.engines.values():
-            engine.check()
             if serve and engine.tenant.active:
                 engine.serve()
+            elif serve and internals(engine.tenant)._state.kv.due_moves:  # no pass of its own finishes them
+                remap.advanced.settle(self.session)
+            engine.check()
 
     def churn(self, rng: random.Random) -> None:
         """Some engine allocates or frees some of its blocks."""

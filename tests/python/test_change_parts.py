@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a change (`Changes.part`): what fails goes back alone, and nothing that a change does before it is decided
-destroys what it may go back to."""
+"""Parts of a change (`Changes.part`): what fails is dropped alone, and what is due is done before anything relies on it."""
 
 from __future__ import annotations
 
@@ -11,9 +10,8 @@ from sharing_worlds import External, Faulty, Shared, read_block
 
 import remap
 from remap import _core
-from remap.errors import OutOfBlocks
+from remap.errors import DriverError, OutOfBlocks
 from remap.memory.pages import plan_free_pages
-from remap.memory.restream import grow
 
 MODES = ("aliased", "strict")
 SIZES = {"a": [2] * 4, "b": [2] * 4}
@@ -62,9 +60,9 @@ def test_an_inner_part_goes_back_alone(mode: str) -> None:
                 assert moved
                 with pytest.raises(Stop), core.changes.part():
                     take(core, "b", pages[-2:])
-                    take(core, "b", core.arena.free_pages()[:1]) if core.arena.free_pages() else None
+                    take(core, "b", core.changes.draft.free_pages()[:1]) if core.changes.draft.free_pages() else None
                     raise Stop
-                assert core.arena.tenants_of(pages[-2:]) == [-1, -1]
+                assert core.changes.draft.tenants_of(pages[-2:]) == [-1, -1]
                 with pytest.raises(OutOfBlocks), core.changes.part():
                     leave(core, "a", loose(core, "a"))  # live blocks have no room
             return moved
@@ -78,31 +76,60 @@ def test_an_inner_part_goes_back_alone(mode: str) -> None:
         remap.advanced.check(world.session)
 
 
+@pytest.mark.parametrize("undone", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_no_block_moves_where_one_has_moved_away(mode: str) -> None:
-    """It would lie where another has to be again if the change is undone."""
+def test_a_block_moves_where_another_has_moved_away(mode: str, undone: bool) -> None:
+    """Their bytes are copied when the change is made, one move behind the other."""
     with world_of(mode) as world:
         a = world.engines["a"]
         total = a.kv.usable_blocks
-        a.fill(leave=total - total // 3)  # the highest ones live
+        a.fill()
+        a.free(sorted(a.held)[:8])
 
-        def change(core: Any) -> None:
+        def change(core: Any) -> list[dict[int, int]]:
             pages = loose(core, "a")
-            last, others = pages[-4:], pages[:-4]
             with core.changes.part():
-                assert leave(core, "a", last)  # to the lowest ids
-                take(core, "a", last)
-                assert core.tenant("a").pending_slots == ()
-                with pytest.raises(OutOfBlocks):
-                    leave(core, "a", others)
-                raise Stop
+                moved = [leave(core, "a", pages[-3:])]
+                take(core, "a", pages[-3:])
+                moved.append(leave(core, "a", pages[:2]))
+                if undone:
+                    raise Stop
+            return moved
 
-        with pytest.raises(Stop):
-            world.session.exclusively(change)
-        assert a.kv.usable_blocks == total
+        if undone:
+            with pytest.raises(Stop):
+                world.session.exclusively(change)
+            assert a.kv.usable_blocks == total
+        else:
+            first, then = world.session.exclusively(change)
+            assert set(first) & set(then.values()), "some move where others were"
+            world.tell(world.session.step({"a": 0}))
         a.check()
         a.poison()
         a.check()
+        remap.advanced.check(world.session)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_moves_that_fail_are_made_before_anything_reads_the_blocks(mode: str) -> None:
+    with Faulty(mode) as world:
+        a = world.engines["a"]
+        world.step(a=20)
+        a.fill()
+        a.free(sorted(a.held)[: len(a.held) // 2])
+        world.fault.arm(_core.Call.copy, 1, True)
+        world.fault.arm(_core.Call.copy_batch, 1, True)
+        moved = world.session.exclusively(lambda core: leave(core, "a", loose(core, "a")[-3:]))
+        assert moved and world.session._tenants["a"].kv.due_moves
+        with pytest.raises(DriverError), a.tenant.forward():
+            pass
+        with pytest.raises(DriverError):
+            remap.advanced.remap(world.session, "a", 3)
+        world.fault.disarm()
+        world.tell(world.session.step({"a": 0}))
+        a.serve()
+        a.check()
+        assert not world.session._tenants["a"].kv.due_moves
         remap.advanced.check(world.session)
 
 
@@ -132,7 +159,7 @@ def test_a_page_goes_from_one_tenant_to_another_in_a_change(mode: str, undone: b
         else:
             pages = world.session.exclusively(change)
             assert b.kv.usable_blocks > usable and world.session.snapshot().epoch == epoch + 1, "one decision"
-            assert set(world.session._arena.tenants_of(pages)) == {world.session._tenants["b"].number}
+            assert set(world.session._changes.draft.tenants_of(pages)) == {world.session._tenants["b"].number}
             for block in b.kv.allocate(b.kv.free_blocks):
                 assert read_block(b.tenant, block) == {0}
                 b.held[block] = 0
@@ -192,89 +219,3 @@ def test_an_engine_hears_that_its_blocks_are_not_withdrawn_after_all(mode: str) 
         made.check()
         a.serve()
         remap.advanced.check(world.session)
-
-
-# (name, what streams first, what is to stream): layers give their pages, or the ring one of its buffers, live blocks move there,
-# and the plan behind that fails.
-OVERWRITTEN = [
-    ("a", (3, 1, "nested"), (4, 1, "uniform")),
-    ("a", (4, 2, "uniform"), (4, 1, "nested")),
-    ("a", (5, 2, "nested"), (4, 1, "nested")),
-    ("b", (4, 2, "uniform"), (2, 1, "nested")),
-    ("a", (5, 2, "nested"), (5, 1, "uniform")),
-    ("b", (1, 2, "nested"), (2, 1, "uniform")),
-]
-
-
-def second_plan_fails(patch: pytest.MonkeyPatch, world: Shared) -> list[Any]:
-    """Of what is changed from now on. The list has the first one, once it was applied."""
-    changes, applied = world.session._changes, list[Any]()
-    apply = changes._apply
-
-    def fails(*args: Any) -> None:
-        if applied:
-            raise Stop
-        apply(*args)
-        applied.append(args)
-
-    patch.setattr(changes, "_apply", fails)
-    return applied
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "first", "then"), OVERWRITTEN)
-def test_layers_over_which_blocks_have_moved_are_loaded_again(
-    name: str, first: Any, then: Any, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = Faulty(mode)
-    engine = world.engines[name]
-    world.remap(name, *first)
-    world.settle()
-    engine.serve()
-    engine.fill()
-    before = engine.tenant.streamed
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        second_plan_fails(patch, world)
-        world.remap(name, *then)
-    assert engine.tenant.streamed == before
-    world.check()
-    assert world.remap(name, *then).moved[name], "and it can be made, with its moves"
-    world.check()
-    world.close()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ends", ["decided", "undone", "streams"])
-def test_an_inner_part_that_moved_blocks_over_layers_goes_back_alone(
-    mode: str, ends: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The part around it ends, goes back too, or lets these layers stream: what is loaded again is told whichever comes."""
-    world = Faulty(mode)
-    world.remap("a", 3, 1, "nested")
-    world.settle()
-    engine = world.engines["a"]
-    engine.serve()
-    engine.fill()
-
-    def change(core: Any) -> None:
-        tenant = core.tenant("a")
-        epoch = core.changes.decisions
-        with core.changes.part():
-            with monkeypatch.context() as patch, pytest.raises(Stop), core.changes.part():
-                applied = second_plan_fails(patch, world)
-                core.lending.bring_home(tenant, tenant.streaming_at(4, 1, "uniform"))
-            assert applied
-            if ends == "streams":
-                grow(core.changes, tenant, 5, 1)
-            if ends == "undone":
-                raise Stop
-        assert core.changes.decisions - epoch == (ends == "streams"), "what is loaded again is no decision"
-
-    if ends == "undone":
-        with pytest.raises(Stop):
-            world.session.exclusively(change)
-    else:
-        world.session.exclusively(change)
-    assert len(engine.tenant.streamed) == (6 if ends == "streams" else 4)
-    world.check()
-    world.close()

@@ -25,8 +25,9 @@ def test_the_first_free_ones_of_any_order(order: list[int], taken: int, most: in
     held = set(arena.take(taken, _core.Owner.params, 1))
     pages = _core.PageOrder(order[cut:])
     expected = [page for page in order[cut:] if page not in held]
-    assert arena.count_free(pages) == len(expected)
-    assert arena.first_free(pages, most) == expected[:most]
+    draft = _core.Draft(arena)
+    assert draft.count_free(pages) == len(expected)
+    assert draft.first_free(pages, most) == expected[:most]
     if held:
         arena.remove_tenant(1)
     arena.close()
@@ -34,7 +35,8 @@ def test_the_first_free_ones_of_any_order(order: list[int], taken: int, most: in
 
 def test_pages_that_do_not_exist_are_refused() -> None:
     arena = _core.Arena(_core.make_host_backend(PAGES * PAGE, PAGE), PAGES * PAGE, PAGE, _core.Mode.aliased)
-    for look in (arena.count_free, lambda order: arena.first_free(order, 1)):
+    draft = _core.Draft(arena)
+    for look in (draft.count_free, lambda order: draft.first_free(order, 1)):
         with pytest.raises(InvalidArgument):
             look(_core.PageOrder([0, PAGES]))
     arena.close()
@@ -44,7 +46,7 @@ def test_growth_lists_no_more_pages_than_it_takes(monkeypatch: pytest.MonkeyPatc
     """With tens of thousands of free pages such lists took most of a step's time."""
     listed: list[int] = []
 
-    class Arena:
+    class Draft:
         """The session's, which notes the lists that it is asked for."""
 
         def __init__(self, inner: Any) -> None:
@@ -67,7 +69,7 @@ def test_growth_lists_no_more_pages_than_it_takes(monkeypatch: pytest.MonkeyPatc
         held = kv.allocate(kv.free_blocks)
         free = count_free(session._changes, state)
         assert free > 300 and len(free_pages_of(session._changes, state)) == free
-        monkeypatch.setattr(session._changes, "arena", Arena(session._changes.arena))
+        monkeypatch.setattr(session._changes, "draft", Draft(session._changes.draft))
         report = session.step({"m": remap.Demand(blocks=kv.usable_blocks)})
         monkeypatch.undo()
         assert not report.unmet_blocks and kv.free_blocks

@@ -183,6 +183,6 @@ def test_a_listener_that_always_raises_ends_no_change_and_no_session() -> None:
         with pytest.raises(RuntimeError, match="listener"):
             world.session.activate("b")
         assert b.tenant.active and internals(b.tenant).lent_pages == 0 and told, "the change that it was told of"
-        assert world.session._changes._draft is None
+        assert world.session._changes._change is None
         remap.advanced.check(world.session)
         assert world.session.snapshot().tenants["b"].lent_pages == 0

@@ -79,17 +79,17 @@ def test_no_other_thread_comes_into_the_middle_of_a_change(mode: str, call: Call
     donor's allocate changed the pool between another tenant's look at it and its change."""
     with Faulty(mode) as world:
         changes, done = world.session._changes, threading.Event()
-        decide = changes._decide
+        make = changes._make
         thread = threading.Thread(target=lambda: (call(world.engines["a"]), done.set()))
 
         def acting(saved: Any) -> None:
-            """The change is applied, and not decided."""
-            changes._decide = decide  # type: ignore[method-assign]
+            """The change is a draft, and not made."""
+            changes._make = make  # type: ignore[method-assign]
             thread.start()
             assert not done.wait(0.2)
-            decide(saved)
+            make(saved)
 
-        changes._decide = acting  # type: ignore[method-assign]
+        changes._make = acting  # type: ignore[method-assign]
         world.remap("a", 3, 2, "nested")
         thread.join(WAIT_S)
         assert done.is_set()

@@ -142,6 +142,7 @@ kept = tenant.kv.tensors
 remap.advanced.remap(session, "a", 2)
 forward(session, tenant, layers)
 prefetcher, executor, arena = internals(tenant)._state.prefetcher, session._executor, session._arena
+draft = _core.Draft(arena)
 resident = next(layer for layer in range(4) if prefetcher.ready(layer))
 streamed = next(layer for layer in range(4) if not prefetcher.ready(layer))
 child = os.fork()
@@ -164,7 +165,10 @@ if child == 0:
         lambda: prefetcher.close(),
         lambda: executor.apply(_core.Plan(1)),
         lambda: executor.commit(None),
-        lambda: executor.rollback(),
+        lambda: executor.change(draft, []),
+        lambda: executor.zero_due(),
+        lambda: draft.add(_core.Plan(1)),
+        lambda: draft.free_pages(),
         lambda: executor.undecided(),
         lambda: executor.drain(),
         lambda: executor.failed_points(),

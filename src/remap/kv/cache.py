@@ -98,6 +98,8 @@ class TenantKV:
         self._host_store = host_store
         self.streamed = StreamedBlocks(geometry)
         self.copied_out_bytes = self.copied_in_bytes = 0
+        # (old, new) of blocks that a change has moved, and whose bytes are still to be copied: those of one entry at once.
+        self.due_moves: tuple[Sequence[tuple[int, int]], ...] = ()
         self._streamable: Callable[[], int] | None = None
         self._offer: int | None = None  # None: the engine never frees live blocks for others
 
@@ -362,6 +364,7 @@ class TenantKV:
         """Puts what it takes into `got`: then it has happened."""
         self._require_memory()
         self.pool.require_live(ids)
+        self.finish_moves()
         before = self.host.books
         try:
             hosts = self.host.allocate(len(ids), below)
@@ -451,6 +454,7 @@ class TenantKV:
                 blocks=len(ids),
             )
         self._require_kept(hosts)
+        self.finish_moves()
         ranges = self.host.ranges(list(zip(ids, hosts)))
         ticket = self._copies.copy_in(
             [(self.address + region, self.host.address + store, size) for region, store, size in ranges], hosts, ids
@@ -461,6 +465,13 @@ class TenantKV:
     def _require_memory(self) -> None:
         if self._memory is _gone:
             _gone(0, 0)
+
+    def finish_moves(self) -> None:
+        """`move` what a change has moved, as far as that is due. Raises the backend's error: the rest is still due, and no block
+        is read before."""
+        while self.due_moves:
+            self.move(self.due_moves[0])
+            self.due_moves = self.due_moves[1:]
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the bytes of blocks: (from, to) each. Changes no bookkeeping.

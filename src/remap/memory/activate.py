@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from remap.errors import Error, OutOfBlocks
@@ -107,12 +108,13 @@ def activate(
         with changes.part():
             report = _activate(changes, lending, tenant, partial)
             _take_turns(changes, others)
-            if report.activated:
-                changes.wake(tenant)
     except Error as error:
         if not came:
             raise
         return _ended_early(changes, offers, tenant, came, now, str(error))
+    if report.activated:
+        with suppress(Error):  # its next pass tries again
+            changes.wake(tenant)
     if came:
         report = _with_cold(tenant, report, came)
     # An activation without success counts as a use as well; a call that raises changes nothing.

@@ -1,38 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry out changes. A change is one or more plans, of one tenant or several, and one decision:
+"""Carry out changes. A change is one or more plans, of one tenant or several, which happen whole or not at all:
 
     with changes.part():                          a part of a change; within another one it belongs to that
-        drain, move, apply, ...                   the core has the plans, undecided; books and pools are as they will be
-    decided                                       one store (`Draft.decided`), at the end of the outermost part
-    tell, settle                                  listeners hear of it; what is due is done
+        drain, plan_moves, apply, ...             a draft: books and pools are as they will be, and nothing else has changed
+    Executor.change                               at the end of the outermost part: the only step that changes mappings or owners
+    move, tell, settle                            what is due is done; listeners hear of it
 
-    growing     save -> Executor.apply -> pool.add_pages
-    shrinking   save -> pool.drain -> move live blocks -> pool.remove_pages -> Executor.apply
-    settle      Executor.zero_due -> Prefetcher.configure -> Executor.commit, for all tenants of the change
+    growing     apply -> pool.add_pages
+    shrinking   pool.drain -> commit_moves -> pool.remove_pages -> apply
+    settle      the bytes of moved blocks -> Executor.zero_due -> Prefetcher.configure -> Executor.commit, for all tenants
 
-Executor.apply, or `extend` for a further plan of the change, is the only step that changes mappings or owners. Until a change is
-settled no other one is applied.
+A part that fails is dropped: books and pools that it has touched are again as they were (`Savepoint`), the draft forgets its
+plans, and the exception goes on. What the change was before stays. All that Executor.change may refuse was checked when the plans
+were added; an error of the device there changes nothing, and the whole change is dropped. Behind it nothing goes back: what is
+due is retried until it is done, before the next change and before its tenants' next passes.
 
-A part that fails goes back to where it began: the core undoes the plans that it has got since, and the books and pools that
-were touched since are as they were saved then (`Savepoint`). What the change has done before stays, and the exception goes on.
-Nothing that is decided is undone. An error or an interrupt (KeyboardInterrupt) can come between any two steps, so this
-module infers nothing from how far a call came: `undo` goes back to the beginning of a change that is not decided, and
-carries on with one that is. It can be interrupted and called again; it runs when a call ends with an exception, and before
-the next call begins (locking.exclusive). Executor.undecided also says whether a decided change is not settled; the epoch
-does not, since other calls advance it. Listeners hear of a change when none is open any more, since they may call the
-session.
+An error or an interrupt (KeyboardInterrupt) can come between any two steps, so this module infers nothing from how far a call
+came: `undo` drops a change that is not made, and carries on with one that is, which Executor.undecided says: no other change can
+be applied before it is committed. It can be interrupted and called again; it runs when a call ends with an exception, and before
+the next call begins (locking.exclusive). Listeners hear of a change when none is in progress any more: they may call the session.
 
-What a change writes before it is decided is nobody's, or there is a copy of it: blocks move into free ones, and free pages are
-zeroed. A page that goes from one tenant to another within the change holds the bytes of the first until then, and is zeroed
-behind the decision; the same for a page from which live blocks have moved and that its tenant gets again. The pool gets such
-pages only then, so no block moves there. Blocks do move into pages that the tenant's own layers, or its ring, have given within
-the change: if that goes back, these layers are loaded again, and the ring is filled again (`_overwritten`). It is due, as what
-follows from a decision, and passes wait for it.
+Live blocks move when the change is made: the pool names their new places from the draft on, and the old ones hold the bytes until
+then. Strict mode shows the old places until the change is committed. A page that another tenant had when the change began, or
+within it, is zeroed behind these moves. The pool of its new tenant gets such pages only then, so no block moves there.
 
-A tenant that computes on a stream (streams.py) may have work there that reads what a plan takes away. The host does not
+A tenant that computes on a stream (streams.py) may have work there that reads what a change takes away. The host does not
 wait for that work: moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to
 the copies and to the re-pointing worker. Three kinds of change do wait: one that takes back what an earlier one gave
-waits until the worker has finished with that; one that moves the ring unmaps something inside apply(), and waits for
+waits until the worker has finished with that; one that moves the ring unmaps something inside Executor.change, and waits for
 copies in flight; and in strict mode every change waits.
 
 Layers that leave while their tenant is inactive are re-pointed when it serves passes again (`wake`), and not at all if
@@ -45,16 +40,15 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from types import TracebackType
 
 from remap import _core
 from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool
 from remap.memory.books import Books
-from remap.memory.draft import Draft, DueWork, Savepoint, restored
-from remap.memory.moves import compose_all
-from remap.memory.pages import NOBODY, Streaming, Transition
+from remap.memory.draft import Change, DueWork, Moves, Savepoint, restored
+from remap.memory.moves import compose_moves
+from remap.memory.pages import NOBODY, Streaming, TenantPages, Transition
 from remap.memory.state import TenantState
 from remap.memory.streams import Streams
 from remap.nvtx import annotated
@@ -90,7 +84,8 @@ class Changes:
         self.arena = arena
         self._executor = executor
         self._deferring = arena.mode == _core.Mode.aliased
-        self._draft: Draft | None = None  # the change in progress
+        self.draft = _core.Draft(arena)  # the plans of the change in progress, and the pages as they will be behind it
+        self._change: Change | None = None
         self._unsettled: dict[TenantState, DueWork] = {}  # of the last decided change
         self._settling = False  # nothing but an interrupt keeps it from that
         self._unreported: list[BlockPool] = []  # pools with decided changes that their listeners have not heard of
@@ -104,52 +99,54 @@ class Changes:
     def epoch(self) -> int:
         """The key for kept answers about pages and owners: they hold while it stays the same. -1: keep nothing.
 
-        A plan that is applied and not settled has changed owners, but the arena's epoch changes only when it is
-        settled.
+        Owners are others within a change, and behind it, but the arena's epoch changes only when that is settled.
         """
-        if self._unsettled or (self._draft is not None and self._draft.applying):
+        if self._unsettled or self.draft.plans:
             return -1
         epoch: int = self.arena.epoch
         return epoch
 
-    # -- begun, undone, decided -------------------------------------------------------------------------------------
+    # -- begun, dropped, made ---------------------------------------------------------------------------------------
 
     def part(self) -> _Part:
         """A context manager: what is changed within it is one change, or a part of the one around it. On any exception nothing of
-        it has changed, and the exception goes on; else, at the end of the outermost, the change is decided and settled. Raises a
-        listener's first error then, behind the change. If settling fails, `Tenant.forward` tries again."""
+        it has changed, and the exception goes on; else, at the end of the outermost, the change is made and settled. Raises the
+        backend's error if it cannot be made, and nothing has changed then; a listener's first error, behind the change. If
+        settling fails, `Tenant.forward` tries again."""
         return _Part(self._enter, self._leave)
 
     def _enter(self) -> int:
-        draft = self._draft
-        if draft is None:
-            draft = self._draft = Draft()
+        change = self._change
+        if change is None:
+            change = self._change = Change()
             try:
                 self._settle()
             except Error as error:
-                draft.problem = error
-        mark = self._executor.mark() if draft.applying else None
-        draft.savepoints.append(Savepoint(mark, draft.due, draft.moved))
-        return len(draft.savepoints) - 1
+                change.problem = error
+        change.savepoints.append(Savepoint(self.draft.plans, change.due))
+        return len(change.savepoints) - 1
 
     def _leave(self, depth: int, failed: bool) -> None:
-        draft = self._draft
-        if draft is None or depth >= len(draft.savepoints):
+        change = self._change
+        if change is None or depth >= len(change.savepoints):
             return
         if failed:
-            self._go_back(draft, depth)
+            self._go_back(change, depth)
         elif depth:
-            draft.join()
+            change.join()
         else:
-            self._decide(draft)
+            self._finish(change)
 
-    def _decide(self, draft: Draft) -> None:
-        draft.moves_told = self.moved
-        if draft.moved:
-            draft.moves_told = {name: moves for name, moves in compose_all(self.moved, draft.moved).items() if moves}
-        draft.decisions = self.decisions + bool(draft.applying or draft.moved)
-        draft.decided = True
-        self._carry_on(draft)
+    def _finish(self, change: Change) -> None:
+        try:
+            self._make(change)
+        except BaseException:
+            if not self._executor.undecided():
+                self._go_back(change, 0)
+            raise
+        self._carry_on(change)
+        with suppress(Error):  # as below
+            self._move(change.due)
         try:
             self.tell()
         finally:
@@ -157,102 +154,77 @@ class Changes:
                 self._settle()
         self.tell()
 
-    def _carry_on(self, draft: Draft) -> None:
-        """The draft is decided. Can be called again, if it was interrupted."""
-        self.moved, self.decisions = draft.moves_told, draft.decisions
-        self._owe(draft.due)
-        for tenant in draft.savepoints[0].before:
+    @annotated("remap.apply")
+    def _make(self, change: Change) -> None:
+        """The core makes the change, whole or not at all."""
+        change.decisions = self.decisions + bool(change.due)
+        change.moved = dict(self.moved)
+        orderings: list[tuple[int, int, int]] = []
+        for tenant, each in change.due.items():
+            for moves in each.moves:
+                change.moved[tenant.name] = compose_moves(change.moved.get(tenant.name, {}), dict(moves))
+            self.retry_failed(tenant)
+            self._await_copies(tenant, change.savepoints[0].before[tenant][0].pages, each.plan)
+            stream = tenant.compute.current()
+            # An event is needed where pages that kernels may use are unmapped, and where pages are freed: another tenant's
+            # zeroes have to come behind their last use. Growing in aliased mode makes no backend call before the blocks are
+            # usable, unless pages have to be zeroed.
+            after = tenant.compute.mark() if stream and (each.plan.frees or not self._deferring) else 0
+            orderings.append((tenant.number, after, stream))
+        if change.due:
+            change.applying = True
+            self._executor.change(self.draft, orderings)
+
+    def _carry_on(self, change: Change) -> None:
+        """The change is made. Can be called again, if it was interrupted."""
+        self.moved, self.decisions = {name: moves for name, moves in change.moved.items() if moves}, change.decisions
+        if change.due:
+            self._unsettled, self._settling = change.due, True
+            for tenant, due in change.due.items():
+                tenant.unsettled, tenant.pending_slots, tenant.kv.due_moves = due.plan, due.slots, due.moves
+        for tenant in change.savepoints[0].before:
             if tenant.kv.pool not in self._unreported:
                 self._unreported.append(tenant.kv.pool)
-        self._draft = None
+        self._change = None
 
     def undo(self) -> None:
-        """Restore every tenant as it was before the change in progress, if there is one that is not decided. Raises
-        ArenaBroken."""
-        draft = self._draft
-        if draft is not None:
-            if draft.decided:
-                self._carry_on(draft)
-            elif draft.savepoints:
-                self._go_back(draft, 0)
-            self._draft = None
+        """Drop the change in progress, if there is one that is not made. Raises ArenaBroken."""
+        change = self._change
+        if change is not None:
+            if change.applying and self._executor.undecided():
+                self._carry_on(change)
+            elif change.savepoints:
+                self._go_back(change, 0)
+            self._change = None
         if self._settling:
             with suppress(Error):
                 self._settle()
         if self._unreported:  # in every call: cheap
             self.tell()
 
-    def _go_back(self, draft: Draft, depth: int) -> None:
+    def _go_back(self, change: Change, depth: int) -> None:
         """To the beginning of the part at this depth. Can be called again, if it was interrupted."""
-        place, concerned = draft.savepoints[depth], set[TenantState]()
-        self._await_moves(draft, depth)
+        place, concerned = change.savepoints[depth], set[TenantState]()
+        for each in reversed(change.savepoints[depth:]):
+            for tenant, (books, pool) in each.before.items():
+                tenant.books = restored(tenant, books)
+                tenant.kv.pool.restore(pool)
+                concerned.add(tenant)
+        self.draft.cut(place.plans)
+        change.due = place.due
+        self._unreported += [each.kv.pool for each in concerned]  # once the change is over: they are silent until then
+        del change.savepoints[depth:]  # only now: until then all of this can be done again
+        if change.savepoints:
+            return
+        self._change = None
         try:
-            if draft.applying and self._executor.undecided():
-                self._executor.rollback(place.mark)
-        finally:  # also of a broken arena
-            for each in reversed(draft.savepoints[depth:]):
-                for tenant, (books, pool) in each.before.items():
-                    tenant.books = restored(tenant, books)
-                    tenant.kv.pool.restore(pool)
-                    concerned.add(tenant)
-            again = {} if self.arena.broken else self._overwritten(draft, place)
-            draft.due, draft.moved, draft.applying = place.due | again, place.moved, place.mark is not None
-            self._unreported += [
-                each.kv.pool for each in concerned
-            ]  # once the change is over: they are silent until then
-            if not depth:
-                self._owe(again)
-            del draft.savepoints[depth:]  # only now: until then all of this can be done again
-            if not draft.savepoints:
-                self._draft = None
-        if self._draft is None and again:
-            with suppress(Error):  # `Tenant.forward` tries again
-                self._settle()
-        if self._draft is None and self._unreported:
-            try:
-                self.tell()
-            except Exception as error:  # the call raises already what it went back for
-                _logger.error("a listener raised while a change was undone", exc_info=error)
-
-    def _overwritten(self, draft: Draft, place: Savepoint) -> dict[TenantState, DueWork]:
-        """Pages are again as at this place. Where blocks have moved over layers, or the ring, which were KV meanwhile: what was
-        due of that tenant by then, and that these are loaded again. What had come from another instance has to come again."""
-        found = {}
-        for tenant, written in draft.written.items():
-            pages = tenant.pages
-            home = []
-            for layer, (own, absent) in enumerate(zip(pages.own, pages.absent)):
-                kept = len(own) - absent
-                if written.isdisjoint(own[:kept]):
-                    continue
-                if layer in pages.unfilled:
-                    tenant.come[layer] = []
-                else:
-                    home.append((layer, 0, kept))
-            ring = not written.isdisjoint(chain.from_iterable(pages.ring))
-            if home or ring:
-                again, due = Transition(pages, home, ring), place.due.get(tenant)
-                found[tenant] = DueWork(again, again=True) if due is None else due.then(again, again=True)
-        return found
-
-    def _owe(self, due: dict[TenantState, DueWork]) -> None:
-        """This is to be settled. Nothing is that an earlier change has left: while something is, no plan can be applied."""
-        if due:
-            self._unsettled, self._settling = due, True
-            for tenant, each in due.items():
-                tenant.unsettled, tenant.pending_slots = each.plan, each.slots
-
-    @staticmethod
-    def _await_moves(draft: Draft, depth: int) -> None:
-        """Blocks that have moved since, or began to, may be on their way into pages that are about to be free again, and any
-        tenant's."""
-        for tenant in draft.written.keys() & {tenant for each in draft.savepoints[depth:] for tenant in each.before}:
-            with suppress(Error):  # a stream that has failed copies nothing any more
-                tenant.compute.wait()
+            self.tell()
+        except Exception as error:  # the call raises already what it went back for
+            _logger.error("a listener raised while a change was dropped", exc_info=error)
 
     def tell(self) -> None:
         """Tell all pools' listeners of the changes, unless a change is under way. Raises a listener's first error."""
-        if self._draft is not None:
+        if self._change is not None:
             return
         for pool in tuple(self._unreported):
             try:
@@ -262,16 +234,15 @@ class Changes:
                 if not pool.has_news and pool in self._unreported:
                     self._unreported.remove(pool)
 
-    def _save(self, tenant: TenantState) -> Draft:
+    def _save(self, tenant: TenantState) -> Change:
         """Before the first step of a part. Returns the change in progress."""
-        draft = self._draft
-        assert draft is not None, "within `part`"
-        draft.save(tenant)
-        return draft
+        change = self._change
+        assert change is not None, "within `part`"
+        change.save(tenant)
+        return change
 
     # -- one plan --------------------------------------------------------------------------------------------------
 
-    @annotated("remap.apply")
     def apply(
         self,
         tenant: TenantState,
@@ -286,36 +257,25 @@ class Changes:
         with self.part():
             self._apply(tenant, plan, predicted_stall_s)
 
-    def _apply(self, tenant: TenantState, plan: Transition, predicted_stall_s: float | None) -> None:
+    def _apply(
+        self, tenant: TenantState, plan: Transition, predicted_stall_s: float | None, moves: tuple[Moves, ...] = ()
+    ) -> None:
         if tenant.source.verify is not None:
             tenant.source.verify({*plan.streamed, *plan.reload})
         if plan.home:  # else the load would hide that a write is lost
             tenant.refuse_lost_writes(replaced=False)  # a tensor that the model has no more harms nothing
-        draft = self._save(tenant)
-        if draft.problem is not None:
-            raise draft.problem
-        self.retry_failed(tenant)
-        self._await_copies(tenant, plan)
-        stream = tenant.compute.current()
-        # An event is needed where strict mode unmaps pages that kernels may use, and where pages are freed: another
-        # tenant's zeroes have to come behind their last use. Growing in aliased mode makes no backend call before the
-        # blocks are usable, unless pages have to be zeroed.
-        after = tenant.compute.mark() if stream and (plan.frees or not self._deferring) else 0
+        change = self._save(tenant)
+        if change.problem is not None:
+            raise change.problem
         core = plan.core
         core.epoch = self.arena.epoch  # an earlier change is settled by now, and all of this is one locked call
-        books = self._after(tenant, plan, predicted_stall_s)
-        carry_out = self._executor.extend if draft.applying else self._executor.apply
-        draft.applying = True
-        applied = carry_out(core, after, stream)
-        tenant.books = books
-        later = frozenset[int]()
+        late = frozenset(self.draft.add(core))
+        tenant.books = self._after(tenant, plan, predicted_stall_s)
         if gained := plan.gained:
-            later = draft.not_yet(gained, applied.due)
-            tenant.kv.pool.add_pages(
-                tenant.slots_of([each for each in gained if each not in later] if later else gained)
-            )
+            now = [each for each in gained if each not in late] if late else gained
+            tenant.kv.pool.add_pages(tenant.slots_of(now))
         tenant.all_ready = False
-        draft.add_due(tenant, plan, tuple(tenant.slots_of(sorted(later))) if later else ())
+        change.add_due(tenant, DueWork(plan, tuple(tenant.slots_of(sorted(late))) if late else (), moves))
 
     @staticmethod
     def _after(tenant: TenantState, plan: Transition, predicted_stall_s: float | None) -> Books:
@@ -333,15 +293,16 @@ class Changes:
             by_hand=books.by_hand and not streams,
         )
 
-    def _await_copies(self, tenant: TenantState, plan: Transition) -> None:
+    def _await_copies(self, tenant: TenantState, pages: TenantPages, plan: Transition) -> None:
         """Wait for copies in flight if they write into pages that are about to change owner. Growth does so
-        only for layers that came home just now and are still loading."""
-        pages, prefetcher = tenant.pages, tenant.prefetcher
+        only for layers that came home just now and are still loading. pages: before the change."""
+        prefetcher = tenant.prefetcher
         stream = tenant.compute.current()
         there = plan.there
         longer = [layer for layer in there.streamed if there.tails[layer] > pages.tails[layer]]
         leaving = there.gone - pages.gone if there.elsewhere else ()
-        ring_moves = stream and there.ring != pages.ring and self._ring_is_pointed(plan)
+        # Whether the change unmaps pages behind the ring's addresses, to which copies may still be writing.
+        ring_moves = stream and there.ring != pages.ring and self.draft.points(pages.ring_region)
         if not (
             # A ring that only grows in front keeps its copies; another number of buffers gives layers other buffers.
             plan.ring_moves
@@ -359,7 +320,9 @@ class Changes:
         try:
             self._order_behind_copies(prefetcher, 0 if ring_moves else stream)
         except Error:
-            self._replace_copy_stream(tenant)
+            # The copy stream fails for ever. The next pass would replace it, but an inactive tenant may have none.
+            # Configuring the prefetcher as it is configured now replaces the stream and repeats its copies.
+            self._configure(tenant, Transition(pages), (), 0)
             self._order_behind_copies(prefetcher, 0 if ring_moves else stream)
 
     def _order_behind_copies(self, prefetcher: _core.Prefetcher, stream: int) -> None:
@@ -370,12 +333,6 @@ class Changes:
             self.streams.order(stream, prefetcher.copy_stream)
         else:
             prefetcher.drain()
-
-    def _replace_copy_stream(self, tenant: TenantState) -> None:
-        """Replace a copy stream that has failed, since it fails for ever. The next pass would do so too, but an
-        inactive tenant may have none. Configuring the prefetcher as it is configured now replaces the stream and
-        repeats its copies."""
-        self.configure(tenant)
 
     def configure(self, tenant: TenantState) -> None:
         """Tell the prefetcher what streams now."""
@@ -418,14 +375,6 @@ class Changes:
         if self._simulator is not None:
             self._simulator.join()  # the worker is done in real time; the host still waits for its virtual time
 
-    def _ring_is_pointed(self, plan: Transition) -> bool:
-        """Whether apply() unmaps pages behind the ring's addresses, to which copies may still be writing."""
-        for region, first, pages in plan.ring_points:
-            shown = self.arena.shown(region)[first : first + len(pages)]
-            if shown != pages and min(shown) < self.arena.total_pages:  # an empty slot shows no page's number
-                return True
-        return False
-
     def settle(self, tenant: TenantState) -> None:
         """Do what is due of the last change, if this tenant is concerned: zero pages that changed tenant, tell the
         prefetchers which layers stream, and start the re-pointing worker. If it raises, the change stays unsettled:
@@ -440,11 +389,8 @@ class Changes:
 
     @annotated("remap.settle")
     def _settle_all(self, due: dict[TenantState, DueWork]) -> None:
-        again = any(each.again for each in due.values())
-        if again or self._executor.undecided():
+        if self._executor.undecided():
             try:
-                if not self._executor.undecided():
-                    self._executor.apply(_core.Plan(self.arena.epoch))  # no step: only what is loaded is to be told
                 self._commit(due)
             except Error:
                 self._settling = False  # whoever needs it tries again
@@ -470,8 +416,17 @@ class Changes:
             tenant.unsettled = None
         self._unsettled, self._settling = {}, False
 
+    @staticmethod
+    def _move(due: dict[TenantState, DueWork]) -> None:
+        """Copy the bytes of the live blocks that have moved. Raises the backend's error; the rest is still due."""
+        for tenant, each in due.items():
+            if each.moves and not tenant.leaving:
+                tenant.kv.finish_moves()
+
     def _commit(self, due: dict[TenantState, DueWork]) -> None:
-        self._executor.zero_due()
+        self._move(due)
+        moved = (tenant.compute.mark() for tenant, each in due.items() if each.moves and not tenant.leaving)
+        self._executor.zero_due([event for event in moved if event])
         shares: list[tuple[int, _core.Prefetcher | None, int, bool]] = []
         for tenant, each in due.items():
             if tenant.leaving:  # nothing of it is used any more
@@ -497,20 +452,14 @@ class Changes:
 
     def pass_on(self, pages: Sequence[int], *, out: bool) -> None:
         """Free pages go to other processes (`out`), or theirs come in as free ones. Raises as `settle` does, and then nothing has
-        changed, as behind an interrupt."""
+        changed; behind an interrupt all or nothing has."""
         self._settle()
         if out:
             self.await_worker()  # a region may still show them
         plan = _core.Plan(self.arena.epoch)
         owners = (_core.Owner.free, _core.Owner.outside) if out else (_core.Owner.outside, _core.Owner.free)
         plan.set_owner(list(pages), *owners, NOBODY)
-        try:
-            self._executor.apply(plan)
-            self._executor.commit(None)
-        except BaseException:
-            if self._executor.undecided():
-                self._executor.rollback()
-            raise
+        self._executor.pass_on(plan)
 
     # -- what some changes begin with -------------------------------------------------------------------------------
 
@@ -530,7 +479,7 @@ class Changes:
             moves = self._empty(tenant, slots, drain_to)
             if moves is None:
                 return None
-            self._apply(tenant, plan, predicted_stall_s)
+            self._apply(tenant, plan, predicted_stall_s, (moves,) if moves else ())
             return dict(moves)
 
     def drain_from_engine(self, tenant: TenantState, slots: Sequence[int]) -> None:
@@ -557,7 +506,7 @@ class Changes:
         pool = tenant.kv.pool
         if pool.external:
             self.drain_from_engine(tenant, slots)
-        draft = self._save(tenant)
+        self._save(tenant)
         if tuple(slots) != tenant.draining:
             if tenant.draining:
                 pool.cancel_drain(tenant.draining)
@@ -571,15 +520,8 @@ class Changes:
             tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=drain_to)
             return None
         if moves:  # an engine with its own allocator moves its blocks itself
-            geometry, donation_order = tenant.kv.geometry, tenant.donation_order
-            places = chain.from_iterable(geometry.slots_of_block(new) for _, new in moves)
-            draft.will_write(tenant, map(donation_order.__getitem__, geometry.donation_indices(list(places))))
-            tenant.kv.move(moves)
             pool.commit_moves(moves)
-            draft.emptied.update(map(donation_order.__getitem__, geometry.donation_indices(slots)))
         pool.remove_pages(slots)
-        # The old blocks' bytes stay untouched until the change is decided: to undo this, it is enough to take the old ids back.
-        draft.add_moves(tenant, dict(moves))
         return moves
 
     def room(self, tenant: TenantState, lost: Sequence[int], gained: Sequence[int] = ()) -> int:

@@ -179,9 +179,9 @@ class Cold:
         """Let others give pages until there are enough."""
         choice, free = self._choose(tenant, layers), -1
         while choice.short > 0:  # more than once only if what came did not suit the blocks' places
-            if len(self._changes.arena.free_pages()) <= free:
+            if len(self._changes.draft.free_pages()) <= free:
                 raise self._too_few(tenant, layers, choice.short)
-            free = len(self._changes.arena.free_pages())
+            free = len(self._changes.draft.free_pages())
             for give in self._gifts(tenant):
                 give(choice.short)
                 choice = self._choose(tenant, layers)
@@ -195,7 +195,7 @@ class Cold:
         claimed = self._claimed(self._tenants.values())
         free = [
             page
-            for page in self._changes.arena.free_pages()
+            for page in self._changes.draft.free_pages()
             if page in tenant.placed and page not in claimed and page not in self.borrowed
         ]
         spec, places = tenant.kv.spec, tenant.index_of
@@ -454,7 +454,7 @@ class Cold:
 
     def _lent_free(self, giver: TenantState) -> Collection[int]:
         lent = giver.pages.lent
-        return [page for page in self._changes.arena.free_pages() if page in lent] if lent else ()
+        return [page for page in self._changes.draft.free_pages() if page in lent] if lent else ()
 
     def _too_few(self, tenant: TenantState, layers: Sequence[int], short: int, broker: str = "") -> OutOfMemory:
         page_bytes = tenant.kv.geometry.page_bytes

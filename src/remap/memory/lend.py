@@ -67,7 +67,7 @@ class Lending:
             if lent:
                 away = sorted(lent)
                 names = {tenant.number: name for name, tenant in self.tenants.items()}
-                for page, number in zip(away, self._changes.arena.tenants_of(away)):
+                for page, number in zip(away, self._changes.draft.tenants_of(away)):
                     if number in names:
                         known.setdefault(names[number], []).append(page)
             self._held[1][donor.number] = known  # only now: an interrupt must not leave a part of it
@@ -81,13 +81,13 @@ class Lending:
         lent = donor.pages.lent
         if not lent:
             return lent
-        here = [*self._changes.arena.free_pages(), *itertools.chain(*self.holders(donor).values())]
+        here = [*self._changes.draft.free_pages(), *itertools.chain(*self.holders(donor).values())]
         return lent.difference(here)
 
     def held(self, holder: TenantState, pages: Iterable[int]) -> list[int]:
         """Which of these pages the holder has as KV."""
         asked = [page for page in pages if page in holder.index_of]
-        its = [page for page, number in zip(asked, self._changes.arena.tenants_of(asked)) if number == holder.number]
+        its = [page for page, number in zip(asked, self._changes.draft.tenants_of(asked)) if number == holder.number]
         owned = set(holder.kv.pool.owned_slots()) if its else set[int]()
         return [page for page in its if owned.issuperset(holder.slots_of([page]))]
 

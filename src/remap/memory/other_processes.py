@@ -292,7 +292,7 @@ class OtherProcesses:
         ahead = set(self._membership.ahead)
         self._membership.ahead.difference_update(ahead)
         self._expecting.clear()
-        self._hand_out([page for page in self._changes.arena.free_pages() if page in ahead])
+        self._hand_out([page for page in self._changes.draft.free_pages() if page in ahead])
 
     @property
     def problem(self) -> str:
@@ -314,7 +314,7 @@ class OtherProcesses:
         try:
             self._changes.pass_on(pages, out=False)
         except BaseException:
-            here = set(self._changes.arena.free_pages())
+            here = set(self._changes.draft.free_pages())
             self._give([page for page in pages if page not in here])
             raise
         self._trace.moment("granted", "", pages=len(pages))
@@ -531,7 +531,7 @@ class OtherProcesses:
         try:
             self._changes.pass_on(going, out=True)
         finally:  # an interrupt may come behind it
-            here = set(self._changes.arena.free_pages())
+            here = set(self._changes.draft.free_pages())
             self._give([page for page in going if page not in here])
             self._look()
 
@@ -566,7 +566,7 @@ class OtherProcesses:
         """Free pages, the last ones first: the first ones are where KV grows next. Behind these borrowed ones, then those that a
         tenant here has lent: only with `layers`, and if it serves no pass. ahead: not those that came ahead of need here."""
         kept = self._kept_back(layers).union(self._membership.ahead if ahead else ())
-        free = [page for page in reversed(self._changes.arena.free_pages()) if page not in kept]
+        free = [page for page in reversed(self._changes.draft.free_pages()) if page not in kept]
         own = frozenset[int]().union(*(tenant.pages.lent for tenant in self._tenants.values()))
         return sorted(free, key=lambda page: (page in own, page in self.borrowed))
 
@@ -630,7 +630,7 @@ class OtherProcesses:
         pages, buffers = tenant.pages, tenant.buffers
         if tenant.slicing or not pages.lent:
             return
-        free = set(self._changes.arena.free_pages())
+        free = set(self._changes.draft.free_pages())
         ring = set(pages.ring_layers)
         stays = [
             layer
@@ -668,7 +668,7 @@ class OtherProcesses:
             for giver in self._tenants.values():
                 if not giver.busy:
                     self._lending.free_idle(giver, _Only(here), len(here), self._surplus(giver))
-            self._hand_out([page for page in self._changes.arena.free_pages() if page in here])
+            self._hand_out([page for page in self._changes.draft.free_pages() if page in here])
             return
         self._called.update(dict.fromkeys(pages, time.monotonic()))
         self.return_called(None)
@@ -686,7 +686,7 @@ class OtherProcesses:
                 if moved and report is not None:
                     why = f"{len(moved)} blocks moved: layers of another process came home"
                     report.setdefault(holder.name, Entry(reason=why))
-        self._hand_out([page for page in self._changes.arena.free_pages() if page in called])
+        self._hand_out([page for page in self._changes.draft.free_pages() if page in called])
         here = itertools.chain(*(self._lending.held(holder, called) for holder in self._tenants.values()))
         self._called = {page: self._called[page] for page in here}
 

@@ -93,6 +93,7 @@ def place(
     reason = f"layers from {first} to before {end} are computed here, {len(held)} of {tenant.layers} are held"
     lent = any(map(tenant.lends, _leaving(tenant, held)))
     before = tenant.pages.computed
+    tenant.come = {layer: come for layer, come in tenant.come.items() if layer in tenant.pages.unfilled}
     try:
         with changes.part():
             changes.cancel_draining(tenant)
@@ -101,8 +102,6 @@ def place(
                 tenant.handle.compute_parts()
             for plan in _plans(tenant, tenant.pages, held, frozenset(fill)):
                 changes.exchange(tenant, plan, list(tenant.slots_of(plan.lost)))
-            # What is undone has them back, unless blocks were moved over them (`Changes`).
-            tenant.come = {layer: tenant.come.get(layer, []) for layer in fill}
             changes.note(tenant, replace(tenant.books, pages=tenant.pages.computing(computed)))
     finally:
         if tenant.pages.computed != before:

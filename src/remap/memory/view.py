@@ -16,7 +16,7 @@ _NO_DEMAND = Demand(0)
 
 def free_pages_of(changes: Changes, tenant: TenantState, most: int = MOST_BYTES) -> list[int]:
     """The first `most` of the arena's free pages that have a place in the tenant's KV region, in donation order."""
-    return changes.arena.first_free(tenant.donation_lookup, most)
+    return changes.draft.first_free(tenant.donation_lookup, most)
 
 
 def count_free(changes: Changes, tenant: TenantState) -> int:
@@ -24,7 +24,7 @@ def count_free(changes: Changes, tenant: TenantState) -> int:
     epoch = changes.epoch
     known = tenant.known_free
     if known is None or known[0] != epoch or epoch < 0:
-        known = tenant.known_free = (epoch, changes.arena.count_free(tenant.donation_lookup))
+        known = tenant.known_free = (epoch, changes.draft.count_free(tenant.donation_lookup))
     return known[1]
 
 
