@@ -113,7 +113,7 @@ def test_first_pass_after_activation(benchmark, load, away, live):
         session, holder = world.session, world.tenants["holder"]
         changes = session._changes
         changes._executor = Through(changes._executor)
-        zeroing, moving = Clock(changes._executor, "zero_due"), Clock(changes, "_move")
+        zeroing, moving = Clock(changes._executor, "zero_due"), Clock(changes, "_fill")
         kv = internals(holder).kv
         spent: dict[str, list[float]] = {"first": [], "call": [], "delay": [], "plain": [], "zero": [], "move": []}
         reports = []

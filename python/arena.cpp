@@ -172,7 +172,6 @@ void bind_arena(py::module_& module) {
   py::class_<Applied>(module, "Applied")
       .def_readonly("epoch", &Applied::epoch)
       .def_readonly("pages_moved", &Applied::pages_moved)
-      .def_readonly("zeroed_bytes", &Applied::zeroed_bytes)
       .def_readonly("due", &Applied::due)
       .def_readonly("points_done", &Applied::points_done)
       .def_readonly("points_deferred", &Applied::points_deferred);
@@ -223,6 +222,7 @@ void bind_arena(py::module_& module) {
             executor.commit(nullptr);
           },
           py::arg("plan"), ReleaseGil())
+      .def("zero_free", &Executor::zero_free, ReleaseGil())
       .def("zero_due", &Executor::zero_due, py::arg("behind") = std::vector<EventHandle>{}, ReleaseGil())
       .def("wake", &Executor::wake, py::arg("tenant"), py::arg("after") = 0, ReleaseGil())
       .def("drain", &Executor::drain, ReleaseGil())

@@ -288,7 +288,8 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
       if (is_dirty(pages[slot], tenant)) dirty.push_back({id, slot_address(fresh.view, slot), pages[slot], tenant});
     }
     Pointer(*this).map(fresh.view, 0, pages);
-    zero_pages(dirty);
+    std::vector<PageId> zeroed;
+    zero_pages(dirty, zeroed);
   } catch (...) {
     if (broken_) throw;
     try {
@@ -428,7 +429,8 @@ void Arena::fix(RegionId kv_region, std::size_t first_slot, const std::vector<Pa
   refuse_registered(kv_region);
   Pointer(*this).map(kv.view, first_slot, pages);
   try {
-    zero_pages(dirty);
+    std::vector<PageId> zeroed;
+    zero_pages(dirty, zeroed);
   } catch (...) {
     if (!broken_) Pointer(*this).unmap(kv.view, first_slot, pages.size());
     throw;

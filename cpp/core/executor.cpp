@@ -152,7 +152,7 @@ Applied Executor::apply(Draft& draft, const Orderings& orderings) {
   try {
     point(draft, applied);
     map_kv(draft);
-    zero(draft, orderings, applied);
+    list_due(draft, orderings, applied);
   } catch (...) {
     undo();
     throw;
@@ -240,11 +240,9 @@ void Executor::map_kv(const Draft& draft) {
   }
 }
 
-// The last thing that can fail. Pages that were free are zeroed now: they were no tenant's when the change began, so none misses the
-// bytes if it fails. Such pages stay free then, marked as before or as unknown (zeroing.cpp), and are zeroed again for the next tenant.
-// Those that were another tenant's, or passed through its hands, are due, as are those that become no KV, which strict mode maps only
-// when their regions have been pointed.
-void Executor::zero(const Draft& draft, const Orderings& orderings, Applied& applied) {
+// Which pages are to be zeroed behind the change, and what that comes behind: who had freed pages, and the event that their new tenant
+// names, are taken in now, since events may be recorded anew.
+void Executor::list_due(const Draft& draft, const Orderings& orderings, Applied& applied) {
   Arena& arena = *arena_;
   const auto ordering_of = [&](TenantId tenant) {
     const auto found = std::find_if(orderings.begin(), orderings.end(), [&](const auto& each) { return each.first == tenant; });
@@ -257,48 +255,18 @@ void Executor::zero(const Draft& draft, const Orderings& orderings, Applied& app
   for (const EventHandle after : freed) {
     if (after != 0) arena.gather(after);
   }
-  std::map<TenantId, Zeroes> all;
+  std::set<TenantId> taken_in;
   for (const PageId id : draft.touched_) {
     const Draft::Next& next = draft.next_[id];
     const bool from_others = next.from_others(next.tenant);
     if (next.tenant == kNobody || !(from_others || arena.is_dirty(id, next.tenant))) continue;
-    Zeroes& its = all[next.tenant];
-    for (auto region = arena.regions_.begin(); its.kv == nullptr && region != arena.regions_.end(); ++region) {
-      if (region->second.kind == RegionKind::kv && region->second.tenant == next.tenant) its.kv = &region->second, its.kv_id = region->first;
-    }
-    its.ordering = ordering_of(next.tenant);
-    const DirtyPage page{its.kv_id, arena.slot_address(its.kv->view, its.kv->slot_of[id]), id, next.tenant};
-    if (from_others || next.owner != Owner::kv) {
-      its.later.push_back({page, 0});
-    } else {
-      its.now.push_back(page);
-    }
-  }
-  for (auto& [tenant, its] : all) {
-    const auto [after, zero_on] = its.ordering;
+    const auto [after, zero_on] = ordering_of(next.tenant);
     const bool waits = zero_on == 0 || arena.options_.mode == Mode::strict;
-    if (!its.later.empty() && after != 0) {  // taken in now: by the time of zero_due() it may be recorded anew
-      if (waits) {
-        arena.gather(after);
-      } else {
-        arena.backend_->stream_wait(zero_on, after);
-      }
-    }
-    for (const Due& each : its.later) {
-      due_.push_back({each.page, waits ? 0 : zero_on});
-      applied.due.push_back(each.page.page);
-    }
-    std::sort(its.now.begin(), its.now.end(), [](const DirtyPage& a, const DirtyPage& b) { return a.at < b.at; });
-    if (waits) {
-      applied.zeroed_bytes += arena.zero_pages(its.now, after);
-      continue;
-    }
-    std::vector<PageId> ids;
-    for (const DirtyPage& each : its.now) ids.push_back(each.page);
-    const auto enqueued = std::make_shared<std::vector<PageId>>();
-    // In front of the fills: some of them may be on their way when one fails.
-    change([&arena, enqueued, stream = zero_on](const auto&) { arena.undo_fills(stream, *enqueued); }, std::move(ids), [] {});
-    applied.zeroed_bytes += arena.enqueue_zeroing(its.now, its.ordering, *enqueued);
+    if (taken_in.insert(next.tenant).second && after != 0) waits ? arena.gather(after) : arena.backend_->stream_wait(zero_on, after);
+    // Those that become no KV have no live blocks, and strict mode maps them only when their regions have been pointed.
+    const bool was_free = !from_others && next.owner == Owner::kv;
+    due_.push_back({id, next.tenant, waits ? 0 : zero_on, was_free});
+    if (!was_free) applied.due.push_back(id);
   }
 }
 
@@ -317,8 +285,8 @@ void Executor::store(Draft& draft) noexcept {
     if (next.tenant == kNobody && wrote != kNobody && page.dirty != wrote) page.dirty = kUnknownBytes;
   }
   for (const Due& each : due_) {
-    arena.pages_[each.page.page].due = each.page.tenant;
-    arena.pages_[each.page.page].dirty = kUnknownBytes;
+    arena.pages_[each.page].due = each.tenant;
+    arena.pages_[each.page].dirty = kUnknownBytes;
   }
   for (auto& [id, home] : draft.homes_) {
     for (const PageId page : arena.regions_.find(id)->second.home) {
@@ -379,36 +347,42 @@ void Executor::undo() {
 
 // ---- what is due ----------------------------------------------------------------------------------------------------
 
-// An address at which its tenant has the page mapped. Aliased mode maps it where it stands as KV, whatever it is now; strict mode where
-// it is used.
-std::byte* Executor::mapped_at(const DirtyPage& page) const {
-  const Arena& arena = *arena_;
-  if (arena.options_.mode == Mode::aliased) return page.at;
-  for (const auto& [id, region] : arena.regions_) {
+// strict: an address at which its tenant has the page mapped, which is no KV.
+bool Executor::find_mapped(DirtyPage& page) const {
+  for (const auto& [id, region] : arena_->regions_) {
     if (region.tenant != page.tenant) continue;
     const auto slot = std::find(region.view.shown.begin(), region.view.shown.end(), page.page);
-    if (slot != region.view.shown.end()) {
-      return arena.slot_address(region.view, static_cast<std::size_t>(slot - region.view.shown.begin()));
-    }
+    if (slot == region.view.shown.end()) continue;
+    page.region = id;
+    page.at = arena_->slot_address(region.view, static_cast<std::size_t>(slot - region.view.shown.begin()));
+    return true;
   }
-  return nullptr;
+  return false;
 }
 
-std::size_t Executor::zero_due(const std::vector<EventHandle>& behind) {
-  refuse_fork(arena_->fork_generation_);
-  const std::lock_guard<std::mutex> tables(arena_->mutex_);
+std::size_t Executor::zero_free() { return zero(true, {}); }
+
+std::size_t Executor::zero_due(const std::vector<EventHandle>& behind) { return zero(false, behind); }
+
+std::size_t Executor::zero(bool free_alone, const std::vector<EventHandle>& behind) {
   Arena& arena = *arena_;
+  refuse_fork(arena.fork_generation_);
+  std::unique_lock<std::mutex> tables(arena.mutex_);
   arena.guard();
   if (!arena.undecided_) return 0;
   for (const EventHandle event : behind) {
     if (event != 0) arena.gather(event);
   }
   std::map<StreamHandle, std::vector<DirtyPage>> pages;  // as they are zeroed: together, ascending
+  std::map<TenantId, std::pair<RegionId, const Region*>> kv;
+  for (const auto& [id, region] : arena.regions_) {
+    if (region.kind == RegionKind::kv) kv[region.tenant] = {id, &region};
+  }
   for (const Due& each : due_) {
-    if (arena.pages_[each.page.page].due != each.page.tenant) continue;
-    DirtyPage page = each.page;
-    page.at = mapped_at(page);
-    if (page.at == nullptr) {
+    if (arena.pages_[each.page].due != each.tenant || (free_alone && !each.was_free)) continue;
+    const auto [id, region] = kv.at(each.tenant);
+    DirtyPage page{id, arena.slot_address(region->view, region->slot_of[each.page]), each.page, each.tenant};
+    if (region->view.shown[region->slot_of[each.page]] != each.page && !find_mapped(page)) {
       throw Error(ErrorKind::invalid_state,
                   "Page " + std::to_string(page.page) + " is to be zeroed, and no region of its tenant shows it. Its tenant must not use it; "
                   "remove the tenant.",
@@ -419,24 +393,19 @@ std::size_t Executor::zero_due(const std::vector<EventHandle>& behind) {
   std::size_t bytes = 0;
   for (auto& [stream, some] : pages) {
     std::sort(some.begin(), some.end(), [](const DirtyPage& a, const DirtyPage& b) { return a.at < b.at; });
-    std::vector<PageId> enqueued;
+    std::vector<PageId> zeroed;
     const auto done = [&] {
-      for (const PageId id : enqueued) arena.pages_[id].due = kNobody;
+      for (const PageId id : zeroed) arena.pages_[id].due = kNobody;
+      bytes += zeroed.size() * arena.options_.page_bytes;
     };
     try {
-      if (stream == 0) {
-        bytes += arena.zero_pages(some);
-        for (const DirtyPage& each : some) enqueued.push_back(each.page);
-      } else {
-        bytes += arena.enqueue_zeroing(some, Ordering{0, stream}, enqueued);
-      }
+      stream == 0 ? arena.zero_pages(some, zeroed, &tables) : arena.enqueue_zeroing(some, stream, zeroed);
     } catch (...) {
       done();
       throw;
     }
     done();
   }
-  due_.clear();
   return bytes;
 }
 
@@ -447,7 +416,7 @@ void Executor::let_go(const std::vector<EventHandle>& behind) {
   {
     const std::lock_guard<std::mutex> tables(arena.mutex_);
     if (!arena.undecided_) throw Error(ErrorKind::invalid_state, "No change is applied. Nothing changed.");
-    if (std::any_of(due_.begin(), due_.end(), [&](const Due& each) { return arena.pages_[each.page.page].due == each.page.tenant; })) {
+    if (std::any_of(due_.begin(), due_.end(), [&](const Due& each) { return arena.pages_[each.page].due == each.tenant; })) {
       throw Error(ErrorKind::invalid_state, "Pages that changed tenant are to be zeroed first. The change is applied as before; call zero_due().");
     }
     if (shown_still_.empty()) return;

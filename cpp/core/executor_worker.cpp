@@ -300,7 +300,7 @@ void Executor::forget(TenantId tenant) {
   {
     const std::lock_guard<std::mutex> tables(arena_->mutex_);
     for (const Due& each : due_) {
-      Page& page = arena_->pages_[each.page.page];
+      Page& page = arena_->pages_[each.page];
       if (page.due != tenant) continue;
       page.due = kNobody;
       page.dirty = kUnknownBytes;

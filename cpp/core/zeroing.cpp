@@ -11,17 +11,13 @@
 //
 // Page::dirty says whose bytes a page may hold. With zero_on it becomes B's when the fill is *enqueued*, which is as good as
 // done: until B gives the page up only B touches it, behind the fill; and if B frees it before the fill has run, the event of
-// that plan, recorded on B's stream, is behind the fill as well, and so is the next tenant. One case remains, a plan that is
-// undone: its pages return to `free` with a fill still to come. undo_fills puts the arena's stream behind that fill and marks
-// the pages as of unknown contents, so that the next tenant has them zeroed again, behind that stream.
+// that plan, recorded on B's stream, is behind the fill as well, and so is the next tenant.
 //
 // The arena cannot repair one failure: if B's stream fails after the fill was enqueued and before it ran, the page is not
 // zeroed, and a host that goes on with B on another stream finds A's bytes. On a GPU such a failure ends the context.
 //
-// strict mode always waits for the zeroes: an undone plan unmaps the pages, and no fill may be on its way then.
-#include <algorithm>
-#include <string>
-#include <utility>
+// strict mode always waits for the zeroes.
+#include <mutex>
 
 #include "remap/arena.h"
 
@@ -68,23 +64,27 @@ void Arena::gather(EventHandle after) {
   gathered_ = true;
 }
 
-std::size_t Arena::zero_pages(const std::vector<DirtyPage>& pages, EventHandle after) {
-  if (pages.empty()) return 0;
-  std::size_t bytes = 0;
+void Arena::zero_pages(const std::vector<DirtyPage>& pages, std::vector<PageId>& zeroed, std::unique_lock<std::mutex>* tables) {
+  if (pages.empty()) return;
+  zeroed.reserve(zeroed.size() + pages.size());
+  bool filling = false;
   try {
     open_fills();
-    if (after != 0) backend_->stream_wait(fill_stream_, after);
     for_runs(pages, options_.page_bytes, [&](std::size_t first, std::size_t last) {
-      const std::size_t size = (last - first + 1) * options_.page_bytes;
-      backend_->fill(fill_stream_, pages[first].at, 0, size);
-      bytes += size;
+      backend_->fill(fill_stream_, pages[first].at, 0, (last - first + 1) * options_.page_bytes);
+      filling = true;
     });
-    backend_->record(fill_event_, fill_stream_);
-    backend_->synchronize(fill_event_, std::chrono::nanoseconds::max());
+    const EventHandle event = fill_event_;
+    backend_->record(event, fill_stream_);
+    if (tables != nullptr) tables->unlock();
+    backend_->synchronize(event, std::chrono::nanoseconds::max());
+    if (tables != nullptr) tables->lock();
+    guard();
   } catch (...) {
-    if (bytes == 0) throw;
+    if (tables != nullptr && !tables->owns_lock()) tables->lock();
+    if (!filling || closed_) throw;
     try {
-      drop_fill_stream();  // the caller may unmap next: nothing may still be writing there
+      drop_fill_stream();  // it would fail for ever; and the caller may unmap next: nothing may still be writing there
     } catch (...) {
       broken_ = true;
       for (const DirtyPage& each : pages) pages_[each.page].owner = Owner::quarantine;
@@ -92,17 +92,16 @@ std::size_t Arena::zero_pages(const std::vector<DirtyPage>& pages, EventHandle a
     }
     throw;
   }
-  gathered_ = false;
+  if (tables == nullptr) gathered_ = false;  // else somebody may have gathered more
   // Only now: a page counts as this tenant's when the zeroes have arrived.
-  for (const DirtyPage& each : pages) pages_[each.page].dirty = each.tenant;
-  return bytes;
+  for (const DirtyPage& each : pages) {
+    pages_[each.page].dirty = each.tenant;
+    zeroed.push_back(each.page);
+  }
 }
 
-std::size_t Arena::enqueue_zeroing(const std::vector<DirtyPage>& pages, const Ordering& ordering,
-                                   std::vector<PageId>& enqueued) {
-  if (pages.empty()) return 0;
-  enqueued.reserve(pages.size());
-  open_fills();  // undo_fills needs them
+void Arena::enqueue_zeroing(const std::vector<DirtyPage>& pages, StreamHandle stream, std::vector<PageId>& enqueued) {
+  enqueued.reserve(enqueued.size() + pages.size());
   if (gathered_) {
     try {
       gathered_ = !backend_->query(fill_event_);
@@ -111,24 +110,15 @@ std::size_t Arena::enqueue_zeroing(const std::vector<DirtyPage>& pages, const Or
       drop_fill_stream();
       throw;
     }
-    if (gathered_) backend_->stream_wait(ordering.zero_on, fill_event_);
+    if (gathered_) backend_->stream_wait(stream, fill_event_);
   }
-  if (ordering.after != 0) backend_->stream_wait(ordering.zero_on, ordering.after);
   for_runs(pages, options_.page_bytes, [&](std::size_t first, std::size_t last) {
-    backend_->fill(ordering.zero_on, pages[first].at, 0, (last - first + 1) * options_.page_bytes);
+    backend_->fill(stream, pages[first].at, 0, (last - first + 1) * options_.page_bytes);
     for (std::size_t i = first; i <= last; ++i) {
       enqueued.push_back(pages[i].page);
       pages_[pages[i].page].dirty = pages[i].tenant;
     }
   });
-  return enqueued.size() * options_.page_bytes;
-}
-
-void Arena::undo_fills(StreamHandle zero_on, const std::vector<PageId>& enqueued) {
-  if (enqueued.empty()) return;
-  for (PageId id : enqueued) pages_[id].dirty = kUnknownBytes;
-  backend_->record(fill_event_, zero_on);
-  gather(fill_event_);
 }
 
 }  // namespace remap

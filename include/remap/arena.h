@@ -296,12 +296,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void drop_fill_stream();
   // Pages became free under this event: they are zeroed behind it before another tenant sees them.
   void gather(EventHandle after);
-  // Zeroes pages (ascending by address) and waits for it, behind `after`. Returns the bytes written.
-  std::size_t zero_pages(const std::vector<DirtyPage>& pages, EventHandle after = 0);
-  // The same by fills on ordering.zero_on, without waiting. `enqueued`: the pages whose fill is on its way, also on an error.
-  std::size_t enqueue_zeroing(const std::vector<DirtyPage>& pages, const Ordering& ordering,
-                              std::vector<PageId>& enqueued);
-  void undo_fills(StreamHandle zero_on, const std::vector<PageId>& enqueued);
+  // Zeroes pages (ascending by address) and waits for it. tables: this lock, if it is to be let go of meanwhile: nothing else may change
+  // these pages then. `zeroed`: the pages that read zero now.
+  void zero_pages(const std::vector<DirtyPage>& pages, std::vector<PageId>& zeroed, std::unique_lock<std::mutex>* tables = nullptr);
+  // The same by fills on this stream, without waiting. `enqueued`: the pages whose fill is on its way, also on an error.
+  void enqueue_zeroing(const std::vector<DirtyPage>& pages, StreamHandle stream, std::vector<PageId>& enqueued);
 
   std::shared_ptr<Backend> backend_;
   ArenaOptions options_;

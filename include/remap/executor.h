@@ -2,14 +2,15 @@
 // The Executor: the only place where a page changes hands.
 //
 //   apply(draft) carries out all plans of a draft (draft.h), of one tenant or several, as one change. First all that can fail: what has
-//                to be mapped or pointed now is, and pages that were free are zeroed. An error undoes that, in reverse, and is thrown
-//                on: nothing has changed. If undoing fails as well the pages concerned are quarantined and the arena is broken
+//                to be mapped or pointed now is. An error undoes that, in reverse, and is thrown on: nothing has changed. If undoing fails as well the pages concerned are quarantined and the arena is broken
 //                (ArenaBroken): only close() is allowed then. Then the tables say what the draft said, without a failure possible.
 //                From there nothing goes back: what is left to do is due.
-//   zero_due()   zeroes the pages that went from one tenant to another: the moves of live blocks out of them come first.
+//   zero_free()  zeroes pages that were free: live blocks may move there next.
+//   zero_due()   zeroes the others, which went from one tenant to another: the moves of live blocks out of them come first.
 //   commit()     lets go of what strict mode still shows, moves the epoch and starts the deferred re-pointing on the worker.
 //
-// Until a change is committed no other can begin. zero_due() and commit() can be called again after an error.
+// Until a change is committed no other can begin. All of what is due can be called again after an error. No lock is held while a
+// thread waits for zeroes: others look at the tables meanwhile.
 //
 // Beside a Prefetcher the order is: apply(); Prefetcher::configure(), with the layers of deferred steps as `held` (all of them
 // if Applied::points_deferred is not 0, none in strict mode); then commit(), since the worker may release a layer at once.
@@ -68,8 +69,9 @@ class Executor {
   Applied apply(Draft& draft, const Orderings& orderings = {});
   // A draft of one plan. Throws what Draft::add() throws, before any backend call.
   Applied apply(const Plan& plan, const Ordering& ordering = {});
-  // Zeroes what is due, behind these events too: of the last reads of pages that other tenants have now. Returns the bytes. Throws the
-  // backend's error; pages that it has not come to are still due. Nothing to do is no error.
+  // Zeroes pages that were free, or all that are due still: these behind these events too, of the last reads of pages that other tenants
+  // have now. Returns the bytes. Throws the backend's error; pages that it has not come to are still due. Nothing to do is no error.
+  std::size_t zero_free();
   std::size_t zero_due(const std::vector<EventHandle>& behind = {});
   // A tenant's share in a commit: see there.
   struct Share {
@@ -147,24 +149,19 @@ class Executor {
     bool leaves = false;  // pages go to other processes
   };
   struct Due {
-    DirtyPage page;
-    StreamHandle zero_on = 0;
-  };
-  // What a tenant's pages have to be zeroed for: now, and when the change is made.
-  struct Zeroes {
-    const Region* kv = nullptr;
-    RegionId kv_id = 0;
-    Ordering ordering;
-    std::vector<DirtyPage> now;
-    std::vector<Due> later;
+    PageId page = 0;
+    TenantId tenant = kNobody;
+    StreamHandle zero_on = 0;  // 0: it is waited for
+    bool was_free = false;  // it was no tenant's in this change before, and is KV
   };
   Needs admit(const Draft& draft) const;
   void point(const Draft& draft, Applied& applied);
   void map_kv(const Draft& draft);
-  void zero(const Draft& draft, const Orderings& orderings, Applied& applied);
+  void list_due(const Draft& draft, const Orderings& orderings, Applied& applied);
   void store(Draft& draft) noexcept;
+  std::size_t zero(bool free_alone, const std::vector<EventHandle>& behind);
   void let_go(const std::vector<EventHandle>& behind);
-  std::byte* mapped_at(const DirtyPage& page) const;
+  bool find_mapped(DirtyPage& page) const;
   void make_room_to_undo();
   using Back = std::function<void(const std::vector<PageId>& pages)>;
   template <typename Change>

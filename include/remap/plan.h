@@ -23,7 +23,7 @@ inline constexpr std::size_t kOwners = 6;
 const char* owner_name(Owner owner) noexcept;
 
 // Step 1: pages change hands. In aliased mode this is bookkeeping, without any backend call (unless a page comes from
-// another tenant and is zeroed: as KV now, otherwise by Executor::zero_due, where it stands in its tenant's KV region). In strict
+// another tenant and is zeroed behind the change, by Executor::zero_free or zero_due, where it stands in its tenant's KV region). In strict
 // mode the tenant's KV region maps what it gains and unmaps what it loses.
 struct SetOwner {
   std::vector<PageId> pages;
@@ -79,8 +79,7 @@ struct Plan {
 struct Applied {
   std::uint64_t epoch = 0;           // the arena's epoch after the plan
   std::size_t pages_moved = 0;       // pages that changed owner
-  std::size_t zeroed_bytes = 0;      // because a page changed tenant; without those that are due
-  std::vector<PageId> due;           // pages to be zeroed at the end of the change: Executor::zero_due
+  std::vector<PageId> due;           // pages to be zeroed behind the change (Executor::zero_due), but for those that were free
   std::size_t points_done = 0;       // regions re-pointed inside apply()
   std::size_t points_deferred = 0;   // regions left to the worker; started by commit()
 };

@@ -59,6 +59,10 @@ void nothing(World&) {}
 
 std::vector<Operation> operations() {
   const auto apply = [](World& world) { world.executor->apply(world.stream()); };
+  const auto zeroed = [](World& world) {
+    world.executor->apply(world.stream());
+    world.executor->zero_due();
+  };
   const auto apply_back = [](World& world) {
     world.executor->apply(world.stream());
     world.decide();
@@ -86,7 +90,8 @@ std::vector<Operation> operations() {
       {"declare", nothing, [](World& world) { world.arena->declare_registered(world.arena->address(world.one), kPage); }},
       {"apply", nothing, apply},
       {"apply back", apply_back, [](World& world) { world.executor->apply(world.back()); }},
-      {"commit", apply, [](World& world) { world.executor->commit(nullptr); }},
+      {"zero_due", apply, [](World& world) { world.executor->zero_due(); }},
+      {"commit", zeroed, [](World& world) { world.executor->commit(nullptr); }},
       {"remove_tenant", nothing, [](World& world) { world.arena->remove_tenant(kTenant); }},
       {"remove_tenant with prepared views", [](World& world) { world.arena->prepare_view(world.two, {0, 1}); },
        [](World& world) { world.arena->remove_tenant(kTenant); }},

@@ -142,7 +142,8 @@ struct Tenant {
   }
 
   void apply(std::vector<Step> steps, const Ordering& ordering) {
-    shared.zeroed += shared.executor->apply({shared.arena->epoch(), std::move(steps)}, ordering).zeroed_bytes;
+    shared.executor->apply({shared.arena->epoch(), std::move(steps)}, ordering);
+    shared.zeroed += shared.executor->zero_due();
   }
 
   // Free pages become KV, where they read zero or what this tenant left there itself, or KV pages free.

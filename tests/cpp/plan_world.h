@@ -46,10 +46,14 @@ struct PlanWorld {
     plan.steps = std::move(steps);
     return executor->apply(plan, ordering);
   }
-  Applied change(std::vector<Step> steps, const Ordering& ordering = {}) {
-    const Applied applied = apply(std::move(steps), ordering);
+  struct Changed : Applied {
+    std::size_t zeroed_bytes = 0;
+  };
+  Changed change(std::vector<Step> steps, const Ordering& ordering = {}) {
+    Changed changed{apply(std::move(steps), ordering)};
+    changed.zeroed_bytes = executor->zero_due();
     executor->commit(nullptr, ordering.after);
-    return applied;
+    return changed;
   }
   EventHandle behind(StreamHandle stream) {
     const EventHandle event = device->create_event(true);

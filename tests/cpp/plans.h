@@ -83,6 +83,7 @@ struct HostArena {
   Plan plan(std::vector<Step> steps) const { return {arena->epoch(), std::move(steps)}; }
   Applied apply(std::vector<Step> steps) const { return executor->apply(plan(std::move(steps))); }
   void decide(const std::shared_ptr<Observer>& observer = nullptr) const {
+    executor->zero_due();
     executor->commit(observer);
     executor->drain();
     arena->check();

@@ -52,16 +52,20 @@ struct Member {
     executor->stop();
     arena->close();
   }
-  Applied change(std::vector<Step> steps) const {
-    const Applied applied = executor->apply({arena->epoch(), std::move(steps)});
+  struct Changed : Applied {
+    std::size_t zeroed_bytes = 0;
+  };
+  Changed change(std::vector<Step> steps, const Ordering& ordering = {}) const {
+    Changed changed{executor->apply({arena->epoch(), std::move(steps)}, ordering)};
+    changed.zeroed_bytes = executor->zero_due();
     executor->commit(nullptr);
     arena->check();
-    return applied;
+    return changed;
   }
-  Applied bring_in(std::vector<PageId> pages) const { return change({owner(std::move(pages), Owner::outside, Owner::free, kNobody)}); }
-  Applied hand_out(std::vector<PageId> pages) const { return change({owner(std::move(pages), Owner::free, Owner::outside, kNobody)}); }
-  Applied grow(std::vector<PageId> pages) const { return change({owner(std::move(pages), Owner::free, Owner::kv)}); }
-  Applied shrink(std::vector<PageId> pages) const { return change({owner(std::move(pages), Owner::kv, Owner::free)}); }
+  Changed bring_in(std::vector<PageId> pages) const { return change({owner(std::move(pages), Owner::outside, Owner::free, kNobody)}); }
+  Changed hand_out(std::vector<PageId> pages) const { return change({owner(std::move(pages), Owner::free, Owner::outside, kNobody)}); }
+  Changed grow(std::vector<PageId> pages) const { return change({owner(std::move(pages), Owner::free, Owner::kv)}); }
+  Changed shrink(std::vector<PageId> pages) const { return change({owner(std::move(pages), Owner::kv, Owner::free)}); }
   std::byte* page(PageId id) const { return arena->address(kv) + id * kPage; }
   bool reads(PageId id, int value) const {
     const std::byte* at = page(id);
@@ -165,19 +169,22 @@ TEST(a_page_leaves_when_nothing_is_in_flight_for_it) {
   constexpr std::size_t kLong = std::size_t{32} << 20;
   const File file(kPages * kPage);
   const Member one(file, Mode::aliased), two(file, Mode::aliased);
-  one.bring_in({3, 5});
+  one.bring_in({3});
   const StreamHandle stream = one.fault->create_stream();
   std::byte* to = one.fault->allocate_host(kLong);
   std::byte* from = one.fault->allocate_host(kLong);
   for (int i = 0; i < 10; ++i) one.fault->copy(stream, to, from, kLong);
-  // Its zeroes are enqueued behind all that, others fail, and the change is undone.
-  one.fault->arm(Call::fill, 2);
-  CHECK_ERROR(ErrorKind::driver, one.executor->apply({one.arena->epoch(), {owner({3, 5}, Owner::free, Owner::kv)}}, Ordering{0, stream}));
+  // Its zeroes are enqueued behind all that, and it is given up again.
+  one.change({owner({3}, Owner::free, Owner::kv)}, Ordering{0, stream});
+  const EventHandle event = one.fault->create_event(false);
+  one.fault->record(event, stream);
+  one.change({owner({3}, Owner::kv, Owner::free)}, Ordering{event, stream});
   one.hand_out({3});
   two.bring_in({3});
   two.grow({3});
   std::memset(two.page(3), 7, kPage);
   one.fault->destroy_stream(stream);  // waits for it
+  one.fault->destroy_event(event);
   CHECK(two.reads(3, 7));
   one.fault->free_host(to, kLong);
   one.fault->free_host(from, kLong);

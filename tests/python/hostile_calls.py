@@ -137,6 +137,7 @@ class World:
             lambda: draft.cut(small()),
             lambda: executor.change(draft, [(tenant(), 0, handle() if self.rng.random() < 0.1 else 0)]),
             lambda: executor.zero_due([handle()] if self.rng.random() < 0.1 else []),
+            lambda: executor.zero_free(),
             lambda: executor.pass_on(plan),
             lambda: (draft.free_pages(), draft.tenants_of(pages()), draft.points(small()), draft.plans),
             lambda: _core.Draft(self.rng.choice([None, 3])),

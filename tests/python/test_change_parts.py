@@ -10,7 +10,7 @@ from sharing_worlds import External, Faulty, Shared, read_block
 
 import remap
 from remap import _core
-from remap.errors import DriverError, OutOfBlocks
+from remap.errors import DriverError, InvalidState, OutOfBlocks
 from remap.memory.pages import plan_free_pages
 
 MODES = ("aliased", "strict")
@@ -125,6 +125,8 @@ def test_moves_that_fail_are_made_before_anything_reads_the_blocks(mode: str) ->
             pass
         with pytest.raises(DriverError):
             remap.advanced.remap(world.session, "a", 3)
+        with pytest.raises(InvalidState, match="not hold their KV yet"):
+            a.kv.copy_out(sorted(moved.values()))
         world.fault.disarm()
         world.tell(world.session.step({"a": 0}))
         a.serve()

@@ -36,7 +36,8 @@ class Member:
             plan = _core.Plan(self.arena.epoch)
             tenant = NOBODY if "outside" in (before, after) else TENANT
             plan.set_owner(pages, getattr(_core.Owner, before), getattr(_core.Owner, after), tenant)
-            zeroed += self.executor.apply(plan).zeroed_bytes
+            self.executor.apply(plan)
+            zeroed += self.executor.zero_due()
             self.executor.commit(None)
             self.arena.check()
         return zeroed
@@ -172,7 +173,8 @@ def test_a_page_leaves_when_nothing_is_in_flight_for_it(file: int) -> None:
     stream, event = busy_stream(one)
     plan = _core.Plan(one.arena.epoch)
     plan.set_owner([3], _core.Owner.free, _core.Owner.kv, TENANT)
-    assert one.executor.apply(plan, zero_on=stream).zeroed_bytes == PAGE
+    one.executor.apply(plan, zero_on=stream)
+    assert one.executor.zero_free() == PAGE
     one.executor.commit(None)
     one.backend.record(event, stream)
     plan = _core.Plan(one.arena.epoch)

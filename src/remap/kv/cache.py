@@ -98,8 +98,10 @@ class TenantKV:
         self._host_store = host_store
         self.streamed = StreamedBlocks(geometry)
         self.copied_out_bytes = self.copied_in_bytes = 0
-        # (old, new) of blocks that a change has moved, and whose bytes are still to be copied: those of one entry at once.
+        # A change has moved blocks, (old, new), whose bytes are still to be copied, those of one entry at once; or it has brought
+        # pages that are to be zeroed before.
         self.due_moves: tuple[Sequence[tuple[int, int]], ...] = ()
+        self.unfinished = False
         self._streamable: Callable[[], int] | None = None
         self._offer: int | None = None  # None: the engine never frees live blocks for others
 
@@ -364,7 +366,6 @@ class TenantKV:
         """Puts what it takes into `got`: then it has happened."""
         self._require_memory()
         self.pool.require_live(ids)
-        self.finish_moves()
         before = self.host.books
         try:
             hosts = self.host.allocate(len(ids), below)
@@ -454,7 +455,6 @@ class TenantKV:
                 blocks=len(ids),
             )
         self._require_kept(hosts)
-        self.finish_moves()
         ranges = self.host.ranges(list(zip(ids, hosts)))
         ticket = self._copies.copy_in(
             [(self.address + region, self.host.address + store, size) for region, store, size in ranges], hosts, ids
@@ -465,6 +465,11 @@ class TenantKV:
     def _require_memory(self) -> None:
         if self._memory is _gone:
             _gone(0, 0)
+        if self.unfinished:
+            raise InvalidState(
+                "the device refused a part of the last change of the session, so blocks do not hold their KV yet; nothing was "
+                "copied; the tenant's next pass tries it again, or `remap.advanced.settle`"
+            )
 
     def finish_moves(self) -> None:
         """`move` what a change has moved, as far as that is due. Raises the backend's error: the rest is still due, and no block

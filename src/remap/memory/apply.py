@@ -8,7 +8,7 @@
 
     growing     apply -> pool.add_pages
     shrinking   pool.drain -> commit_moves -> pool.remove_pages -> apply
-    settle      the bytes of moved blocks -> Executor.zero_due -> Prefetcher.configure -> Executor.commit, for all tenants
+    settle      Executor.zero_free -> moved blocks' bytes -> zero_due -> Prefetcher.configure -> Executor.commit, for all tenants
 
 A part that fails is dropped: books and pools that it has touched are again as they were (`Savepoint`), the draft forgets its
 plans, and the exception goes on. What the change was before stays. All that Executor.change may refuse was checked when the plans
@@ -146,7 +146,7 @@ class Changes:
             raise
         self._carry_on(change)
         with suppress(Error):  # as below
-            self._move(change.due)
+            self._fill(change.due)
         try:
             self.tell()
         finally:
@@ -181,7 +181,8 @@ class Changes:
         if change.due:
             self._unsettled, self._settling = change.due, True
             for tenant, due in change.due.items():
-                tenant.unsettled, tenant.pending_slots, tenant.kv.due_moves = due.plan, due.slots, due.moves
+                tenant.unsettled, tenant.pending_slots = due.plan, due.slots
+                tenant.kv.due_moves, tenant.kv.unfinished = due.moves, True
         for tenant in change.savepoints[0].before:
             if tenant.kv.pool not in self._unreported:
                 self._unreported.append(tenant.kv.pool)
@@ -416,15 +417,17 @@ class Changes:
             tenant.unsettled = None
         self._unsettled, self._settling = {}, False
 
-    @staticmethod
-    def _move(due: dict[TenantState, DueWork]) -> None:
-        """Copy the bytes of the live blocks that have moved. Raises the backend's error; the rest is still due."""
+    def _fill(self, due: dict[TenantState, DueWork]) -> None:
+        """Zero pages that were free, and copy the bytes of the live blocks that have moved. Raises the backend's error; the rest
+        is still due."""
+        self._executor.zero_free()
         for tenant, each in due.items():
             if each.moves and not tenant.leaving:
                 tenant.kv.finish_moves()
+            tenant.kv.unfinished = False
 
     def _commit(self, due: dict[TenantState, DueWork]) -> None:
-        self._move(due)
+        self._fill(due)
         moved = (tenant.compute.mark() for tenant, each in due.items() if each.moves and not tenant.leaving)
         self._executor.zero_due([event for event in moved if event])
         shares: list[tuple[int, _core.Prefetcher | None, int, bool]] = []
