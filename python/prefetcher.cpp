@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <limits>
+#include <string_view>
+
 #include "common.h"
 #include "prefetcher_observer.h"
 #include "remap/executor.h"
@@ -45,6 +48,34 @@ bool is(const py::object& value) {
                          : "layer must be the number of a layer, an int from 0 on") +
                   ", got " + got + "; nothing changed",
               {{"field", std::string(known ? "stream" : "layer")}, {"type", kind}});
+}
+
+// `wait` and `done` for who calls them for every layer of every pass: a resident layer costs a load, without the search for an overload
+// that fits. All else is the method's.
+struct LayerCall {
+  std::shared_ptr<Prefetcher> prefetcher;
+  py::object method;
+};
+
+PyObject* call_layer(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+  const auto* call = static_cast<const LayerCall*>(PyCapsule_GetPointer(self, nullptr));
+  if (count == 1 && names == nullptr && PyLong_CheckExact(arguments[0])) {
+    int beyond = 0;
+    const long long layer = PyLong_AsLongLongAndOverflow(arguments[0], &beyond);
+    const bool fits = beyond == 0 && layer >= 0 && layer <= std::numeric_limits<LayerId>::max();
+    if (fits && call->prefetcher->ready(static_cast<LayerId>(layer))) Py_RETURN_NONE;
+  }
+  return PyObject_Vectorcall(call->method.ptr(), arguments, static_cast<std::size_t>(count), names);
+}
+
+py::object layer_call(const py::object& prefetcher, const char* name) {
+  static PyMethodDef wait{"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_layer)),
+                          METH_FASTCALL | METH_KEYWORDS, "wait(layer, stream=0)\n--\n\nPrefetcher.wait."};
+  static PyMethodDef done{"done", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_layer)),
+                          METH_FASTCALL | METH_KEYWORDS, "done(layer, stream=0)\n--\n\nPrefetcher.done."};
+  auto call = std::make_unique<LayerCall>(LayerCall{prefetcher.cast<std::shared_ptr<Prefetcher>>(), prefetcher.attr(name)});
+  const py::capsule self(call.release(), [](void* its) { delete static_cast<LayerCall*>(its); });
+  return py::reinterpret_steal<py::object>(PyCFunction_NewEx(std::string_view(name) == "wait" ? &wait : &done, self.ptr(), nullptr));
 }
 
 }  // namespace
@@ -169,6 +200,12 @@ void bind_prefetcher(py::module_& module) {
              for (const PassTiming& each : taken) out.emplace_back(each.pass, each.seconds, each.stall_s);
              return out;
            })
+      .def_property_readonly(
+          "wait_call", [](const py::object& its) { return layer_call(its, "wait"); },
+          "`wait`, quicker for layers that are there.")
+      .def_property_readonly(
+          "done_call", [](const py::object& its) { return layer_call(its, "done"); },
+          "`done`, quicker for layers that are there.")
       .def_property_readonly("copy_stream", &Prefetcher::copy_stream)
       .def_property_readonly("in_pass", &Prefetcher::in_pass);
 

@@ -31,7 +31,6 @@ LAB = "bench/lab"
 # Pure: no memory, no torch, no C++ core; the simulator and production run the same code.
 PURE = (
     *("errors", "config", "sizes", "report", "schedule", "policy", "kv.spec", "model.pack"),
-    "memory.moves",
     *("remap_serve.policy", "remap_serve.sim", "remap_serve.cluster.messages", "remap_serve.cluster.control"),
     *("remap_serve.cluster.groups", "remap_serve.cluster.ledger", "remap_serve.cluster.service"),
     *("remap_serve.cluster.lanes", "remap_serve.cluster.slots", "remap_serve.cluster.pool"),

@@ -954,8 +954,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="executor-what-is-due-is-zeroed-at-once",
         file="cpp/core/executor.cpp",
-        text="    if (from_others || next.owner != Owner::kv) {",
-        replacement="    if (next.owner != Owner::kv) {",
+        text="const bool was_free = !from_others && next.owner == Owner::kv;",
+        replacement="const bool was_free = next.owner == Owner::kv;",
         breaks="A page goes from one tenant to another, and is zeroed before the first one's live blocks have moved out of it.",
         tests=("executor_change_test",),
     ),
@@ -968,7 +968,7 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("executor_change_test",),
     ),
     Mutant(
-        name="draft-forgets-who-had-a-page",
+        name="executor-draft-forgets-who-had-a-page",
         file="include/remap/draft.h",
         text="return passed != kNobody && passed != taker;",
         replacement="return passed == taker && taker == kUnknownBytes;",
@@ -976,7 +976,7 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("executor_change_test",),
     ),
     Mutant(
-        name="draft-keeps-what-is-dropped",
+        name="executor-draft-keeps-what-is-dropped",
         file="cpp/core/draft.cpp",
         text="  forget();\n  for (std::size_t plan = 0",
         replacement="  for (std::size_t plan = 0",
@@ -984,7 +984,7 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("executor_change_test",),
     ),
     Mutant(
-        name="kv-moves-that-fail-are-forgotten",
+        name="pool-moves-that-fail-are-forgotten",
         file="src/remap/kv/cache.py",
         text="            self.move(self.due_moves[0])\n            self.due_moves = self.due_moves[1:]\n",
         replacement="            due, self.due_moves = self.due_moves[0], self.due_moves[1:]\n            self.move(due)\n",

@@ -273,6 +273,11 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
                       std::to_string(tenant) + ". Nothing changed.",
                   {{"page", number(id)}, {"tenant", number(tenant)}});
     }
+    if (!streams && pages_[id].home != kNoRegion) {
+      throw Error(ErrorKind::invalid_argument,
+                  "Page " + std::to_string(id) + " is region " + std::to_string(pages_[id].home) + "'s home. Nothing changed.",
+                  {{"page", number(id)}, {"region", number(pages_[id].home)}});
+    }
   }
   const RegionId id = add_region(RegionKind::layer, tenant, name, pages.size());
   Region& fresh = regions_.at(id);

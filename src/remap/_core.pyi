@@ -905,7 +905,17 @@ class Prefetcher:
     @property
     def copy_stream(self) -> int: ...
     @property
+    def done_call(self) -> typing.Any:
+        """
+        `done`, quicker for layers that are there.
+        """
+    @property
     def in_pass(self) -> bool: ...
+    @property
+    def wait_call(self) -> typing.Any:
+        """
+        `wait`, quicker for layers that are there.
+        """
 
 class SavedPool:
     pass

@@ -58,7 +58,6 @@ from remap.memory.device import Platform
 from remap.memory.entries import Entries, Entry
 from remap.memory.host_memory import HostMemories, HostMemory, require_kv
 from remap.memory.lend import Lending
-from remap.memory.moves import compose_all
 from remap.memory.observe import Log, make_report, take_snapshot
 from remap.memory.offers import Offers
 from remap.memory.other_processes import Lacking, OtherProcesses
@@ -719,7 +718,7 @@ class Session:
             self._registered.pin()
             while told:
                 if self._changes.moved is not told[-1]:  # _with_moved had taken it out
-                    self._changes.moved = compose_all(told[-1], self._changes.moved)
+                    self._changes.untold(told[-1])
                 told.pop()
         self._release_claims()
 

@@ -141,8 +141,8 @@ class Internals:
         self.kv = state.kv
         self.layers = state.layers
         self.layer_bytes = state.layer_bytes[: state.layers]  # not of the embedding part, which never streams
-        self.wait: Callable[..., None] = state.prefetcher.wait
-        self.done: Callable[..., None] = state.prefetcher.done
+        self.wait: Callable[..., None] = state.prefetcher.wait_call
+        self.done: Callable[..., None] = state.prefetcher.done_call
         self.hooks: AttachedHooks | None = None
         self._first_wait: Any = None
         self._part_wait: Any = None
@@ -199,7 +199,7 @@ class Internals:
     def whole_pass_seen(self) -> None:
         """A pass has waited for every layer: from now on `wait` is the core's own method."""
         if self.wait is self._first_wait:
-            self._waits_by(self._state.prefetcher.wait)
+            self._waits_by(self._state.prefetcher.wait_call)
 
     def compute_parts(self) -> None:
         """Passes may compute a part of the layers from now on: `wait` refuses the others."""
@@ -224,7 +224,7 @@ class Internals:
     def compute_all(self) -> None:
         """Passes compute all layers again: `wait` is the core's own method."""
         if self.wait is self._part_wait:
-            self._waits_by(self._state.prefetcher.wait)
+            self._waits_by(self._state.prefetcher.wait_call)
 
     def retire(self) -> None:
         """The memory goes away. From now on wait and done raise instead of touching it, and no hook calls them."""

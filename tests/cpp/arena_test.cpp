@@ -203,8 +203,10 @@ TEST(layers_without_a_home_show_their_tenants_ring_for_good) {
     CHECK(at[0] == std::byte{0} && at[3 * kPage - 1] == std::byte{0});
     at[kPage] = std::byte{7};
     CHECK(arena.address(small)[0] == std::byte{7});
+    arena.add_layer_region(1, "home", {own});
     const std::uint64_t epoch = arena.epoch();
     const Usage usage = world.fault->usage();
+    CHECK_ERROR(bad, arena.add_layer_region(1, "the same home", {own}));
     CHECK_ERROR(bad, arena.add_layer_region(1, "both", {ring[0], own}));
     CHECK_ERROR(bad, arena.add_layer_region(1, "both", {own, ring[0]}));
     CHECK_ERROR(bad, arena.add_layer_region(2, "another's", ring));

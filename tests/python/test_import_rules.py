@@ -39,7 +39,7 @@ def _package(tmp_path: Path, files: dict[str, str]) -> Path:
     ("files", "expected"),
     [
         ({"policy/schedule.py": "import torch"}, "pure and imports torch"),
-        ({"memory/moves.py": "def f():\n    from .. import _core"}, "imports remap._core"),
+        ({"model/pack.py": "def f():\n    from .. import _core"}, "imports remap._core"),
         ({"../remap_serve/sim/pools.py": "from remap import _core"}, "imports remap._core"),
         ({"policy/cost.py": "from ..engine2 import f", "engine2.py": "import torch.nn as nn"}, "reaches torch"),
         ({"__init__.py": "from .session import Session", "session.py": "import torch"}, "`import remap` would load"),

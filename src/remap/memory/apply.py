@@ -45,11 +45,9 @@ from types import TracebackType
 from remap import _core
 from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool
-from remap.memory.books import Books
-from remap.memory.draft import Change, DueWork, Moves, Savepoint, restored
-from remap.memory.moves import compose_moves
+from remap.memory.draft import Change, DueWork, Moves, Savepoint, compose_moves, restored
 from remap.memory.pages import NOBODY, Streaming, TenantPages, Transition
-from remap.memory.state import TenantState
+from remap.memory.state import Books, TenantState
 from remap.memory.streams import Streams
 from remap.nvtx import annotated
 
@@ -105,6 +103,11 @@ class Changes:
             return -1
         epoch: int = self.arena.epoch
         return epoch
+
+    def untold(self, moved: dict[str, dict[int, int]]) -> None:
+        """These moves were taken for a report, and nobody has got it."""
+        names = {**moved, **self.moved}
+        self.moved = {name: compose_moves(moved.get(name, {}), self.moved.get(name, {})) for name in names}
 
     # -- begun, dropped, made ---------------------------------------------------------------------------------------
 

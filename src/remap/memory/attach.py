@@ -19,14 +19,13 @@ from remap.kv.host import HostBlocks
 from remap.kv.spec import BUFFERS, MOST_BLOCKS, KVGeometry, KVSpec
 from remap.locking import SessionLock, Turn
 from remap.memory.apply import Changes
-from remap.memory.books import Books
 from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
 from remap.memory.host_memory import HostMemories, HostMemory
 from remap.memory.kv_copies import KVCopies
 from remap.memory.pages import MAX_BUFFERS, NO_PAGE, TenantPages, plan_free_pages, run_of
 from remap.memory.shared_link import SharedLink
-from remap.memory.state import TenantState
+from remap.memory.state import Books, TenantState
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
 from remap.model.protocols import Handle

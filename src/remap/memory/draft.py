@@ -7,16 +7,15 @@ are as they will be. `Savepoint` is what a part goes back to if it fails: the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from remap import _core
 from remap.errors import Error
-from remap.memory.books import Books
 from remap.memory.pages import Transition
-from remap.memory.state import TenantState
+from remap.memory.state import Books, TenantState
 
-__all__ = ["Change", "DueWork", "Moves", "Savepoint", "restored"]
+__all__ = ["Change", "DueWork", "Moves", "Savepoint", "compose_moves", "restored"]
 
 Moves = Sequence[tuple[int, int]]
 """(old, new) of live blocks that move at once: no new one is an old one."""
@@ -81,3 +80,11 @@ def restored(tenant: TenantState, books: Books) -> Books:
     """These books again. Layers that were found written meanwhile stay pinned; an earlier change that was settled meanwhile is
     settled."""
     return replace(books, order=tenant.order_of(books.pages), since=tenant.since)
+
+
+def compose_moves(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
+    """The moves of one tenant's blocks, {old: new}, and then the later ones, as one: a block may move twice."""
+    known = set(moves.values())
+    first = {old: later.get(new, new) for old, new in moves.items()}
+    both = first | {old: new for old, new in later.items() if old not in known}
+    return {old: new for old, new in both.items() if old != new}  # some may be back where they were

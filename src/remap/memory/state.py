@@ -19,7 +19,6 @@ from remap.errors import InvalidState
 from remap.kv.cache import TenantKV
 from remap.kv.spec import BUFFERS
 from remap.locking import Turn
-from remap.memory.books import Books
 from remap.memory.pages import Streaming, TenantPages, Transition, streaming_now
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
@@ -37,7 +36,31 @@ if TYPE_CHECKING:
     from remap import _core
     from remap.memory.host_memory import HostMemory
 
-__all__ = ["TenantState"]
+__all__ = ["Books", "TenantState"]
+
+
+@dataclass(frozen=True)
+class Books:
+    """What is decided of one tenant, as one value: a change makes the next one, and swaps it whole (apply.py).
+
+    order: streamable layers, in the order in which the controller gives them away; the key of kept answers. draining: region
+    slots withdrawn, waiting for an engine to empty them; draining_target: what streams after the change that waits for them.
+    predicted_stall_s: the certificate of what streams. since: completed
+    passes and their stall seconds at the last change. selection: how the streamed layers were chosen; by_hand: they were set
+    by hand, and no certificate bounds them. kept: KV pages that it has for its min_blocks, besides those of
+    `TenantState.reserved`: it got them with its layers (cold.py).
+    """
+
+    pages: TenantPages
+    order: tuple[int, ...]
+    active: bool = True
+    draining: tuple[int, ...] = ()
+    draining_target: Streaming | None = None
+    predicted_stall_s: float = 0.0
+    since: tuple[int, float] = (0, 0.0)
+    selection: str = ""
+    by_hand: bool = False
+    kept: frozenset[int] = frozenset()
 
 
 class TenantLink(Protocol):
@@ -185,7 +208,7 @@ class TenantState:
             raise InvalidState(f"tenant {self.name!r} has gone; nothing was copied; attach it again", tenant=self.name)
         return found
 
-    # -- what is decided (books.py) ---------------------------------------------------------------------------------
+    # -- what is decided --------------------------------------------------------------------------------------------
 
     @property
     def pages(self) -> TenantPages:
