@@ -969,9 +969,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="executor-draft-forgets-who-had-a-page",
-        file="include/remap/draft.h",
-        text="return passed != kNobody && passed != taker;",
-        replacement="return passed == taker && taker == kUnknownBytes;",
+        file="cpp/core/draft.cpp",
+        text="now.passed = now.passed == kNobody || now.passed == before ? before : kUnknownBytes;",
+        replacement="static_cast<void>(kUnknownBytes);",
         breaks="A page passes through another tenant's hands within a change, and shows its next tenant what lies there.",
         tests=("executor_change_test",),
     ),
