@@ -188,12 +188,11 @@ void bind_arena(py::module_& module) {
              return looking(&Draft::first_free)(draft, order.pages, most);
            },
            py::arg("order"), py::arg("most"))
-      .def("tenants_of",
+      .def("holders",
            [](const Draft& draft, const PageList& pages) {
-             std::vector<std::int64_t> out;
-             out.reserve(pages.pages.size());
-             for (const TenantId tenant : looking(&Draft::tenants_of)(draft, pages.pages)) {
-               out.push_back(tenant == kNobody ? -1 : static_cast<std::int64_t>(tenant));
+             std::vector<std::pair<std::int64_t, std::vector<PageId>>> out;
+             for (auto& [tenant, held] : looking(&Draft::holders)(draft, pages.pages)) {
+               out.emplace_back(tenant == kNobody ? -1 : static_cast<std::int64_t>(tenant), std::move(held));
              }
              return out;
            })

@@ -368,13 +368,18 @@ std::vector<PageId> Draft::first_free(const std::vector<PageId>& order, std::siz
   return found;
 }
 
-std::vector<TenantId> Draft::tenants_of(const std::vector<PageId>& pages) const {
+Draft::Holders Draft::holders(const std::vector<PageId>& pages) const {
   refuse_fork(arena_->fork_generation_);
   const std::lock_guard<std::mutex> tables(arena_->mutex_);
   arena_->require_pages(pages);
-  std::vector<TenantId> found;
-  found.reserve(pages.size());
-  for (const PageId id : pages) found.push_back(next(id).tenant);
+  Holders found;
+  for (const PageId id : pages) {
+    const Next its = next(id);
+    if (its.owner == Owner::free) continue;
+    auto holder = std::find_if(found.begin(), found.end(), [&](const auto& each) { return each.first == its.tenant; });
+    if (holder == found.end()) holder = found.insert(found.end(), {its.tenant, {}});
+    holder->second.push_back(id);
+  }
   return found;
 }
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "remap/arena.h"
@@ -37,7 +38,9 @@ class Draft {
   // make of tens of thousands. InvalidArgument for a page that does not exist, as of the next.
   std::size_t count_free(const std::vector<PageId>& order) const;
   std::vector<PageId> first_free(const std::vector<PageId>& order, std::size_t most) const;
-  std::vector<TenantId> tenants_of(const std::vector<PageId>& pages) const;
+  // Which tenants have which of these pages; kNobody: other processes. Free ones are in no list.
+  using Holders = std::vector<std::pair<TenantId, std::vector<PageId>>>;
+  Holders holders(const std::vector<PageId>& pages) const;
   // Whether the region of a ring will show other pages.
   bool points(RegionId ring) const;
 

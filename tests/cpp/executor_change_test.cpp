@@ -67,8 +67,8 @@ TEST(a_draft_looks_as_it_will_be_and_forgets) {
     change.add({owner({7, 8}, Owner::free, Owner::kv, kB)});
     change.add({owner({0}, Owner::kv, Owner::free, kA)});
     CHECK(change.free_pages() == (std::vector<PageId>{0, 9, 10, 11}) && change.count_free(order) == 1 && change.points(world.ring));
-    CHECK(change.tenants_of({8, 6, 0, 1}) == (std::vector<TenantId>{kB, kA, kNobody, kA}));
-    CHECK_ERROR(ErrorKind::invalid_argument, change.tenants_of({kPages}));
+    CHECK(change.holders({8, 6, 0, 1}) == (Draft::Holders{{kB, {8}}, {kA, {6, 1}}}));
+    CHECK_ERROR(ErrorKind::invalid_argument, change.holders({kPages}));
     change.cut(1);
     CHECK(change.free_pages() == (std::vector<PageId>{7, 8, 9, 10, 11}) && !change.points(world.ring));
     CHECK(change.first_free(order, 1) == std::vector<PageId>{8} && change.first_free(order, 9) == (std::vector<PageId>{8, 7}));
@@ -396,10 +396,10 @@ TEST(one_change_of_many_plans_is_as_many_changes) {
       const TenantId tenant = below(2) == 0 ? kA : kB;
       std::vector<PageId> its, free;
       for (PageId page = 6; page < kPages; ++page) {
-        const TenantId now = change.tenants_of({page})[0];
         if (below(2) == 0) continue;
-        if (now == tenant) its.push_back(page);
-        if (now == kNobody) free.push_back(page);
+        const Draft::Holders now = change.holders({page});
+        if (now.empty()) free.push_back(page);
+        if (!now.empty() && now[0].first == tenant) its.push_back(page);
       }
       std::vector<Step> steps;
       if (below(4) == 0) {

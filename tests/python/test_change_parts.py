@@ -62,7 +62,7 @@ def test_an_inner_part_goes_back_alone(mode: str) -> None:
                     take(core, "b", pages[-2:])
                     take(core, "b", core.changes.draft.free_pages()[:1]) if core.changes.draft.free_pages() else None
                     raise Stop
-                assert core.changes.draft.tenants_of(pages[-2:]) == [-1, -1]
+                assert core.changes.draft.holders(pages[-2:]) == []
                 with pytest.raises(OutOfBlocks), core.changes.part():
                     leave(core, "a", loose(core, "a"))  # live blocks have no room
             return moved
@@ -161,7 +161,7 @@ def test_a_page_goes_from_one_tenant_to_another_in_a_change(mode: str, undone: b
         else:
             pages = world.session.exclusively(change)
             assert b.kv.usable_blocks > usable and world.session.snapshot().epoch == epoch + 1, "one decision"
-            assert set(world.session._changes.draft.tenants_of(pages)) == {world.session._tenants["b"].number}
+            assert world.session._changes.draft.holders(pages) == [(world.session._tenants["b"].number, pages)]
             for block in b.kv.allocate(b.kv.free_blocks):
                 assert read_block(b.tenant, block) == {0}
                 b.held[block] = 0

@@ -48,7 +48,6 @@ class Lending:
     def __init__(self, tenants: Mapping[str, TenantState], changes: Changes) -> None:
         self.tenants = tenants  # the session's own, as it is now
         self._changes = changes
-        self._held: tuple[int, dict[int, dict[str, list[int]]]] = (-1, {})  # epoch; donor -> holder -> pages
         # For one epoch, so that no entry outlives its tenants: (donor, receiver) -> key, unused pages in the order in
         # which they go, whether these are all.
         self._idle: tuple[int, dict[tuple[int, int], tuple[tuple[int, int], list[int], bool]]] = (-1, {})
@@ -56,38 +55,24 @@ class Lending:
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def holders(self, donor: TenantState, pages: frozenset[int] | None = None) -> dict[str, list[int]]:
-        """Which tenants have which of the donor's lent pages as KV now. Free pages are in no list."""
-        epoch = self._changes.epoch
-        if self._held[0] != epoch or epoch < 0:
-            self._held = (epoch, {})
-        known = self._held[1].get(donor.number)
-        if known is None:
-            known = {}
-            lent = donor.pages.lent
-            if lent:
-                away = sorted(lent)
-                names = {tenant.number: name for name, tenant in self.tenants.items()}
-                for page, number in zip(away, self._changes.draft.tenants_of(away)):
-                    if number in names:
-                        known.setdefault(names[number], []).append(page)
-            self._held[1][donor.number] = known  # only now: an interrupt must not leave a part of it
-        if pages is None:
-            return known
-        some = {name: [page for page in held if page in pages] for name, held in known.items()}
-        return {name: held for name, held in some.items() if held}
+        """Which tenants have which of the donor's lent pages as KV now, of these alone if some are named. Free pages are in no
+        list."""
+        lent = donor.pages.lent
+        if not lent:
+            return {}
+        names = {tenant.number: name for name, tenant in self.tenants.items()}
+        asked = sorted(lent if pages is None else lent & pages)
+        return {names[number]: held for number, held in self._changes.draft.holders(asked) if number in names}
 
     def gone(self, donor: TenantState) -> frozenset[int]:
         """The donor's lent pages that other processes have."""
         lent = donor.pages.lent
-        if not lent:
-            return lent
-        here = [*self._changes.draft.free_pages(), *itertools.chain(*self.holders(donor).values())]
-        return lent.difference(here)
+        return frozenset(dict(self._changes.draft.holders(sorted(lent))).get(-1, ())) if lent else lent
 
     def held(self, holder: TenantState, pages: Iterable[int]) -> list[int]:
         """Which of these pages the holder has as KV."""
         asked = [page for page in pages if page in holder.index_of]
-        its = [page for page, number in zip(asked, self._changes.draft.tenants_of(asked)) if number == holder.number]
+        its = dict(self._changes.draft.holders(asked)).get(holder.number, [])
         owned = set(holder.kv.pool.owned_slots()) if its else set[int]()
         return [page for page in its if owned.issuperset(holder.slots_of([page]))]
 
