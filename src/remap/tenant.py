@@ -142,6 +142,7 @@ class Internals:
         self.layers = state.layers
         self.layer_bytes = state.layer_bytes[: state.layers]  # not of the embedding part, which never streams
         self.wait: Callable[..., None] = state.prefetcher.wait_call
+        self._core_wait = self.wait
         self.done: Callable[..., None] = state.prefetcher.done_call
         self.hooks: AttachedHooks | None = None
         self._first_wait: Any = None
@@ -199,7 +200,7 @@ class Internals:
     def whole_pass_seen(self) -> None:
         """A pass has waited for every layer: from now on `wait` is the core's own method."""
         if self.wait is self._first_wait:
-            self._waits_by(self._state.prefetcher.wait_call)
+            self._waits_by(self._core_wait)
 
     def compute_parts(self) -> None:
         """Passes may compute a part of the layers from now on: `wait` refuses the others."""
@@ -224,13 +225,14 @@ class Internals:
     def compute_all(self) -> None:
         """Passes compute all layers again: `wait` is the core's own method."""
         if self.wait is self._part_wait:
-            self._waits_by(self._state.prefetcher.wait_call)
+            self._waits_by(self._core_wait)
 
     def retire(self) -> None:
         """The memory goes away. From now on wait and done raise instead of touching it, and no hook calls them."""
         if self.hooks is not None:
             self.hooks.remove()
-        self._waits_by(_gone(self.name), _gone(self.name))
+        self._core_wait = _gone(self.name)
+        self._waits_by(self._core_wait, _gone(self.name))
         self.session = None
 
     def _waits_by(self, wait: Callable[..., None], done: Callable[..., None] | None = None) -> None:
