@@ -196,7 +196,7 @@ void bind_arena(py::module_& module) {
              }
              return out;
            })
-      .def("points", looking(&Draft::points), py::arg("ring"));
+      .def("unmaps", looking(&Draft::unmaps), py::arg("ring"));
 
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
       .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))

@@ -383,10 +383,15 @@ Draft::Holders Draft::holders(const std::vector<PageId>& pages) const {
   return found;
 }
 
-bool Draft::points(RegionId ring) const {
+bool Draft::unmaps(RegionId ring) const {
   const std::lock_guard<std::mutex> tables(arena_->mutex_);
   const auto found = targets_.find(ring);
-  return found != targets_.end() && found->second.pages != arena_->region(ring).view.shown;
+  if (found == targets_.end()) return false;
+  const std::vector<PageId>& shown = arena_->region(ring).view.shown;
+  for (std::size_t slot = 0; slot < shown.size(); ++slot) {
+    if (shown[slot] != kNoPage && shown[slot] != found->second.pages[slot]) return true;
+  }
+  return false;
 }
 
 }  // namespace remap

@@ -41,8 +41,8 @@ class Draft {
   // Which tenants have which of these pages; kNobody: other processes. Free ones are in no list.
   using Holders = std::vector<std::pair<TenantId, std::vector<PageId>>>;
   Holders holders(const std::vector<PageId>& pages) const;
-  // Whether the region of a ring will show other pages.
-  bool points(RegionId ring) const;
+  // Whether the region of a ring shows pages now that it will not show then.
+  bool unmaps(RegionId ring) const;
 
  private:
   friend class Executor;

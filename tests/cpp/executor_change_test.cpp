@@ -61,21 +61,25 @@ TEST(a_draft_looks_as_it_will_be_and_forgets) {
     const auto before = tables(*world.arena);
     const std::vector<PageId> order{8, 7, 6, 0};
     Change change(world);
-    CHECK(change.free_pages() == world.arena->free_pages() && !change.points(world.ring));
+    CHECK(change.free_pages() == world.arena->free_pages() && !change.unmaps(world.ring));
     change.add({owner({6}, Owner::free, Owner::kv, kA)});
     change.add(stream_one(world));
     change.add({owner({7, 8}, Owner::free, Owner::kv, kB)});
     change.add({owner({0}, Owner::kv, Owner::free, kA)});
-    CHECK(change.free_pages() == (std::vector<PageId>{0, 9, 10, 11}) && change.count_free(order) == 1 && change.points(world.ring));
+    CHECK(change.free_pages() == (std::vector<PageId>{0, 9, 10, 11}) && change.count_free(order) == 1 && !change.unmaps(world.ring));
     CHECK(change.holders({8, 6, 0, 1}) == (Draft::Holders{{kB, {8}}, {kA, {6, 1}}}));
     CHECK_ERROR(ErrorKind::invalid_argument, change.holders({kPages}));
     change.cut(1);
-    CHECK(change.free_pages() == (std::vector<PageId>{7, 8, 9, 10, 11}) && !change.points(world.ring));
+    CHECK(change.free_pages() == (std::vector<PageId>{7, 8, 9, 10, 11}) && !change.unmaps(world.ring));
     CHECK(change.first_free(order, 1) == std::vector<PageId>{8} && change.first_free(order, 9) == (std::vector<PageId>{8, 7}));
     change.cut(5);
     CHECK(change.plans() == 1);
     change.cut(0);
     CHECK(change.free_pages() == world.arena->free_pages() && tables(*world.arena) == before);
+    world.arena->designate_ring(world.ring, 0, mode == Mode::strict ? std::vector<PageId>{} : std::vector<PageId>{2, 7});
+    change.add(stream_one(world));
+    CHECK(change.unmaps(world.ring) == (mode == Mode::aliased));  // page 7; empty slots unmap nothing
+    change.cut(0);
     // What was dropped leaves nothing to the worker.
     change.add({owner({7}, Owner::free, Owner::kv, kB)});
     CHECK(world.executor->apply(change).points_deferred == 0);

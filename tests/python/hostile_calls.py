@@ -139,7 +139,7 @@ class World:
             lambda: executor.zero_due([handle()] if self.rng.random() < 0.1 else []),
             lambda: executor.zero_free(),
             lambda: executor.pass_on(plan),
-            lambda: (draft.free_pages(), draft.holders(pages()), draft.points(small()), draft.plans),
+            lambda: (draft.free_pages(), draft.holders(pages()), draft.unmaps(small()), draft.plans),
             lambda: _core.Draft(self.rng.choice([None, 3])),
             lambda: (executor.undecided(), executor.failed_points(), executor.failed_points(number())),
             lambda: executor.retry_failed(self.rng.choice([None, 1, number()])),

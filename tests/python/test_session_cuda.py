@@ -535,7 +535,7 @@ def test_an_event_that_cannot_be_recorded_is_recorded_later(world: World) -> Non
 
 
 @pytest.mark.parametrize("call", ["record", "stream_wait", "copy_batch", "query"])
-def test_a_shrink_that_cannot_be_ordered_changes_nothing(make: Any, mode: str, call: str) -> None:
+def test_a_shrink_that_cannot_be_ordered_changes_nothing_or_is_finished(make: Any, mode: str, call: str) -> None:
     world = make(mode)
     world.steady(4, 2)
     live = world.high_blocks(5)
@@ -555,7 +555,9 @@ def test_a_shrink_that_cannot_be_ordered_changes_nothing(make: Any, mode: str, c
             world.backend.disarm()
         world.a_pass(world.stream)
         world.read_blocks(world.stream, live)
-    assert failed > 0 or call == "query"
+    assert failed > 0 or call != "record"
+    world.a_pass(world.stream)  # what was refused behind the change is made now
+    world.read_blocks(world.stream, live)
     world.remap(1)
     world.passes()
 

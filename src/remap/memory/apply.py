@@ -306,7 +306,7 @@ class Changes:
         longer = [layer for layer in there.streamed if there.tails[layer] > pages.tails[layer]]
         leaving = there.gone - pages.gone if there.elsewhere else ()
         # Whether the change unmaps pages behind the ring's addresses, to which copies may still be writing.
-        ring_moves = stream and there.ring != pages.ring and self.draft.points(pages.ring_region)
+        ring_moves = stream and there.ring != pages.ring and self.draft.unmaps(pages.ring_region)
         if not (
             # A ring that only grows in front keeps its copies; another number of buffers gives layers other buffers.
             plan.ring_moves
