@@ -53,7 +53,7 @@ bool is(const py::object& value) {
 // `wait` and `done` for who calls them for every layer of every pass: a resident layer costs a load, without the search for an overload
 // that fits. All else is the method's.
 struct LayerCall {
-  std::shared_ptr<Prefetcher> prefetcher;
+  const Prefetcher* prefetcher;  // the method's, which keeps it alive, and with it what its copies use
   py::object method;
 };
 
@@ -73,7 +73,7 @@ py::object layer_call(const py::object& prefetcher, const char* name) {
                           METH_FASTCALL | METH_KEYWORDS, "wait(layer, stream=0)\n--\n\nPrefetcher.wait."};
   static PyMethodDef done{"done", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_layer)),
                           METH_FASTCALL | METH_KEYWORDS, "done(layer, stream=0)\n--\n\nPrefetcher.done."};
-  auto call = std::make_unique<LayerCall>(LayerCall{prefetcher.cast<std::shared_ptr<Prefetcher>>(), prefetcher.attr(name)});
+  auto call = std::make_unique<LayerCall>(LayerCall{prefetcher.cast<const Prefetcher*>(), prefetcher.attr(name)});
   const py::capsule self(call.release(), [](void* its) { delete static_cast<LayerCall*>(its); });
   return py::reinterpret_steal<py::object>(PyCFunction_NewEx(std::string_view(name) == "wait" ? &wait : &done, self.ptr(), nullptr));
 }
