@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +64,11 @@ class Delays:
         own = threading.get_native_id()
         self._files = []
         for task in Path("/proc/self/task").iterdir():
-            watched = task.name == str(own) or (task / "comm").read_text().startswith("remap-stream")
-            if watched and (task / "schedstat").exists():
-                self._files.append(os.open(task / "schedstat", os.O_RDONLY))
+            with suppress(
+                FileNotFoundError, ProcessLookupError
+            ):  # a thread that has ended since, or a kernel without these
+                if task.name == str(own) or (task / "comm").read_text().startswith("remap-stream"):
+                    self._files.append(os.open(task / "schedstat", os.O_RDONLY))
 
     def read(self) -> float:
         return sum(self._waited_ns(file) for file in self._files) * 1e-9
