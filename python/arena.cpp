@@ -216,11 +216,17 @@ void bind_arena(py::module_& module) {
           py::arg("draft"), py::arg("orderings"), ReleaseGil())
       .def(
           "pass_on",
-          [](Executor& executor, const Plan& plan) {
-            executor.apply(plan);
+          [](Executor& executor, Draft& draft, const Plan& plan) {
+            draft.add(plan);
+            try {
+              executor.apply(draft);
+            } catch (...) {
+              draft.cut(0);
+              throw;
+            }
             executor.commit(nullptr);
           },
-          py::arg("plan"), ReleaseGil())
+          py::arg("draft"), py::arg("plan"), ReleaseGil())
       .def("zero_free", &Executor::zero_free, ReleaseGil())
       .def("zero_due", &Executor::zero_due, py::arg("behind") = std::vector<EventHandle>{}, ReleaseGil())
       .def("wake", &Executor::wake, py::arg("tenant"), py::arg("after") = 0, ReleaseGil())

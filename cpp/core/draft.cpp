@@ -61,13 +61,20 @@ std::vector<PageId> Draft::add(Plan plan) {
       std::copy_if(step.set_owner.pages.begin(), step.set_owner.pages.end(), std::back_inserter(late), from_others);
     }
   } catch (...) {
-    cut(before);
+    drop_behind(before);
     throw;
   }
   return late;
 }
 
 void Draft::cut(std::size_t plans) {
+  refuse_fork(arena_->fork_generation_);
+  const std::lock_guard<std::mutex> tables(arena_->mutex_);
+  drop_behind(plans);
+}
+
+// Pre, as of all up to `owned`: the lock of the tables is held.
+void Draft::drop_behind(std::size_t plans) {
   if (plans >= plans_.size()) return;
   plans_.resize(plans);
   forget();
@@ -283,8 +290,7 @@ void Draft::require_backed(const Plan& plan) const {
   }
 }
 
-// Promise 6. A page comes to a tenant by way of `free`, and zeroed, or it is to be: at once if it was no tenant's when the change
-// began, since that takes no bytes from a tenant; otherwise behind the change.
+// Promise 6. A page comes to a tenant by way of `free`, and is zeroed behind the change, at an address where its tenant has it mapped.
 void Draft::refuse_mixing(PageId id, TenantId after) const {
   const TenantId tenant = next(id).before;
   if (tenant != kNobody && tenant != after) {
@@ -311,7 +317,6 @@ void Draft::refuse_registered(const SetOwner& move) const {
 
 // ---- as it will be ------------------------------------------------------------------------------------------------
 
-// Pre of all up to `owned`: the lock of the tables is held.
 Draft::Next Draft::next(PageId id) const {
   if (id < next_.size() && next_[id].draft == number_) return next_[id];
   const Page& page = arena_->pages_[id];
@@ -384,6 +389,7 @@ Draft::Holders Draft::holders(const std::vector<PageId>& pages) const {
 }
 
 bool Draft::unmaps(RegionId ring) const {
+  refuse_fork(arena_->fork_generation_);
   const std::lock_guard<std::mutex> tables(arena_->mutex_);
   const auto found = targets_.find(ring);
   if (found == targets_.end()) return false;

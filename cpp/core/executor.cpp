@@ -114,7 +114,7 @@ Applied Executor::apply(Draft& draft, const Orderings& orderings) {
   };
   if (needs.leaves) {
     // Another process knows nothing of this one's streams: before it may have a page, whatever was enqueued for it has been done. The
-    // arena's own stream is behind all who ever freed a page, and behind the zeroes that a change that failed has left.
+    // arena's own stream is behind all who ever freed a page.
     const EventHandle freed = arena.gathered_ ? arena.fill_event_ : 0;
     tables.unlock();
     await_all(freed);
@@ -262,7 +262,13 @@ void Executor::list_due(const Draft& draft, const Orderings& orderings, Applied&
     if (next.tenant == kNobody || !(from_others || arena.is_dirty(id, next.tenant))) continue;
     const auto [after, zero_on] = ordering_of(next.tenant);
     const bool waits = zero_on == 0 || arena.options_.mode == Mode::strict;
-    if (taken_in.insert(next.tenant).second && after != 0) waits ? arena.gather(after) : arena.backend_->stream_wait(zero_on, after);
+    if (taken_in.insert(next.tenant).second && after != 0) {
+      if (waits) {
+        arena.gather(after);
+      } else {
+        arena.backend_->stream_wait(zero_on, after);
+      }
+    }
     // Those that become no KV have no live blocks, and strict mode maps them only when their regions have been pointed.
     const bool was_free = !from_others && next.owner == Owner::kv;
     due_.push_back({id, next.tenant, waits ? 0 : zero_on, was_free});
@@ -373,6 +379,7 @@ std::size_t Executor::zero(bool free_alone, const std::vector<EventHandle>& behi
   for (const EventHandle event : behind) {
     if (event != 0) arena.gather(event);
   }
+  if (due_.empty()) return 0;
   std::map<StreamHandle, std::vector<DirtyPage>> pages;  // as they are zeroed: together, ascending
   std::map<TenantId, std::pair<RegionId, const Region*>> kv;
   for (const auto& [id, region] : arena.regions_) {

@@ -153,6 +153,7 @@ class Engine {
     kv = arena->add_kv_region(kTenant, places.size());
     arena->designate(kv, 0, places);
     executor->apply({arena->epoch(), {set_owner(first, remap::Owner::free, remap::Owner::kv)}}, {mark(), stream});
+    executor->zero_due();  // whatever the pages held before, also of a process that has ended
     executor->commit(nullptr);
   }
   ~Engine() {
@@ -188,7 +189,7 @@ class Engine {
                             set_owner(given.home, remap::Owner::params, remap::Owner::kv)}};
     const remap::Applied applied = executor->apply(plan, {mark(), stream});
     // The pages are KV now, and may be written before a single layer has moved. Own ones still hold the layer's bytes; one
-    // that comes from another tenant would read zero.
+    // that comes from another tenant would be zeroed before it may be written (`zero_due()`).
     write_kv(kFirstKvPages, kLayerPages, 0xB2);
 
     remap::StreamConfiguration streaming;
@@ -250,6 +251,7 @@ class Engine {
     // The worker points layer 3's region elsewhere while we go on; wait() blocks until it has. (strict: apply() has done it.)
     if (applied.points_deferred != 0) configuration.held = {kGivenLayer};
     configuration.after = mark();  // copies, and the worker, come behind the last reader of what they change
+    executor->zero_due();  // pages that were another tenant's: here there is none
     prefetcher->configure(configuration);
     executor->commit(std::make_shared<Released>(prefetcher), configuration.after);
   }

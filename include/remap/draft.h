@@ -28,7 +28,7 @@ class Draft {
   std::vector<PageId> add(Plan plan);
   // How many there are.
   std::size_t plans() const noexcept { return plans_.size(); }
-  // Drops all but the first ones.
+  // Drops all but the first ones, which are taken in anew.
   void cut(std::size_t plans);
 
   // ---- looking: as it will be ----------------------------------------------------------------------------------
@@ -60,6 +60,7 @@ class Draft {
     std::uint32_t layer = 0;
     bool deferred = false;
   };
+  void drop_behind(std::size_t plans);
   void check(const Plan& plan) const;
   void take(const Plan& plan, std::size_t number);
   void take_owners(const SetOwner& move, std::size_t plan);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Executor: the only place where a page changes hands.
 //
-//   apply(draft) carries out all plans of a draft (draft.h), of one tenant or several, as one change. First all that can fail: what has
-//                to be mapped or pointed now is. An error undoes that, in reverse, and is thrown on: nothing has changed. If undoing fails as well the pages concerned are quarantined and the arena is broken
-//                (ArenaBroken): only close() is allowed then. Then the tables say what the draft said, without a failure possible.
-//                From there nothing goes back: what is left to do is due.
+//   apply(draft) carries out all plans of a draft (draft.h), of one tenant or several, as one change. First all that can fail: what
+//                has to be mapped or pointed now is. An error undoes that, in reverse, and is thrown on: nothing has changed. If
+//                undoing fails as well the pages concerned are quarantined and the arena is broken (ArenaBroken): only close() is
+//                allowed then. Then the tables say what the draft said, without a failure possible. From there nothing goes back:
+//                what is left to do is due.
 //   zero_free()  zeroes pages that were free: live blocks may move there next.
 //   zero_due()   zeroes the others, which went from one tenant to another: the moves of live blocks out of them come first.
 //   commit()     lets go of what strict mode still shows, moves the epoch and starts the deferred re-pointing on the worker.

@@ -138,7 +138,7 @@ class World:
             lambda: executor.change(draft, [(tenant(), 0, handle() if self.rng.random() < 0.1 else 0)]),
             lambda: executor.zero_due([handle()] if self.rng.random() < 0.1 else []),
             lambda: executor.zero_free(),
-            lambda: executor.pass_on(plan),
+            lambda: executor.pass_on(draft, plan),
             lambda: (draft.free_pages(), draft.holders(pages()), draft.unmaps(small()), draft.plans),
             lambda: _core.Draft(self.rng.choice([None, 3])),
             lambda: (executor.undecided(), executor.failed_points(), executor.failed_points(number())),

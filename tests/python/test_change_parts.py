@@ -117,8 +117,8 @@ def test_moves_that_fail_are_made_before_anything_reads_the_blocks(mode: str) ->
         world.step(a=20)
         a.fill()
         a.free(sorted(a.held)[: len(a.held) // 2])
-        world.fault.arm(_core.Call.copy, 1, True)
-        world.fault.arm(_core.Call.copy_batch, 1, True)
+        for call in (_core.Call.copy, _core.Call.copy_batch):  # of the host, of a stream
+            world.fault.arm(call, 1, True)
         moved = world.session.exclusively(lambda core: leave(core, "a", loose(core, "a")[-3:]))
         assert moved and world.session._tenants["a"].kv.due_moves
         with pytest.raises(DriverError), a.tenant.forward():

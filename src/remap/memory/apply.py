@@ -423,9 +423,11 @@ class Changes:
     def _fill(self, due: dict[TenantState, DueWork]) -> None:
         """Zero pages that were free, and copy the bytes of the live blocks that have moved. Raises the backend's error; the rest
         is still due."""
-        self._executor.zero_free()
-        for tenant, each in due.items():
-            if each.moves and not tenant.leaving:
+        waiting = [tenant for tenant in due if tenant.kv.unfinished]
+        if waiting:
+            self._executor.zero_free()
+        for tenant in waiting:
+            if not tenant.leaving:
                 tenant.kv.finish_moves()
             tenant.kv.unfinished = False
 
@@ -465,7 +467,7 @@ class Changes:
         plan = _core.Plan(self.arena.epoch)
         owners = (_core.Owner.free, _core.Owner.outside) if out else (_core.Owner.outside, _core.Owner.free)
         plan.set_owner(list(pages), *owners, NOBODY)
-        self._executor.pass_on(plan)
+        self._executor.pass_on(self.draft, plan)
 
     # -- what some changes begin with -------------------------------------------------------------------------------
 
