@@ -1,30 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <optional>
-
-#include "common.h"
+#include "looking.h"
 #include "page_list.h"
-#include "remap/arena.h"
-#include "remap/executor.h"
 #include "remap/fork.h"
 
 namespace remap::python {
-namespace {
-
-const Arena& arena_of(const Arena& arena) { return arena; }
-const Arena& arena_of(const Draft& draft) { return draft.arena(); }
-
-// Looking takes the lock of the arena's tables, which set-up calls and plans hold while they call the driver.
-template <typename Class, typename Result, typename... Arguments>
-auto looking(Result (Class::*look)(Arguments...) const) {
-  return [look](const Class& at, Arguments... arguments) {
-    // Also where somebody has that lock and zeroes pages: other threads of Python need not wait for that.
-    const bool waits = arena_of(at).backend().device().kind == DeviceInfo::Kind::cuda || arena_of(at).busy();
-    return beside_streams(waits, [&] { return (at.*look)(arguments...); });
-  };
-}
-
-}  // namespace
-
 void bind_arena(py::module_& module) {
   module.def("fork_generation", &fork_generation, "Grows by one in every forked child.");
   py::enum_<Owner>(module, "Owner")
@@ -137,115 +116,6 @@ void bind_arena(py::module_& module) {
       .def_property_readonly("mode", &Arena::mode)
       .def_property_readonly("broken", &Arena::broken)
       .def_property_readonly("closed", &Arena::closed);
-
-  py::class_<Plan>(module, "Plan")
-      .def(py::init([](std::uint64_t epoch) { return Plan{epoch, {}}; }), py::arg("epoch"))
-      .def(
-          "set_owner",
-          [](Plan& plan, PageList pages, Owner from, Owner to, TenantId tenant) {
-            Step step;
-            step.kind = Step::Kind::set_owner;
-            step.set_owner = SetOwner{std::move(pages.pages), from, to, tenant};
-            plan.steps.push_back(std::move(step));
-          },
-          py::arg("pages"), py::arg("from_owner"), py::arg("to_owner"), py::arg("tenant"))
-      .def(
-          "point",
-          [](Plan& plan, RegionId region, std::size_t first_slot, PageList pages, bool deferred, std::uint32_t layer) {
-            Step step;
-            step.kind = Step::Kind::point;
-            step.point = Point{region, first_slot, std::move(pages.pages), deferred, layer};
-            plan.steps.push_back(std::move(step));
-          },
-          py::arg("region"), py::arg("first_slot"), py::arg("pages"), py::arg("deferred"), py::arg("layer"))
-      .def(
-          "set_home",
-          [](Plan& plan, RegionId region, PageList pages) {
-            Step step;
-            step.kind = Step::Kind::set_home;
-            step.set_home = SetHome{region, std::move(pages.pages)};
-            plan.steps.push_back(std::move(step));
-          },
-          py::arg("region"), py::arg("pages"))
-      .def_readwrite("epoch", &Plan::epoch);
-
-  py::class_<Applied>(module, "Applied")
-      .def_readonly("epoch", &Applied::epoch)
-      .def_readonly("pages_moved", &Applied::pages_moved)
-      .def_readonly("due", &Applied::due)
-      .def_readonly("points_done", &Applied::points_done)
-      .def_readonly("points_deferred", &Applied::points_deferred);
-
-  py::class_<Draft>(module, "Draft", "What a change would be: see remap/draft.h.")
-      .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
-      .def("add", &Draft::add, py::arg("plan"), ReleaseGil())
-      .def("cut", &Draft::cut, py::arg("plans"), ReleaseGil())
-      .def_property_readonly("plans", &Draft::plans)
-      .def("free_pages", looking(&Draft::free_pages))
-      .def("count_free", [](const Draft& draft, const PageOrder& order) { return looking(&Draft::count_free)(draft, order.pages); })
-      .def("first_free",
-           [](const Draft& draft, const PageOrder& order, std::size_t most) {
-             return looking(&Draft::first_free)(draft, order.pages, most);
-           },
-           py::arg("order"), py::arg("most"))
-      .def("holders",
-           [](const Draft& draft, const PageList& pages) {
-             std::vector<std::pair<std::int64_t, std::vector<PageId>>> out;
-             for (auto& [tenant, held] : looking(&Draft::holders)(draft, pages.pages)) {
-               out.emplace_back(tenant == kNobody ? -1 : static_cast<std::int64_t>(tenant), std::move(held));
-             }
-             return out;
-           })
-      .def("unmaps", looking(&Draft::unmaps), py::arg("ring"));
-
-  py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
-      .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
-      .def(
-          "apply",
-          [](Executor& executor, const Plan& plan, EventHandle after, StreamHandle zero_on) {
-            return executor.apply(plan, Ordering{after, zero_on});
-          },
-          py::arg("plan"), py::arg("after") = 0, py::arg("zero_on") = 0, ReleaseGil())
-      .def(
-          "change",
-          [](Executor& executor, Draft& draft, const std::vector<std::tuple<TenantId, EventHandle, StreamHandle>>& orderings) {
-            Executor::Orderings made;
-            for (const auto& [tenant, after, zero_on] : orderings) made.emplace_back(tenant, Ordering{after, zero_on});
-            return executor.apply(draft, made);
-          },
-          py::arg("draft"), py::arg("orderings"), ReleaseGil())
-      .def(
-          "pass_on",
-          [](Executor& executor, Draft& draft, const Plan& plan) {
-            draft.add(plan);
-            try {
-              executor.apply(draft);
-            } catch (...) {
-              draft.cut(0);
-              throw;
-            }
-            executor.commit(nullptr);
-          },
-          py::arg("draft"), py::arg("plan"), ReleaseGil())
-      .def("zero_free", &Executor::zero_free, ReleaseGil())
-      .def("zero_due", &Executor::zero_due, py::arg("behind") = std::vector<EventHandle>{}, ReleaseGil())
-      .def("wake", &Executor::wake, py::arg("tenant"), py::arg("after") = 0, ReleaseGil())
-      .def("drain", &Executor::drain, ReleaseGil())
-      .def("undecided", &Executor::undecided)
-      .def(
-          "failed_points",
-          [](const Executor& executor, std::optional<TenantId> tenant) {
-            return tenant ? executor.failed_points(*tenant) : executor.failed_points();
-          },
-          py::arg("tenant") = py::none())
-      .def(
-          "retry_failed",
-          [](Executor& executor, std::optional<TenantId> tenant) {
-            return tenant ? executor.retry_failed(*tenant) : executor.retry_failed();
-          },
-          py::arg("tenant") = py::none(), ReleaseGil())
-      .def("forget", &Executor::forget, ReleaseGil())
-      .def("stop", &Executor::stop, ReleaseGil());
 }
 
 }  // namespace remap::python

@@ -62,7 +62,7 @@ std::pair<BlockPool::Ids, py::ssize_t> read_ids(const Given& given, Allowed&& al
 
 void bind_block_pool(py::module_& module) {
   py::class_<BlockPool::Saved>(module, "SavedPool");
-  py::class_<BlockPool>(module, "BlockPool", "Without listeners: see remap.kv.pool.")
+  py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool", "Without listeners: see remap.kv.pool.")
       .def(py::init([](std::size_t ranges, std::size_t range_pages, std::size_t page_bytes, std::size_t unit_bytes,
                        std::size_t max_blocks) {
              return BlockPool(PoolShape{ranges, range_pages, page_bytes, unit_bytes, max_blocks});
@@ -74,6 +74,8 @@ void bind_block_pool(py::module_& module) {
       .def_property_readonly("withdrawn_blocks", &BlockPool::withdrawn_blocks)
       .def_property_readonly("external", &BlockPool::external)
       .def_property_readonly("changes", &BlockPool::changes)
+      .def_property_readonly("withdrawn", &BlockPool::withdrawn)
+      .def("closed_slots", [](const BlockPool& pool) { return as_tuple(pool.closed_slots()); })
       .def("live_ids", [](const BlockPool& pool) { return as_tuple(pool.live_ids()); })
       .def("open_ids", [](const BlockPool& pool) { return as_tuple(pool.open_ids()); })
       .def("owned_slots", [](const BlockPool& pool) { return as_tuple(pool.owned_slots()); })

@@ -17,10 +17,11 @@ void bind_errors(py::module_& module);
 void bind_memory(py::module_& module);      // tensors over addresses: DLPack
 void bind_backend(py::module_& module);     // the contract and its decorators, for tests and tools
 void bind_sim(py::module_& module);         // the backend in virtual time; after bind_backend
-void bind_arena(py::module_& module);       // Arena, Plan, Executor
+void bind_arena(py::module_& module);       // Arena
 void bind_prefetcher(py::module_& module);  // Prefetcher
 void bind_block_pool(py::module_& module);  // BlockPool
-void bind_tenant_pages(py::module_& module);  // TenantPages, Transition; after bind_arena
+void bind_tenant_pages(py::module_& module);  // TenantPages, Transition
+void bind_change(py::module_& module);      // Plan, Draft, Executor; after all of those
 
 // How long a blocked wait leaves a pending Ctrl-C unanswered, at most.
 constexpr std::chrono::milliseconds kSignalInterval{50};

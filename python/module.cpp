@@ -11,4 +11,5 @@ PYBIND11_MODULE(_core, module) {
   remap::python::bind_prefetcher(module);
   remap::python::bind_block_pool(module);
   remap::python::bind_tenant_pages(module);
+  remap::python::bind_change(module);
 }

@@ -3,8 +3,6 @@
 #include <string_view>
 
 #include "common.h"
-#include "prefetcher_observer.h"
-#include "remap/executor.h"
 #include "remap/prefetcher.h"
 
 namespace remap::python {
@@ -208,25 +206,6 @@ void bind_prefetcher(py::module_& module) {
           "`done`, quicker for layers that are there.")
       .def_property_readonly("copy_stream", &Prefetcher::copy_stream)
       .def_property_readonly("in_pass", &Prefetcher::in_pass);
-
-  // Here, and not with its class: its signature names the class above.
-  more_of<Executor>(module, "Executor").def(
-      "commit",
-      [](Executor& executor, const std::optional<std::shared_ptr<Prefetcher>>& prefetcher, EventHandle after, bool asleep) {
-        executor.commit(prefetcher ? std::make_shared<PrefetcherObserver>(*prefetcher) : nullptr, after, asleep);
-      },
-      py::arg("prefetcher"), py::arg("after") = 0, py::arg("asleep") = false, ReleaseGil())
-      .def(
-          "commit_each",
-          [](Executor& executor,
-             const std::vector<std::tuple<TenantId, std::optional<std::shared_ptr<Prefetcher>>, EventHandle, bool>>& shares) {
-            std::vector<Executor::Share> made;
-            for (const auto& [tenant, prefetcher, after, asleep] : shares) {
-              made.push_back({tenant, prefetcher ? std::make_shared<PrefetcherObserver>(*prefetcher) : nullptr, after, asleep});
-            }
-            executor.commit(made);
-          },
-          py::arg("shares"), ReleaseGil());
 }
 
 }  // namespace remap::python

@@ -1,27 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tenants' pages and the plans between them (remap/tenant_pages.h) for remap.memory.pages. What Python asks for is made once a
 // value, since a step asks for the same again and again.
-#include "remap/tenant_pages.h"
+#include "tenant_pages.h"
 
 #include <algorithm>
-#include <array>
 
-#include "common.h"
 #include "page_list.h"
 #include "remap/error.h"
+#include "remap/transition_copies.h"
 
 namespace remap::python {
 namespace {
-
-// Pages in order: a range where they are consecutive, as a layer's usually are, and otherwise a tuple. So equal pages are equal
-// objects, and most plans cost the same for layers of 10 pages and of 10,000.
-py::object as_pages(const std::vector<PageId>& pages) {
-  if (pages.empty()) return py::tuple();
-  bool run = true;
-  for (std::size_t at = 1; run && at < pages.size(); ++at) run = pages[at] == pages[at - 1] + 1;
-  if (!run) return py::tuple(py::cast(pages));
-  return py::module_::import("builtins").attr("range")(pages[0], pages[0] + pages.size());
-}
 
 py::object as_ring(const Ring& ring) {
   py::tuple found(ring.size());
@@ -36,37 +25,9 @@ std::vector<PageId> pages_of(py::handle object) {
 }
 
 template <typename Value>
-py::object as_tuple(const std::vector<Value>& values) {
-  return py::tuple(py::cast(values));
-}
-
-template <typename Value>
 py::object as_set(const std::vector<Value>& values) {
   return py::reinterpret_steal<py::object>(PyFrozenSet_New(py::cast(values).ptr()));
 }
-
-struct Known {
-  enum Name : std::size_t { homes, own, tails, ring, lent, sizes, elsewhere, unfilled, streamed, lending, ring_layers, kv, gone, cold, held, absent, regions, preference, computed, for_good, count };
-};
-
-// A value, and what Python has asked of it.
-struct Pages {
-  TenantPages value;
-  std::vector<py::object> own;  // of each layer
-  mutable std::array<py::object, Known::count> known;
-
-  explicit Pages(TenantPages pages, const Pages* before = nullptr) : value(std::move(pages)) {
-    own.reserve(value.layers.size());
-    for (std::size_t layer = 0; layer < value.layers.size(); ++layer) {
-      const bool same = before != nullptr && before->value.layers[layer].own == value.layers[layer].own;
-      own.push_back(same ? before->own[layer] : as_pages(*value.layers[layer].own));
-    }
-    if (before != nullptr && before->value.lent == value.lent) known[Known::lent] = before->known[Known::lent];
-    if (before != nullptr && before->value.ring == value.ring) known[Known::ring] = before->known[Known::ring];
-  }
-};
-
-using Held = std::shared_ptr<Pages>;
 
 Held after(const Held& before, TenantPages value) { return std::make_shared<Pages>(std::move(value), before.get()); }
 
@@ -131,13 +92,6 @@ Pages make_pages(TenantId tenant, const Every& homes, const std::vector<RegionId
   if (buffer_pages != 0) made.buffer_pages = buffer_pages;
   return Pages(std::move(made));
 }
-
-// A plan, and the state behind it as Python has it.
-struct Planned {
-  Transition value;
-  Held there;
-  std::string selection;
-};
 
 Planned planned(const Held& now, Transition made) {
   Held there = after(now, std::move(made.there));
@@ -288,7 +242,6 @@ void bind_tenant_pages(py::module_& module) {
            py::arg("there"), py::arg("home") = py::tuple(), py::arg("ring_changes") = false,
            "No step: these pages of layers, (layer, first page, how many), are loaded again, and the ring if ring_changes.")
       .def_property_readonly("there", [](const Planned& plan) { return plan.there; })
-      .def_property_readonly("core", [](Planned& plan) -> Plan& { return plan.value.plan; }, py::return_value_policy::reference_internal)
       .def_property_readonly("steps", [](const Planned& plan) { return py::object(steps_of(plan.value.plan)); })
       .def("__bool__", [](const Planned& plan) { return !plan.value.plan.steps.empty(); })
       .def_property_readonly("gained", [](const Planned& plan) { return as_pages(plan.value.gained); })
@@ -302,9 +255,7 @@ void bind_tenant_pages(py::module_& module) {
                              })
       .def_property_readonly("reload",
                              [](const Planned& plan) {
-                               std::vector<LayerId> found;
-                               for (const auto& load : plan.value.home) found.push_back(load.layer);
-                               return as_tuple(found);
+                               return as_tuple(plan.value.reload());
                              })
       .def_property_readonly("streamed", [](const Planned& plan) { return as_tuple(plan.there->value.streamed()); })
       .def_property_readonly("ring_moves", [](const Planned& plan) { return plan.value.ring_moves; })
@@ -314,15 +265,17 @@ void bind_tenant_pages(py::module_& module) {
       .def(
           "copies",
           [](const Planned& plan, const std::vector<std::size_t>& layer_bytes, std::size_t page_bytes) {
-            const Transition::Copies found = plan.value.copies(layer_bytes, page_bytes);
+            const StreamConfiguration found = configuration_of(plan.value, layer_bytes, page_bytes, nullptr, true, 0);
             py::list home;
             for (const auto& each : found.home) home.append(py::make_tuple(each.layer, each.first, each.bytes));
             return std::tuple<py::object, py::object, py::object>(as_tuple(found.offsets), as_tuple(found.places), py::tuple(home));
           },
           py::arg("layer_bytes"), py::arg("page_bytes"))
-      .def("followed_by", [](const Planned& plan, const Planned& later) {
-        return Planned{plan.value.followed_by(later.value), later.there, later.selection};
-      });
+      .def(
+          "configure",
+          [](const Planned& plan, Prefetcher& prefetcher, const std::vector<std::size_t>& layer_bytes, std::size_t page_bytes,
+             std::uintptr_t ring) { prefetcher.configure(configuration_of(plan.value, layer_bytes, page_bytes, to_address(ring), false, 0)); },
+          py::arg("prefetcher"), py::arg("layer_bytes"), py::arg("page_bytes"), py::arg("ring"), ReleaseGil());
   module.def(
       "plan_between",
       [](const Held& now, const Held& there, bool to_free) {

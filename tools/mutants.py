@@ -730,8 +730,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="pool-undo-forgets-pages",
         file="cpp/core/block_pool.cpp",
-        text="  now_ = std::move(copy);\n",
-        replacement="  now_.blocks = copy.blocks;\n",
+        text="  now_ = saved;\n",
+        replacement="  now_.blocks = saved.blocks;\n",
         breaks="Undoing a change puts the blocks back, and not the pages that they lie on.",
         tests=("block_pool_test",),
     ),
@@ -808,9 +808,9 @@ MUTANTS: tuple[Mutant, ...] = (
     # -- lending: pages between tenants, all or nothing -----------------------------------------------------------------------
     Mutant(
         name="lending-holder-is-not-given-back",
-        file="src/remap/memory/draft.py",
-        text="            outer.before.setdefault(tenant, before)\n",
-        replacement="            pass\n",
+        file="cpp/core/draft.cpp",
+        text="    for (auto& [pool, saved] : inner.pools) keep(*pool, std::move(saved));\n",
+        replacement="",
         breaks="When bringing layers home fails, a holder does not get back the blocks that it had given up (a lost undo).",
         tests=("test_change_parts.py::test_a_page_goes_from_one_tenant_to_another_in_a_change[aliased-True]",),
     ),
@@ -913,7 +913,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-layers-away-unnoticed",
         file="src/remap/memory/apply.py",
-        text="        tenant.all_ready = False\n",
+        text="                tenant.all_ready = False\n",
         replacement="",
         breaks="A tenant says that nothing streams, so an engine replays a graph of the whole pass over the ring.",
         tests=("test_session_growth.py::test_who_asks_hears_at_once_that_layers_are_away",),
@@ -978,8 +978,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="executor-draft-keeps-what-is-dropped",
         file="cpp/core/draft.cpp",
-        text="  forget();\n  for (std::size_t plan = 0",
-        replacement="  for (std::size_t plan = 0",
+        text="  forget();\n  for (std::size_t at = 0",
+        replacement="  for (std::size_t at = 0",
         breaks="A plan that was tried and dropped is carried out.",
         tests=("executor_change_test",),
     ),

@@ -66,6 +66,14 @@ BlockPool::Slots BlockPool::owned_slots() const {
   return found;
 }
 
+BlockPool::Slots BlockPool::closed_slots() const {
+  Slots found;
+  for (SlotId slot = 0; now_.withdrawn != 0 && slot < now_.slots.size(); ++slot) {
+    if (now_.slots[slot] == Slot::closed) found.push_back(slot);
+  }
+  return found;
+}
+
 void BlockPool::set(BlockId block, Block state) noexcept {
   Block& present = now_.blocks[block];
   if (is_open(present) != is_open(state)) {
@@ -189,6 +197,7 @@ BlockPool::Ids BlockPool::mark(const Slots& slots, Slot from, Slot to, const cha
     const std::size_t column = slot % shape_.range_pages;
     now_.absent[column] += (to == Slot::absent) - (from == Slot::absent);
     now_.closed[column] += (to == Slot::closed) - (from == Slot::closed);
+    now_.withdrawn += (to == Slot::closed) - (from == Slot::closed);
     now_.slots[slot] = to;
   }
   visit_blocks(columns, [&](BlockId block) {
@@ -330,9 +339,9 @@ BlockPool::Ids BlockPool::withdrawn_news() {
   return found.withdrawn;
 }
 
+// In place: another thread may look at the blocks meanwhile.
 void BlockPool::restore(const Saved& saved) {
-  Saved copy(saved);
-  now_ = std::move(copy);
+  now_ = saved;
   for (BlockId block = 0; now_.external && block < now_.blocks.size(); ++block) {
     if (now_.blocks[block] == Block::free && heard_[block]) set(block, Block::live);
   }
@@ -353,6 +362,7 @@ void BlockPool::check() const {
     closed[slot % shape_.range_pages] += now_.slots[slot] == Slot::closed;
   }
   verify(absent == now_.absent && closed == now_.closed, "columns count their slots");
+  verify(closed_slots().size() == now_.withdrawn, "withdrawn slots are counted");
   std::array<std::size_t, 5> count{};
   for (BlockId block = 0; block < now_.blocks.size(); ++block) {
     const Block state = now_.blocks[block];

@@ -31,54 +31,54 @@ Draft::Draft(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {
 
 // ---- adding a plan ----------------------------------------------------------------------------------------------
 
-std::vector<PageId> Draft::add(Plan plan) {
+Draft::Outcome Draft::add(Plan plan) {
+  Transition alone;
+  alone.plan = std::move(plan);
+  return add(std::move(alone));
+}
+
+Draft::Outcome Draft::add(Transition change) {
   const Arena& arena = *arena_;
+  const Plan& plan = change.plan;
   refuse_fork(arena.fork_generation_);
   const std::lock_guard<std::mutex> tables(arena.mutex_);
   arena.guard();
   if (arena.undecided_) {
     throw Error(ErrorKind::invalid_state, "A change is applied and not yet committed. Nothing changed; commit it first.");
   }
-  if (plan.epoch != arena.epoch_ || (!plans_.empty() && epoch_ != arena.epoch_)) {
+  if (plan.epoch != arena.epoch_ || (!added_.empty() && epoch_ != arena.epoch_)) {
     throw Error(ErrorKind::stale_plan,
                 "The plan was made for epoch " + std::to_string(plan.epoch) + ", the arena is at " +
                     std::to_string(arena.epoch_.load()) + ". No call was made; make the plan again from a fresh snapshot.",
                 {{"plan_epoch", number(plan.epoch)}, {"arena_epoch", number(arena.epoch_)}});
   }
-  const std::size_t before = plans_.size();
+  const std::size_t before = added_.size();
   epoch_ = arena.epoch_;
   next_.resize(arena.pages_.size());
-  plans_.push_back(std::move(plan));
-  const Plan& added = plans_.back();
-  std::vector<PageId> late;
+  rests_.clear();
+  added_.push_back({std::move(change), {}, {}});
+  Added& added = added_.back();
+  Outcome outcome;
   try {
-    check(added);
-    take(added, before + 1);
-    require_backed(added);
-    for (const Step& step : added.steps) {
-      if (step.kind != Step::Kind::set_owner || step.set_owner.to != Owner::kv) continue;
-      const auto from_others = [&](PageId id) { return next_[id].from_others(step.set_owner.tenant); };
-      std::copy_if(step.set_owner.pages.begin(), step.set_owner.pages.end(), std::back_inserter(late), from_others);
-    }
+    check(added.change.plan);
+    take(added.change.plan, before + 1);
+    require_backed(added.change.plan);
+    settle_pools(added.change.plan, added, outcome);
   } catch (...) {
     drop_behind(before);
     throw;
   }
-  return late;
-}
-
-void Draft::cut(std::size_t plans) {
-  refuse_fork(arena_->fork_generation_);
-  const std::lock_guard<std::mutex> tables(arena_->mutex_);
-  drop_behind(plans);
+  if (!outcome.added) drop_behind(before);
+  return outcome;
 }
 
 // Pre, as of all up to `owned`: the lock of the tables is held.
 void Draft::drop_behind(std::size_t plans) {
-  if (plans >= plans_.size()) return;
-  plans_.resize(plans);
+  if (plans >= added_.size()) return;
+  added_.resize(plans);
+  rests_.clear();
   forget();
-  for (std::size_t plan = 0; plan < plans_.size(); ++plan) take(plans_[plan], plan + 1);
+  for (std::size_t at = 0; at < added_.size(); ++at) take(plan(at), at + 1);
 }
 
 void Draft::forget() noexcept {
@@ -92,8 +92,9 @@ void Draft::forget() noexcept {
 // What can be said before any of the plan's steps; the rest is said step by step, and at its end.
 void Draft::check(const Plan& plan) const {
   const bool outside = std::any_of(plan.steps.begin(), plan.steps.end(), passes);
-  const bool before = plans_.size() > 1 && std::any_of(plans_.front().steps.begin(), plans_.front().steps.end(), passes);
-  if (before || (outside && (plans_.size() > 1 || !std::all_of(plan.steps.begin(), plan.steps.end(), passes)))) {
+  const std::vector<Step>& first = added_.front().change.plan.steps;
+  const bool before = added_.size() > 1 && std::any_of(first.begin(), first.end(), passes);
+  if (before || (outside && (added_.size() > 1 || !std::all_of(plan.steps.begin(), plan.steps.end(), passes)))) {
     refuse("Pages go outside and come in by plans of their own, with no other step", {});
   }
   require_homes(plan);
@@ -313,6 +314,163 @@ void Draft::refuse_registered(const SetOwner& move) const {
     const bool changes = (region.kind == RegionKind::kv && kv) || (region.kind == RegionKind::ring && move.from == Owner::ring);
     if (changes) arena.refuse_registered(id);
   }
+}
+
+// ---- the pools ----------------------------------------------------------------------------------------------------
+
+void Draft::enlist(TenantId tenant, std::shared_ptr<BlockPool> pool) { pools_[tenant] = std::move(pool); }
+
+void Draft::dismiss(TenantId tenant) noexcept { pools_.erase(tenant); }
+
+BlockPool& Draft::pool_of(TenantId tenant) const {
+  const auto found = pools_.find(tenant);
+  if (found != pools_.end()) return *found->second;
+  throw Error(ErrorKind::invalid_argument, "Tenant " + std::to_string(tenant) + " has no pool in the draft. Nothing changed; enlist it.",
+              {{"tenant", number(tenant)}});
+}
+
+void Draft::keep(BlockPool& pool, BlockPool::Saved saved) {
+  if (savepoints_.empty()) return;
+  auto& pools = savepoints_.back().pools;
+  if (std::none_of(pools.begin(), pools.end(), [&](const auto& each) { return each.first == &pool; })) {
+    pools.emplace_back(&pool, std::move(saved));
+  }
+}
+
+// The pools have what the plan, which is taken, says: first what is gained, since live blocks of what is lost may move there. All pools
+// are asked before the first changes.
+void Draft::settle_pools(const Plan& plan, Added& added, Outcome& outcome) {
+  std::map<TenantId, Share> shares;
+  for (const Step& step : plan.steps) {
+    const SetOwner& move = step.set_owner;
+    if (step.kind != Step::Kind::set_owner || (move.from == Owner::kv) == (move.to == Owner::kv)) continue;
+    const bool gains = move.to == Owner::kv;
+    const auto found = pools_.find(move.tenant);
+    BlockPool* const pool = found == pools_.end() ? nullptr : found->second.get();
+    const Region& region = *arena_->kv_region_of(move.tenant);
+    Share& share = shares[move.tenant];
+    share.pool = pool;
+    for (const PageId page : move.pages) {
+      const auto slot = static_cast<SlotId>(region.slot_of[page]);
+      const bool late = gains && next_[page].from_others(move.tenant);
+      if (late) {
+        outcome.late.push_back(page);
+        added.late.emplace_back(page, slot);
+      }
+      // Behind the blocks' places stand pages that are zeroed there. What is lost before it was handed over is in no pool.
+      if (pool == nullptr || late || slot >= pool->slots() || (!gains && pool->slot(slot) == BlockPool::Slot::absent)) continue;
+      (gains ? share.gained : share.lost).push_back(slot);
+    }
+  }
+  for (auto& [tenant, share] : shares) {
+    if (share.pool == nullptr || share.lost.empty()) continue;
+    BlockPool::Ids pending = share.pool->pending(share.lost);
+    if (!pending.empty()) {
+      const std::size_t stay = share.pool->live_blocks() - pending.size(), usable = share.pool->usable_with(share.lost, share.gained);
+      outcome.room = share.pool->external() ? 0 : usable - std::min(usable, stay);
+    }
+    if (pending.size() > outcome.room) outcome.added = false;
+    outcome.pending.insert(outcome.pending.end(), pending.begin(), pending.end());
+  }
+  for (auto& [tenant, share] : shares) {
+    if (share.pool == nullptr || !outcome.added) continue;
+    BlockPool& pool = *share.pool;
+    BlockPool::Saved before = pool.save();
+    try {
+      pool.mark(share.gained, BlockPool::Slot::absent, BlockPool::Slot::open, "is owned already");
+      BlockPool::Slots open;
+      const auto is_open = [&](SlotId slot) { return pool.slot(slot) == BlockPool::Slot::open; };
+      std::copy_if(share.lost.begin(), share.lost.end(), std::back_inserter(open), is_open);
+      pool.mark(open, BlockPool::Slot::open, BlockPool::Slot::closed, "is not owned");
+      BlockPool::Moves moves = pool.plan_moves(share.lost);
+      pool.commit_moves(moves);
+      pool.mark(share.lost, BlockPool::Slot::closed, BlockPool::Slot::absent, "is not withdrawn");
+      added.moves.insert(added.moves.end(), moves.begin(), moves.end());
+    } catch (...) {
+      pool.restore(before);
+      throw;
+    }
+    keep(pool, std::move(before));
+  }
+  outcome.moves = added.moves;
+}
+
+void Draft::withdraw(TenantId tenant, const BlockPool::Slots& slots) {
+  BlockPool& pool = pool_of(tenant);
+  BlockPool::Saved before = pool.save();
+  pool.mark(slots, BlockPool::Slot::open, BlockPool::Slot::closed, "is not owned, or withdrawn already");
+  keep(pool, std::move(before));
+}
+
+void Draft::reopen(TenantId tenant) {
+  BlockPool& pool = pool_of(tenant);
+  if (!pool.withdrawn()) return;
+  BlockPool::Saved before = pool.save();
+  pool.mark(pool.closed_slots(), BlockPool::Slot::closed, BlockPool::Slot::open, "is not withdrawn");
+  keep(pool, std::move(before));
+}
+
+// ---- savepoints ---------------------------------------------------------------------------------------------------
+
+std::size_t Draft::begin() {
+  savepoints_.push_back({added_.size(), {}});
+  return savepoints_.size() - 1;
+}
+
+void Draft::join(std::size_t depth) {
+  while (depth != 0 && savepoints_.size() > depth) {
+    Savepoint inner = std::move(savepoints_.back());
+    savepoints_.pop_back();
+    for (auto& [pool, saved] : inner.pools) keep(*pool, std::move(saved));
+  }
+}
+
+void Draft::cut(std::size_t depth) {
+  refuse_fork(arena_->fork_generation_);
+  const std::lock_guard<std::mutex> tables(arena_->mutex_);
+  while (savepoints_.size() > depth) {
+    for (const auto& [pool, saved] : savepoints_.back().pools) pool->restore(saved);
+    drop_behind(savepoints_.back().plans);
+    savepoints_.pop_back();
+  }
+}
+
+// ---- what is left to be done --------------------------------------------------------------------------------------
+
+const Draft::Rests& Draft::rests() {
+  if (!rests_.empty() || added_.empty()) return rests_;
+  std::map<TenantId, Rest> found;
+  for (const Added& each : added_) {
+    const TenantId tenant = each.change.there.tenant;
+    if (tenant == kNobody) continue;
+    const auto [place, first] = found.try_emplace(tenant);
+    Rest& rest = place->second;
+    rest.tenant = tenant;
+    rest.plan = first ? each.change : rest.plan.followed_by(each.change);
+    if (!each.moves.empty()) rest.moves.push_back(each.moves);
+    for (const auto& [page, slot] : each.late) {
+      if (owned(page, Owner::kv, tenant) && std::count(rest.late.begin(), rest.late.end(), slot) == 0) rest.late.push_back(slot);
+    }
+  }
+  for (auto& [tenant, rest] : found) {
+    std::sort(rest.late.begin(), rest.late.end());
+    rests_.push_back(std::make_shared<Rest>(std::move(rest)));
+  }
+  return rests_;
+}
+
+bool Draft::moves_ring(const Rest& rest, const TenantPages& before) const {
+  return rest.plan.there.ring != before.ring && unmaps(before.ring_region);
+}
+
+void Draft::hand_over(const Rest& rest) const {
+  const auto found = pools_.find(rest.tenant);
+  if (found == pools_.end() || rest.late.empty()) return;
+  BlockPool& pool = *found->second;
+  BlockPool::Slots gained;
+  const auto lacking = [&](SlotId slot) { return slot < pool.slots() && pool.slot(slot) == BlockPool::Slot::absent; };
+  std::copy_if(rest.late.begin(), rest.late.end(), std::back_inserter(gained), lacking);
+  pool.mark(gained, BlockPool::Slot::absent, BlockPool::Slot::open, "is owned already");
 }
 
 // ---- as it will be ------------------------------------------------------------------------------------------------

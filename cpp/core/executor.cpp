@@ -36,16 +36,16 @@ std::vector<PageId> part(const std::vector<PageId>& pages, std::size_t first, st
   return {pages.begin() + static_cast<std::ptrdiff_t>(first), pages.begin() + static_cast<std::ptrdiff_t>(stop)};
 }
 
+}  // namespace
+
 template <typename Visit>
-void for_owners(const std::vector<Plan>& plans, Visit&& visit) {
-  for (const Plan& plan : plans) {
-    for (const Step& step : plan.steps) {
+void Executor::for_owners(const Draft& draft, Visit&& visit) {
+  for (const Draft::Added& each : draft.added_) {
+    for (const Step& step : each.change.plan.steps) {
       if (step.kind == Step::Kind::set_owner && !step.set_owner.pages.empty()) visit(step.set_owner);
     }
   }
 }
-
-}  // namespace
 
 Executor::Executor(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {
   if (!arena_) throw Error(ErrorKind::invalid_argument, "An executor needs an arena. Nothing was created.");
@@ -66,7 +66,7 @@ Executor::Needs Executor::admit(const Draft& draft) const {
   if (arena.undecided_) {
     throw Error(ErrorKind::invalid_state, "A change is applied and not yet committed. Nothing changed; commit it first.");
   }
-  if (!draft.plans_.empty() && draft.epoch_ != arena.epoch_) {
+  if (!draft.added_.empty() && draft.epoch_ != arena.epoch_) {
     throw Error(ErrorKind::stale_plan,
                 "The plans were made for epoch " + std::to_string(draft.epoch_) + ", the arena is at " +
                     std::to_string(arena.epoch_.load()) + ". No call was made; make them again from a fresh snapshot.",
@@ -74,7 +74,7 @@ Executor::Needs Executor::admit(const Draft& draft) const {
   }
   Needs needs;
   const bool strict = arena.options_.mode == Mode::strict;
-  for_owners(draft.plans_, [&](const SetOwner& move) {
+  for_owners(draft, [&](const SetOwner& move) {
     needs.leaves = needs.leaves || move.to == Owner::outside;
     needs.points = needs.points || (strict && move.from != Owner::outside && move.to != Owner::outside);
   });
@@ -137,7 +137,7 @@ Applied Executor::apply(Draft& draft, const Orderings& orderings) {
   left_to_later_.clear();
   shown_still_.clear();
   arena.undecided_of_.clear();
-  for_owners(draft.plans_, [&](const SetOwner& move) {
+  for_owners(draft, [&](const SetOwner& move) {
     arena.undecided_of_.push_back(move.tenant);
     applied.pages_moved += move.pages.size();
   });
@@ -208,7 +208,7 @@ void Executor::map_kv(const Draft& draft) {
   Arena& arena = *arena_;
   if (arena.options_.mode == Mode::aliased) return;
   std::map<RegionId, std::set<std::size_t>> gained, all;
-  for_owners(draft.plans_, [&](const SetOwner& move) {
+  for_owners(draft, [&](const SetOwner& move) {
     if (move.from != Owner::kv && move.to != Owner::kv) return;
     for (const auto& [id, region] : arena.regions_) {
       if (region.kind != RegionKind::kv || region.tenant != move.tenant) continue;
@@ -249,7 +249,7 @@ void Executor::list_due(const Draft& draft, const Orderings& orderings, Applied&
     return found != orderings.end() ? found->second : Ordering{};
   };
   std::set<EventHandle> freed;
-  for_owners(draft.plans_, [&](const SetOwner& move) {
+  for_owners(draft, [&](const SetOwner& move) {
     if (move.to == Owner::free) freed.insert(ordering_of(move.tenant).after);
   });
   for (const EventHandle after : freed) {
@@ -317,7 +317,9 @@ void Executor::store(Draft& draft) noexcept {
   }
   undo_.clear();
   arena.undecided_ = true;
-  draft.plans_.clear();
+  draft.added_.clear();
+  draft.rests_.clear();
+  draft.savepoints_.clear();
   draft.forget();
 }
 

@@ -514,18 +514,9 @@ Transition plan_free_pages(const TenantPages& now, const PageList& pages, bool g
   return made;
 }
 
-Transition::Copies Transition::copies(const std::vector<std::size_t>& layer_bytes, std::size_t page_bytes) const {
-  Copies found;
-  for (const LayerId layer : there.streamed()) {
-    const Layer& its = there.layers[layer];
-    found.offsets.push_back((its.size() - its.tail) * page_bytes);
-    found.places.push_back((there.buffer_pages - its.tail) * page_bytes);
-  }
-  for (const Load& load : home) {
-    const std::size_t begin = load.first * page_bytes;
-    const std::size_t end = std::min((std::size_t{load.first} + load.pages) * page_bytes, layer_bytes.at(load.layer));
-    if (begin < end) found.home.push_back({load.layer, begin, end - begin});
-  }
+std::vector<LayerId> Transition::reload() const {
+  std::vector<LayerId> found;
+  for (const Load& load : home) found.push_back(load.layer);
   return found;
 }
 

@@ -51,6 +51,7 @@ class BlockPool {
     std::vector<Block> blocks;
     std::vector<std::uint32_t> absent, closed;  // of each column, slots in that state
     std::array<std::size_t, 5> count{};         // of blocks in each state
+    std::size_t withdrawn = 0;                  // slots that are closed
     BlockId hint = 0;                           // no block below it is free
     bool external = false;
   };
@@ -66,6 +67,10 @@ class BlockPool {
   Ids live_ids() const;
   Ids open_ids() const;
   Slots owned_slots() const;
+  bool withdrawn() const noexcept { return now_.withdrawn != 0; }  // whether slots are closed
+  Slots closed_slots() const;
+  std::size_t slots() const noexcept { return now_.slots.size(); }
+  Slot slot(SlotId slot) const noexcept { return now_.slots[slot]; }
   bool is_live(std::int64_t block) const noexcept;
   bool is_draining(std::int64_t block) const noexcept { return known(block) && at(block) == Block::draining; }
 

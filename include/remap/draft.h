@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a change would be: plans, of one tenant or several, each checked against what those before it leave. To add one, or to drop
-// it again, changes nothing but the draft: the arena stays as it is until Executor::apply() carries all of them out at once.
+// it again, changes nothing but the draft and the books of the pools in it: the arena stays as it is until Executor::apply() carries
+// all of the plans out at once.
+//
+// A pool in the draft has the pages that the plans say: add() moves live blocks out of what goes. Savepoints are places in a change to
+// which it can go back: begin(), then join() or cut(), one within another.
 //
 // A page may pass through several tenants' hands within a draft. Whoever has it in the end gets it zeroed behind the change, where
-// another tenant had it before: `passed` says who.
+// another tenant had it before: `passed` says who. Its pool gets it then (hand_over()), and not before.
 #pragma once
 
 #include <cstdint>
@@ -13,23 +17,62 @@
 #include <vector>
 
 #include "remap/arena.h"
+#include "remap/block_pool.h"
 #include "remap/plan.h"
+#include "remap/tenant_pages.h"
 
 namespace remap {
 
-// One thread at a time. Each call takes the lock of the arena's tables for as long as it looks at them.
+// What a change leaves to be done for one tenant, once it is made.
+struct Rest {
+  TenantId tenant = kNobody;
+  Transition plan;                      // all of its plans, as one; of the steps those of the last
+  std::vector<BlockPool::Moves> moves;  // of its live blocks: those of one entry at once, each entry behind the one before
+  BlockPool::Slots late;                // of its KV region: its pool gets their pages when these have been zeroed
+};
+
+// One thread at a time, which no other disturbs in the pools concerned. Each call takes the lock of the arena's tables for as long as it
+// looks at them.
 class Draft {
  public:
   explicit Draft(std::shared_ptr<Arena> arena);
 
-  // Adds a plan. Returns the pages of it that become a tenant's KV and that another tenant had when the draft began, or within it:
-  // no block may use them before Executor::zero_due(). Throws StalePlan (also if the arena has changed since the draft's first
-  // plan), InvalidArgument, InvalidState (a region in a declared range), and the draft is as before then.
-  std::vector<PageId> add(Plan plan);
-  // How many there are.
-  std::size_t plans() const noexcept { return plans_.size(); }
-  // Drops all but the first ones, which are taken in anew.
-  void cut(std::size_t plans);
+  // From now on plans give to this pool, and take from it, what becomes the tenant's KV or stops being it. A tenant has one, or none.
+  void enlist(TenantId tenant, std::shared_ptr<BlockPool> pool);
+  void dismiss(TenantId tenant) noexcept;
+
+  struct Outcome {
+    bool added = true;        // false: live blocks have no room elsewhere, and nothing has changed
+    BlockPool::Moves moves;   // of live blocks, out of pages that go
+    BlockPool::Ids pending;   // the live blocks there were
+    std::size_t room = 0;     // for how many of them there is room; of a tenant of which pages go
+    std::vector<PageId> late; // become KV, and another tenant had them when the draft began, or within it: no block may use them yet
+  };
+  // Adds a plan. Throws StalePlan (also if the arena has changed since the draft's first plan), InvalidArgument, InvalidState (a region
+  // in a declared range), and the draft is as before then.
+  Outcome add(Transition change);
+  Outcome add(Plan plan);
+  std::size_t plans() const noexcept { return added_.size(); }  // how many there are
+  // Hands out no block of these slots any more, or (reopen) of all slots that were withdrawn: they are again as others.
+  void withdraw(TenantId tenant, const BlockPool::Slots& slots);
+  void reopen(TenantId tenant);
+
+  // A savepoint. Returns its number, which is how many there were.
+  std::size_t begin();
+  std::size_t depth() const noexcept { return savepoints_.size(); }
+  // This one and those behind it are a part of the one before.
+  void join(std::size_t depth);
+  // Back to where it was, and behind that is none. Plans before it are taken in anew. Nothing if there are not as many.
+  void cut(std::size_t depth);
+  // The change is over, without plans.
+  void end() noexcept { savepoints_.clear(); }
+
+  using Rests = std::vector<std::shared_ptr<Rest>>;
+  const Rests& rests();  // a tenant each, of those with plans
+  // Whether it unmaps pages behind the ring's addresses. before: the tenant's pages as they are.
+  bool moves_ring(const Rest& rest, const TenantPages& before) const;
+  // The change is committed: the pool gets what it was to get late. Can be called again.
+  void hand_over(const Rest& rest) const;
 
   // ---- looking: as it will be ----------------------------------------------------------------------------------
   Arena& arena() const noexcept { return *arena_; }
@@ -60,6 +103,23 @@ class Draft {
     std::uint32_t layer = 0;
     bool deferred = false;
   };
+  struct Added {
+    Transition change;
+    BlockPool::Moves moves;
+    std::vector<std::pair<PageId, SlotId>> late;
+  };
+  struct Savepoint {
+    std::size_t plans = 0;
+    std::vector<std::pair<BlockPool*, BlockPool::Saved>> pools;  // as they were, of those that have changed since
+  };
+  struct Share {  // what a plan gives to a pool and takes from it
+    BlockPool* pool = nullptr;
+    BlockPool::Slots gained, lost;
+  };
+  void settle_pools(const Plan& plan, Added& added, Outcome& outcome);
+  void keep(BlockPool& pool, BlockPool::Saved saved);
+  BlockPool& pool_of(TenantId tenant) const;
+  const Plan& plan(std::size_t at) const { return added_[at].change.plan; }
   void drop_behind(std::size_t plans);
   void check(const Plan& plan) const;
   void take(const Plan& plan, std::size_t number);
@@ -80,7 +140,10 @@ class Draft {
   std::shared_ptr<Arena> arena_;
   std::uint64_t epoch_ = 0;  // of the first plan
   std::uint64_t number_ = 1;
-  std::vector<Plan> plans_;
+  std::vector<Added> added_;
+  std::vector<Savepoint> savepoints_;
+  std::map<TenantId, std::shared_ptr<BlockPool>> pools_;
+  Rests rests_;  // of all plans, once it was asked for
   std::vector<Next> next_;  // by page
   std::vector<PageId> touched_;
   std::map<RegionId, Target> targets_;

@@ -155,6 +155,8 @@ class Executor {
     StreamHandle zero_on = 0;  // 0: it is waited for
     bool was_free = false;  // it was no tenant's in this change before, and is KV
   };
+  template <typename Visit>
+  static void for_owners(const Draft& draft, Visit&& visit);
   Needs admit(const Draft& draft) const;
   void point(const Draft& draft, Applied& applied);
   void map_kv(const Draft& draft);

@@ -94,16 +94,6 @@ struct Transition {
     LayerId layer;
     std::uint32_t first, pages;
   };
-  // In bytes. offsets and places have one entry a streamed layer: its copy brings [offset, end) to this place of its buffer.
-  struct Copies {
-    struct Home {
-      LayerId layer;
-      std::size_t first, bytes;
-    };
-    std::vector<std::size_t> offsets, places;
-    std::vector<Home> home;
-  };
-
   Plan plan;
   TenantPages there;
   std::vector<Load> home;     // pages that are at home again, to be loaded from the master copy
@@ -113,7 +103,7 @@ struct Transition {
   bool ring_changes = false;
   bool frees = false;
 
-  Copies copies(const std::vector<std::size_t>& layer_bytes, std::size_t page_bytes) const;
+  std::vector<LayerId> reload() const;  // the layers of `home`
   // What is loaded, re-pointed, streamed and waited for with both, one after the other. Its steps are the later one's.
   Transition followed_by(const Transition& later) const;
 };

@@ -188,7 +188,7 @@ class Session:
         self._config = Knobs.of(config or Config())
         self._tenants: dict[str, TenantState] = {}
         self._lock = SessionLock(_core.fork_generation, self, Session._begin_call, Session._end_call)
-        self._changes = Changes(self._streams, self._arena, self._executor)
+        self._changes = Changes(self._streams, self._arena, self._executor, self._tenants)
         self._lending = Lending(self._tenants, self._changes)
         self._memory = partial(_memory, self._device, self._arena)
         self._arrivals = Attaching(
@@ -660,7 +660,7 @@ class Session:
             if tenant.turn.elsewhere:  # a pass of this thread, or of one that has ended, is abandoned
                 tenant.require_idle(leaving=True)
         for tenant in self._tenants.values():
-            tenant.leaving = tenant.leaving or tenant.unsettled is not None  # nothing that is due is waited for
+            tenant.leaving = tenant.leaving or tenant.rest is not None  # nothing that is due is waited for
         for tenant in self._tenants.values():
             self._changes.abandon(tenant)
             self._move_out(tenant, device)

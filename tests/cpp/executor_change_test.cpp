@@ -10,10 +10,19 @@ using World = remap::testing::PlanWorld;
 
 namespace {
 
+// Each plan has a savepoint of its own.
 struct Change : Draft {
   const World& world;
   explicit Change(const World& its) : Draft(its.arena), world(its) {}
-  std::vector<PageId> add(std::vector<Step> steps) { return Draft::add({world.arena->epoch(), std::move(steps)}); }
+  std::vector<PageId> add(std::vector<Step> steps) {
+    const std::size_t place = begin();
+    try {
+      return Draft::add(Plan{world.arena->epoch(), std::move(steps)}).late;
+    } catch (...) {
+      cut(place);
+      throw;
+    }
+  }
 };
 
 std::vector<std::size_t> tables(const Arena& arena) {

@@ -125,10 +125,11 @@ TEST(a_home_passes_on_within_a_change) {
     Draft draft(world.arena);
     draft.add(world.plan(world.give_up()));
     for (int times = 0; times < 2; ++times) {
+      const std::size_t place = draft.begin();
       draft.add(world.plan({owner({2, 3}, Owner::free, Owner::kv, kCold)}));
       draft.add(world.plan(world.come(world.cold, {3, 2}, kCold)));
       CHECK_ERROR(ErrorKind::invalid_argument, draft.add(world.plan({world.home(world.two, {2, 3})})));  // it is the other's
-      if (times == 0) draft.cut(1);
+      if (times == 0) draft.cut(place);
     }
     CHECK(world.state() == before);
     world.executor->apply(draft);

@@ -129,12 +129,14 @@ TEST(what_is_dropped_is_as_before) {
     one.grow({4});
     one.shrink({4});
     Draft draft(one.arena);
-    const auto add = [&](std::vector<Step> steps) { draft.add({one.arena->epoch(), std::move(steps)}); };
+    const auto add = [&](std::vector<Step> steps) { draft.add(Plan{one.arena->epoch(), std::move(steps)}); };
+    draft.begin();
     add({owner({4}, Owner::free, Owner::outside, kNobody)});
     CHECK_ERROR(ErrorKind::invalid_argument, add({owner({4}, Owner::free, Owner::kv)}));  // beside it nothing else
     CHECK(draft.free_pages().empty());
     draft.cut(0);
     CHECK(one.grow({4}).zeroed_bytes == 0);  // it never left: these are the tenant's own bytes
+    draft.begin();
     add({owner({5}, Owner::outside, Owner::free, kNobody)});
     CHECK(draft.free_pages() == std::vector<PageId>{5});
     draft.cut(0);

@@ -1,6 +1,7 @@
 // Plans between any two states of a tenant's pages against the obvious: whose each page is, what each region shows and what is
 // loaded, by the words of tenant_pages.h, kept in maps; each plan is carried out there step by step.
 #include "remap/tenant_pages.h"
+#include "remap/transition_copies.h"
 
 #include <algorithm>
 #include <map>
@@ -269,7 +270,8 @@ TEST(plans_of_one_change_are_as_one) {
   const TenantPages four = now.with_streaming({{2, 2, 2, 2, 0, 0}, 1, 2}), two = four.with_streaming({{2, 2, 0, 0, 0, 0}, 1, 2});
   const Transition both = plan_between(four, two).followed_by(plan_between(two, two.with_streaming({{2, 2, 2, 0, 0, 0}, 1, 2})));
   CHECK(both.home.size() == 1 && both.home[0].layer == 3 && both.home[0].pages == 2);  // layer 2 streams again
-  CHECK(both.copies({9, 9, 9, 9, 9, 9}, 5).home[0].bytes == 9 && both.copies({9, 9, 9, 9, 9, 9}, 5).offsets.size() == 3);
+  const StreamConfiguration copies = configuration_of(both, {9, 9, 9, 9, 9, 9}, 5, nullptr, true, 0);
+  CHECK(copies.home[0].bytes == 9 && copies.offsets.size() == 3);
 }
 
 TEST(free_pages_of_its_own_layers_are_lent) {

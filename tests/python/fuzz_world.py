@@ -438,7 +438,7 @@ class World:
         """What it returns, told to the engines; the error if it may raise that, and has changed nothing (partly: may
         have, and the next report tells what moved); KeyboardInterrupt if it was interrupted."""
         before = sharing_worlds.seen(self.session)
-        due = any(internals(each.tenant)._state.unsettled is not None for each in self.engines.values())
+        due = any(internals(each.tenant)._state.rest is not None for each in self.engines.values())
         arm, self.fault = self.fault, None
         at, self.at = self.at, -1
         if arm is not None:

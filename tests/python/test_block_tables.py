@@ -7,10 +7,11 @@ import gc
 import random
 
 import pytest
+from pools import OwnPool
 
 from remap.adapters.block_tables import BatchTable, SharedBlocks
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.kv.pool import BlockPool, KVGeometry, KVSpec
+from remap.kv.pool import KVGeometry, KVSpec
 
 SIZE = 4
 
@@ -22,7 +23,7 @@ class Pool:
         shape = {"layers": 1, "kv_heads": 1, "head_dim": 8, "block_tokens": SIZE, "dtype": "int8"}
         self.spec = KVSpec(**shape, min_blocks=0, max_blocks=blocks)
         geometry = KVGeometry(self.spec, self.spec.block_bytes)
-        self.pool = BlockPool(geometry)
+        self.pool = OwnPool(geometry)
         self.pool.add_pages(range(geometry.region_pages))
         self.allocate, self.free = self.pool.allocate, self.pool.free
 

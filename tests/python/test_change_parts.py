@@ -30,9 +30,7 @@ def loose(core: Any, name: str) -> list[int]:
 
 def leave(core: Any, name: str, pages: list[int]) -> dict[int, int]:
     tenant = core.tenant(name)
-    return core.changes.exchange(
-        tenant, plan_free_pages(tenant.pages, pages, give=False), sorted(tenant.slots_of(pages))
-    )
+    return core.changes.apply(tenant, plan_free_pages(tenant.pages, pages, give=False))
 
 
 def take(core: Any, name: str, pages: list[int]) -> None:
@@ -192,10 +190,10 @@ def test_zeroes_that_fail_are_made_before_the_blocks_are_handed_out(mode: str) -
         world.fault.arm(_core.Call.fill, 1)
         world.session.exclusively(change)
         world.fault.disarm()
-        assert c.kv.usable_blocks == usable and world.session._tenants["c"].pending_slots
+        assert c.kv.usable_blocks == usable and world.session._tenants["c"].rest.late
         remap.advanced.check(world.session)
         c.serve()
-        assert c.kv.usable_blocks > usable and not world.session._tenants["c"].pending_slots
+        assert c.kv.usable_blocks > usable and world.session._tenants["c"].rest is None
         for block in c.kv.allocate(c.kv.free_blocks):
             assert read_block(c.tenant, block) == {0}
         remap.advanced.check(world.session)

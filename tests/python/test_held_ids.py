@@ -6,9 +6,10 @@ from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from pools import OwnPool
 
 from remap.adapters.held_ids import HeldIds
-from remap.kv.pool import BlockPool, KVGeometry, KVSpec
+from remap.kv.pool import KVGeometry, KVSpec
 
 PAGES = 6
 
@@ -16,7 +17,7 @@ PAGES = 6
 def test_what_is_withdrawn_around_a_hole_is_told_without_the_hole() -> None:
     """Layers first: blocks 2 and 3 are closed already, in the keys' page; then all other pages go at once."""
     shape = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_tokens": 4, "dtype": "float32", "layout": "layer_major"}
-    pool = BlockPool(KVGeometry(KVSpec(**shape, min_blocks=0, max_blocks=6), 128))  # two blocks a page
+    pool = OwnPool(KVGeometry(KVSpec(**shape, min_blocks=0, max_blocks=6), 128))  # two blocks a page
     pool.add_pages(range(6))
     assert list(pool.drain([1])) == [2, 3]
     assert list(pool.drain([0, 2, 3, 4, 5])) == [0, 1, 4, 5]
@@ -28,7 +29,7 @@ class AnEngineWithAFreeList(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         spec = KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=4, dtype="float32", min_blocks=0, max_blocks=PAGES)
-        self.pool = BlockPool(KVGeometry(spec, spec.block_bytes))
+        self.pool = OwnPool(KVGeometry(spec, spec.block_bytes))
         self.held = HeldIds(reserved=[0], limit=PAGES - 1)
         self.free: list[int] = []
         self.used: list[int] = []

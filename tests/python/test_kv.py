@@ -8,10 +8,10 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import OwnPool
 
 from reference.kv_model import chunk_offsets, pages_of_block
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.kv.pool import BlockPool
 from remap.kv.spec import KVGeometry, KVSpec
 
 LAYOUTS = ("block_major", "layer_major")
@@ -39,9 +39,9 @@ def geometries(draw: st.DrawFn) -> KVGeometry:
 
 # Two layers of 16 + 16 bytes a block; pages of 48 bytes: in block_major 64-byte blocks straddle pages (0-1, 1-2, 2-3,
 # 4-5, ...), and four pages hold three blocks; in layer_major (16-byte units) three blocks fill one page of each range.
-def pool_of(layout: str = "block_major", pages: int | None = None, max_blocks: int = 12) -> BlockPool:
+def pool_of(layout: str = "block_major", pages: int | None = None, max_blocks: int = 12) -> OwnPool:
     spec = make_spec(block_tokens=4, layout=layout, max_blocks=max_blocks)
-    pool = BlockPool(KVGeometry(spec, 48))
+    pool = OwnPool(KVGeometry(spec, 48))
     pool.add_pages(pool.geometry.donation_slots(0, pool.geometry.region_pages if pages is None else pages))
     return pool
 
@@ -169,7 +169,7 @@ def test_a_gift_that_bridges_owned_pages_counts_each_block_once(layout: str) -> 
     """One block spans three pages here; the outer two are given in one call around the inner one."""
     spec = make_spec(layers=1, head_dim=1, block_tokens=10, dtype="int8", max_blocks=8, layout=layout)
     geometry = KVGeometry(spec, 8 if layout == "block_major" else 4)
-    pool = BlockPool(geometry)
+    pool = OwnPool(geometry)
     columns = geometry.range_pages
     ranges = [r * columns for r in range(geometry.ranges)]
     pool.add_pages([r + 1 for r in ranges])
@@ -356,10 +356,10 @@ def test_usable_with_and_vacant_are_what_a_pool_of_these_pages_would_have(
     every = range(geometry.region_pages)
     subset = st.sets(st.sampled_from(every))
     owned, lost, gained = data.draw(subset), data.draw(subset), data.draw(subset)
-    pool = BlockPool(geometry)
+    pool = OwnPool(geometry)
     pool.add_pages(list(owned))
     pool.allocate(data.draw(st.integers(0, pool.free_blocks)))
-    other = BlockPool(geometry)
+    other = OwnPool(geometry)
     other.add_pages(list((owned | gained) - lost))
     assert pool.usable_with(list(lost), list(gained)) == other.usable_blocks
     order = data.draw(st.permutations(sorted(owned)))

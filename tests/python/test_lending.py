@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from arena_worlds import read_block
 from sharing_worlds import Shared, set_times, times_of
@@ -75,7 +73,7 @@ def test_what_is_still_away_is_re_pointed_when_its_tenant_wakes(wakes_in: str) -
         remap.advanced.settle(world.session)
         before = mappings(world)
         if wakes_in == "the pass":
-            internals(b.tenant)._state.books = replace(internals(b.tenant)._state.books, active=True)
+            internals(b.tenant)._state.books = internals(b.tenant)._state.books._replace(active=True)
         else:
             assert world.session.activate("b", partial=True).streamed
         world.check()  # serves: every layer's bytes
@@ -183,6 +181,6 @@ def test_a_listener_that_always_raises_ends_no_change_and_no_session() -> None:
         with pytest.raises(RuntimeError, match="listener"):
             world.session.activate("b")
         assert b.tenant.active and internals(b.tenant).lent_pages == 0 and told, "the change that it was told of"
-        assert world.session._changes._change is None
+        assert world.session._changes.draft.depth == 0
         remap.advanced.check(world.session)
         assert world.session.snapshot().tenants["b"].lent_pages == 0

@@ -82,12 +82,12 @@ def test_no_other_thread_comes_into_the_middle_of_a_change(mode: str, call: Call
         make = changes._make
         thread = threading.Thread(target=lambda: (call(world.engines["a"]), done.set()))
 
-        def acting(saved: Any) -> None:
+        def acting() -> None:
             """The change is a draft, and not made."""
             changes._make = make  # type: ignore[method-assign]
             thread.start()
             assert not done.wait(0.2)
-            make(saved)
+            make()
 
         changes._make = acting  # type: ignore[method-assign]
         world.remap("a", 3, 2, "nested")
@@ -139,10 +139,10 @@ def test_a_re_pointing_that_fails_just_before_a_pass_begins_is_told_by_wait(monk
         a, changes = world.engines["a"], world.session._changes
         world.remap("a", 3, 1, "nested")
         world.settle()
-        internals(a.tenant)._state.unsettled, real = (None, False), changes.settle  # type: ignore[assignment]
+        internals(a.tenant)._state.rest, real = (None, False), changes.settle  # type: ignore[assignment]
 
         def settled(each: Any) -> None:
-            each.unsettled = None
+            each.rest = None
             real(each)
             monkeypatch.setattr(changes, "_executor", Failing(changes._executor))
 

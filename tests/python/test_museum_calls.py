@@ -16,7 +16,7 @@ from sharing_worlds import EAGER, Faulty, Shared, attempt, set_times
 import remap
 from remap.errors import DriverError
 from remap.internals import internals
-from remap.memory.draft import compose_moves
+from remap.memory.apply import compose_moves
 
 
 def eager(**config: Any) -> remap.advanced.Knobs:

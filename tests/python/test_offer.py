@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from sharing_worlds import EAGER, Shared, seen, set_times, times_of
 
@@ -73,7 +71,7 @@ def test_what_an_idle_tenant_lends_is_offered_before_it_is_taken_and_afterwards(
         assert {each.donor: each.reload_s for each in offers}["b"] == pytest.approx(b.tenant.remapped * 1e-3)
         assert remap.advanced.offers(session, "a") == offers
         # Of a tenant that serves, only what it lent: it copies that in each pass.
-        internals(b.tenant)._state.books = replace(internals(b.tenant)._state.books, active=True)
+        internals(b.tenant)._state.books = internals(b.tenant)._state.books._replace(active=True)
         assert {each.donor: (each.kind, each.share) for each in remap.advanced.offers(session, "a")}["b"] == (
             "active",
             0.25,

@@ -453,8 +453,6 @@ def give_back_unused(session: remap.Session, tenant: remap.Tenant) -> None:
     owned = state.slots_of([page for page in state.donation_order if owners[page] == _core.Owner.kv])
     slots = [slot for slot in owned if slot in pool.owned_slots()]
     pages = tuple(state.donation_order[internals(tenant).kv.geometry.donation_index(slot)] for slot in slots)
-    pool.drain(slots)
-    pool.remove_pages(slots)
     session._changes.apply(state, plan_free_pages(state.pages, pages, give=False))
 
 

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block pool of one tenant: which KV blocks are usable, which are in use, and how some of them are given back.
 
-The books are the core's (include/remap/block_pool.h). The session tells the pool which pages of the KV region the tenant owns
-(`add_pages`, `remove_pages`). The engine allocates blocks from it (`allocate`, `free`) or mirrors it in its own
-allocator (`subscribe`). Pages come and go in any order: a block is usable while all of its pages are owned.
-
-Shrinking takes two steps, because live blocks cannot be dropped:
-
-    ids = pool.drain(slots)       # blocks that touch these pages are handed out no more; live ones stay valid
-    moves = pool.plan_moves(slots)   # where live ones can go; the caller copies the bytes, in any order, and then
-    pool.commit_moves(moves)         # the new ids are live instead of the old ones
-    if not pool.pending(slots):      # otherwise wait until requests finish (or `cancel_drain`)
-        pool.remove_pages(slots)
+The books are the core's (include/remap/block_pool.h). A change of the session gives and takes the pages of the KV region that the
+tenant owns, and moves live blocks out of what goes (include/remap/draft.h). The engine allocates blocks (`allocate`, `free`) or
+mirrors the pool in its own allocator (`subscribe`). Pages come and go in any order: a block is usable while all of its pages are
+owned. Withdrawn ones are handed out no more; live blocks there stay valid until they are freed.
 
 Only one thread at a time may change a pool; a session ensures that for its own pools (locking.py). A change is one call of the
 core, so an interrupt finds it made, or not begun. Listeners hear the difference to what they have heard, so one that an
@@ -50,7 +43,6 @@ class BlockPool(_core.BlockPool):
         """Blocks that an external engine has in use, by its last word (`Demand.free`). None: the pool knows."""
         self._listeners: list[Listener] = []
         self._telling = False
-        self._silent = False  # a change of several steps is under way
 
     # -- allocation ------------------------------------------------------------------------------------------------
 
@@ -99,31 +91,6 @@ class BlockPool(_core.BlockPool):
         blocks = listed(ids)
         self._require(blocks, self.first_not_live(blocks), "is not allocated")
 
-    # -- pages -----------------------------------------------------------------------------------------------------
-    # All raise InvalidArgument (field: slot) for a slot outside the region, named twice, or not as it has to be.
-
-    def add_pages(self, slots: Sequence[int]) -> Sequence[int]:
-        """The tenant owns the pages at these region slots now. Returns the ids that may be handed out as a result."""
-        ids = self.mark_owned(slots)
-        self._change_told()
-        return ids
-
-    def drain(self, slots: Sequence[int]) -> Sequence[int]:
-        """Hand out no block that touches these pages any more. Returns the ids that were open until now.
-
-        Live ones among them stay valid until freed. Undone by `cancel_drain`, completed by `remove_pages`, which raises
-        InvalidState (field: live = number of live blocks inside) while live blocks remain.
-        """
-        ids = self.mark_withdrawn(slots)
-        self._change_told()
-        return ids
-
-    def cancel_drain(self, slots: Sequence[int]) -> Sequence[int]:
-        """Undo `drain` for these pages (or a part of them). Returns the ids that are open again."""
-        ids = self.mark_open(slots)
-        self._change_told()
-        return ids
-
     # -- engines with their own allocator --------------------------------------------------------------------------
 
     def subscribe(self, listener: Listener, *, external: bool = False) -> None:
@@ -165,7 +132,7 @@ class BlockPool(_core.BlockPool):
             ids = self.open_ids()
             if ids:
                 self._tell([listener], ids, ())
-            self._change_told()
+            self.tell()
         except Exception:  # the listener's own: it is subscribed, and has been told
             raise
         except BaseException:  # an interrupt: it is not
@@ -185,10 +152,6 @@ class BlockPool(_core.BlockPool):
 
     # -- changes of several steps -----------------------------------------------------------------------------------
 
-    def silence(self) -> None:
-        """Tell listeners nothing until `tell`: neither of what comes, nor of what `restore` takes back meanwhile."""
-        self._silent = True
-
     def tell_withdrawn(self) -> None:
         """In the midst of a change, listeners hear at once which of the open ids that they know are withdrawn, and nothing else.
         Of what an engine gets they hear when that is decided: it would use it, and if that is undone it is nobody's."""
@@ -206,15 +169,9 @@ class BlockPool(_core.BlockPool):
         return self._telling
 
     def tell(self) -> None:
-        """Tell listeners of all that has changed since they have heard of it, unless this is a listener's call."""
-        self._silent = False
-        self._change_told()
-
-    # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _change_told(self) -> None:
-        """Listeners hear, in order; of a listener's own change when the present one is told."""
-        if self._telling or self._silent:
+        """Tell listeners, in order, of all that has changed since they have heard of it; of a listener's own change when the
+        present one is told. Raises the first error of one."""
+        if self._telling:
             return
         first: Exception | None = None
         while True:

@@ -184,7 +184,7 @@ def _activate(changes: Changes, lending: Lending, tenant: TenantState, partial: 
 
 
 def _awake(changes: Changes, tenant: TenantState) -> None:
-    changes.note(tenant, replace(tenant.books, active=True))
+    changes.note(tenant, tenant.books._replace(active=True))
 
 
 def _with_cold(tenant: TenantState, report: ActivationReport, came: tuple[int, ...]) -> ActivationReport:
@@ -281,4 +281,4 @@ def certify(tenant: TenantState) -> None:
     times = tenant.decode_times()
     if tenant.streamed and times is not None:
         stall = tenant.stall(times, streaming_now(tenant.pages), tenant.kv.streamed.stop)
-        tenant.books = replace(tenant.books, predicted_stall_s=stall)
+        tenant.books = tenant.books._replace(predicted_stall_s=stall)

@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carry out changes. A change is one or more plans, of one tenant or several, which happen whole or not at all:
 
-    with changes.part():                          a part of a change; within another one it belongs to that
-        drain, plan_moves, apply, ...             a draft: books and pools are as they will be, and nothing else has changed
-    Executor.change                               at the end of the outermost part: the only step that changes mappings or owners
-    move, tell, settle                            what is due is done; listeners hear of it
+    with changes.part():                  a part of a change; within another one it belongs to that
+        apply(tenant, plan)               into the core's draft: books and pools are as they will be, and nothing else has changed
+    Executor.change                       at the end of the outermost part: the only step that changes mappings or owners
+    move, tell, settle                    what is due is done; listeners hear of it
 
-    growing     apply -> pool.add_pages
-    shrinking   pool.drain -> commit_moves -> pool.remove_pages -> apply
-    settle      Executor.zero_free -> moved blocks' bytes -> zero_due -> Prefetcher.configure -> Executor.commit, for all tenants
+    settle      Executor.zero_free -> moved blocks' bytes -> zero_due -> Executor.settle: prefetchers, pools, the worker
 
-A part that fails is dropped: books and pools that it has touched are again as they were (`Savepoint`), the draft forgets its
-plans, and the exception goes on. What the change was before stays. All that Executor.change may refuse was checked when the plans
-were added; an error of the device there changes nothing, and the whole change is dropped. Behind it nothing goes back: what is
-due is retried until it is done, before the next change and before its tenants' next passes.
+A part that fails is cut off the draft, with what it did to books and pools, and the exception goes on. What the change was
+before stays. All that Executor.change may refuse was checked when the plans were added; an error of the device there changes
+nothing, and the whole change is dropped. Behind it nothing goes back: what is due is retried until it is done, before the next
+change and before its tenants' next passes.
 
 An error or an interrupt (KeyboardInterrupt) can come between any two steps, so this module infers nothing from how far a call
-came: `undo` drops a change that is not made, and carries on with one that is, which Executor.undecided says: no other change can
-be applied before it is committed. It can be interrupted and called again; it runs when a call ends with an exception, and before
-the next call begins (locking.exclusive). Listeners hear of a change when none is in progress any more: they may call the session.
+came: a change is made once the draft is empty. `undo` drops one that is not made, and carries on with one that is. It can be
+interrupted and called again; it runs when a call ends with an exception, and before the next call begins (locking.exclusive).
+Listeners hear of a change when none is in progress any more: they may call the session.
 
 Live blocks move when the change is made: the pool names their new places from the draft on, and the old ones hold the bytes until
 then. Strict mode shows the old places until the change is committed. A page that another tenant had when the change began, or
@@ -37,21 +35,18 @@ they come home before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 
 from remap import _core
 from remap.errors import Error, OutOfBlocks
-from remap.kv.pool import BlockPool
-from remap.memory.draft import Change, DueWork, Moves, Savepoint, compose_moves, restored
-from remap.memory.pages import NOBODY, Streaming, TenantPages, Transition
+from remap.memory.pages import Streaming, TenantPages, Transition
 from remap.memory.state import Books, TenantState
 from remap.memory.streams import Streams
 from remap.nvtx import annotated
 
-__all__ = ["Changes"]
+__all__ = ["Changes", "compose_moves", "no_room"]
 
 _logger = logging.getLogger("remap.memory")
 
@@ -59,39 +54,48 @@ _logger = logging.getLogger("remap.memory")
 class _Part:
     """See `Changes.part`."""
 
-    __slots__ = ("_depth", "_enter", "_leave")
+    __slots__ = ("_changes", "_depth")
 
-    def __init__(self, enter: Callable[[], int], leave: Callable[[int, bool], None]) -> None:
-        self._enter = enter
-        self._leave = leave
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
 
     def __enter__(self) -> None:
-        self._depth = self._enter()
+        self._depth = self._changes.begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(self._depth, error is not None)
+        self._changes.end(self._depth, error is not None)
 
 
 class Changes:
     """One session's. Called with the session's lock held."""
 
-    def __init__(self, streams: Streams, arena: _core.Arena, executor: _core.Executor) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        arena: _core.Arena,
+        executor: _core.Executor,
+        tenants: Mapping[str, TenantState],
+    ) -> None:
+        """tenants: the session's own, as it is now."""
         self.streams = streams
         self.arena = arena
         self._executor = executor
+        self._tenants = tenants
         self._deferring = arena.mode == _core.Mode.aliased
         self.draft = _core.Draft(arena)  # the plans of the change in progress, and the pages as they will be behind it
-        self._change: Change | None = None
-        self._unsettled: dict[TenantState, DueWork] = {}  # of the last decided change
+        self._problem: Error | None = None  # why the last change could not be settled, so that no plan can be added
+        # Of the change that the core makes now: what will be due, and `moved`.
+        self._making: tuple[list[tuple[TenantState, _core.Rest]], dict[str, dict[int, int]]] | None = None
+        self._due: tuple[TenantState, ...] = ()  # of the last change that was made, until it is settled
         self._settling = False  # nothing but an interrupt keeps it from that
-        self._unreported: list[BlockPool] = []  # pools with decided changes that their listeners have not heard of
-        # tenant -> {old: new}: live blocks that have moved and are in no report yet. Written where a change is decided,
+        self._untold = False  # listeners may have to hear of something
+        # tenant -> {old: new}: live blocks that have moved and are in no report yet. Written where a change is made,
         # so that a call that raises afterwards cannot lose them.
         self.moved: dict[str, dict[int, int]] = {}
         self._simulator = streams.simulator
-        self.decisions = 0  # changes with plans or moves that were decided
+        self.decisions = 0  # changes with plans that were made
 
     @property
     def epoch(self) -> int:
@@ -99,7 +103,7 @@ class Changes:
 
         Owners are others within a change, and behind it, but the arena's epoch changes only when that is settled.
         """
-        if self._unsettled or self.draft.plans:
+        if self._due or self.draft.plans:
             return -1
         epoch: int = self.arena.epoch
         return epoch
@@ -116,40 +120,36 @@ class Changes:
         it has changed, and the exception goes on; else, at the end of the outermost, the change is made and settled. Raises the
         backend's error if it cannot be made, and nothing has changed then; a listener's first error, behind the change. If
         settling fails, `Tenant.forward` tries again."""
-        return _Part(self._enter, self._leave)
+        return _Part(self)
 
-    def _enter(self) -> int:
-        change = self._change
-        if change is None:
-            change = self._change = Change()
+    def begin(self) -> int:
+        """A part begins. Returns how many there are around it."""
+        if not self.draft.depth:
+            self._problem, self._untold = None, True
             try:
                 self._settle()
             except Error as error:
-                change.problem = error
-        change.savepoints.append(Savepoint(self.draft.plans, change.due))
-        return len(change.savepoints) - 1
+                self._problem = error
+        return self.draft.begin()
 
-    def _leave(self, depth: int, failed: bool) -> None:
-        change = self._change
-        if change is None or depth >= len(change.savepoints):
-            return
+    def end(self, depth: int, failed: bool) -> None:
+        """It is over."""
         if failed:
-            self._go_back(change, depth)
+            self._drop(depth)
         elif depth:
-            change.join()
-        else:
-            self._finish(change)
+            self.draft.join(depth)
+        elif self.draft.depth:
+            self._finish()
 
-    def _finish(self, change: Change) -> None:
+    def _finish(self) -> None:
         try:
-            self._make(change)
+            self._make()
         except BaseException:
-            if not self._executor.undecided():
-                self._go_back(change, 0)
+            self._drop(0)
             raise
-        self._carry_on(change)
+        self._carry_on()
         with suppress(Error):  # as below
-            self._fill(change.due)
+            self._fill(self._due)
         try:
             self.tell()
         finally:
@@ -158,69 +158,56 @@ class Changes:
         self.tell()
 
     @annotated("remap.apply")
-    def _make(self, change: Change) -> None:
+    def _make(self) -> None:
         """The core makes the change, whole or not at all."""
-        change.decisions = self.decisions + bool(change.due)
-        change.moved = dict(self.moved)
-        orderings: list[tuple[int, int, int]] = []
-        for tenant, each in change.due.items():
-            for moves in each.moves:
-                change.moved[tenant.name] = compose_moves(change.moved.get(tenant.name, {}), dict(moves))
+        moved, rests, orderings = dict(self.moved), [], []
+        for tenant, before, rest in self.draft.rests():
+            for moves in rest.moves:
+                moved[tenant.name] = compose_moves(moved.get(tenant.name, {}), dict(moves))
             self.retry_failed(tenant)
-            self._await_copies(tenant, change.savepoints[0].before[tenant][0].pages, each.plan)
             stream = tenant.compute.current()
+            moves_ring = stream and self.draft.moves_ring(rest, before.pages)
+            if moves_ring or rest.awaits_copies(before.pages, tenant.prefetcher):
+                self._await_copies(tenant, before.pages, 0 if moves_ring else stream)
             # An event is needed where pages that kernels may use are unmapped, and where pages are freed: another tenant's
             # zeroes have to come behind their last use. Growing in aliased mode makes no backend call before the blocks are
             # usable, unless pages have to be zeroed.
-            after = tenant.compute.mark() if stream and (each.plan.frees or not self._deferring) else 0
+            after = tenant.compute.mark() if stream and (rest.frees or not self._deferring) else 0
             orderings.append((tenant.number, after, stream))
-        if change.due:
-            change.applying = True
-            self._executor.change(self.draft, orderings)
+            rests.append((tenant, rest))
+        if not rests:
+            self.draft.end()
+            return
+        self._making = rests, {name: moves for name, moves in moved.items() if moves}
+        self._executor.change(self.draft, orderings)
 
-    def _carry_on(self, change: Change) -> None:
-        """The change is made. Can be called again, if it was interrupted."""
-        self.moved, self.decisions = {name: moves for name, moves in change.moved.items() if moves}, change.decisions
-        if change.due:
-            self._unsettled, self._settling = change.due, True
-            for tenant, due in change.due.items():
-                tenant.unsettled, tenant.pending_slots = due.plan, due.slots
-                tenant.kv.due_moves, tenant.kv.unfinished = due.moves, True
-        for tenant in change.savepoints[0].before:
-            if tenant.kv.pool not in self._unreported:
-                self._unreported.append(tenant.kv.pool)
-        self._change = None
+    def _carry_on(self) -> None:
+        """The change is made, if one was. Can be called again, if it was interrupted."""
+        if self._making is None:
+            return
+        rests, moved = self._making
+        for tenant, rest in rests:
+            tenant.rest, tenant.kv.due_moves, tenant.kv.unfinished = rest, tuple(rest.moves), True
+        self._due, self._settling = tuple(tenant for tenant, _ in rests), True
+        self.moved, self.decisions, self._making = moved, self.decisions + 1, None
 
     def undo(self) -> None:
         """Drop the change in progress, if there is one that is not made. Raises ArenaBroken."""
-        change = self._change
-        if change is not None:
-            if change.applying and self._executor.undecided():
-                self._carry_on(change)
-            elif change.savepoints:
-                self._go_back(change, 0)
-            self._change = None
+        self._drop(0)
+        self._carry_on()
         if self._settling:
             with suppress(Error):
                 self._settle()
-        if self._unreported:  # in every call: cheap
-            self.tell()
+        self.tell()
 
-    def _go_back(self, change: Change, depth: int) -> None:
-        """To the beginning of the part at this depth. Can be called again, if it was interrupted."""
-        place, concerned = change.savepoints[depth], set[TenantState]()
-        for each in reversed(change.savepoints[depth:]):
-            for tenant, (books, pool) in each.before.items():
-                tenant.books = restored(tenant, books)
-                tenant.kv.pool.restore(pool)
-                concerned.add(tenant)
-        self.draft.cut(place.plans)
-        change.due = place.due
-        self._unreported += [each.kv.pool for each in concerned]  # once the change is over: they are silent until then
-        del change.savepoints[depth:]  # only now: until then all of this can be done again
-        if change.savepoints:
+    def _drop(self, depth: int) -> None:
+        """To the beginning of the part at this depth, unless the change is made. Can be called again, if it was interrupted."""
+        if self.draft.depth <= depth:
             return
-        self._change = None
+        self._making = None
+        self.draft.cut(depth)
+        if depth:
+            return
         try:
             self.tell()
         except Exception as error:  # the call raises already what it went back for
@@ -228,22 +215,13 @@ class Changes:
 
     def tell(self) -> None:
         """Tell all pools' listeners of the changes, unless a change is under way. Raises a listener's first error."""
-        if self._change is not None:
+        if not self._untold or self.draft.depth:
             return
-        for pool in tuple(self._unreported):
-            try:
+        pools = [tenant.kv.pool for tenant in self._tenants.values()]
+        for pool in pools:
+            if pool.has_news:
                 pool.tell()
-            finally:
-                # Else it is being told already, further up: this is a listener's call.
-                if not pool.has_news and pool in self._unreported:
-                    self._unreported.remove(pool)
-
-    def _save(self, tenant: TenantState) -> Change:
-        """Before the first step of a part. Returns the change in progress."""
-        change = self._change
-        assert change is not None, "within `part`"
-        change.save(tenant)
-        return change
+        self._untold = any(pool.has_news for pool in pools)  # this is a listener's call, and more is told further up
 
     # -- one plan --------------------------------------------------------------------------------------------------
 
@@ -253,81 +231,89 @@ class Changes:
         plan: Transition,
         *,
         predicted_stall_s: float | None = None,
-    ) -> None:
-        """Apply the plan, as a part of a change. On an error nothing has changed (or the arena is broken, ArenaBroken).
+        drain_to: Streaming | None = None,
+    ) -> dict[int, int] | None:
+        """Apply the plan, as a part of a change: live blocks move out of the pages that it takes from KV. Returns these moves,
+        {old: new}. On an error nothing has changed (or the arena is broken, ArenaBroken). Raises OutOfBlocks (field preempt) if
+        live blocks have no room elsewhere. With `drain_to`, the `draining_target` of a change that may wait, the pages are
+        withdrawn then, for `continue_draining`, nothing else is done, and the result is None.
 
         predicted_stall_s: the certificate of what streams after it; None: it stays the same.
         """
         with self.part():
-            self._apply(tenant, plan, predicted_stall_s)
+            if tenant.source.verify is not None:
+                tenant.source.verify({*plan.streamed, *plan.reload})
+            if plan.home:  # else the load would hide that a write is lost
+                tenant.refuse_lost_writes(replaced=False)  # a tensor that the model has no more harms nothing
+            if self._problem is not None:
+                raise self._problem
+            pool, lost = tenant.kv.pool, plan.lost
+            slots = sorted(tenant.slots_of(lost)) if lost and (pool.external or pool.withdrawn or drain_to) else []
+            if slots and pool.external:
+                self.drain_from_engine(tenant, slots)
+            elif slots and pool.withdrawn and pool.closed_slots() != tuple(slots):
+                self.draft.reopen(tenant.number)
+            moves, pending, room = self.draft.take_in(tenant, plan)
+            if moves is not None:
+                tenant.books = _books_after(tenant.books, plan, predicted_stall_s)
+                tenant.all_ready = False
+            elif drain_to is None:
+                raise no_room(tenant, pending, room)
+            else:
+                if not pool.withdrawn:
+                    self.draft.withdraw(tenant.number, slots)
+                tenant.books = tenant.books._replace(draining_target=drain_to)
+            return moves
 
-    def _apply(
-        self, tenant: TenantState, plan: Transition, predicted_stall_s: float | None, moves: tuple[Moves, ...] = ()
-    ) -> None:
-        if tenant.source.verify is not None:
-            tenant.source.verify({*plan.streamed, *plan.reload})
-        if plan.home:  # else the load would hide that a write is lost
-            tenant.refuse_lost_writes(replaced=False)  # a tensor that the model has no more harms nothing
-        change = self._save(tenant)
-        if change.problem is not None:
-            raise change.problem
-        core = plan.core
-        core.epoch = self.arena.epoch  # an earlier change is settled by now, and all of this is one locked call
-        late = frozenset(self.draft.add(core))
-        tenant.books = self._after(tenant, plan, predicted_stall_s)
-        if gained := plan.gained:
-            now = [each for each in gained if each not in late] if late else gained
-            tenant.kv.pool.add_pages(tenant.slots_of(now))
-        tenant.all_ready = False
-        change.add_due(tenant, DueWork(plan, tuple(tenant.slots_of(sorted(late))) if late else (), moves))
-
-    @staticmethod
-    def _after(tenant: TenantState, plan: Transition, predicted_stall_s: float | None) -> Books:
-        """The tenant's books after this plan (see `apply`)."""
-        there, books = plan.there, tenant.books
-        now = books.pages
-        # A plan that only takes or gives free pages leaves what streams, and how it was chosen, as they were.
-        streams = there.tails != now.tails
-        return replace(
-            books,
-            pages=there,
-            order=tenant.order_of(there) if there.elsewhere != now.elsewhere else books.order,
-            predicted_stall_s=books.predicted_stall_s if predicted_stall_s is None else predicted_stall_s,
-            selection=(streams and plan.selection) or books.selection,
-            by_hand=books.by_hand and not streams,
-        )
-
-    def _await_copies(self, tenant: TenantState, pages: TenantPages, plan: Transition) -> None:
-        """Wait for copies in flight if they write into pages that are about to change owner. Growth does so
-        only for layers that came home just now and are still loading. pages: before the change."""
-        prefetcher = tenant.prefetcher
-        stream = tenant.compute.current()
-        there = plan.there
-        longer = [layer for layer in there.streamed if there.tails[layer] > pages.tails[layer]]
-        leaving = there.gone - pages.gone if there.elsewhere else ()
-        # Whether the change unmaps pages behind the ring's addresses, to which copies may still be writing.
-        ring_moves = stream and there.ring != pages.ring and self.draft.unmaps(pages.ring_region)
-        if not (
-            # A ring that only grows in front keeps its copies; another number of buffers gives layers other buffers.
-            plan.ring_moves
-            or (pages.ring and len(there.ring) != len(pages.ring))
-            or ring_moves
-            # A layer that streams is never ready: pages of it that came home may still be loading.
-            or (any(pages.tails[layer] for layer in longer) and prefetcher.loading())
-            or not all(prefetcher.ready(layer) for layer in longer if not pages.tails[layer])
-            or not all(map(prefetcher.ready, leaving))
-        ):
+    def drain_from_engine(self, tenant: TenantState, slots: Sequence[int]) -> None:
+        """Ask an engine with its own allocator for its blocks in these slots of the KV region, ascending. It hears of it at once,
+        and by the time this returns has returned those that it does not use. If the change is dropped, it hears that the blocks
+        are its again."""
+        pool = tenant.kv.pool
+        if pool.closed_slots() == tuple(slots):
             return
+        with self.part():
+            self.draft.keep(tenant)
+            self.draft.reopen(tenant.number)
+            self.draft.withdraw(tenant.number, slots)
+            tenant.books = tenant.books._replace(draining_target=None)
+            if not pool.telling:  # else this is a listener's call, and what is new is told behind it
+                pool.tell_withdrawn()
+
+    def room(self, tenant: TenantState, lost: Sequence[int], gained: Sequence[int] = ()) -> int:
+        """How many live blocks can move out of the `lost` slots of the KV region, once the `gained` ones are there."""
+        pool = tenant.kv.pool
+        return pool.usable_with(lost, gained) - (pool.live_blocks - len(pool.pending(lost)))
+
+    def cancel_draining(self, tenant: TenantState, *, deactivate: bool = False) -> None:
+        """Stop draining: the blocks are needed after all. deactivate: make the tenant inactive in the same change."""
+        books, active = tenant.books, tenant.active and not deactivate
+        if not tenant.draining and books.draining_target is None and active == books.active:
+            return  # as in every growth
+        with self.part():
+            self.draft.keep(tenant)
+            self.draft.reopen(tenant.number)
+            tenant.books = books._replace(draining_target=None, active=active)
+
+    def note(self, tenant: TenantState, books: Books) -> None:
+        """These are the tenant's books from now on, as a part of a change: nothing of its pages or blocks is different."""
+        with self.part():
+            self.draft.keep(tenant)
+            tenant.books = books
+
+    def _await_copies(self, tenant: TenantState, pages: TenantPages, stream: int) -> None:
+        """Wait for copies in flight that write into pages that are about to change owner. Growth has some only of layers that
+        came home just now and are still loading. pages: before the change. stream: waits for them, or the host if it is 0."""
         # Wait for the worker first: when it is done with a region, it starts the copy that waits for the region.
         self.await_worker()
         self.retry_failed(tenant)
         try:
-            self._order_behind_copies(prefetcher, 0 if ring_moves else stream)
+            self._order_behind_copies(tenant.prefetcher, stream)
         except Error:
             # The copy stream fails for ever. The next pass would replace it, but an inactive tenant may have none.
             # Configuring the prefetcher as it is configured now replaces the stream and repeats its copies.
-            self._configure(tenant, Transition(pages), (), 0)
-            self._order_behind_copies(prefetcher, 0 if ring_moves else stream)
+            self._configure(tenant, pages)
+            self._order_behind_copies(tenant.prefetcher, stream)
 
     def _order_behind_copies(self, prefetcher: _core.Prefetcher, stream: int) -> None:
         """Make `stream` wait for the copies in flight, or the host if it is 0."""
@@ -340,29 +326,14 @@ class Changes:
 
     def configure(self, tenant: TenantState) -> None:
         """Tell the prefetcher what streams now."""
-        self._configure(tenant, Transition(tenant.pages), (), 0)
+        self._configure(tenant, tenant.pages)
 
-    def _configure(self, tenant: TenantState, plan: Transition, held: Sequence[int], after: int) -> None:
-        """Tell the prefetcher which layers stream, and which come home."""
-        if tenant.prefetcher.in_pass:  # one that nobody can end any more (locking.Turn): no change is made in others
-            tenant.timing.abandoned += 1
-            tenant.prefetcher.end_pass()
-        there = plan.there
-        offsets, places, home = plan.copies(tenant.layer_bytes, self.arena.page_bytes)
-        size = tenant.pages.buffer_pages * self.arena.page_bytes
-        ring = [tenant.ring_address + index * size for index in range(len(there.ring))]
-        tenant.prefetcher.configure(
-            there.streamed,
-            ring,
-            size,
-            held,
-            after,
-            plan.ring_changes,
-            offsets,
-            places,
-            home,
-            sorted(there.gone),
-        )
+    def _configure(self, tenant: TenantState, pages: TenantPages) -> None:
+        _end_abandoned(tenant)
+        plan = Transition(pages)
+        plan.configure(tenant.prefetcher, tenant.layer_bytes, self.arena.page_bytes, tenant.ring_address)
+
+    # -- what is due -----------------------------------------------------------------------------------------------
 
     def failed_points(self, tenant: TenantState | None = None) -> bool:
         """Whether a deferred re-pointing of this tenant, or of any, has failed and waits for another try."""
@@ -383,44 +354,36 @@ class Changes:
         """Do what is due of the last change, if this tenant is concerned: zero pages that changed tenant, tell the
         prefetchers which layers stream, and start the re-pointing worker. If it raises, the change stays unsettled:
         retry."""
-        if tenant.unsettled is not None:
+        if tenant.rest is not None:
             self._settle()
             self.tell()
 
     def _settle(self) -> None:
-        if self._unsettled:
-            self._settle_all(self._unsettled)
+        if self._due:
+            self._settle_all(self._due)
 
     @annotated("remap.settle")
-    def _settle_all(self, due: dict[TenantState, DueWork]) -> None:
-        if self._executor.undecided():
-            try:
-                self._commit(due)
-            except Error:
-                self._settling = False  # whoever needs it tries again
-                raise
+    def _settle_all(self, due: Sequence[TenantState]) -> None:
+        self._untold = True  # of pages that pools get late
+        try:
+            self._commit(due)
+        except Error:
+            self._settling = False  # whoever needs it tries again
+            raise
         if self._simulator is not None:
             # In virtual time the worker has its own clock, so letting it finish here costs the host no time. And since
             # no two threads ever run at once, every run makes the same calls in the same order, and all times are the
             # same bits.
             self._executor.drain()
-        for tenant, each in due.items():
-            if tenant.leaving:
-                continue
-            pool = tenant.kv.pool
-            if tenant.pending_slots:
-                owned = set(pool.owned_slots())  # some, if this was interrupted
-                pool.silence()
-                pool.add_pages([slot for slot in each.slots if slot not in owned])
-                self._unreported.append(pool)
-                tenant.pending_slots = ()
-            if each.plan.held or each.plan.reload:
+        for tenant in due:
+            rest = tenant.rest
+            if rest is not None and not tenant.leaving and (rest.held or rest.reload):
                 stats = tenant.prefetcher.stats()
-                tenant.books = replace(tenant.books, since=(stats.passes - tenant.timing.abandoned, stats.stall_s))
-            tenant.unsettled = None
-        self._unsettled, self._settling = {}, False
+                tenant.since = stats.passes - tenant.timing.abandoned, stats.stall_s
+            tenant.rest = None
+        self._due, self._settling = (), False
 
-    def _fill(self, due: dict[TenantState, DueWork]) -> None:
+    def _fill(self, due: Sequence[TenantState]) -> None:
         """Zero pages that were free, and copy the bytes of the live blocks that have moved. Raises the backend's error; the rest
         is still due."""
         waiting = [tenant for tenant in due if tenant.kv.unfinished]
@@ -431,23 +394,24 @@ class Changes:
                 tenant.kv.finish_moves()
             tenant.kv.unfinished = False
 
-    def _commit(self, due: dict[TenantState, DueWork]) -> None:
+    def _commit(self, due: Sequence[TenantState]) -> None:
         self._fill(due)
-        moved = (tenant.compute.mark() for tenant, each in due.items() if each.moves and not tenant.leaving)
+        rests = [(tenant, tenant.rest) for tenant in due if tenant.rest is not None]
+        moved = (tenant.compute.mark() for tenant, rest in rests if rest.moves and not tenant.leaving)
         self._executor.zero_due([event for event in moved if event])
-        shares: list[tuple[int, _core.Prefetcher | None, int, bool]] = []
-        for tenant, each in due.items():
+        shares: list[tuple[_core.Rest, _core.Prefetcher | None, Sequence[int], int, int, bool]] = []
+        for tenant, rest in rests:
             if tenant.leaving:  # nothing of it is used any more
-                shares.append((tenant.number, None, 0, False))
+                shares.append((rest, None, (), 0, 0, False))
                 continue
-            # Behind the last reader and the last writer of the pages that changed hands, moves and zeroes included.
-            after = tenant.compute.mark()
-            self._configure(tenant, each.plan, each.plan.held if self._deferring else (), after)
+            _end_abandoned(tenant)
             asleep = self._deferring and not tenant.active
             # Before the commit: waking a tenant that is awake is no error, leaving one asleep would be one.
             tenant.asleep = tenant.asleep or asleep
-            shares.append((tenant.number, tenant.prefetcher, after, asleep))
-        self._executor.commit_each(shares)
+            # Behind the last reader and the last writer of the pages that changed hands, moves and zeroes included.
+            after = tenant.compute.mark()
+            shares.append((rest, tenant.prefetcher, tenant.layer_bytes, tenant.ring_address, after, asleep))
+        self._executor.settle(self.draft, shares)
 
     def wake(self, tenant: TenantState) -> None:
         """The tenant serves passes again: the worker begins to re-point the layers that it left while the tenant was inactive.
@@ -464,107 +428,7 @@ class Changes:
         self._settle()
         if out:
             self.await_worker()  # a region may still show them
-        plan = _core.Plan(self.arena.epoch)
-        owners = (_core.Owner.free, _core.Owner.outside) if out else (_core.Owner.outside, _core.Owner.free)
-        plan.set_owner(list(pages), *owners, NOBODY)
-        self._executor.pass_on(self.draft, plan)
-
-    # -- what some changes begin with -------------------------------------------------------------------------------
-
-    def exchange(
-        self,
-        tenant: TenantState,
-        plan: Transition,
-        slots: Sequence[int],
-        *,
-        predicted_stall_s: float | None = None,
-        drain_to: Streaming | None = None,
-    ) -> dict[int, int] | None:
-        """Empty these slots of the KV region and apply, as a part of a change. Returns the moves made, {old: new}. Raises
-        OutOfBlocks if live blocks stay. With `drain_to`, the `draining_target` of a change that may wait, the slots are withdrawn
-        then, for `continue_draining`, nothing else is done, and the result is None."""
-        with self.part():
-            moves = self._empty(tenant, slots, drain_to)
-            if moves is None:
-                return None
-            self._apply(tenant, plan, predicted_stall_s, (moves,) if moves else ())
-            return dict(moves)
-
-    def drain_from_engine(self, tenant: TenantState, slots: Sequence[int]) -> None:
-        """Ask an engine with its own allocator for its blocks in these slots of the KV region. It hears of it at once, and by
-        the time this returns has returned those that it does not use. If the change is undone, it hears that the blocks are its
-        again."""
-        if tuple(slots) == tenant.draining:
-            return
-        with self.part():
-            self._save(tenant)
-            pool = tenant.kv.pool
-            if tenant.draining:
-                pool.cancel_drain(tenant.draining)
-            pool.drain(slots)
-            tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=None)
-            if pool.telling:  # further up: this is a listener's call, and what is new is told behind it
-                return
-            pool.tell_withdrawn()
-
-    def _empty(
-        self, tenant: TenantState, slots: Sequence[int], drain_to: Streaming | None
-    ) -> list[tuple[int, int]] | None:
-        """`exchange`, without the plan."""
-        pool = tenant.kv.pool
-        if pool.external:
-            self.drain_from_engine(tenant, slots)
-        self._save(tenant)
-        if tuple(slots) != tenant.draining:
-            if tenant.draining:
-                pool.cancel_drain(tenant.draining)
-            pool.drain(slots)
-        tenant.books = replace(tenant.books, draining=(), draining_target=None)
-        pending = pool.pending(slots)
-        moves = pool.plan_moves(slots)
-        if len(moves) < len(pending):
-            if drain_to is None:
-                raise self.no_room(tenant, slots, len(moves))
-            tenant.books = replace(tenant.books, draining=tuple(slots), draining_target=drain_to)
-            return None
-        if moves:  # an engine with its own allocator moves its blocks itself
-            pool.commit_moves(moves)
-        pool.remove_pages(slots)
-        return moves
-
-    def room(self, tenant: TenantState, lost: Sequence[int], gained: Sequence[int] = ()) -> int:
-        """How many live blocks can move out of the `lost` slots of the KV region, once the `gained` ones are there."""
-        pool = tenant.kv.pool
-        return pool.usable_with(lost, gained) - (pool.live_blocks - len(pool.pending(lost)))
-
-    def no_room(self, tenant: TenantState, slots: Sequence[int], room: int) -> OutOfBlocks:
-        pool = tenant.kv.pool
-        pending = pool.pending(slots)
-        return OutOfBlocks(
-            f"{len(pending)} live blocks lie in the pages to give back, and {room} blocks are free elsewhere; nothing "
-            "changed; free blocks (field preempt) or preempt requests first",
-            requested=len(pending),
-            free=room,
-            usable=pool.usable_blocks,
-            preempt={tenant.name: pending[min(0, room - len(pending)) :]},
-        )
-
-    def cancel_draining(self, tenant: TenantState, *, deactivate: bool = False) -> None:
-        """Stop draining: the blocks are needed after all. deactivate: make the tenant inactive in the same change."""
-        active = tenant.active and not deactivate
-        if not tenant.draining and tenant.draining_target is None and active == tenant.active:
-            return  # as in every growth
-        with self.part():
-            self._save(tenant)
-            if tenant.draining:
-                tenant.kv.pool.cancel_drain(tenant.draining)
-            tenant.books = replace(tenant.books, draining=(), draining_target=None, active=active)
-
-    def note(self, tenant: TenantState, books: Books) -> None:
-        """These are the tenant's books from now on, as a part of a change: nothing of its pages or blocks is different."""
-        with self.part():
-            self._save(tenant)
-            tenant.books = books
+        self._executor.pass_on(self.draft, pages, out)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -573,15 +437,16 @@ class Changes:
         be done for others that the same change concerns; call it again."""
         tenant.leaving = True
         self._executor.forget(tenant.number)
-        if tenant.unsettled is not None and not self.arena.broken:
+        if tenant.rest is not None and not self.arena.broken:
             self._settle()  # others may be concerned as well
-        tenant.unsettled = None
+        tenant.rest = None
         self.await_worker()
         self._executor.forget(tenant.number)
 
     def release(self, tenant: TenantState) -> None:
         """The tenant has gone: release its copy stream, its events and the objects that kept master copies alive. Can be called
         again."""
+        self.draft.dismiss(tenant.number)
         if tenant.live_prefetcher is not None:
             self.streams.retire(tenant.live_prefetcher)
             tenant.live_prefetcher = None
@@ -602,8 +467,8 @@ class Changes:
         tenant.absent.update(part for part in range(tenant.parts) if not prefetcher.ready(part))
         tenant.absent.update(pages.streamed)
         tenant.absent.update(pages.gone)
-        if tenant.unsettled is not None:
-            tenant.absent.update(tenant.unsettled.reload, tenant.unsettled.held)
+        if tenant.rest is not None:
+            tenant.absent.update(tenant.rest.reload, tenant.rest.held)
         self.forget(tenant)
         if prefetcher.in_pass:
             prefetcher.end_pass()
@@ -614,3 +479,48 @@ class Changes:
             # configuring replaces the stream, and destroying the old stream waits for them.
             prefetcher.configure((), (), 0)
             prefetcher.drain()
+
+
+def _books_after(books: Books, plan: Transition, predicted_stall_s: float | None) -> Books:
+    """The tenant's books after this plan (see `Changes.apply`)."""
+    there, target = plan.there, books.draining_target
+    if there.tails == books.pages.tails:  # it only takes or gives pages: how what streams was chosen is as it was
+        selection, by_hand = books.selection, books.by_hand
+    else:
+        selection, by_hand = plan.selection or books.selection, False
+    return Books(
+        pages=there,
+        active=books.active,
+        draining_target=None if plan.lost else target,
+        predicted_stall_s=books.predicted_stall_s if predicted_stall_s is None else predicted_stall_s,
+        selection=selection,
+        by_hand=by_hand,
+        kept=books.kept,
+    )
+
+
+def _end_abandoned(tenant: TenantState) -> None:
+    """End a pass that nobody can end any more (locking.Turn): no change is made in others."""
+    if tenant.prefetcher.in_pass:
+        tenant.timing.abandoned += 1
+        tenant.prefetcher.end_pass()
+
+
+def no_room(tenant: TenantState, pending: Sequence[int], room: int) -> OutOfBlocks:
+    """For so many of these live blocks of the tenant there is room elsewhere."""
+    return OutOfBlocks(
+        f"{len(pending)} live blocks lie in the pages to give back, and {room} blocks are free elsewhere; nothing "
+        "changed; free blocks (field preempt) or preempt requests first",
+        requested=len(pending),
+        free=room,
+        usable=tenant.kv.pool.usable_blocks,
+        preempt={tenant.name: tuple(pending[min(0, room - len(pending)) :])},
+    )
+
+
+def compose_moves(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
+    """The moves of one tenant's blocks, {old: new}, and then the later ones, as one: a block may move twice."""
+    known = set(moves.values())
+    first = {old: later.get(new, new) for old, new in moves.items()}
+    both = first | {old: new for old, new in later.items() if old not in known}
+    return {old: new for old, new in both.items() if old != new}  # some may be back where they were

@@ -103,7 +103,7 @@ class Attaching:
         arrival = self._arriving = _Arrival(number, name, source)
         try:
             tenant = self._place(arrival, priority, kv, config, host, resident_layers, _cold_at_first(pages, active))
-            tenant.books = replace(tenant.books, active=active)
+            tenant.books = tenant.books._replace(active=active)
             tenant.last_pass_s = clock()  # now: it was not idle while its weights were copied
             tenant.handle = handle(tenant)
             arrival.installing = True
@@ -351,7 +351,6 @@ class Attaching:
                     buffer_pages=buffer_pages,
                     elsewhere=tuple((layer, ()) for layer, home in enumerate(homes) if not home) if cold else (),
                 ),
-                () if cold else order,
             ),
             donation_order=donation_order,
             donation_lookup=_core.PageOrder(donation_order),
@@ -364,7 +363,7 @@ class Attaching:
             reserved=first_pages,
             placed=frozenset(placed.union(unplaced_pages)),
             max_remappable=_max_remappable(homes, order, placed),
-            pinned=pinned,
+            pinned=frozenset(pinned),
             host=host,
             kv=TenantKV(
                 geometry,
@@ -382,9 +381,10 @@ class Attaching:
             link=self.link,
             chunk_bytes=self._copy_chunk_bytes,
         )
+        self._changes.draft.enlist(tenant, made.kv.pool)
         self._calibrate(made, others)
         if for_good:
-            made.books = replace(made.books, by_hand=True)
+            made.books = made.books._replace(by_hand=True)
         if for_good or cold:
             self._changes.configure(made)
         if window:  # at most what a copy costs whatever its size: one block's takes hardly longer

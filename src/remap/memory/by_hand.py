@@ -8,7 +8,6 @@ Called with the session's lock held, outside of passes.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
@@ -86,7 +85,7 @@ def remap_by_hand(
             moved = lending.bring_home(tenant, target, drain=drain)
         # Slices of layers that stream whole, or the other way round, take the same pages.
         chosen = target.selection if tenant.pages.tails == target.tails else tenant.selection
-        changes.note(tenant, replace(tenant.books, by_hand=bool(tenant.streamed), selection=chosen))
+        changes.note(tenant, tenant.books._replace(by_hand=bool(tenant.streamed), selection=chosen))
     added = max(0, tenant.kv.usable_blocks - before)
     report = {tenant.name: Entry(added, 0, tenant.predicted_stall_s, f"{layers} layers by hand")}
     merge(report, tenant.name, moved)
@@ -114,7 +113,7 @@ def lend_by_hand(
     taken: list[int] = []
     with changes.part():
         pages = lending.lend(tenant, layers, buffers, tenant.growing_by)
-        changes.note(tenant, replace(tenant.books, by_hand=bool(tenant.streamed)))
+        changes.note(tenant, tenant.books._replace(by_hand=bool(tenant.streamed)))
         lent = tenant.pages.lent
         if receiver is not None and lent:
             taken = [page for page in free_pages_of(changes, receiver) if page in lent]

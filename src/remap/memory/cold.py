@@ -21,7 +21,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from remap.errors import Error, OutOfBlocks, OutOfMemory
@@ -164,7 +164,7 @@ class Cold:
         changes, homes = self._changes, list(choice.homes.items())
         if choice.kv:
             changes.apply(tenant, plan_free_pages(tenant.pages, choice.kv, give=True))
-        changes.note(tenant, replace(tenant.books, kept=choice.kept))
+        changes.note(tenant, tenant.books._replace(kept=choice.kept))
         self._come(tenant, dict(homes[:1]))
         rest, first, count = [], 1, 4
         while first < len(homes):
@@ -308,7 +308,7 @@ class Cold:
         freed = sorted(self._own_unused(tenant)[:pages])
         if freed:
             plan = plan_free_pages(tenant.pages, freed, give=False)
-            self._changes.exchange(tenant, plan, sorted(slot for page in freed for slot in tenant.slots_of([page])))
+            self._changes.apply(tenant, plan)
 
     def lacking(self, tenant: TenantState) -> int:
         """Pages that its cold layers lack, beside free ones."""
@@ -352,10 +352,8 @@ class Cold:
         written = giver.source.watch(
             [layer for layer, home in enumerate(pages.homes) if home and not pages.tails[layer]]
         )
-        giver.written.update(written)
-        giver.pinned.update(written)
         if written:
-            giver.books = replace(giver.books, order=giver.order_of(pages))
+            giver.pin(written)
         layers = [layer for layer, home in enumerate(pages.homes) if home and layer not in giver.pinned]
         return layers if set(pages.streamed) <= set(layers) else []
 
@@ -376,7 +374,7 @@ class Cold:
         if slots:
             freed = sorted(map(giver.donation_order.__getitem__, geometry.donation_indices(slots)))
             with suppress(OutOfBlocks):  # that engine still holds some of them
-                self._changes.exchange(giver, plan_free_pages(giver.pages, freed, give=False), slots)
+                self._changes.apply(giver, plan_free_pages(giver.pages, freed, give=False))
 
     def give_all(self, giver: TenantState, keep: int = 0) -> None:
         """All layers but the first `keep`, and all blocks, that the tenant can do without become free. It serves no pass. Raises
@@ -391,7 +389,7 @@ class Cold:
         first = tenant.donation_order[: tenant.kv.geometry.pages_for_blocks(1)]
         with self._changes.part():
             self._changes.apply(tenant, plan_free_pages(tenant.pages, first, give=True))
-            self._changes.note(tenant, replace(tenant.books, kept=frozenset(first)))
+            self._changes.note(tenant, tenant.books._replace(kept=frozenset(first)))
 
     # -- is it possible ----------------------------------------------------------------------------------------------
 

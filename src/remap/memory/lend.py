@@ -14,14 +14,14 @@ Before anything changes, the call checks that all blocks have room to move. If n
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol, cast
 
 from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.pages import Streaming, plan_free_pages, plan_streaming
-from remap.memory.restream import find_path, grow, restream, ring_last
+from remap.memory.restream import grow, plan_with_room, restream, ring_last
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
 from remap.policy.views import Selection
@@ -105,12 +105,12 @@ class Lending:
         changes, pages = self._changes, donor.pages
         buffers = donor.buffers or buffers  # another number of buffers would take pages from live blocks
         with changes.part():
-            changes.note(donor, replace(donor.books, pages=ring_last(donor, buffers, selection)))
+            changes.note(donor, donor.books._replace(pages=ring_last(donor, buffers, selection)))
             changes.cancel_draining(donor)  # else other layers than intended would come home
             grow(changes, donor, layers, buffers, selection=selection, to="free", predicted_stall_s=predicted_stall_s)
             # If the donor grows for itself later, its ring should be where the ring's region shows it already.
             there = donor.pages.preferring(list(pages.ring_preference))
-            changes.note(donor, replace(donor.books, pages=there))
+            changes.note(donor, donor.books._replace(pages=there))
         return len(donor.pages.lent) - len(pages.lent)
 
     def give_idle(self, donor: TenantState, blocks: int, receiver: TenantState, surplus: int) -> int:
@@ -130,7 +130,7 @@ class Lending:
         pages = sorted(map(donor.donation_order.__getitem__, donor.kv.geometry.donation_indices(slots)))
         plan = plan_free_pages(donor.pages, pages, give=False)
         try:
-            self._changes.exchange(donor, plan, slots)
+            self._changes.apply(donor, plan)
         except OutOfBlocks:  # an engine with its own allocator still holds some of them
             return []
         return pages
@@ -207,7 +207,7 @@ class Lending:
             return {}
         self._changes.cancel_draining(holder)
         plan = plan_free_pages(holder.pages, pages, give=False)
-        return self._changes.exchange(holder, plan, list(holder.slots_of(pages))) or {}
+        return self._changes.apply(holder, plan) or {}
 
     def vacate(self, holder: TenantState, pages: Sequence[int], *, moving: bool) -> dict[int, int]:
         """Free as many of these pages of the holder's KV cache as it can do without. Returns its moves. moving: whether live
@@ -223,7 +223,7 @@ class Lending:
         while left:
             plan = plan_free_pages(holder.pages, left, give=False)
             try:
-                return self._changes.exchange(holder, plan, [slot_of[page] for page in left]) or {}
+                return self._changes.apply(holder, plan) or {}
             except OutOfBlocks as error:  # without the pages of blocks that have no room
                 blocks = cast("dict[str, tuple[int, ...]]", error.fields["preempt"]).get(holder.name, ())
                 stay = {slot for block in blocks for slot in geometry.slots_of_block(block)}
@@ -283,18 +283,16 @@ class Lending:
             if tenant.kv.pool.external:
                 continue
             free = [page for page in free_pages_of(self._changes, tenant) if page not in gone]
-            least, most = 0, len(free)
-            short = self._shortage(tenant, donor, held, target, lent, free)
-            if short[0] > 0:
-                preempt[tenant.name] = short[1][-short[0] :]
-                room_in_all += len(short[1]) - short[0]
+            short, pending = self._shortage(tenant, donor, held, target, free)
+            if short > 0:
+                preempt[tenant.name] = tuple(pending[-short:])
+                room_in_all += len(pending) - short
                 continue
-            while least < most:  # more pages make more room: find the fewest that suffice
-                middle = (least + most) // 2
-                if self._shortage(tenant, donor, held, target, lent, free[:middle])[0] > 0:
-                    least = middle + 1
-                else:
-                    most = middle
+
+            def enough(count: int) -> bool:  # more pages make more room
+                return self._shortage(tenant, donor, held, target, free[:count])[0] <= 0  # noqa: B023  called at once
+
+            least = bisect_left(range(len(free)), True, key=enough) if pending else 0
             if least:
                 extra[tenant] = free[:least]
                 gone.update(free[:least])
@@ -308,17 +306,16 @@ class Lending:
         donor: TenantState,
         held: Mapping[TenantState, Sequence[int]],
         target: Streaming,
-        lent: frozenset[int],
         extra: Sequence[int],
-    ) -> tuple[int, tuple[int, ...]]:
+    ) -> tuple[int, Sequence[int]]:
         """(live blocks without a place once the tenant has the `extra` pages, all blocks that are in the way)."""
         more = tenant.slots_of(extra)
-        if tenant is not donor:
-            slots = tenant.slots_of(held[tenant])
-            pending = tenant.kv.pool.pending(slots)
-            return len(pending) - self._changes.room(tenant, slots, more), pending
-        path = find_path(self._changes, donor, target, more=more)
-        return path.short, path.pending
+        if tenant is donor:
+            _, pending, short = plan_with_room(self._changes, donor, target, more)
+            return short, pending
+        slots = tenant.slots_of(held[tenant])
+        pending = tenant.kv.pool.pending(slots)
+        return len(pending) - self._changes.room(tenant, slots, more), pending
 
     def _fetch(
         self,
@@ -333,8 +330,7 @@ class Lending:
             changes.apply(tenant, plan_free_pages(tenant.pages, free, give=True))
         moved = {}
         for tenant, pages in held.items():
-            slots = list(tenant.slots_of(sorted(pages, key=tenant.index_of.__getitem__)))
-            moves = changes.exchange(tenant, plan_free_pages(tenant.pages, pages, give=False), slots)
+            moves = changes.apply(tenant, plan_free_pages(tenant.pages, pages, give=False))
             if moves:
                 moved[tenant.name] = moves
         return moved

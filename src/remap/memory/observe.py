@@ -198,8 +198,9 @@ def check_books(arena: _core.Arena, tenants: Mapping[str, TenantState]) -> None:
         owned = tenant.kv.pool.owned_slots()
         pages = [tenant.donation_order[tenant.kv.geometry.donation_index(slot)] for slot in owned]
         kv = arena.counts(tenant.number)["kv"]
-        if len(pages) + len(tenant.pending_slots) != kv or not kv_pages.issuperset(pages):
+        late = 0 if tenant.rest is None else len(tenant.rest.late)
+        if len(pages) + late != kv or not kv_pages.issuperset(pages):
             raise AssertionError(
-                f"{tenant.name!r}: the pool owns {len(pages)} pages and is to get {len(tenant.pending_slots)}, {kv} pages are "
+                f"{tenant.name!r}: the pool owns {len(pages)} pages and is to get {late}, {kv} pages are "
                 "its KV in the arena"
             )

@@ -12,7 +12,6 @@ others. Source: KunServe, section 4.1 (dropping) and 4.4 (restoring).
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from remap.errors import InvalidArgument, InvalidState
 from remap.memory.apply import Changes
@@ -62,8 +61,7 @@ def check_place(tenant: TenantState, first: int, end: int, hold: Collection[int]
         )
     leaving = _leaving(tenant, {*range(first, end), *hold})
     written = tenant.source.watch(leaving)
-    tenant.written.update(written)
-    tenant.pinned.update(written)
+    tenant.pin(written)
     pinned = sorted(layer for layer in leaving if layer in tenant.pinned and tenant.layer_bytes[layer])
     if pinned:
         raise InvalidState(
@@ -101,8 +99,8 @@ def place(
             if tenant.handle is not None:
                 tenant.handle.compute_parts()
             for plan in _plans(tenant, tenant.pages, held, frozenset(fill)):
-                changes.exchange(tenant, plan, list(tenant.slots_of(plan.lost)))
-            changes.note(tenant, replace(tenant.books, pages=tenant.pages.computing(computed)))
+                changes.apply(tenant, plan)
+            changes.note(tenant, tenant.books._replace(pages=tenant.pages.computing(computed)))
     finally:
         if tenant.pages.computed != before:
             tenant.timing.compute_only(range(first, end))
@@ -134,7 +132,7 @@ def fill_layer(changes: Changes, tenant: TenantState, layer: int, offset: int, a
     """`advanced.fill_layer`."""
     _check_bytes(tenant, layer, offset, nbytes)
     _require_unfilled(tenant, layer)
-    if tenant.unsettled is not None or not tenant.prefetcher.ready(layer):
+    if tenant.rest is not None or not tenant.prefetcher.ready(layer):
         return False  # its region does not show its pages yet
     changes.streams.copy([(tenant.addresses[layer] + offset, address, nbytes)])
     tenant.come[layer] = _joined([*tenant.come.get(layer, ()), (offset, offset + nbytes)])

@@ -8,7 +8,6 @@ a declared range are pinned, so that no such plan is made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from remap.errors import InvalidState
@@ -67,9 +66,7 @@ class Registered:
         ranges = self._arena.registered()
         for tenant in self._tenants.values():
             empty = {layer for layer, nbytes in enumerate(tenant.layer_bytes) if nbytes == 0}
-            pinned = empty | tenant.written.keys() | _layers_in(tenant, ranges)
-            tenant.pinned = pinned
-            tenant.books = replace(tenant.books, order=tenant.order_of(tenant.pages))
+            tenant.pinned = frozenset(empty | tenant.written.keys() | _layers_in(tenant, ranges))
 
 
 def _layers_in(tenant: TenantState, ranges: Iterable[_Range]) -> set[int]:

@@ -3,29 +3,34 @@
 
     choose the layers to stream (layers found written are pinned) -> plan it (pages.py) -> carry it out (apply.py)
 
-A target that neither contains what streams now nor is contained in it gains some pages and loses others. If the blocks
-in the lost pages have no room, the change takes two plans: gain first, then exchange.
+A target that neither contains what streams now nor is contained in it gains some pages and loses others: live blocks move from
+these to those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 
 from remap.errors import InvalidArgument
-from remap.memory.apply import Changes
-from remap.memory.pages import Streaming, TenantPages, Transition, plan_free_pages, plan_streaming, streaming_now
+from remap.memory.apply import Changes, no_room
+from remap.memory.pages import (
+    Streaming,
+    TenantPages,
+    Transition,
+    plan_between,
+    plan_free_pages,
+    plan_streaming,
+    streaming_now,
+)
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
 from remap.policy.views import Selection
 
 __all__ = [
-    "ChangePath",
     "choose",
     "continue_draining",
-    "find_path",
     "grow",
+    "plan_with_room",
     "prepare_growth",
     "require_places",
     "restream",
@@ -123,42 +128,51 @@ def restream(
     OutOfBlocks (field preempt) if live blocks have no room in the remaining pages; the backend's error if the change
     could not be applied. Nothing changes then.
     """
-    pool, path = tenant.kv.pool, find_path(changes, tenant, target)
-    plan = path.plan
+    plan, _, _ = plan_with_room(changes, tenant, target)
     require_places(tenant, plan.gained)
     if not plan:
         return {}
-    exchange = partial(
-        changes.exchange,
-        tenant,
-        predicted_stall_s=predicted_stall_s,
-        drain_to=target if drain else None,
-    )
-    if not path.lost:
-        changes.apply(tenant, plan, predicted_stall_s=predicted_stall_s)
-        return {}
-    if pool.external or (path.short <= 0 and path.first is None) or not plan.gained:
-        return exchange(plan, path.lost) or {}
-    if path.short > 0:
-        raise changes.no_room(tenant, path.lost, len(path.pending) - path.short)
-    with changes.part():
-        if path.first is not None and path.first:
-            require_places(tenant, path.first.gained)
-            changes.apply(tenant, path.first, predicted_stall_s=predicted_stall_s)
-        plan = plan_streaming(tenant.pages, target)
-        require_places(tenant, plan.gained)
-        return exchange(plan, list(tenant.slots_of(plan.lost))) or {}
+    drain_to = target if drain else None
+    return changes.apply(tenant, plan, predicted_stall_s=predicted_stall_s, drain_to=drain_to) or {}
+
+
+def plan_with_room(
+    changes: Changes, tenant: TenantState, target: Streaming, more: Sequence[int] = ()
+) -> tuple[Transition, Sequence[int], int]:
+    """The plan to the target, the live blocks in the pages that it takes from KV, and for how many of these there is no room.
+    more: slots that it will have got by then. Changes nothing; raises InvalidArgument as `plan_streaming` does."""
+    pages = tenant.pages
+    direct = _room_of(changes, tenant, plan_streaming(pages, target), more)
+    if direct[2] <= 0 or not direct[0].gained or tenant.kv.pool.external:
+        return direct
+    # A ring that is chosen while all of both would stream is made of other pages, and the blocks may have room then.
+    both = pages.with_streaming(streaming_now(pages).beside(target))
+    if not both.to_fetch(target) <= pages.to_fetch(target):
+        return direct
+    plan = plan_between(pages, both.with_streaming(target))
+    plan.selection = target.selection
+    return min(direct, _room_of(changes, tenant, plan, more), key=lambda each: each[2])
+
+
+def _room_of(
+    changes: Changes, tenant: TenantState, plan: Transition, more: Sequence[int]
+) -> tuple[Transition, Sequence[int], int]:
+    lost = tenant.slots_of(plan.lost)
+    pending = tenant.kv.pool.pending(lost) if lost else ()
+    short = len(pending) - changes.room(tenant, lost, (*tenant.slots_of(plan.gained), *more)) if pending else 0
+    return plan, pending, short
 
 
 def refuse_in_use(changes: Changes, tenant: TenantState, target: Streaming) -> None:
     """Raises OutOfBlocks as `restream` without `drain` will, if that is known already: an engine with its own allocator was asked
     for blocks that are in the way, and still uses some. To end that first would give it back those that it has returned."""
-    if not (tenant.draining and tenant.kv.pool.external):
+    pool = tenant.kv.pool
+    if not (tenant.draining and pool.external):
         return
-    path = find_path(changes, tenant, target)
-    in_use = sorted(set(tenant.draining).intersection(path.lost))
-    if tenant.kv.pool.pending(in_use):
-        raise changes.no_room(tenant, in_use, 0)
+    lost = tenant.slots_of(plan_streaming(tenant.pages, target).lost)
+    in_use = pool.pending(sorted(set(pool.closed_slots()).intersection(lost)))
+    if in_use:
+        raise no_room(tenant, in_use, 0)
 
 
 def continue_draining(changes: Changes, tenant: TenantState) -> dict[int, int]:
@@ -168,48 +182,9 @@ def continue_draining(changes: Changes, tenant: TenantState) -> dict[int, int]:
     if target is None or _pin_written(tenant, target.layers):  # None: left by a change that was not finished
         changes.cancel_draining(tenant)
         return {}
-    if tenant.kv.pool.pending(tenant.draining):
+    if tenant.kv.pool.pending(tenant.kv.pool.closed_slots()):
         return {}
     return restream(changes, tenant, target, drain=True)
-
-
-# -- how a change can be made -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ChangePath:
-    """One plan to the target, or two. first: if blocks need it to have room, a plan before it that only gains; `plan`
-    is planned anew behind it. lost: slots of the KV region that may hold blocks and go away in the end. pending: the
-    live blocks in them; short: how many of these have no room."""
-
-    plan: Transition
-    first: Transition | None
-    lost: list[int]
-    pending: tuple[int, ...]
-    short: int
-
-
-def find_path(changes: Changes, tenant: TenantState, target: Streaming, *, more: Sequence[int] = ()) -> ChangePath:
-    """How the tenant gets to the target. more: slots that it will have got by then. Changes nothing; raises InvalidArgument as
-    `plan_streaming` does."""
-    pages, pool = tenant.pages, tenant.kv.pool
-
-    def from_there(plan: Transition, first: Transition | None, gained: Sequence[int]) -> ChangePath:
-        lost = list(tenant.slots_of(plan.lost))
-        pending = pool.pending(lost) if lost else ()
-        return ChangePath(plan, first, lost, pending, len(pending) - changes.room(tenant, lost, gained) if lost else 0)
-
-    direct = from_there(plan_streaming(pages, target), None, more)
-    if direct.short <= 0 or not direct.plan.gained or pool.external:
-        return direct
-    # The ring stays, or loses a buffer, so nothing is lost on the way.
-    first = plan_streaming(pages, streaming_now(pages).beside(target))
-    there = first.there
-    # From there the best ring may be another one, made of pages that are not at home.
-    if first.lost or not there.to_fetch(target) <= pages.to_fetch(target):
-        return direct
-    after = from_there(plan_streaming(there, target), first, (*more, *tenant.slots_of(first.gained)))
-    return replace(after, plan=direct.plan)
 
 
 # -- what may stream ----------------------------------------------------------------------------------------------------
@@ -246,10 +221,8 @@ def choose(tenant: TenantState, amount: int, buffers: int, selection: Selection)
 def _pin_written(tenant: TenantState, target: Sequence[int]) -> bool:
     """Check the layers of `target` that do not stream yet for writes since attach. Pins the written ones."""
     written = tenant.source.watch(sorted(set(target) - set(tenant.pages.streamed)))
-    tenant.written.update(written)
-    tenant.pinned.update(written)
     if written:
-        tenant.books = replace(tenant.books, order=tuple(layer for layer in tenant.order if layer not in written))
+        tenant.pin(written)
     return bool(written)
 
 

@@ -72,7 +72,7 @@ class SharedLink:
             times = self.times(tenant) if tenant.streamed and not tenant.by_hand else None
             if times is not None:
                 stall = tenant.stall(times, streaming_now(tenant.pages), tenant.kv.streamed.stop)
-                tenant.books = replace(tenant.books, predicted_stall_s=stall)
+                tenant.books = tenant.books._replace(predicted_stall_s=stall)
 
     def _active(self) -> list[TenantState]:
         return [tenant for tenant in tuple(self._tenants.values()) if tenant.active]

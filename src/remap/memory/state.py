@@ -9,10 +9,10 @@ end. The change in progress, which has claimed the tenant (locking.py), writes a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from remap.config import Knobs
 from remap.errors import InvalidState
@@ -39,25 +39,18 @@ if TYPE_CHECKING:
 __all__ = ["Books", "TenantState"]
 
 
-@dataclass(frozen=True)
-class Books:
+class Books(NamedTuple):
     """What is decided of one tenant, as one value: a change makes the next one, and swaps it whole (apply.py).
 
-    order: streamable layers, in the order in which the controller gives them away; the key of kept answers. draining: region
-    slots withdrawn, waiting for an engine to empty them; draining_target: what streams after the change that waits for them.
-    predicted_stall_s: the certificate of what streams. since: completed
-    passes and their stall seconds at the last change. selection: how the streamed layers were chosen; by_hand: they were set
-    by hand, and no certificate bounds them. kept: KV pages that it has for its min_blocks, besides those of
-    `TenantState.reserved`: it got them with its layers (cold.py).
+    draining_target: what streams after the change that waits for withdrawn slots. predicted_stall_s: the certificate of what
+    streams. selection: how the streamed layers were chosen; by_hand: they were set by hand, and no certificate bounds them.
+    kept: KV pages that it has for its min_blocks, besides those of `TenantState.reserved`: it got them with its layers (cold.py).
     """
 
     pages: TenantPages
-    order: tuple[int, ...]
     active: bool = True
-    draining: tuple[int, ...] = ()
     draining_target: Streaming | None = None
     predicted_stall_s: float = 0.0
-    since: tuple[int, float] = (0, 0.0)
     selection: str = ""
     by_hand: bool = False
     kept: frozenset[int] = frozenset()
@@ -106,7 +99,7 @@ class TenantState:
         int
     ]  # pages that may be homes of its layers: they have a place in the KV region, where they are zeroed
     max_remappable: int  # the most layers that can be given: all their home pages have a place in the KV region
-    pinned: set[int]  # layers that may not be streamed
+    pinned: frozenset[int]  # layers that may not be streamed
     host: HostMemory  # page-locked: master copies, where the device needs them so, and KV blocks copied out
 
     # -- what it computes with
@@ -134,9 +127,8 @@ class TenantState:
     expected: bool = False  # first layers came ahead of its activation, which has not been since
 
     # -- changes that are not finished
-    unsettled: Transition | None = None  # of a change that is decided and not settled
-    # Of that: slots of the KV region whose pages the pool gets once they are zeroed.
-    pending_slots: tuple[int, ...] = ()
+    rest: _core.Rest | None = None  # of a change that is made and not settled
+    since: tuple[int, float] = (0, 0.0)  # completed passes and their stall seconds at the last change
     leaving: bool = False  # detaching it has failed: only another try is allowed
     detached: bool = False
 
@@ -170,6 +162,7 @@ class TenantState:
     # -- kept answers, each with its key
     # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
     known_growth: tuple[TenantPages, tuple[int, ...], int, Transition | None] | None = None
+    known_order: tuple[object, object, tuple[int, ...]] = (None, None, ())  # (layers that are gone, pinned ones, order)
     known_quotes: tuple[tuple[object, ...], list[Quote]] | None = None  # donors.InactiveLayers
     known_free: tuple[int, int] | None = None  # (epoch, pages): view.count_free
     known_homes: tuple[object, frozenset[int], bool] | None = None  # (homes, ...): `_of_homes`
@@ -187,6 +180,7 @@ class TenantState:
         self.in_order = (
             tuple(range(self.parts)) if self.source.embedding_part is None else (self.layers, *range(self.layers))
         )
+        self.nested = schedule.nested(self.layers, max(range(self.layers), key=self.pages_of))  # as `Attaching` has it
         order = self.donation_order
         # Of each place, how many pages from there on are consecutive.
         self.runs = [1] * len(order)
@@ -216,15 +210,24 @@ class TenantState:
 
     @property
     def order(self) -> tuple[int, ...]:
-        return self.books.order
+        """Streamable layers, in the order in which the controller gives them away: the same object, the key of kept answers,
+        while they are the same."""
+        pages, known = self.books.pages, self.known_order
+        gone, pinned = pages.gone, self.pinned
+        if known[0] is not gone or known[1] is not pinned:  # mostly the same objects
+            away = pinned | gone
+            order = tuple(layer for layer in self.nested if layer not in away) if not pages.for_good else ()
+            known = self.known_order = (gone, pinned, known[2] if order == known[2] else order)
+        return known[2]
 
     @property
     def active(self) -> bool:
         return self.books.active
 
     @property
-    def draining(self) -> tuple[int, ...]:
-        return self.books.draining
+    def draining(self) -> bool:
+        """Whether slots are withdrawn, and wait for an engine to empty them."""
+        return self.kv.pool.withdrawn
 
     @property
     def draining_target(self) -> Streaming | None:
@@ -233,10 +236,6 @@ class TenantState:
     @property
     def predicted_stall_s(self) -> float:
         return self.books.predicted_stall_s
-
-    @property
-    def since(self) -> tuple[int, float]:
-        return self.books.since
 
     @property
     def selection(self) -> str:
@@ -273,14 +272,6 @@ class TenantState:
             return times.compute_s, times.transfer_s
         seconds = self.layer_bytes[-1] * self.timing.seconds_per_byte()
         return (0.0, *times.compute_s), (seconds, *times.transfer_s)
-
-    def order_of(self, pages: TenantPages) -> tuple[int, ...]:
-        """The layers that these pages and the pinned layers leave to be streamed; the present order itself, the key of kept
-        answers, if it is the same."""
-        gone = self.pinned | pages.gone
-        largest = max(range(self.layers), key=self.pages_of)  # as `Attaching` has it
-        order = () if pages.for_good else tuple(n for n in schedule.nested(self.layers, largest) if n not in gone)
-        return self.order if order == self.order else order
 
     @property
     def buffers(self) -> int:
@@ -333,7 +324,7 @@ class TenantState:
             return True
         if self.all_ready or self.detached:
             return False
-        if self.streamed or self.unsettled is not None:
+        if self.streamed or self.rest is not None:
             return True
         self.all_ready = all(map(self.prefetcher.ready, range(self.parts)))
         return not self.all_ready
@@ -344,8 +335,8 @@ class TenantState:
         if self.streaming:
             found.update(self.streamed)
             found.update(part for part in range(self.parts) if not self.prefetcher.ready(part))
-            if self.unsettled is not None:
-                found.update(self.unsettled.reload, self.unsettled.held)
+            if self.rest is not None:
+                found.update(self.rest.reload, self.rest.held)
         return found
 
     def lost_writes(self, *, replaced: bool = False) -> dict[int, list[str]]:
@@ -406,6 +397,11 @@ class TenantState:
                 f"tenant {self.name!r} is inactive and can have no demand; nothing changed; call session.activate() first",
                 tenant=self.name,
             )
+
+    def pin(self, written: Mapping[int, list[str]]) -> None:
+        """Something wrote into these tensors of layers, which may not stream any more."""
+        self.written.update(written)
+        self.pinned |= written.keys()
 
     def retire(self) -> None:
         """The memory goes away. From now on wait and done raise instead of touching it, and no hook calls them."""
