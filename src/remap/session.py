@@ -415,8 +415,8 @@ class Session:
         resized = False
         for name in entries:
             tenant = self._tenants[name]
-            resized = resized or tenant.alpha != tenant.told_alpha
-            tenant.told_alpha = tenant.alpha
+            before, tenant.told_alpha = tenant.told_alpha, tenant.alpha
+            resized = resized or before != tenant.told_alpha
         return self._with_moved(lambda moved: make_report(self._arena.epoch, self._tenants, entries, moved, resized))
 
     def _with_moved(self, report: Callable[[Moved], Any]) -> Any:

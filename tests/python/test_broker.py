@@ -397,10 +397,10 @@ def test_a_step_looks_for_layers_anew_only_when_pages_have_changed_hands(
         def in_quiet() -> bool:
             """Fifty steps, in which no page changed hands: the taker's thread may be late with some."""
             looks.clear()
-            epoch = one._changes.epoch
+            epoch = one._changes.key
             for _ in range(50):
                 one.step({"one": remap.Demand(0)})
-            return one._changes.epoch == epoch
+            return one._changes.key == epoch
 
         until(in_quiet, "all pages stay where they are")
         assert one.snapshot().tenants["one"].streamed

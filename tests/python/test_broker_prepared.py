@@ -58,7 +58,7 @@ def asleep(session: remap.Session) -> Any:
         lambda: not session.exclusively(lambda core: core.other_processes.prepare(), claims=False),
         "it has been prepared",
     )
-    assert state.known_quotes is not None
+    assert state.answers._known.get("quotes") is not None
     return state
 
 
@@ -107,14 +107,16 @@ def test_what_was_prepared_before_a_pass_or_a_write_is_not_used(broker: Broker) 
     with opened(broker) as session:
         tenant = attach(session)
         state = asleep(session)
-        quotes = state.known_quotes
+        quotes = state.answers._known.get("quotes")
         session.activate("giver")
         run(tenant)
         session._other_processes.prepare()  # type: ignore[union-attr]
-        assert state.known_quotes is quotes, "one that serves prepares nothing"
+        assert state.answers._known.get("quotes") is quotes, "one that serves prepares nothing"
         session.deactivate("giver")
         until(lambda: not session.exclusively(lambda core: core.other_processes.prepare(), claims=False), "prepared")
-        assert state.known_quotes is not quotes, "a pass may have changed what its next one can wait for"
+        assert state.answers._known.get("quotes") is not quotes, (
+            "a pass may have changed what its next one can wait for"
+        )
         last = MANY - 1
         state.source = replace(state.source, watch=lambda layers: {last: ["weight"]} if last in layers else {})
         give(session, LAYER_PAGES)

@@ -10,6 +10,7 @@ from byte_world import HIDDEN, World
 import remap
 from remap.internals import internals
 from remap.memory import restream
+from remap.memory.state import Answers
 
 
 def grown(prepared: bool, mode: str, buffers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
@@ -28,7 +29,7 @@ def grown(prepared: bool, mode: str, buffers: int, monkeypatch: pytest.MonkeyPat
         for _ in range(2):
             world.forward()
             if not prepared:
-                state.known_growth = None
+                state.answers = Answers()
             world.kv.allocate(world.kv.free_blocks)
             monkeypatch.setattr(restream, "plan_streaming", count)
             before = len(made)
@@ -58,7 +59,9 @@ def test_a_layer_that_was_written_since_is_pinned_and_does_not_stream() -> None:
         state = internals(world.tenant)._state
         remap.advanced.remap(world.session, "m", 1, 1, "nested")
         world.forward()
-        (written,) = set(state.known_growth[3].streamed) - set(world.tenant.streamed)
+        planned = restream.next_growth(state, 1)
+        assert planned is not None
+        (written,) = set(planned.streamed) - set(world.tenant.streamed)
         state.source = replace(state.source, watch=lambda layers: {written: ["w"]} if written in layers else {})
         world.kv.allocate(world.kv.free_blocks)
         world.step(blocks=1)
@@ -69,7 +72,6 @@ def test_a_layer_that_was_written_since_is_pinned_and_does_not_stream() -> None:
 
 def test_a_change_by_hand_makes_the_plan_void() -> None:
     with World(times=HIDDEN) as world:
-        state = internals(world.tenant)._state
         remap.advanced.remap(world.session, "m", 1, 1, "nested")
         world.forward()
         remap.advanced.remap(world.session, "m", 1, 1, "uniform")
@@ -77,5 +79,4 @@ def test_a_change_by_hand_makes_the_plan_void() -> None:
         streamed = set(world.tenant.streamed)
         world.step(blocks=1)
         assert streamed < set(world.tenant.streamed) and world.tenant.remapped == 2
-        assert state.known_growth[0] is not state.pages
         world.forward()

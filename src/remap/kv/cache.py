@@ -119,7 +119,7 @@ class TenantKV:
             raise
 
     def free(self, ids: Iterable[int]) -> None:
-        """`BlockPool.free`, of blocks that `stream` returned too. Raises ForkedProcess in a forked child."""
+        """`KVCache.free`."""
         self._turn.run(self._free, listed(ids))
 
     def returned(self, ids: Iterable[int]) -> None:
@@ -127,15 +127,7 @@ class TenantKV:
         self._turn.run(self._give, self.pool.returned, listed(ids))
 
     def copy_out(self, ids: Iterable[int], below: int | None = None) -> list[int]:
-        """Copy live blocks to host memory. Returns the host blocks, one for each id in this order; `below`: all below that,
-        so that they can stream.
-
-        The blocks stay live. They can be freed at once, and then others get their pages, behind the copies.
-        The copies come behind all work of the tenant so far, and run beside what it enqueues next: the engine promises that
-        none of that writes into these blocks (they are complete, or the tenant is paused). Raises OutOfBlocks if host
-        memory has fewer blocks, InvalidArgument for a block that is not live; nothing was copied then. A copy that fails
-        later is found by `join`, `free` or a copy in, which raise, and by `kept`.
-        """
+        """`HostKV.copy_out`."""
         self.open_host()
         got: list[list[int]] = []
         try:
@@ -147,40 +139,29 @@ class TenantKV:
             raise
 
     def copy_in(self, host_ids: Iterable[int], ids: Iterable[int]) -> int:
-        """Start copying host blocks back into live blocks, one each, beside what computes. Returns a ticket.
-
-        No pass may read or write these blocks before `arrived(ticket)`, or `join`. The host blocks stay valid, until
-        `free_host`, which has to wait as well. Raises InvalidArgument for a host block that is not in use, a block that
-        is not live, or unequal numbers, and InvalidState (field host_blocks) for host blocks that are not `kept`;
-        nothing was copied then.
-        """
+        """`HostKV.copy_in`."""
         ticket: int = self._turn.run(self._copy_in, listed(host_ids), listed(ids))
         return ticket
 
     def kept(self, host_ids: Iterable[int]) -> bool:
-        """Whether these host blocks hold the KV copied out to them: False if a copy to one of them has failed. Then
-        recompute its KV."""
+        """`HostKV.kept`, of host blocks in use."""
         return self._copies.kept(listed(host_ids))
 
     def kept_of(self, host_ids: Iterable[int]) -> bool:
-        """`kept`, for who may name what it does not have. Raises InvalidArgument for a host block that is not in use."""
+        """`HostKV.kept`."""
         return self.kept(self._turn.run(self.host.checked, listed(host_ids)))
 
     def arrived(self, ticket: int) -> bool:
-        """Whether the copies of this ticket have been made. Does not wait. Raises the backend's error if they have failed, each
-        time: none of those in flight has arrived then, and their host blocks are as they were. Raises InvalidArgument for a
-        ticket that `copy_in` has not returned."""
+        """`HostKV.arrived`."""
         there: bool = self._turn.run(self._copies.arrived, _ticket(ticket))
         return there
 
     def join(self, ticket: int | None = None) -> None:
-        """The next pass comes behind this copy in and those that began before it, or behind all. Raises as `arrived` does;
-        without a ticket while blocks of any copy in that has failed are neither freed nor copied in again."""
+        """`HostKV.join`."""
         self._turn.run(self._copies.join, None if ticket is None else _ticket(ticket))
 
     def free_host(self, host_ids: Iterable[int]) -> None:
-        """Give host blocks back. Raises InvalidArgument for one that is not in use, and InvalidState (field host_blocks) for
-        one that a streamed block shows; nothing changed then."""
+        """`HostKV.free`."""
         self._turn.run(self._free_host, listed(host_ids))
 
     def holds(self, ids: Iterable[int]) -> bool:
@@ -194,14 +175,7 @@ class TenantKV:
         return self.host.holds(listed(host_ids))
 
     def stream(self, host_ids: Iterable[int]) -> list[int]:
-        """The block that shows each of these host blocks, of which passes read what lies there: a pass that names it
-        (`tenant.forward(streamed=)`) copies each layer's part in just before `wait` of that layer. Copies nothing now.
-
-        The engine may not write these blocks, nor read them in a pass that does not name them. `free` gives them back; the host
-        blocks stay in use. Only the first `KVSpec.streamed_blocks` host blocks can stream (`copy_out(below=)`). Raises
-        InvalidArgument for a host block that cannot, that does already, or that is not in use, and InvalidState (field
-        host_blocks) for host blocks that are not `kept`; nothing changed then.
-        """
+        """`HostKV.stream`."""
         got: list[list[int]] = []
         try:
             self._turn.run(self._stream, got, listed(host_ids))
@@ -213,8 +187,7 @@ class TenantKV:
 
     @property
     def streamable_blocks(self) -> int:
-        """Host blocks below this number may stream in the next passes, all of them, and these will not wait for longer than the
-        tenant's settings allow, as certified from measured times; 0 before the first decode pass."""
+        """`HostKV.streamable_blocks`."""
         return self._streamable() if self._streamable is not None else 0
 
     @property
@@ -228,22 +201,14 @@ class TenantKV:
         self._streamable = streamable
 
     def open_host(self) -> int:
-        """Take the host memory that `Session(host_kv=)` gives to this tenant's KV, if its `KVSpec.host_blocks` leaves that open.
-        Returns how many host blocks the tenant has. The first `offer` and the first `copy_out` do it as well.
-
-        Between passes: on a GPU it page-locks memory, some tenths of a second for each GiB. Done once: later calls change
-        nothing. Where "auto" finds no memory to spare there are 0, and a line of log says why. Raises OutOfMemory or
-        LimitExceeded if a number that `host_kv` names cannot be had; nothing changed then.
-        """
+        """`HostKV.open`."""
         if self._host_store is not None:
             self._turn.exclusively(self._take_host)
         total: int = self._turn.run(getattr, self.host, "total")
         return total
 
     def offer(self, blocks: int) -> None:
-        """The engine says that it could free that many live blocks now, by copying them out: others may need their pages while
-        the tenant is inactive. A report that wants some (`StepReport.wanted`) uses the offer up, until the next one. Raises
-        InvalidArgument, or as `open_host` does; the offer stays as it was then."""
+        """`HostKV.offer`."""
         if not is_count(blocks):
             raise invalid("blocks", blocks, "an int of at least 0")
         if self._offer is None:
@@ -271,12 +236,7 @@ class TenantKV:
             self._offer = 0
 
     def subscribe(self, listener: Listener, *, external: bool = False) -> None:
-        """Call listener(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks.
-
-        The thread whose call has changed something calls it, after the change. It may call `returned`, `free` and
-        `allocate`. With the pages of a broker a thread of the session's own calls it too: of an external allocator only while
-        the tenant is inactive.
-        """
+        """`KVCache.subscribe`."""
         self._turn.exclusively(self.pool.subscribe, listener, external=external)
 
     @property
@@ -296,15 +256,7 @@ class TenantKV:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """One tensor per layer, shape (2, geometry.tensor_blocks, block_tokens, kv_heads, head_dim), of spec.dtype, at a
-        fixed address. geometry.tensor_blocks is max_blocks, or more if blocks stream.
-
-        Index 0 holds keys, 1 values; they are on the session's device. With block_major the block stride is that of a
-        whole block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to another owner:
-        reading them gives anything (`strict` sessions fault), writing them destroys weights. After the tenant is
-        detached or the session closed, this raises InvalidState; a tensor kept from before reads zeros, and writes to
-        it reach no other tenant (on a GPU a kernel that uses it fails).
-        """
+        """`KVCache.tensors`, of geometry.tensor_blocks blocks."""
         if self._tensors is None:
             import torch
 
@@ -326,9 +278,7 @@ class TenantKV:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The KV region as bytes: uint8, one dimension, for engines that lay blocks out themselves. Block b of a
-        block_major region is the bytes [b * spec.block_bytes, (b + 1) * spec.block_bytes). The rules of `tensors` hold
-        here too."""
+        """`KVCache.memory`."""
         return self._memory(self.address, self.geometry.region_bytes)
 
     def _repr_html_(self) -> str:

@@ -174,10 +174,8 @@ class BlockPool(_core.BlockPool):
         if self._telling:
             return
         first: Exception | None = None
-        while True:
+        while self.has_news:
             added, withdrawn = self.news()
-            if not (added or withdrawn):
-                break
             try:
                 self._tell(self._listeners, added, withdrawn)
             except Exception as error:  # noqa: BLE001  a listener's: of foreign code any

@@ -98,15 +98,13 @@ class Changes:
         self.decisions = 0  # changes with plans that were made
 
     @property
-    def epoch(self) -> int:
-        """The key for kept answers about pages and owners: they hold while it stays the same. -1: keep nothing.
+    def key(self) -> object:
+        """The key for kept answers about pages and owners: they hold while it stays the same.
 
-        Owners are others within a change, and behind it, but the arena's epoch changes only when that is settled.
+        Owners are others within a change, and behind it, but the arena's epoch changes only when that is settled: until then no
+        answer is kept.
         """
-        if self._due or self.draft.plans:
-            return -1
-        epoch: int = self.arena.epoch
-        return epoch
+        return object() if self._due or self.draft.plans else self.arena.epoch
 
     def untold(self, moved: dict[str, dict[int, int]]) -> None:
         """These moves were taken for a report, and nobody has got it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from remap import _core
 from remap.config import Knobs
@@ -46,6 +47,51 @@ class _Arrival:
     source: LayerSource
     tenant: TenantState | None = None
     installing: bool = False  # the model's tensors may have been re-pointed
+
+
+class _Wanted(NamedTuple):
+    """How many pages a tenant takes. sizes: of the region of each part (`TenantState.parts`); homes: of these its own. empty:
+    layers without bytes of their own (all tied), which have nothing to give and never stream. for_good: layers that get no pages
+    of their own; ring: for these. rest, sink: for tensors outside of layers. first: for the blocks that it always has. window:
+    for blocks that are copied in while a pass runs. cold: layers come and go whole, and have none at first."""
+
+    sizes: Sequence[int]
+    layers: int
+    empty: Sequence[int]
+    for_good: Sequence[int]
+    homes: Sequence[int]
+    ring: int
+    rest: int
+    first: int
+    window: int
+    sink: int = 0
+    cold: bool = False
+
+    @property
+    def pages(self) -> int:
+        return sum(self.homes) + self.ring + self.rest + self.sink + self.first + self.window
+
+    @property
+    def buffer_pages(self) -> int:
+        """Of the largest layer."""
+        return max(self.sizes[: self.layers])
+
+
+class _Taken(NamedTuple):
+    """What it has got. homes: pages of each part. ring: of each buffer, for layers without a home. regions: of each part."""
+
+    homes: tuple[tuple[int, ...], ...]
+    ring: Sequence[Sequence[int]]
+    regions: tuple[int, ...]
+    more_regions: Sequence[int]
+    rest_address: int
+
+
+class _Places(NamedTuple):
+    """Pages with a place in the KV region: in the order in which they are given, and those without a place among the blocks."""
+
+    order: tuple[int, ...]
+    behind: Sequence[int]
 
 
 class Attaching:
@@ -149,10 +195,86 @@ class Attaching:
         Raises before anything changes if there are too few free pages. The layers' pages of tenants attached already
         get a place in the new KV region too; pages that they have lent become no layer's home.
         """
-        arena, source, tenant, name = self._arena, arrival.source, arrival.number, arrival.name
-        others = tuple(self._tenants.values())
-        slices = config.selection == "slices"
-        page_bytes = arena.page_bytes
+        arena, source, number = self._arena, arrival.source, arrival.number
+        geometry = self._geometry(kv, source)
+        wanted, lent = self._find_pages(
+            arrival.name, _wanted(source, geometry, config, resident_layers), source, kv, cold
+        )
+        taken = self._take_pages(arrival, wanted, lent)
+        # The first of the order is the ring's home: the largest layer. If other layers' pages were ring, blocks would be
+        # missing in the middle of the KV region.
+        order = tuple(
+            layer
+            for layer in schedule.nested(wanted.layers, wanted.sizes.index(wanted.buffer_pages))
+            if source.layer_bytes[layer] and not wanted.for_good
+        )
+        ring_region = self._make_ring(number, wanted, taken, order)
+        shared = arena.take(wanted.window, _core.Owner.ring, number, lent)
+        places = self._order_pages(geometry, wanted, taken, order, lent, shared, slices=config.selection == "slices")
+        kv_region = self._make_kv(number, geometry, places, shared)
+        if arena.mode == _core.Mode.aliased and len(order) > 1 and not wanted.cold:
+            for layer in order:
+                for ring_layer in order[:MAX_BUFFERS]:
+                    if wanted.homes[ring_layer] >= wanted.homes[layer]:
+                        shown = taken.homes[ring_layer][-wanted.homes[layer] :]
+                        arena.prepare_view(taken.regions[layer], list(shown))
+        addresses = tuple(arena.address(region) for region in taken.regions)
+        all_regions = (*taken.regions, *taken.more_regions, *([ring_region] if ring_region else []), kv_region)
+        turn, compute = Turn(self._lock), ComputeStream(self._changes.streams, self._device)
+        prefetcher = _core.Prefetcher(
+            self._changes.streams.backend,
+            list(zip(addresses, source.master_addresses, source.layer_bytes)),
+            # Its copies read the master copies and write to the arena, in whatever order a session is collected.
+            keep=(arena, source.keep_alive),
+            chunk_bytes=self._copy_chunk_bytes,
+        )
+        copies = KVCopies(self._changes.streams, compute, (lambda: prefetcher.copy_stream) if shared else None)
+        host.asks_kv = kv.host_blocks is None
+        stored = HostBlocks(
+            geometry, kv.host_blocks or 0, host.reserve(kv.host_blocks * kv.block_bytes) if kv.host_blocks else 0
+        )
+        made = arrival.tenant = TenantState(
+            number=number,
+            name=arrival.name,
+            priority=priority,
+            config=config,
+            source=source,
+            books=Books(_first_pages(number, wanted, taken, ring_region, order), by_hand=bool(wanted.for_good)),
+            donation_order=places.order,
+            donation_lookup=_core.PageOrder(places.order),
+            index_of={page: index for index, page in enumerate(places.order)},
+            layer_bytes=tuple(source.layer_bytes),
+            addresses=addresses,
+            regions=tuple((arena.address(region), arena.region_bytes(region)) for region in all_regions),
+            rest_address=taken.rest_address,
+            ring_address=arena.address(ring_region) if ring_region else 0,
+            reserved=wanted.first,
+            placed=frozenset({*places.order, *places.behind}),
+            max_remappable=_max_remappable(taken.homes, order, set(places.order)),
+            pinned=frozenset(wanted.empty),
+            host=host,
+            kv=TenantKV(
+                geometry,
+                arena.address(kv_region),
+                copies,
+                self._memory,
+                turn,
+                stored,
+                partial(self._hosts.store_kv, host, arrival.name, geometry, turn.lock) if host.asks_kv else None,
+            ),
+            live_prefetcher=prefetcher,
+            compute=compute,
+            turn=turn,
+            timing=PassTimes(source.layer_bytes[: wanted.layers]),
+            link=self.link,
+            chunk_bytes=self._copy_chunk_bytes,
+        )
+        self._begin(made, wanted)
+        return made
+
+    def _geometry(self, kv: KVSpec, source: LayerSource) -> KVGeometry:
+        """Raises InvalidArgument and LimitExceeded as `admit` does."""
+        page_bytes = self._arena.page_bytes
         if kv.layers != source.kv_layers:
             raise InvalidArgument(
                 f"KVSpec.layers is {kv.layers}, but the model has {source.kv_layers} layers; nothing was attached",
@@ -160,7 +282,7 @@ class Attaching:
                 model_layers=source.kv_layers,
             )
         if kv.max_blocks > MOST_BLOCKS:
-            capacity = arena.counts()["total"] * page_bytes
+            capacity = self._arena.counts()["total"] * page_bytes
             raise LimitExceeded(
                 f"KVSpec.max_blocks is {kv.max_blocks}, but a KV cache has at most {MOST_BLOCKS} blocks; nothing was "
                 f"attached; lower max_blocks (the session's {show_size(capacity)} hold "
@@ -182,100 +304,101 @@ class Attaching:
                     requested=shown(count),
                     limit=most,
                 )
-        sizes = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]
-        layers = len(sizes) if source.embedding_part is None else source.embedding_part
-        buffer_pages = max(sizes[:layers])
-        # Layers without bytes of their own (all tied) have nothing to give; they never stream.
-        pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
-        buffers = MAX_BUFFERS if config.buffers == "auto" else config.buffers
-        for_good = _without_home(layers, pinned, resident_layers, buffers)
-        home_pages = [0 if layer in for_good else size for layer, size in enumerate(sizes)]
-        ring_pages = buffers * buffer_pages if for_good else 0
-        rest_pages = -(-source.rest_bytes // page_bytes)
-        sink_pages = 0
-        first_pages = geometry.pages_for_blocks(kv.min_blocks)
-        window = geometry.buffer_pages
-        needed = sum(home_pages) + ring_pages + rest_pages + first_pages + window
-        broker = ""
-        lent = self._lent(others)
-        free = arena.counts()["free"] - len(lent)
-        if for_good or not any(source.layer_bytes):
+        return geometry
+
+    def _find_pages(
+        self, name: str, wanted: _Wanted, source: LayerSource, kv: KVSpec, cold: bool | None
+    ) -> tuple[_Wanted, list[int]]:
+        """What is wanted, if there are as many pages, and the free pages that it may not take. Raises OutOfMemory."""
+        if wanted.for_good or not any(source.layer_bytes):
             cold = False
         if cold is None:
-            if needed > free and self.supply is not None:
-                broker = self.supply(needed - free)
-                lent = self._lent(others)
-                free = arena.counts()["free"] - len(lent)
-            cold = needed > free
+            cold = wanted.pages > self._supplied(wanted.pages)[1]
         if cold:
-            # Layers without bytes have nothing to load, and keep their page.
-            home_pages = [0 if source.layer_bytes[layer] else 1 for layer in range(len(sizes))]
-            first_pages = 0
-            sink_pages = 1 if source.modules else 0
-            needed = sum(home_pages) + rest_pages + sink_pages + window
-        if needed > free and self.supply is not None:
-            broker = self.supply(needed - free)
-            lent = self._lent(others)
-            free = arena.counts()["free"] - len(lent)
-        if needed > free:
+            wanted = _without_pages(wanted, source)
+        lent, free, broker = self._supplied(wanted.pages)
+        if wanted.pages > free:
+            page_bytes, layers = self._arena.page_bytes, sum(wanted.homes) + wanted.ring
+            short = (wanted.pages - free) * page_bytes
             raise OutOfMemory(
-                f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages) + ring_pages} for layers, "
-                f"{rest_pages + sink_pages} for other tensors, {first_pages} for {kv.min_blocks} KV blocks, {window} for "
-                f"streamed blocks), {free} are free; "
-                f"nothing was attached; give the session {show_size((needed - free) * page_bytes)} more "
+                f"attaching {name!r} needs {wanted.pages} pages of {page_bytes} bytes ({layers} for layers, "
+                f"{wanted.rest + wanted.sink} for other tensors, {wanted.first} for {kv.min_blocks} KV blocks, {wanted.window} "
+                f"for streamed blocks), {free} are free; nothing was attached; give the session {show_size(short)} more "
                 "capacity, lower min_blocks, let layers stream for good with resident_layers=, or attach it inactive, without "
                 'pages for its layers (active=False, pages="none")' + (f"; {broker}" if broker else ""),
-                requested=needed,
+                requested=wanted.pages,
                 free=free,
                 broker=broker,
                 page_bytes=page_bytes,
-                minimum_bytes=needed * page_bytes,
+                minimum_bytes=wanted.pages * page_bytes,
             )
-        params = _core.Owner.params
-        homes = tuple(tuple(arena.take(count, params, tenant, lent)) if count else () for count in home_pages)
-        ring = [arena.take(buffer_pages, _core.Owner.ring, tenant, lent) for _ in range(buffers if for_good else 0)]
+        return wanted, lent
+
+    def _supplied(self, pages: int) -> tuple[list[int], int, str]:
+        """(free pages that are some layer's, how many others are free, why no broker answers), after other processes were asked
+        for what of `pages` is lacking."""
+        lent, free, broker = self._lent(), self._arena.counts()["free"], ""
+        if pages > free - len(lent) and self.supply is not None:
+            broker = self.supply(pages - free + len(lent))
+            lent, free = self._lent(), self._arena.counts()["free"]
+        return lent, free - len(lent), broker
+
+    def _take_pages(self, arrival: _Arrival, wanted: _Wanted, lent: Sequence[int]) -> _Taken:
+        """Pages and regions of layers and of what stands outside of them, with their bytes."""
+        arena, source, number, name = self._arena, arrival.source, arrival.number, arrival.name
+        params, width = _core.Owner.params, wanted.buffer_pages
+        homes = tuple(tuple(arena.take(count, params, number, lent)) if count else () for count in wanted.homes)
+        ring = [arena.take(width, _core.Owner.ring, number, lent) for _ in range(wanted.ring // width)]
         shows = list(homes)
-        for index, layer in enumerate(for_good):
-            shows[layer] = tuple(ring[index % buffers][-sizes[layer] :])
+        for index, layer in enumerate(wanted.for_good):
+            shows[layer] = tuple(ring[index % len(ring)][-wanted.sizes[layer] :])
         more_regions, rest_address, sink = [], 0, NO_PAGE
-        if rest_pages:
-            rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant, lent))
+        if wanted.rest:
+            rest = arena.add_layer_region(number, f"{name}.rest", arena.take(wanted.rest, params, number, lent))
             more_regions.append(rest)
             rest_address = arena.address(rest)
             source.fill_rest(rest_address)
-        if sink_pages:
+        if wanted.sink:
             # What tensors without pages show, so that to look at them never ends the process: a page that holds nothing, since
             # somebody may write there as well.
-            (sink,) = arena.take(sink_pages, params, tenant, lent)
-            more_regions.append(arena.add_layer_region(tenant, f"{name}.sink", [sink]))
+            (sink,) = arena.take(wanted.sink, params, number, lent)
+            more_regions.append(arena.add_layer_region(number, f"{name}.sink", [sink]))
         regions = tuple(
-            arena.add_layer_region(tenant, f"{name}.{i}", list(pages))
+            arena.add_layer_region(number, f"{name}.{i}", list(pages))
             if pages
-            else arena.add_empty_layer_region(tenant, f"{name}.{i}", sizes[i], sink)
+            else arena.add_empty_layer_region(number, f"{name}.{i}", wanted.sizes[i], sink)
             for i, pages in enumerate(shows)
         )
-        addresses = [arena.address(region) for region in regions]
-        parts = zip(addresses, source.master_addresses, source.layer_bytes, homes)
+        parts = zip(map(arena.address, regions), source.master_addresses, source.layer_bytes, homes)
         self._changes.streams.copy([part[:3] for part in parts if part[2] and part[3]], keep=source.keep_alive)
+        return _Taken(homes, ring, regions, more_regions, rest_address)
 
-        # The first of the order is the ring's home: the largest layer. If other layers' pages were ring, blocks would be
-        # missing in the middle of the KV region.
-        order = tuple(
-            layer
-            for layer in schedule.nested(layers, sizes.index(buffer_pages))
-            if layer not in pinned and not for_good
-        )
-        ring_region, ring_address, preference = 0, 0, order[:MAX_BUFFERS]
-        if for_good or len(order) > 1:
-            ring_region = arena.add_ring_region(tenant, MAX_BUFFERS * buffer_pages)
-            ring_address = arena.address(ring_region)
-            for index, layer in enumerate(preference):
-                if home_pages[layer] == buffer_pages:
-                    arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
-            for index, buffer in enumerate(ring):
-                arena.designate_ring(ring_region, index * buffer_pages, buffer)
+    def _make_ring(self, number: int, wanted: _Wanted, taken: _Taken, order: Sequence[int]) -> int:
+        """The ring's region; 0: no layer can stream."""
+        if not wanted.for_good and len(order) < 2:
+            return 0
+        arena, width = self._arena, wanted.buffer_pages
+        region: int = arena.add_ring_region(number, MAX_BUFFERS * width)
+        for index, layer in enumerate(order[:MAX_BUFFERS]):
+            if wanted.homes[layer] == width:
+                arena.designate_ring(region, index * width, list(taken.homes[layer]))
+        for index, buffer in enumerate(taken.ring):
+            arena.designate_ring(region, index * width, buffer)
+        return region
 
-        shared = arena.take(window, _core.Owner.ring, tenant, lent)
+    def _order_pages(
+        self,
+        geometry: KVGeometry,
+        wanted: _Wanted,
+        taken: _Taken,
+        order: Sequence[int],
+        lent: Sequence[int],
+        shared: Sequence[int],
+        *,
+        slices: bool,
+    ) -> _Places:
+        """Which pages get a place in the KV region, and in which order they are given."""
+        arena, homes, others = self._arena, taken.homes, tuple(self._tenants.values())
         lent_now = set(lent)
         free_pages = [page for page in arena.free_pages() if page not in lent_now]
         # The ring's first home comes last: its pages are the ring while anything is streamed.
@@ -288,135 +411,74 @@ class Attaching:
             page for page, owner in enumerate(arena.owners()) if owner == _core.Owner.outside and page not in homes_here
         ]
         # What it gives up and never lends comes last.
-        embedding_part = [page for home in homes[layers:] for page in home]
+        embedding_part = [page for home in homes[wanted.layers :] for page in home]
         in_order = free_pages + donors + _of_others(arena, others) + outside + embedding_part
         donation_order = tuple(in_order[: geometry.donation_pages])
         # Own pages without a place get one behind the blocks' places: lent pages are zeroed there before they come
-        # home.
+        # home. Of a tenant without pages any may become its layers'.
         placed = set(donation_order)
-        unplaced_pages = [page for page in (*donors, *embedding_part) if page not in placed]
-        if cold:  # any page may become its layers'
-            unplaced_pages = [page for page in _for_anybody(arena, others) if page not in placed and page not in shared]
-        kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(unplaced_pages))
-        all_regions = (*regions, *more_regions, *([ring_region] if ring_address else []), kv_region)
-        _designate(arena, kv_region, geometry, donation_order)
-        if unplaced_pages:
-            arena.designate(kv_region, geometry.region_pages, unplaced_pages)
-        for r in range(geometry.ranges if window else 0):
+        behind = [page for page in (*donors, *embedding_part) if page not in placed]
+        if wanted.cold:
+            behind = [page for page in _for_anybody(arena, others) if page not in placed and page not in shared]
+        return _Places(donation_order, behind)
+
+    def _make_kv(self, number: int, geometry: KVGeometry, places: _Places, shared: Sequence[int]) -> int:
+        """The KV region."""
+        arena = self._arena
+        region: int = arena.add_kv_region(number, geometry.region_pages + len(places.behind))
+        _designate(arena, region, geometry, places.order)
+        if places.behind:
+            arena.designate(region, geometry.region_pages, places.behind)
+        for r in range(geometry.ranges if shared else 0):
             at = (r // 2 % BUFFERS * 2 + r % 2) * geometry.streamed_columns
             slot = (r + 1) * geometry.range_pages - geometry.streamed_columns
-            arena.fix(kv_region, slot, shared[at : at + geometry.streamed_columns])
-        arena.seal(kv_region)
-        if arena.mode == _core.Mode.aliased and len(order) > 1 and not cold:
-            for layer in order:
-                for ring_layer in preference:
-                    if home_pages[ring_layer] >= home_pages[layer]:
-                        arena.prepare_view(regions[layer], list(homes[ring_layer][-home_pages[layer] :]))
-        turn, compute = Turn(self._lock), ComputeStream(self._changes.streams, self._device)
-        prefetcher = _core.Prefetcher(
-            self._changes.streams.backend,
-            list(zip(addresses, source.master_addresses, source.layer_bytes)),
-            # Its copies read the master copies and write to the arena, in whatever order a session is collected.
-            keep=(arena, source.keep_alive),
-            chunk_bytes=self._copy_chunk_bytes,
-        )
-        copies = KVCopies(self._changes.streams, compute, (lambda: prefetcher.copy_stream) if window else None)
-        host.asks_kv = kv.host_blocks is None
-        stored = HostBlocks(
-            geometry, kv.host_blocks or 0, host.reserve(kv.host_blocks * kv.block_bytes) if kv.host_blocks else 0
-        )
-        if window:
-            region, unit = arena.address(kv_region), geometry.unit_bytes
+            arena.fix(region, slot, shared[at : at + geometry.streamed_columns])
+        arena.seal(region)
+        return region
+
+    def _begin(self, made: TenantState, wanted: _Wanted) -> None:
+        """Measure its link, give it its first blocks, and make what decides for it."""
+        changes, geometry, config = self._changes, made.kv.geometry, made.config
+        changes.draft.enlist(made.number, made.kv.pool)
+        self._calibrate(made)
+        if wanted.for_good or wanted.cold:
+            changes.configure(made)
+        if wanted.window:
+            region, stored, unit = made.kv.address, made.kv.host, geometry.unit_bytes
             ranges = [
                 (region + r * geometry.range_bytes, stored.address + r * stored.total * unit)
                 for r in range(geometry.ranges)
             ]
-            prefetcher.stream_blocks(list(zip(ranges[::2], ranges[1::2])), unit, BUFFERS)
-        made = arrival.tenant = TenantState(
-            number=tenant,
-            name=name,
-            priority=priority,
-            config=config,
-            source=source,
-            books=Books(
-                TenantPages(
-                    tenant,
-                    tuple(map(run_of, homes)),
-                    regions,
-                    ring_region,
-                    tuple(sizes[layer] if layer in for_good else 0 for layer in range(len(homes))),
-                    tuple(map(run_of, ring)),
-                    preference,
-                    sizes=() if cold else tuple(sizes),
-                    buffer_pages=buffer_pages,
-                    elsewhere=tuple((layer, ()) for layer, home in enumerate(homes) if not home) if cold else (),
-                ),
-            ),
-            donation_order=donation_order,
-            donation_lookup=_core.PageOrder(donation_order),
-            index_of={page: index for index, page in enumerate(donation_order)},
-            layer_bytes=tuple(source.layer_bytes),
-            addresses=tuple(addresses),
-            regions=tuple((arena.address(region), arena.region_bytes(region)) for region in all_regions),
-            rest_address=rest_address,
-            ring_address=ring_address,
-            reserved=first_pages,
-            placed=frozenset(placed.union(unplaced_pages)),
-            max_remappable=_max_remappable(homes, order, placed),
-            pinned=frozenset(pinned),
-            host=host,
-            kv=TenantKV(
-                geometry,
-                arena.address(kv_region),
-                copies,
-                self._memory,
-                turn,
-                stored,
-                partial(self._hosts.store_kv, host, name, geometry, turn.lock) if kv.host_blocks is None else None,
-            ),
-            live_prefetcher=prefetcher,
-            compute=compute,
-            turn=turn,
-            timing=PassTimes(source.layer_bytes[:layers]),
-            link=self.link,
-            chunk_bytes=self._copy_chunk_bytes,
-        )
-        self._changes.draft.enlist(tenant, made.kv.pool)
-        self._calibrate(made, others)
-        if for_good:
-            made.books = made.books._replace(by_hand=True)
-        if for_good or cold:
-            self._changes.configure(made)
-        if window:  # at most what a copy costs whatever its size: one block's takes hardly longer
-            first = ranges[0][0] + geometry.first_streamed * unit
-            made.copy_setup_s = self._changes.streams.copy_seconds(first, stored.address, unit)
-        if first_pages:
-            self._changes.apply(made, plan_free_pages(made.pages, donation_order[:first_pages], give=True))
-            self._changes.settle(made)
+            made.prefetcher.stream_blocks(list(zip(ranges[::2], ranges[1::2])), unit, BUFFERS)
+            # At most what a copy costs whatever its size: one block's takes hardly longer.
+            first = region + geometry.first_streamed * unit
+            made.copy_setup_s = changes.streams.copy_seconds(first, stored.address, unit)
+        if wanted.first:
+            changes.apply(made, plan_free_pages(made.pages, made.donation_order[: wanted.first], give=True))
+            changes.settle(made)
         hidden = made.bounds = StallBounds(made)
         made.timing.prepare = hidden.prepare
         made.kv.on_stream(hidden.streamable_blocks)
         # For slices the view (view.py) applies max_layers, which counts layers.
         made.controller = Controller(
-            replace(config, max_layers=None) if slices else config,
+            replace(config, max_layers=None) if config.selection == "slices" else config,
             bound=hidden.bound,
             stall=hidden.stall,
-            possible=None if made.plain and not cold else hidden.possible,
+            possible=None if made.plain and not wanted.cold else hidden.possible,
             longest=hidden.longest_piece,
         )
-        return made
 
-    def _lent(self, others: Sequence[TenantState]) -> list[int]:
+    def _lent(self) -> list[int]:
         """The free pages that are some layer's, here or in another process."""
-        lent = frozenset[int]().union(*(other.pages.lent for other in others))
+        lent = frozenset[int]().union(*(other.pages.lent for other in self._tenants.values()))
         return sorted(page for page in self._arena.free_pages() if page in lent or page in self.borrowed)
 
-    def _calibrate(self, tenant: TenantState, others: Sequence[TenantState]) -> None:
+    def _calibrate(self, tenant: TenantState) -> None:
         """Load the largest layer once more, to measure the copy's time; its bytes stay the same. Of a tenant without pages what
         others, whose master copies lie in such memory as well, have measured counts, until it measures itself."""
         source = tenant.source
         if tenant.pages.cold:
-            alike = [other for other in others if other.host.staged == tenant.host.staged]
+            alike = [other for other in self._tenants.values() if other.host.staged == tenant.host.staged]
             rates = [rate for rate in (other.timing.seconds_per_byte() for other in alike) if rate]
             if rates:
                 tenant.timing.calibrate_link(1.0 / max(rates))
@@ -429,10 +491,52 @@ class Attaching:
             tenant.timing.calibrate_link(nbytes / max(seconds, 1e-9))
 
 
-def _without_home(layers: int, pinned: set[int], resident: int | None, buffers: int) -> tuple[int, ...]:
+def _wanted(source: LayerSource, geometry: KVGeometry, config: Knobs, resident_layers: int | None) -> _Wanted:
+    """Of a tenant with pages. Raises InvalidArgument as `_without_home` does."""
+    sizes = [max(1, -(-nbytes // geometry.page_bytes)) for nbytes in source.layer_bytes]
+    layers = len(sizes) if source.embedding_part is None else source.embedding_part
+    empty = [layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0]
+    buffers = MAX_BUFFERS if config.buffers == "auto" else config.buffers
+    for_good = _without_home(layers, empty, resident_layers, buffers)
+    return _Wanted(
+        sizes=sizes,
+        layers=layers,
+        empty=empty,
+        for_good=for_good,
+        homes=[0 if layer in for_good else size for layer, size in enumerate(sizes)],
+        ring=buffers * max(sizes[:layers]) if for_good else 0,
+        rest=-(-source.rest_bytes // geometry.page_bytes),
+        first=geometry.pages_for_blocks(geometry.spec.min_blocks),
+        window=geometry.buffer_pages,
+    )
+
+
+def _without_pages(wanted: _Wanted, source: LayerSource) -> _Wanted:
+    """The same tenant, whose layers and blocks get pages later. Layers without bytes keep theirs: they have nothing to load."""
+    homes = [0 if nbytes else 1 for nbytes in source.layer_bytes]
+    return wanted._replace(homes=homes, first=0, sink=1 if source.modules else 0, cold=True)
+
+
+def _first_pages(number: int, wanted: _Wanted, taken: _Taken, ring_region: int, order: Sequence[int]) -> TenantPages:
+    cold = wanted.cold
+    return TenantPages(
+        number,
+        tuple(map(run_of, taken.homes)),
+        taken.regions,
+        ring_region,
+        tuple(size if layer in wanted.for_good else 0 for layer, size in enumerate(wanted.sizes)),
+        tuple(map(run_of, taken.ring)),
+        order[:MAX_BUFFERS],
+        sizes=() if cold else tuple(wanted.sizes),
+        buffer_pages=wanted.buffer_pages,
+        elsewhere=tuple((layer, ()) for layer, home in enumerate(taken.homes) if not home) if cold else (),
+    )
+
+
+def _without_home(layers: int, empty: Sequence[int], resident: int | None, buffers: int) -> tuple[int, ...]:
     """The layers that get no pages of their own, evenly spaced, ascending. resident: how many of the others there are; None:
     all. Raises InvalidArgument (fields resident_layers, layers) for a number that leaves no more than the ring's to stream."""
-    streamable = [layer for layer in range(layers) if layer not in pinned]
+    streamable = [layer for layer in range(layers) if layer not in empty]
     if resident is None or resident >= layers:
         return ()
     streamed = min(len(streamable), layers - resident)

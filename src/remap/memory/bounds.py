@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 from remap.memory.pages import MAX_BUFFERS, Streaming, TenantPages, streaming_now
-from remap.memory.restream import prepare_growth
+from remap.memory.restream import next_growth
 from remap.memory.state import TenantState
 from remap.policy import kv_stream, schedule
 from remap.policy.link import Neighbour, delayed, spared
@@ -123,7 +123,7 @@ class StallBounds:
         tenant, (most, best) = self._tenant, self._bound or (math.inf, 0)
         buffers = tenant.buffers or best
         if buffers and self._kinds[0] == "nested" and tenant.remapped < most:
-            prepare_growth(tenant, buffers)
+            next_growth(tenant, buffers)
 
     def longest_piece(self, remapped: int, buffers: int) -> float:
         """Seconds of the longest piece that it would copy: by so much each piece of another tenant waits."""

@@ -216,10 +216,10 @@ class InactiveLayers(_Layers):
     def quotes(self, giver: TenantState, receiver: Taker, need: int, share: float) -> list[Quote]:
         if giver.slicing and giver.pages.streamed:
             return []  # slices of all layers stream: no layer can go whole
-        known = giver.known_quotes
-        if known is not None and share == 0.0 and known[0] == self._key(giver, receiver):
-            covered = itertools.accumulate((quote.blocks for quote in known[1]), initial=0)
-            return known[1][: sum(blocks < need for blocks in covered)]
+        known: list[Quote] | None = None if share else giver.answers.known("quotes", self._key(giver, receiver))
+        if known is not None:
+            covered = itertools.accumulate((quote.blocks for quote in known), initial=0)
+            return known[: sum(blocks < need for blocks in covered)]
         buffers = max(1, giver.buffers)
         kind = giver.growing_by
         last = sorted(giver.order, reverse=True)[:buffers]
@@ -245,10 +245,9 @@ class InactiveLayers(_Layers):
         """Keep all quotes for this receiver, ahead of its question: they hold while the giver makes no pass and gives nothing.
         Returns whether it had none."""
         key = self._key(giver, receiver)
-        if giver.known_quotes is not None and giver.known_quotes[0] == key:
+        if giver.answers.known("quotes", key) is not None:
             return False
-        giver.known_quotes = None
-        giver.known_quotes = (key, self.quotes(giver, receiver, MOST_BYTES, 0.0))
+        giver.answers.of("quotes", key, lambda: self.quotes(giver, receiver, MOST_BYTES, 0.0))
         return True
 
     def _key(self, giver: TenantState, receiver: Taker) -> tuple[object, ...]:

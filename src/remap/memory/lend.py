@@ -48,9 +48,6 @@ class Lending:
     def __init__(self, tenants: Mapping[str, TenantState], changes: Changes) -> None:
         self.tenants = tenants  # the session's own, as it is now
         self._changes = changes
-        # For one epoch, so that no entry outlives its tenants: (donor, receiver) -> key, unused pages in the order in
-        # which they go, whether these are all.
-        self._idle: tuple[int, dict[tuple[int, int], tuple[tuple[int, int], list[int], bool]]] = (-1, {})
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -149,15 +146,11 @@ class Lending:
         if receiver.number is None:
             return sorted(self._find_idle(donor, receiver, wanted, surplus)[0])
         # Kept, since every step asks while demand is unmet, and the donors often do nothing meanwhile.
-        epoch = self._changes.epoch
-        if self._idle[0] != epoch or epoch < 0:
-            self._idle = (epoch, {})
-        key, pair = (pool.changes, surplus), (donor.number, receiver.number)
-        known = self._idle[1].get(pair)
-        if known is None or known[0] != key or (len(known[1]) < wanted and not known[2]):
-            found, all_of_them = self._find_idle(donor, receiver, wanted, surplus)
-            known = self._idle[1][pair] = (key, found, all_of_them)
-        return sorted(known[1][:wanted])
+        question, key = f"idle pages for {receiver.number}", (self._changes.key, pool.changes, surplus)
+        known: tuple[list[int], bool] | None = donor.answers.known(question, key)
+        if known is None or (len(known[0]) < wanted and not known[1]):
+            known = donor.answers.note(question, key, self._find_idle(donor, receiver, wanted, surplus))
+        return sorted(known[0][:wanted])
 
     @staticmethod
     def _find_idle(donor: TenantState, receiver: Receiver, wanted: int, surplus: int) -> tuple[list[int], bool]:

@@ -49,7 +49,7 @@ class Log:
             if entry.short and not entry.wanted:  # what is wanted may be found yet
                 tenant.shortages_met += not entry.unmet
                 tenant.shortages_unmet += entry.unmet > 0
-            if _logger.isEnabledFor(logging.WARNING):
+            if entry.unmet or _logger.isEnabledFor(logging.INFO):
                 self._say(tenant, entry, record)
 
     def _say(self, tenant: TenantState, entry: Entry, record: DecisionRecord) -> None:

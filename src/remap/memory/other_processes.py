@@ -191,7 +191,7 @@ class OtherProcesses:
         self._stepped = False  # since a step was last waited for
         self._unmet: UnmetWant | None = None  # a value, swapped whole: an engine's thread looks at it without the lock
         self._expecting: dict[str, TenantState] = {}  # tenants whose layers are to come ahead of their activation
-        self._looked = -1  # the epoch of the last look
+        self._looked: object = None  # the `Changes.key` of the last look
         self._gently: set[int] = set()  # numbers of tenants whose layers come home though they serve no pass
         self._rechecked = False  # pages may come in twice
         self._supply: _Supply | None = None
@@ -620,10 +620,9 @@ class OtherProcesses:
                 tenant.arrived = True  # the next step or pass goes on
                 continue
             tenant.arrived = False
-            epoch = self._changes.epoch
-            if epoch < 0 or tenant.tried_home != epoch:  # each step comes by, and owners alone decide
+            if tenant.tried_home != self._changes.key:  # each step comes by, and owners alone decide
                 self._bring_home(tenant)
-                tenant.tried_home = self._changes.epoch
+                tenant.tried_home = self._changes.key
         self._look()
 
     def _bring_home(self, tenant: TenantState) -> None:
@@ -649,15 +648,15 @@ class OtherProcesses:
 
     def _look(self) -> None:
         """The pages of each tenant's layers that others have. They stay the same while owners do."""
-        epoch = self._changes.epoch
-        if epoch >= 0 and epoch == self._looked:
+        key = self._changes.key
+        if key == self._looked:
             return
-        self._looked = -1  # an interrupt must not leave a part of it
+        self._looked = None  # an interrupt must not leave a part of it
         for tenant in self._tenants.values():
             gone = self._lending.gone(tenant)
             tenant.gone = gone
             tenant.at_others = bool(gone) or (tenant.at_others and bool(tenant.pages.lent))
-        self._looked = epoch
+        self._looked = key
 
     # -- others call theirs ----------------------------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ __all__ = [
     "choose",
     "continue_draining",
     "grow",
+    "next_growth",
     "plan_with_room",
-    "prepare_growth",
     "require_places",
     "restream",
     "take_free_pages",
@@ -66,7 +66,9 @@ def grow(
     """
     for fewer in range(layers, tenant.remapped, -1):
         ahead = fewer == tenant.remapped + 1 and (selection, to) == ("onward", "kv")
-        plan = _prepared(tenant, buffers) if ahead else None
+        plan = next_growth(tenant, buffers) if ahead else None
+        if plan is not None and _pin_written(tenant, plan.streamed):
+            plan = None
         try:
             if plan is None:
                 plan = plan_streaming(tenant.pages, choose(tenant, fewer, buffers, selection), to=to)
@@ -78,30 +80,22 @@ def grow(
         return
 
 
-def prepare_growth(tenant: TenantState, buffers: int) -> None:
-    """Plan one layer more, the most likely next growth: growth is on the engine's critical path, the end of a pass is
-    not. The plan holds as long as pages and streamable layers stay the same; while they do, this returns at once."""
-    known = tenant.known_growth
-    if known is not None and known[0] is tenant.pages and known[1] is tenant.order and known[2] == buffers:
-        return
-    plan = None
-    more = tenant.remapped + 1
-    if not tenant.slicing and more + buffers <= len(tenant.order):
+def next_growth(tenant: TenantState, buffers: int) -> Transition | None:
+    """The plan for one layer more, the most likely next growth; None: no layer more can stream. Asked at the end of a pass too,
+    since growth is on the engine's critical path. It holds as long as pages and streamable layers stay the same."""
+
+    def find() -> Transition | None:
+        more = tenant.remapped + 1
+        if tenant.slicing or more + buffers > len(tenant.order):
+            return None
         try:
             plan = plan_streaming(tenant.pages, tenant.streaming_at(more, buffers, "onward"))
             require_places(tenant, plan.gained)
         except InvalidArgument:
-            plan = None  # no layer more can stream
-    tenant.known_growth = (tenant.pages, tenant.order, buffers, plan)
+            return None
+        return plan
 
-
-def _prepared(tenant: TenantState, buffers: int) -> Transition | None:
-    """The plan of `prepare_growth`, if it still holds and none of its layers turns out to be written."""
-    known = tenant.known_growth
-    if known is None or known[0] is not tenant.pages or known[1] is not tenant.order or known[2] != buffers:
-        return None
-    plan = known[3]
-    return None if plan is None or _pin_written(tenant, plan.streamed) else plan
+    return tenant.answers.of("growth", (tenant.pages, tenant.order, buffers), find)
 
 
 def ring_last(tenant: TenantState, buffers: int, selection: Selection) -> TenantPages:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from remap.kv.spec import BUFFERS
 from remap.memory.pages import streaming_now
@@ -40,21 +41,21 @@ class SharedLink:
         if not tenant.active or len(sharers) < 2:
             measured = tenant.timing.decode()
             return measured and self.beside_switches(tenant, measured)
-        times, wait_s, known = tenant.timing.shared(len(sharers)), self._waits(tenant), tenant.known_times
+        times, wait_s = tenant.timing.shared(len(sharers)), self._waits(tenant)
         if times is None or wait_s == 0.0:
             return times
-        if known is None or known[0] is not times or known[1].wait_s != wait_s:
-            known = tenant.known_times = (times, replace(times, wait_s=wait_s))
-        return known[1]
+        beside = partial(replace, times, wait_s=wait_s)
+        return tenant.answers.of("beside others", (times, wait_s), beside)
 
     def beside_switches(self, tenant: TenantState, times: LayerTimes) -> LayerTimes:
-        share, known = self.switching.share, tenant.known_turns
+        share = self.switching.share
         if not share:
             return times
-        if known is None or known[0] is not times or known[1] != share:
-            slower = replace(times, transfer_s=tuple(each / (1.0 - share) for each in times.transfer_s))
-            known = tenant.known_turns = (times, share, slower)
-        return known[2]
+
+        def slower() -> LayerTimes:
+            return replace(times, transfer_s=tuple(each / (1.0 - share) for each in times.transfer_s))
+
+        return tenant.answers.of("beside switches", (times, share), slower)
 
     def neighbours(self, tenant: TenantState) -> list[Neighbour] | None:
         """`TenantView.neighbours` of this tenant."""
@@ -64,8 +65,9 @@ class SharedLink:
 
     def certify(self) -> None:
         """Renew the certificate of each active tenant that streams, if others copy more or less since it was made."""
-        for tenant in self._active():
-            wait_s = self._waits(tenant)
+        active = self._active()
+        for tenant in active:
+            wait_s = self._waits(tenant) if len(active) > 1 else 0.0
             if wait_s == tenant.certified_wait_s:
                 continue
             tenant.certified_wait_s = wait_s

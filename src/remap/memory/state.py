@@ -9,17 +9,17 @@ end. The change in progress, which has claimed the tenant (locking.py), writes a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from remap.config import Knobs
 from remap.errors import InvalidState
 from remap.kv.cache import TenantKV
 from remap.kv.spec import BUFFERS
 from remap.locking import Turn
-from remap.memory.pages import Streaming, TenantPages, Transition, streaming_now
+from remap.memory.pages import Streaming, TenantPages, streaming_now
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
 from remap.model.protocols import Handle
@@ -27,7 +27,6 @@ from remap.model.source import LayerSource
 from remap.policy import kv_stream, schedule
 from remap.policy.controller import Controller
 from remap.policy.cost import LayerTimes
-from remap.policy.donors.supply import Quote
 from remap.policy.link import Neighbour, delayed
 from remap.policy.selection import best_set
 from remap.policy.views import Demand, LayerSeconds, Selection
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from remap.memory.host_memory import HostMemory
 
 __all__ = ["Books", "TenantState"]
+
+Answer = TypeVar("Answer")
 
 
 class Books(NamedTuple):
@@ -70,6 +71,31 @@ class Bounds(Protocol):
     def bound(self, times: LayerSeconds) -> tuple[int, int]: ...
     def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> Selection: ...
     def plan_growth(self) -> None: ...
+
+
+class Answers:
+    """A tenant's last answer to each question that is asked again and again, with the key for which it holds."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[object, Any]] = {}
+
+    def of(self, question: str, key: object, find: Callable[[], Answer]) -> Answer:
+        """The answer: the last one, if that was for the same key."""
+        known = self._known.get(question)
+        if known is None or known[0] != key:
+            return self.note(question, key, find())
+        answer: Answer = known[1]
+        return answer
+
+    def note(self, question: str, key: object, answer: Answer) -> Answer:
+        """This is the last answer."""
+        self._known[question] = key, answer
+        return answer
+
+    def known(self, question: str, key: object) -> Any:
+        """The last answer, if it was for this key; else None."""
+        known = self._known.get(question)
+        return known[1] if known is not None and known[0] == key else None
 
 
 @dataclass(eq=False)
@@ -136,7 +162,7 @@ class TenantState:
     gone: frozenset[int] = frozenset()  # pages.lent that others have
     at_others: bool = False  # some were gone, and are not home yet
     arrived: bool = False  # some have come back while a pass was open
-    tried_home: int = -1  # the epoch in which no more of them could come home
+    tried_home: object = None  # the `Changes.key` for which no more of them could come home
     called_s: float = 0.0  # until then they need not be called again
     began_s: float = 0.0  # when the pass in progress began, if somebody traces; the pass's
     traced: tuple[int, int, float] = (0, 0, 0.0)  # copies, bytes and seconds of them that are in a trace; the pass's
@@ -159,19 +185,8 @@ class TenantState:
     unseen: set[int] | None = None
     handle: Handle | None = None  # `Internals`, with the public tenant, over it
 
-    # -- kept answers, each with its key
-    # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
-    known_growth: tuple[TenantPages, tuple[int, ...], int, Transition | None] | None = None
+    answers: Answers = field(default_factory=lambda: Answers())
     known_order: tuple[object, object, tuple[int, ...]] = (None, None, ())  # (layers that are gone, pinned ones, order)
-    known_quotes: tuple[tuple[object, ...], list[Quote]] | None = None  # donors.InactiveLayers
-    known_free: tuple[int, int] | None = None  # (epoch, pages): view.count_free
-    known_homes: tuple[object, frozenset[int], bool] | None = None  # (homes, ...): `_of_homes`
-    known_depths: tuple[tuple[int, ...], int, int] | None = None  # (order, ...): view.view_of
-    known_times: tuple[LayerTimes, LayerTimes] | None = None  # (alone, beside others): shared_link.SharedLink
-    known_turns: tuple[LayerTimes, float, LayerTimes] | None = None  # (as measured, share, beside switches): SharedLink
-    known_piece: tuple[tuple[int, ...], float, float] | None = None  # (tails, rate, seconds): longest_piece
-    # step.py: what streams when the next layer has come home, and the blocks that this costs
-    known_home: tuple[tuple[object, ...], Streaming, dict[str, int] | None] | None = None
 
     def __post_init__(self) -> None:
         # Parts with pages: the layers, and behind them what stands before the first and behind the last, if it may go as well.
@@ -500,12 +515,13 @@ class TenantState:
     def longest_piece(self, target: Streaming) -> float:
         """Seconds of the longest copy during which no other tenant's copies run."""
         rate = self.timing.seconds_per_byte()
-        known = self.known_piece
-        if known is None or known[0] is not target.tails or known[1] != rate:  # every step asks for what streams now
+
+        def find() -> float:
             copied = self._copied(target)
             nbytes = max((copied[layer] for layer in target.layers), default=0)
-            known = self.known_piece = (target.tails, rate, rate * min(nbytes, self.chunk_bytes or nbytes))
-        return known[2]
+            return rate * min(nbytes, self.chunk_bytes or nbytes)
+
+        return self.answers.of("piece", (target.tails, rate), find)
 
     def _copied(self, target: Streaming) -> list[int]:
         """Bytes of each layer that a pass copies, if it streams."""
@@ -576,14 +592,15 @@ class TenantState:
 
     def _of_homes(self) -> tuple[frozenset[int], bool]:
         """(`unplaced`, `plain`), kept while the homes stay the same."""
-        known, pages = self.known_homes, self.pages
-        if known is None or known[0] != pages.homes:  # mostly the same objects
+        homes, order = self.pages.homes, self.order
+
+        def find() -> tuple[frozenset[int], bool]:
             places = self.index_of.keys()
-            unplaced = frozenset(layer for layer, home in enumerate(pages.homes) if not places >= set(home))
-            sizes = {len(pages.homes[layer]) for layer in self.order}
-            plain = sizes <= {pages.buffer_pages} and unplaced.isdisjoint(self.order)
-            known = self.known_homes = (pages.homes, unplaced, plain)
-        return known[1:]
+            unplaced = frozenset(layer for layer, home in enumerate(homes) if not places >= set(home))
+            sizes = {len(homes[layer]) for layer in order}
+            return unplaced, sizes <= {self.pages.buffer_pages} and unplaced.isdisjoint(order)
+
+        return self.answers.of("homes", homes, find)
 
     @property
     def streams_suffix(self) -> bool:

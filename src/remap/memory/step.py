@@ -81,7 +81,7 @@ class Steps:
         try:
             if self._other_processes is not None and rest is None:
                 self._other_processes.step(demand, entries)
-            for name in demand if len(demand) < 2 else sorted(demand, key=self._precedence):
+            for name in sorted(demand, key=self._precedence):
                 tenant, wanted = self._tenants[name], demand[name]
                 decision = self._decide(tenant, wanted) if rest is None else rest.get(name, NONE)
                 if decision.action == "none" and not decision.unmet_blocks and not tenant.draining:
@@ -105,13 +105,16 @@ class Steps:
                 short = _short(self._tenants[name], wanted)
                 if name not in entries and short:
                     entries[name] = Entry(short=short, unmet=short, reason=f"the step ended before its turn: {error}")
-        if not entries:
-            return entries
+        if entries:
+            self._leave(demand, entries, asked)
+        return entries
+
+    def _leave(self, demand: Mapping[str, Demand], entries: Entries, asked: Sequence[TenantState]) -> None:
+        """Note what waits for engines to free blocks."""
         left = {name: entry.rest for name, entry in entries.items() if entry.rest is not None}
         if left or asked:
             givers = [*asked, *(self._tenants[take.donor] for decision in left.values() for take in decision.takes)]
             self._waits = _Waits(_blocks(demand), {each.number: each.kv.live_blocks for each in givers}, left)
-        return entries
 
     def _answered(self, waits: _Waits, demand: Mapping[str, Demand]) -> bool:
         """Whether this step goes on with what the last one left: engines have freed blocks for it since, and all else is as it
@@ -276,13 +279,12 @@ class Steps:
     def _next_home(self, lender: TenantState, fewer: int, buffers: int) -> tuple[Streaming, dict[str, int] | None]:
         """What streams if the lender keeps `fewer` of its layers away, and `_claim` of it. Computed once per epoch and set of
         pinned layers, since every step asks while anything is lent."""
-        epoch = self._changes.epoch
-        key = (epoch, lender.order, fewer, buffers)
-        known = lender.known_home
-        if known is None or known[0] != key or epoch < 0:
+
+        def find() -> tuple[Streaming, dict[str, int] | None]:
             target = lender.streaming_at(fewer, buffers, self._homewards(lender, fewer, buffers))
-            known = lender.known_home = (key, target, self._claim(lender, target))
-        return known[1:]
+            return target, self._claim(lender, target)
+
+        return lender.answers.of("home", (self._changes.key, lender.order, fewer, buffers), find)
 
     def _view(self, tenant: TenantState) -> TenantView:
         """The controller's view of the tenant, with the demand of this step."""

@@ -21,11 +21,7 @@ def free_pages_of(changes: Changes, tenant: TenantState, most: int = MOST_BYTES)
 
 def count_free(changes: Changes, tenant: TenantState) -> int:
     """How many of the arena's free pages have a place in the tenant's KV region. Looked up once per epoch."""
-    epoch = changes.epoch
-    known = tenant.known_free
-    if known is None or known[0] != epoch or epoch < 0:
-        known = tenant.known_free = (epoch, changes.draft.count_free(tenant.donation_lookup))
-    return known[1]
+    return tenant.answers.of("free", changes.key, lambda: changes.draft.count_free(tenant.donation_lookup))
 
 
 def view_of(
@@ -54,12 +50,11 @@ def view_of(
     slicing = tenant.slicing
     if slicing:
         # The unit is one tail page of every layer instead of a layer: there are as many "layers" as pages per layer.
-        known = tenant.known_depths
-        if known is None or known[0] is not tenant.order:  # every step makes a view, but layers are rarely pinned
-            known = tenant.known_depths = (tenant.order, *_depths(tenant, tenant.config.max_layers))
+        # Every step makes a view, but layers are rarely pinned.
+        deepest, most = tenant.answers.of("depths", tenant.order, lambda: _depths(tenant, tenant.config.max_layers))
         blocks_per_unit = max(1, streamable - max(2, buffers)) * tenant.blocks_per_page
-        layers = streamable = known[1] + 2
-        most, shrink_blocks, unit = known[2], None, "pages of every layer"
+        layers = streamable = deepest + 2
+        shrink_blocks, unit = None, "pages of every layer"
     return TenantView(
         layers=layers,
         remapped=pages.depth if slicing else tenant.remapped,

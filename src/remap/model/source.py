@@ -7,7 +7,7 @@ The model's tensors are re-pointed last (`install`): all or none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,31 @@ def raw_source(views: Sequence[memoryview], host: LockedMemory | None) -> LayerS
     )
 
 
+def _check(embedding: object, mutable: object) -> None:
+    if embedding not in ("device", "host"):
+        raise InvalidArgument(
+            f"embedding must be 'device' or 'host', got {shown(embedding)}; nothing was attached", embedding=embedding
+        )
+    if isinstance(mutable, str):
+        raise InvalidArgument(
+            f"mutable= takes a sequence of patterns, not the one string {shown(mutable)}; nothing was attached; put it into "
+            "a tuple",
+            mutable=mutable,
+        )
+
+
+def _refuse_attached(tensors: Mapping[str, Any]) -> None:
+    for path, tensor in tensors.items():
+        inside = [first for first, stop in _INSTALLED if first <= tensor.data_ptr() < stop]
+        # A session that was dropped unclosed leaves its ranges here, and other memory may lie there by now. Ours begins there.
+        if inside and tensor.untyped_storage().data_ptr() in inside:
+            raise InvalidArgument(
+                f"{path} lies in a session's memory already: the model, or a part of it, is attached; nothing "
+                "changed; detach the model from that session first",
+                path=path,
+            )
+
+
 def model_source(
     model: nn.Module,
     layers: Any,
@@ -120,16 +145,7 @@ def model_source(
     from remap.model.guards import Guards
     from remap.model.hooks import attach_hooks
 
-    if embedding not in ("device", "host"):
-        raise InvalidArgument(
-            f"embedding must be 'device' or 'host', got {shown(embedding)}; nothing was attached", embedding=embedding
-        )
-    if isinstance(mutable, str):
-        raise InvalidArgument(
-            f"mutable= takes a sequence of patterns, not the one string {shown(mutable)}; nothing was attached; put it into "
-            "a tuple",
-            mutable=mutable,
-        )
+    _check(embedding, mutable)
     path = modules.find_layers(model) if layers is None else layers
     decoder = modules.resolve_layers(model, path)
     found = decoder if not extra else modules.resolve_layers(model, [*decoder, *_modules(model, extra)])
@@ -143,15 +159,7 @@ def model_source(
     gathered = HostEmbedding(model, specs, device, host) if embedding == "host" else None
     if gathered is not None:
         specs = [spec for spec in specs if spec.path != gathered.path]
-    for tensor_path, tensor in everything.items():
-        inside = [first for first, stop in _INSTALLED if first <= tensor.data_ptr() < stop]
-        # A session that was dropped unclosed leaves its ranges here, and other memory may lie there by now. Ours begins there.
-        if inside and tensor.untyped_storage().data_ptr() in inside:
-            raise InvalidArgument(
-                f"{tensor_path} lies in a session's memory already: the model, or a part of it, is attached; nothing "
-                "changed; detach the model from that session first",
-                path=tensor_path,
-            )
+    _refuse_attached(everything)
     layout = packing.build(
         specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable), embedding_part=embedding_part
     )

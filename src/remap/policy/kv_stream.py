@@ -58,9 +58,7 @@ def pass_seconds(
         begun, parts, blocks = now, 0, list[float]()
         for layer in range(-1, layers):
             if layer >= 0:
-                start = now
-                if (turn, at.get(layer, -1)) in weights:
-                    start = max(start, weights[turn, at[layer]])
+                start = max(now, weights.get((turn, at.get(layer, -1)), now))
                 if block_s and layer < kv_layers:
                     start = max(start, blocks[layer])
                 now = start + compute_s[layer]
