@@ -316,7 +316,6 @@ BlockPool::News BlockPool::news() {
     const bool open = is_open(now_.blocks[block]);
     if (open != heard_[block]) (open ? found.added : found.withdrawn).push_back(block);
   }
-  if (found.added.empty() && found.withdrawn.empty()) first_news_ = end_news_ = 0;
   if (now_.external) {
     for (const BlockId block : found.added) {
       if (now_.blocks[block] == Block::free) set(block, Block::live);
@@ -328,6 +327,7 @@ BlockPool::News BlockPool::news() {
 void BlockPool::told(const News& news) {
   for (const BlockId block : news.added) heard_.at(block) = true;
   for (const BlockId block : news.withdrawn) heard_.at(block) = false;
+  if (!has_news()) first_news_ = end_news_ = 0;
 }
 
 BlockPool::Ids BlockPool::withdrawn_news() {

@@ -66,6 +66,13 @@ TEST(blocks_move_to_what_is_gained_and_all_goes_back_together) {
   draft.join(1);
   draft.cut(0);
   CHECK(pool->usable_blocks() == 0 && pool->owned_slots().empty() && draft.plans() == 0 && draft.depth() == 0);
+  draft.begin();  // what a part did that has ended well goes back with the whole
+  draft.begin();
+  draft.add(plan({owner({6}, Owner::free, Owner::kv, kA)}));
+  draft.join(1);
+  CHECK(pool->usable_blocks() == 2);
+  draft.cut(0);
+  CHECK(pool->usable_blocks() == 0);
   CHECK_ERROR(ErrorKind::invalid_argument, draft.withdraw(kB, {0}));
 }
 

@@ -216,8 +216,9 @@ class InactiveLayers(_Layers):
     def quotes(self, giver: TenantState, receiver: Taker, need: int, share: float) -> list[Quote]:
         if giver.slicing and giver.pages.streamed:
             return []  # slices of all layers stream: no layer can go whole
-        known: list[Quote] | None = None if share else giver.answers.known("quotes", self._key(giver, receiver))
+        known = None if share else giver.answers.known("quotes", self._key(giver, receiver))
         if known is not None:
+            known = cast("list[Quote]", known)
             covered = itertools.accumulate((quote.blocks for quote in known), initial=0)
             return known[: sum(blocks < need for blocks in covered)]
         buffers = max(1, giver.buffers)

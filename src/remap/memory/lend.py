@@ -147,7 +147,7 @@ class Lending:
             return sorted(self._find_idle(donor, receiver, wanted, surplus)[0])
         # Kept, since every step asks while demand is unmet, and the donors often do nothing meanwhile.
         question, key = f"idle pages for {receiver.number}", (self._changes.key, pool.changes, surplus)
-        known: tuple[list[int], bool] | None = donor.answers.known(question, key)
+        known = cast("tuple[list[int], bool] | None", donor.answers.known(question, key))
         if known is None or (len(known[0]) < wanted and not known[1]):
             known = donor.answers.note(question, key, self._find_idle(donor, receiver, wanted, surplus))
         return sorted(known[0][:wanted])

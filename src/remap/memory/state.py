@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 from remap.config import Knobs
 from remap.errors import InvalidState
@@ -77,22 +77,21 @@ class Answers:
     """A tenant's last answer to each question that is asked again and again, with the key for which it holds."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[object, Any]] = {}
+        self._known: dict[str, tuple[object, object]] = {}
 
     def of(self, question: str, key: object, find: Callable[[], Answer]) -> Answer:
         """The answer: the last one, if that was for the same key."""
         known = self._known.get(question)
         if known is None or known[0] != key:
             return self.note(question, key, find())
-        answer: Answer = known[1]
-        return answer
+        return cast("Answer", known[1])
 
     def note(self, question: str, key: object, answer: Answer) -> Answer:
         """This is the last answer."""
         self._known[question] = key, answer
         return answer
 
-    def known(self, question: str, key: object) -> Any:
+    def known(self, question: str, key: object) -> object:
         """The last answer, if it was for this key; else None."""
         known = self._known.get(question)
         return known[1] if known is not None and known[0] == key else None
@@ -600,7 +599,7 @@ class TenantState:
             sizes = {len(homes[layer]) for layer in order}
             return unplaced, sizes <= {self.pages.buffer_pages} and unplaced.isdisjoint(order)
 
-        return self.answers.of("homes", homes, find)
+        return self.answers.of("homes", (homes, order), find)
 
     @property
     def streams_suffix(self) -> bool:
