@@ -224,8 +224,8 @@ def test_an_interrupt_behind_the_commit_stays_an_interrupt() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(executor, name)
 
-        def commit_each(self, *arguments: Any) -> None:
-            executor.commit_each(*arguments)
+        def settle(self, *arguments: Any) -> None:
+            executor.settle(*arguments)
             if self.armed:
                 self.armed = False
                 raise KeyboardInterrupt
