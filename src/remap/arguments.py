@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike, fsencode
@@ -173,6 +174,9 @@ def require_buffers(layers: object) -> list[memoryview]:
     return views
 
 
+_demand = functools.lru_cache(maxsize=256)(Demand)  # a value, and most steps want what the step before wanted
+
+
 def require_demands(demand: Any) -> Mapping[str, Demand]:
     """A step's demands, all checked before one is met. A number of blocks becomes a Demand.
 
@@ -180,7 +184,7 @@ def require_demands(demand: Any) -> Mapping[str, Demand]:
     """
     if demand is None:
         return {}
-    if not isinstance(demand, Mapping):
+    if demand.__class__ is not dict and not isinstance(demand, Mapping):
         raise InvalidArgument(
             f"demand must map tenants' names to Demand, got {_shown(demand)}; nothing changed",
             field="demand",
@@ -198,7 +202,7 @@ def require_demands(demand: Any) -> Mapping[str, Demand]:
                 value=wanted,
                 tenant=name,
             )
-        plain[name] = Demand(wanted)
+        plain[name] = _demand(wanted)
     return {**demand, **plain} if plain else demand
 
 

@@ -191,12 +191,14 @@ class Changes:
 
     def undo(self) -> None:
         """Drop the change in progress, if there is one that is not made. Raises ArenaBroken."""
-        self._drop(0)
-        self._carry_on()
+        if self.draft.depth or self._making is not None:  # in every call: cheap
+            self._drop(0)
+            self._carry_on()
         if self._settling:
             with suppress(Error):
                 self._settle()
-        self.tell()
+        if self._untold:
+            self.tell()
 
     def _drop(self, depth: int) -> None:
         """To the beginning of the part at this depth, unless the change is made. Can be called again, if it was interrupted."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from remap.config import Knobs
 from remap.errors import InvalidState
@@ -84,7 +84,7 @@ class Answers:
         known = self._known.get(question)
         if known is None or known[0] != key:
             return self.note(question, key, find())
-        return cast("Answer", known[1])
+        return known[1]  # type: ignore[return-value]  # `cast` is a call, in every step
 
     def note(self, question: str, key: object, answer: Answer) -> Answer:
         """This is the last answer."""
@@ -185,7 +185,7 @@ class TenantState:
     handle: Handle | None = None  # `Internals`, with the public tenant, over it
 
     answers: Answers = field(default_factory=lambda: Answers())
-    known_order: tuple[object, object, tuple[int, ...]] = (None, None, ())  # (layers that are gone, pinned ones, order)
+    known_order: tuple[object, object, tuple[int, ...]] = (None, None, ())  # (pages, pinned layers, order)
 
     def __post_init__(self) -> None:
         # Parts with pages: the layers, and behind them what stands before the first and behind the last, if it may go as well.
@@ -227,11 +227,10 @@ class TenantState:
         """Streamable layers, in the order in which the controller gives them away: the same object, the key of kept answers,
         while they are the same."""
         pages, known = self.books.pages, self.known_order
-        gone, pinned = pages.gone, self.pinned
-        if known[0] is not gone or known[1] is not pinned:  # mostly the same objects
-            away = pinned | gone
+        if known[0] is not pages or known[1] is not self.pinned:
+            away = self.pinned | pages.gone
             order = tuple(layer for layer in self.nested if layer not in away) if not pages.for_good else ()
-            known = self.known_order = (gone, pinned, known[2] if order == known[2] else order)
+            known = self.known_order = (pages, self.pinned, known[2] if order == known[2] else order)
         return known[2]
 
     @property

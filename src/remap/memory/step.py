@@ -12,7 +12,7 @@ The step makes the entries of its report (entries.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -81,7 +81,7 @@ class Steps:
         try:
             if self._other_processes is not None and rest is None:
                 self._other_processes.step(demand, entries)
-            for name in sorted(demand, key=self._precedence):
+            for name in self._in_order(demand):
                 tenant, wanted = self._tenants[name], demand[name]
                 decision = self._decide(tenant, wanted) if rest is None else rest.get(name, NONE)
                 if decision.action == "none" and not decision.unmet_blocks and not tenant.draining:
@@ -290,6 +290,9 @@ class Steps:
         """The controller's view of the tenant, with the demand of this step."""
         shares = len(self._tenants) > 1 or self._other_processes is not None
         return view_of(self._changes, tenant, tenant.demand, shares=shares)
+
+    def _in_order(self, demand: Mapping[str, Demand]) -> Iterable[str]:
+        return demand if len(demand) < 2 else sorted(demand, key=self._precedence)
 
     def _precedence(self, name: str) -> tuple[int, int]:
         tenant = self._tenants[name]
