@@ -26,7 +26,8 @@ def from_json(data: Mapping[str, Any]) -> PolicyResult:
 
 def _tenant(entry: Mapping[str, Any]) -> TenantResult:
     known = {field.name: entry[field.name] for field in fields(TenantResult)}
-    known["ttft_s"], known["tpot_s"] = tuple(known["ttft_s"]), tuple(known["tpot_s"])
+    for name in ("ttft_s", "tpot_s", "longest_gap_s"):
+        known[name] = tuple(known[name])
     known["tbt"] = tuple((float(value), int(count)) for value, count in known["tbt"])
     return TenantResult(**known)
 

@@ -43,6 +43,7 @@ def make_run(kind: str, **changes: object) -> RunResult:
     )
     times = {"ttft_s": tuple(0.1 * i for i in range(1, 49)), "tbt_s": tuple(0.05 + 0.0001 * i for i in range(48 * 19))}
     times["tpot_s"] = tuple(0.06 + 0.001 * i for i in range(48))
+    times["longest_gap_s"] = tuple(0.2 + 0.001 * i for i in range(48))
     kv = {"capacity_bytes": 512 << 20, "kv_blocks_start": 210, "kv_blocks_peak": 210, "layers_remapped_peak": 0}
     served = {"wall_s": 30.0, "preemptions": 0, "recomputed_tokens": 0, "stall_fraction": 0.0, "layers": 30}
     return RunResult(**{"kind": kind, **times, **kv, **served, "tokens": TOKENS, "timeline": points, **changes})  # type: ignore[arg-type]
@@ -67,7 +68,7 @@ def test_json_has_exactly_the_documented_keys() -> None:
     assert list(data) == ["model", "budget_bytes", "requests", "tokens_identical", *kinds, "machine"]
     assert [data[kind]["identical_requests"] for kind in kinds] == [data["requests"]] * 3
     figures = "preemptions pauses recomputed_tokens tokens_per_s ttft_p50_s ttft_p99_s tbt_p50_s tbt_p99_s tpot_p99_s"
-    figures += " kv_blocks_start kv_blocks_peak layers_remapped_peak stall_fraction"
+    figures += " longest_gap_p99_s kv_blocks_start kv_blocks_peak layers_remapped_peak stall_fraction"
     figures += " identical_requests"
     for kind in kinds:
         assert list(data[kind]) == figures.split()

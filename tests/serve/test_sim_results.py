@@ -40,6 +40,7 @@ TIMES = {
     "ttft_s": (0.3, 0.1, 0.2),
     "tbt": ((0.01, 20), (0.5, 7)),
     "tpot_s": (0.05, None, 0.02),
+    "longest_gap_s": (0.5, None, 0.01),
     "compute_s": 3.0,
     "stall_s": 1.0,
 }
@@ -107,6 +108,7 @@ def test_merging_keeps_every_gap(distributions) -> None:
 
 def test_the_figures_of_a_run_are_over_all_tenants() -> None:
     times = {"ttft_s": (9.0,), "tpot_s": (0.01,), "tbt": ((0.5, 3), (2.0, 1)), "stall_s": 0.0, "compute_s": 4.0}
+    times["longest_gap_s"] = (2.0,)
     both = run(tenant(), tenant("b", finished=1, preemptions=0, **times))
     assert both.requests == 8 and both.requests_finished == 4
     assert both.tokens_per_s == 60 / 6.0
@@ -115,6 +117,7 @@ def test_the_figures_of_a_run_are_over_all_tenants() -> None:
     assert (both.tbt_p50_s, both.tbt_p99_s) == (0.01, 2.0)
     assert both.tbt_mean_s == pytest.approx((20 * 0.01 + 10 * 0.5 + 2.0) / 31)
     assert both.tpot_p99_s == 0.05
+    assert (both.longest_gap_p50_s, both.longest_gap_p99_s, both.long_gaps) == (0.5, 2.0, 11 / 31)
     assert both.preemptions == 2
     assert (both.kv_blocks_peak, both.layers_remapped_peak) == (30, 5.0)
     assert both.stall_fraction == pytest.approx(1.0 / 8.0)
@@ -149,7 +152,7 @@ def test_targets_are_times_and_a_run_of_no_time_has_no_goodput() -> None:
 
 
 def test_a_run_in_which_nothing_finished_has_a_headline() -> None:
-    nothing = run(tenant(ttft_s=(), tpot_s=(), tbt=(), finished=0, output_tokens=0, compute_s=0.0, stall_s=0.0))
+    nothing = run(tenant(ttft_s=(), tpot_s=(), tbt=(), longest_gap_s=(), finished=0, output_tokens=0, compute_s=0.0, stall_s=0.0))
     head = nothing.headline()
     assert head["ttft_p50_s"] is None and head["tbt_p99_s"] is None
     assert head["tokens_per_s"] == 0.0 and head["stall_fraction"] == 0.0

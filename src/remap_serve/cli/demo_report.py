@@ -53,6 +53,7 @@ class RunResult:
     ttft_s: tuple[float, ...]  # per request: arrival to first token
     tbt_s: tuple[float, ...]  # all gaps between consecutive tokens of a request
     tpot_s: tuple[float, ...]  # per request of more than one token: the mean of its gaps
+    longest_gap_s: tuple[float, ...]  # of the same requests: the longest of their gaps
     capacity_bytes: int
     kv_blocks_start: int
     kv_blocks_peak: int
@@ -85,6 +86,7 @@ class RunResult:
         fields["ttft_s"] = tuple(fields["ttft_s"])
         fields["tbt_s"] = tuple(fields["tbt_s"])
         fields["tpot_s"] = tuple(fields["tpot_s"])
+        fields["longest_gap_s"] = tuple(fields["longest_gap_s"])
         fields["tokens"] = tuple(tuple(ids) for ids in fields["tokens"])
         fields["timeline"] = tuple(StepSample(**point) for point in fields["timeline"])
         return cls(**fields)
@@ -138,6 +140,7 @@ def numbers(run: RunResult) -> dict[str, Any]:
         "tbt_p50_s": percentile(run.tbt_s, 0.50),
         "tbt_p99_s": percentile(run.tbt_s, 0.99),
         "tpot_p99_s": percentile(run.tpot_s, 0.99),
+        "longest_gap_p99_s": percentile(run.longest_gap_s, 0.99),
         "kv_blocks_start": run.kv_blocks_start,
         "kv_blocks_peak": run.kv_blocks_peak,
         "layers_remapped_peak": run.layers_remapped_peak,
@@ -281,6 +284,7 @@ _FIGURES = {
     "tbt_p50_s": "P50 time between tokens",
     "tbt_p99_s": "P99 time between tokens",
     "tpot_p99_s": "P99 of requests' mean time between tokens",
+    "longest_gap_p99_s": "P99 of requests' longest gap between tokens",
 }
 
 
@@ -375,6 +379,7 @@ def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
         seconds("time between tokens P50", "tbt_p50_s"),
         seconds("time between tokens P99", "tbt_p99_s"),
         seconds("TPOT P99 (per request)", "tpot_p99_s"),
+        seconds("longest gap P99", "longest_gap_p99_s"),
         row(f"layers {away} (peak)", [f"{run.layers_remapped_peak:g} of {run.layers}" for run in runs]),
         row("layers over time", [sparkline(run.timeline, run.layers) for run in runs]),
         row("stall share", [f"{run.stall_fraction:.1%}" for run in runs]),

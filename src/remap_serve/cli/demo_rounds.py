@@ -70,6 +70,7 @@ def rounds_rows(rounds: Sequence[DemoResult]) -> list[Row]:
         row("next token P50", "tbt_p50_s"),
         row("next token P99", "tbt_p99_s"),
         row("TPOT P99", "tpot_p99_s"),
+        row("longest gap P99", "longest_gap_p99_s"),
         row("layers away" if rounds[0].remap.cold else "layers remapped", "layers_remapped_peak", lambda n: f"{n:g}"),
         row("stall share", "stall_fraction", lambda share: f"{share:.1%}"),
         *([row("cold start to pass", "cold_first_pass_s")] if rounds[0].remap.cold else []),

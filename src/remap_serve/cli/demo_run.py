@@ -179,6 +179,7 @@ def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -
         ttft_s=tuple(metrics.ttft_s),
         tbt_s=tuple(metrics.tbt_s),
         tpot_s=tuple(metrics.tpot_s),
+        longest_gap_s=tuple(metrics.longest_gap_s),
         capacity_bytes=ready.capacity_bytes,
         kv_blocks_start=metrics.kv_blocks_start,
         kv_blocks_peak=int(summary["kv_blocks_peak"]),

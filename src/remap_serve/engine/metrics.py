@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from remap.config import invalid
+from remap_serve.policy.gaps import long_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Listed
@@ -54,8 +55,8 @@ class Metrics:
 
     gaps: seconds between two tokens of a request -> how often. All that decode in one pass have the same gap, so there are
     about as many as passes. tpot_s: of each finished request of more than one token, the mean of its gaps (time per output
-    token). preemptions: how often a request lost its KV, which is computed again; pauses: how often it lost its blocks while its
-    KV stayed in host memory.
+    token); longest_gap_s: of the same requests, the longest. preemptions: how often a request lost its KV, which is computed
+    again; pauses: how often it lost its blocks while its KV stayed in host memory.
     """
 
     started_s: float = 0.0
@@ -71,22 +72,28 @@ class Metrics:
     ttft_s: list[float] = field(default_factory=list)
     gaps: Counter[float] = field(default_factory=Counter)
     tpot_s: list[float] = field(default_factory=list)
+    longest_gap_s: list[float] = field(default_factory=list)
     timeline: list[StepSample] = field(default_factory=list)
 
     def tokens(self, sequences: Listed[Sequence], now_s: float) -> None:
         """Each of them has a token more, at one time. A preempted request's gap is counted in full: the user waits for it."""
-        previous, steady = self.ended_s, 0
+        previous, steady, since = self.ended_s, 0, now_s - self.ended_s
         for sequence in sequences:
-            if sequence.last_s == previous:  # nearly all who decode
+            last_s = sequence.last_s
+            if last_s == previous:  # nearly all who decode
                 steady += 1
-            elif sequence.last_s is None:
+                if since > sequence.longest_s:
+                    sequence.longest_s = since
+            elif last_s is None:
                 sequence.first_s = now_s
                 self.ttft_s.append(now_s - sequence.arrived_s)
             else:
-                self.gaps[now_s - sequence.last_s] += 1
+                gap = now_s - last_s
+                self.gaps[gap] += 1
+                sequence.longest_s = max(sequence.longest_s, gap)
             sequence.last_s = now_s
         if steady:
-            self.gaps[now_s - previous] += steady
+            self.gaps[since] += steady
         if sequences:
             self.generated_tokens += len(sequences)
             self.ended_s = now_s
@@ -102,6 +109,7 @@ class Metrics:
         self.finished += 1
         if sequence.generated > 1 and sequence.first_s is not None and sequence.last_s is not None:
             self.tpot_s.append((sequence.last_s - sequence.first_s) / (sequence.generated - 1))
+            self.longest_gap_s.append(sequence.longest_s)
 
     @property
     def tbt_s(self) -> list[float]:
@@ -133,6 +141,9 @@ class Metrics:
             "tbt_p99_s": percentile(tbt, 0.99),
             "tpot_p50_s": percentile(self.tpot_s, 0.50),
             "tpot_p99_s": percentile(self.tpot_s, 0.99),
+            "longest_gap_p50_s": percentile(self.longest_gap_s, 0.50),
+            "longest_gap_p99_s": percentile(self.longest_gap_s, 0.99),
+            "long_gaps": long_gaps(self.gaps),
             "kv_blocks_start": self.kv_blocks_start,
             "kv_blocks_peak": max(usable, default=self.kv_blocks_start),
             "kv_used_peak": max((sample.kv_used_blocks for sample in self.timeline), default=0),

@@ -183,7 +183,8 @@ class Sequence:
     changes an entry, or takes any away, replaces the list (a block table knows by that what to write again). `relocated`: the
     last move of blocks that the tables follow (`Scheduler.relocate`). `noted`: logprobs that were asked for, by the place of
     their token in `tokens`; a pass that is run again notes the same again.
-    Times are on the engine's clock: when it arrived, and when its first and its last token came (None before the first).
+    Times are on the engine's clock: when it arrived, and when its first and its last token came (None before the first);
+    longest_s is its longest gap between two tokens.
 
     Scheduler, loop and metrics ask for lengths, not for values: `id`, `length`, `prompt_tokens`, `append` and `output`
     are all that a sequence without values (remap_serve.sim.sequences) has to bring.
@@ -205,6 +206,7 @@ class Sequence:
     preemptions: int = 0
     first_s: float | None = None
     last_s: float | None = None
+    longest_s: float = 0.0
 
     @classmethod
     def of(cls, request: Request, order: int, arrived_s: float = 0.0) -> Sequence:

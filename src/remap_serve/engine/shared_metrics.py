@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from remap_serve.engine.metrics import Metrics, percentile
+from remap_serve.policy.gaps import long_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,6 +97,7 @@ class SharedResult:
         ttft = [value for one in each for value in one.ttft_s]
         tbt = [value for one in each for value in one.tbt_s]
         tpot = [value for one in each for value in one.tpot_s]
+        longest = [value for one in each for value in one.longest_gap_s]
         generated, duration = sum(one.generated_tokens for one in each), self.duration_s
         delays = [one.first_pass_s for one in self.activations if one.first_pass_s is not None]
         tenants = {}
@@ -124,6 +127,9 @@ class SharedResult:
             "tbt_p99_s": percentile(tbt, 0.99),
             "tpot_p50_s": percentile(tpot, 0.50),
             "tpot_p99_s": percentile(tpot, 0.99),
+            "longest_gap_p50_s": percentile(longest, 0.50),
+            "longest_gap_p99_s": percentile(longest, 0.99),
+            "long_gaps": long_gaps(sum((one.gaps for one in each), Counter())),
             "stall_s": math.fsum(self.stall_s.values()),
             "activations": len(self.activations),
             "activation_p50_s": percentile(delays, 0.50),

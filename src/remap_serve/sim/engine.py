@@ -126,6 +126,7 @@ class SimEngine(Engine):
             tpot_s=tuple(
                 (last - first) / (one.generated - 1) if one.generated > 1 else None for one, _, first, last in timed
             ),
+            longest_gap_s=tuple(one.longest_s if one.generated > 1 else None for one in done),
         )
 
     def _finish(self, sequence: EngineSequence, reason: str) -> Output:

@@ -22,6 +22,7 @@ from itertools import accumulate
 from typing import Any
 
 from remap.errors import InvalidArgument
+from remap_serve.policy.gaps import LONG_GAP_S, long_gaps
 from remap_serve.sim.ideal import against_ideal
 
 __all__ = [
@@ -48,6 +49,9 @@ HEADLINE = (
     "ttft_p99_s",
     "tbt_p50_s",
     "tbt_p99_s",
+    "longest_gap_p50_s",
+    "longest_gap_p99_s",
+    "long_gaps",
     "preemptions",
     "pauses",
     "kv_blocks_peak",
@@ -163,6 +167,7 @@ class TenantResult:
     ttft_s: seconds from arrival to first token, queueing included, of finished requests in order of arrival. tbt: pairs
     (seconds between two tokens of a request, how many gaps were that long), ascending. compute_s: its passes without stalls.
     tpot_s: of the same requests as ttft_s, mean seconds of a token after the first; None of a request of one token.
+    longest_gap_s: of the same requests, the longest of its gaps.
     swapped_bytes: of KV, to host memory and back; swapped_out_bytes: to it. kv_blocks_start: before the first request; where
     unused KV is shared, only the tenant's own. kv_blocks_peak: that it could use; where unused KV is shared, those that it asked
     for. kv_used_peak: that requests held. preemptions, pauses: see `Metrics`.
@@ -187,6 +192,7 @@ class TenantResult:
     swapped_out_bytes: int = 0
     pauses: int = 0
     kv_used_peak: int = 0
+    longest_gap_s: tuple[float | None, ...] = ()
 
     def good(self, targets: Targets) -> int:
         """Finished requests that met both targets; a request of one token has the first one only."""
@@ -263,6 +269,24 @@ class PolicyResult:
         return _mean(self.tbt)
 
     @property
+    def longest_gap_p50_s(self) -> float:
+        return percentile(self._longest, 0.5)
+
+    @property
+    def longest_gap_p99_s(self) -> float:
+        """Of the requests' longest gaps, for which a reader waits once. `tbt_p99_s` counts each as one of all tokens."""
+        return percentile(self._longest, 0.99)
+
+    @property
+    def long_gaps(self) -> float:
+        """The share of gaps above `LONG_GAP_S`; nan of none."""
+        return long_gaps(dict(self.tbt)) if self.tbt else math.nan
+
+    @property
+    def _longest(self) -> list[float]:
+        return [value for tenant in self.tenants for value in tenant.longest_gap_s if value is not None]
+
+    @property
     def preemptions(self) -> int:
         return sum(tenant.preemptions for tenant in self.tenants)
 
@@ -329,8 +353,8 @@ class PolicyResult:
         """The headline and everything else, of JSON's types only.
 
         A timeline above `POINTS` points and a distribution of gaps above `POINTS` pairs are thinned. Of a thinned distribution
-        the number of gaps, their sum, the longest, and P50, P90, P99 and P99.9 are the run's own; every other quantile lies
-        between those of the run at shares a quarter of a percent below and above.
+        the number of gaps, their sum, the longest, those above `LONG_GAP_S`, and P50, P90, P99 and P99.9 are the run's own;
+        every other quantile lies between those of the run at shares a quarter of a percent below and above.
         """
         samples = thinned(self.timeline)
         return {
@@ -349,6 +373,7 @@ class PolicyResult:
                     **asdict(tenant),
                     "ttft_s": list(tenant.ttft_s),
                     "tpot_s": list(tenant.tpot_s),
+                    "longest_gap_s": list(tenant.longest_gap_s),
                     "tbt": [list(pair) for pair in _fewer(tenant.tbt)],
                 }
                 for tenant in self.tenants
@@ -403,7 +428,7 @@ def _fewer(pairs: Pairs, limit: int = POINTS) -> Pairs:
 
     for value, count in pairs:
         weight = count / number + value * count / seconds
-        if value in alone or held + weight > most:
+        if value in alone or held + weight > most or (group and group[-1][0] <= LONG_GAP_S < value):
             close()
             held = 0.0
         group.append((value, count))

@@ -36,6 +36,7 @@ class SimSequence(EngineSequence):
         self.blocks: list[int] = []
         self.host: list[int] = []
         self.first_s = self.last_s = None
+        self.longest_s = 0.0
 
     def append(self, token: int) -> str | None:
         """One token more, whatever it is."""
