@@ -41,7 +41,7 @@ class Options:
     lengths: str = "sharegpt"
     rate: str = "4"
     requests: int = 1000
-    policies: str = "recompute,pie,remap"
+    policies: str = "recompute,kv-pool+swap,remap"
     sharing: str = "temporal"
     scheduler: str = "prefill-first"
     seed: int = 0
