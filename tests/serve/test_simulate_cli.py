@@ -90,7 +90,7 @@ def invoke(*arguments: str):
 def test_every_policy_serves_the_same_requests(engine, tmp_path) -> None:
     result = invoke("--rate", "3", "--seed", "5", "--quantum", "0.5")
     assert result.exit_code == 0, result.output
-    assert [policy for _, _, policy in engine] == ["recompute", "pie", "remap"]
+    assert [policy for _, _, policy in engine] == ["recompute", "kv-pool+swap", "remap"]
     assert len({items for _, items, _ in engine}) == 1
     setup, items, _ = engine[0]
     assert len(items) == 90 and items[-1].time_s < 30.0
