@@ -98,7 +98,7 @@ def test_every_policy_serves_the_same_requests(engine, tmp_path) -> None:
     assert {item.tenant for item in items} == {tenant.name for tenant in setup.tenants}
     given = (setup.machine.name, setup.sharing, setup.scheduler, setup.quantum_s)
     assert given == ("GH200-96GB", "temporal", "prefill-first", 0.5)
-    assert all(word in result.output for word in ("recompute", "pie", "remap", "TTFT P99", "stalled", "90"))
+    assert all(word in result.output for word in ("recompute", "kv-pool+swap", "remap", "TTFT P99", "stalled", "90"))
 
 
 def test_options_reach_the_setup_and_the_loads(engine, tmp_path) -> None:
