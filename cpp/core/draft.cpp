@@ -372,42 +372,43 @@ void Draft::settle_pools(const Plan& plan, Added& added, Outcome& outcome) {
     if (pending.size() > outcome.room) outcome.added = false;
     outcome.pending.insert(outcome.pending.end(), pending.begin(), pending.end());
   }
-  for (auto& [tenant, share] : shares) {
-    if (share.pool == nullptr || !outcome.added) continue;
-    BlockPool& pool = *share.pool;
-    BlockPool::Saved before = pool.save();
-    try {
+  if (!outcome.added) return;
+  std::vector<std::pair<BlockPool*, BlockPool::Saved>> before;
+  if (!savepoints_.empty()) savepoints_.back().pools.reserve(savepoints_.back().pools.size() + shares.size());
+  try {
+    for (auto& [tenant, share] : shares) {
+      if (share.pool == nullptr) continue;
+      BlockPool& pool = *share.pool;
+      before.emplace_back(&pool, pool.save());
       pool.mark(share.gained, BlockPool::Slot::absent, BlockPool::Slot::open, "is owned already");
       BlockPool::Slots open;
       const auto is_open = [&](SlotId slot) { return pool.slot(slot) == BlockPool::Slot::open; };
       std::copy_if(share.lost.begin(), share.lost.end(), std::back_inserter(open), is_open);
       pool.mark(open, BlockPool::Slot::open, BlockPool::Slot::closed, "is not owned");
-      BlockPool::Moves moves = pool.plan_moves(share.lost);
+      const BlockPool::Moves moves = pool.plan_moves(share.lost);
       pool.commit_moves(moves);
       pool.mark(share.lost, BlockPool::Slot::closed, BlockPool::Slot::absent, "is not withdrawn");
       added.moves.insert(added.moves.end(), moves.begin(), moves.end());
-    } catch (...) {
-      pool.restore(before);
-      throw;
     }
-    keep(pool, std::move(before));
+    outcome.moves = added.moves;
+  } catch (...) {
+    for (const auto& [pool, saved] : before) pool->restore(saved);
+    throw;
   }
-  outcome.moves = added.moves;
+  for (auto& [pool, saved] : before) keep(*pool, std::move(saved));  // there is room for them
 }
 
 void Draft::withdraw(TenantId tenant, const BlockPool::Slots& slots) {
   BlockPool& pool = pool_of(tenant);
-  BlockPool::Saved before = pool.save();
+  keep(pool, pool.save());
   pool.mark(slots, BlockPool::Slot::open, BlockPool::Slot::closed, "is not owned, or withdrawn already");
-  keep(pool, std::move(before));
 }
 
 void Draft::reopen(TenantId tenant) {
   BlockPool& pool = pool_of(tenant);
   if (!pool.withdrawn()) return;
-  BlockPool::Saved before = pool.save();
+  keep(pool, pool.save());
   pool.mark(pool.closed_slots(), BlockPool::Slot::closed, BlockPool::Slot::open, "is not withdrawn");
-  keep(pool, std::move(before));
 }
 
 // ---- savepoints ---------------------------------------------------------------------------------------------------
@@ -419,6 +420,8 @@ std::size_t Draft::begin() {
 
 void Draft::join(std::size_t depth) {
   while (depth != 0 && savepoints_.size() > depth) {
+    auto& outer = savepoints_[savepoints_.size() - 2].pools;
+    outer.reserve(outer.size() + savepoints_.back().pools.size());
     Savepoint inner = std::move(savepoints_.back());
     savepoints_.pop_back();
     for (auto& [pool, saved] : inner.pools) keep(*pool, std::move(saved));
