@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -30,7 +29,7 @@ CANDIDATES = st.lists(
         next_use_s=st.one_of(st.none(), st.sampled_from([0.0, 1.0, 2.0])),
     ),
     max_size=7,
-).map(lambda found: [replace(c, order=i) for i, c in enumerate(found)])
+).map(lambda found: [c._replace(order=i) for i, c in enumerate(found)])
 
 
 def names(found: list[Candidate]) -> str:
@@ -170,7 +169,7 @@ def test_in_a_cycle_the_farthest_is_the_most_recently_used(tenants, extra, gaps,
         for i in range(tenants)
     ]
     assert rank(found, "expected_next_use") == rank(found, "mru")
-    inactive = [replace(c, active=False) for c in found]
+    inactive = [c._replace(active=False) for c in found]
     assert rank(inactive, "expected_next_use") == rank(inactive, "mru")
     assert rank(inactive, "mru")[0].name == str(current)
 

@@ -21,8 +21,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from remap.errors import Error, OutOfBlocks, OutOfMemory
 from remap.memory.apply import Changes
@@ -37,16 +37,14 @@ from remap.sizes import show_size
 __all__ = ["Cold", "Coming"]
 
 
-@dataclass(frozen=True)
-class _Taker:
+class _Taker(NamedTuple):
     """A tenant that takes pages for its layers: other ones suit it than suit it for KV, and they depend on who serves."""
 
     index_of: Container[int]
     number: None = None
 
 
-@dataclass(frozen=True)
-class _Choice:
+class _Choice(NamedTuple):
     """kept: pages for the blocks that a tenant always has; of these kv are to be taken. homes: by layer. short: how many pages
     are lacking, at least."""
 
@@ -56,8 +54,7 @@ class _Choice:
     short: int
 
 
-@dataclass(frozen=True)
-class Coming:
+class Coming(NamedTuple):
     """Cold layers of which the first is loading. rest: the homes of the others, a change each."""
 
     layers: Sequence[int]

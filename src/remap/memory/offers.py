@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -139,7 +138,7 @@ class Offers:
             if one.config.lends and not one.busy and sleeps(one) and not (immovable and paused(one))
         ]
         for giver in self.ranked(asleep, now):
-            as_inactive = replace(self._candidate(giver, now), active=False)
+            as_inactive = self._candidate(giver, now)._replace(active=False)
             if need <= 0 or not may_donate(as_inactive, min_idle=giver.config.min_idle):
                 continue
             quotes = self.inactive.quotes(giver, taker, need, 0.0)

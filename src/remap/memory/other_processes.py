@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from remap.errors import OutOfBlocks
 from remap.memory.activate import certify
@@ -116,16 +116,14 @@ class _Supply:
     over: bool = False
 
 
-@dataclass(frozen=True)
-class _Only:
+class _Only(NamedTuple):
     """A receiver of these pages and no others."""
 
     index_of: Container[int]
     number: None = None
 
 
-@dataclass(frozen=True)
-class _Lack:
+class _Lack(NamedTuple):
     """What others have asked for, at this moment, and not got whole. lasting: they keep it for good."""
 
     pages: int
@@ -133,8 +131,7 @@ class _Lack:
     lasting: bool
 
 
-@dataclass(frozen=True)
-class UnmetWant:
+class UnmetWant(NamedTuple):
     """Another process asks for pages for its layers again and again, and tenants here that serve keep them. pages: that it has
     not got; since_s, asked_s: when it asked first, and last (`time.monotonic`)."""
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from remap.errors import ArenaBroken, Error, InvalidArgument, OutOfBlocks
 from remap.memory.apply import Changes
@@ -33,8 +34,7 @@ from remap.policy.views import NONE, Demand, NeedQuotes, Selection, TenantView
 __all__ = ["Steps"]
 
 
-@dataclass(frozen=True)
-class _Waits:
+class _Waits(NamedTuple):
     """What a step has left to the next: rest, by tenant, once engines have freed blocks. demand: of that step. live: number of
     each such engine's tenant -> its live blocks then."""
 
@@ -203,11 +203,11 @@ class Steps:
             wanted = self._offers.want(tenant, take.donor, lacking) if lacking and asks else 0
             if wanted:
                 entry.wanted[take.donor] = wanted
-                later.append(replace(take, blocks=lacking))
+                later.append(take._replace(blocks=lacking))
                 entry.reason += f"; the engine of {take.donor} is to free {wanted} blocks for {lacking} of these"
             blocks += take.blocks - (lacking if wanted else 0)
         if later:
-            entry.rest = replace(decision, free_pool_blocks_to_take=0, remapped=0, takes=tuple(later))
+            entry.rest = decision._replace(free_pool_blocks_to_take=0, remapped=0, takes=tuple(later))
         if blocks:
             take_free_pages(self._changes, tenant, blocks)
 

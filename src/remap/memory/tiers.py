@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from remap.errors import Error
 from remap.memory.host_memory import HostMemories, locked_bytes
@@ -37,8 +37,7 @@ PRICE = 3.0
 that a byte staged by four threads loses: the seconds alone would say 2.5. The rest is margin, for what it costs other threads."""
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """A tenant's master copies, (address, bytes) of each range, and bytes that the tenant has loaded since the last change. Some
     are staged and others not where the backend has refused one midway."""
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import cast
 
 from remap.config import Knobs
@@ -209,7 +208,7 @@ class Controller:
                 alpha, buffers = cast("tuple[int, int]", own[taken.count - 1].step)
                 continue
             last = cast(Take, by_donor[taken.donor, taken.kind][taken.count - 1].step)
-            takes.append(replace(last, blocks=taken.blocks))
+            takes.append(last._replace(blocks=taken.blocks))
         return alpha, buffers, tuple(takes), supply.gap_s
 
     def offers(self, view: TenantView, donor: str = "", *, patient: bool = True) -> list[Quote]:

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from remap.policy import kv_stream, schedule
 
 __all__ = ["Neighbour", "delayed", "spared"]
 
 
-@dataclass(frozen=True)
-class Neighbour:
+class Neighbour(NamedTuple):
     """An active tenant that streams layers or KV blocks, as another one sees it.
 
     compute_s, copy_s, pieces: per layer; copy_s without any waiting. others_s: the longest pieces of all tenants other

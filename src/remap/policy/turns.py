@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["TURN_S", "Next", "PresentTurn", "Queue", "Turns"]
 
@@ -42,8 +42,7 @@ TURN_S = 5.0
 """quantum_s between processes, each with one model: KV does not outlive a turn there, so each begins with computing it again."""
 
 
-@dataclass(frozen=True)
-class Queue:
+class Queue(NamedTuple):
     """One model with work. since_s: when it began to wait for a turn. due_s: when its next token is due; infinite: no target.
     switch_s: seconds by which its first pass would be late if its turn began now. pass_s: of that pass."""
 
@@ -53,8 +52,7 @@ class Queue:
     pass_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class PresentTurn:
+class PresentTurn(NamedTuple):
     """The present turn. switch_s: what its beginning cost."""
 
     name: str
@@ -62,8 +60,7 @@ class PresentTurn:
     switch_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Next:
+class Next(NamedTuple):
     """name: whose turn it is from now on; None: no model has work. follower: the next, at `at_s` if nothing changes before."""
 
     name: str | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from remap.config import invalid, is_amount, is_count
 
@@ -89,8 +89,7 @@ class TenantView:
     neighbours: Sequence[Neighbour] | None = None
 
 
-@dataclass(frozen=True)
-class Take:
+class Take(NamedTuple):
     """Pages of another tenant that the receiver gets, besides free ones.
 
     kind "idle_kv": from the donor's unused KV, for `blocks` blocks of the receiver. "paused_kv": from live KV that its
@@ -107,15 +106,13 @@ class Take:
     predicted_stall_s: float = 0.0  # of the donor, per pass, at the target
 
 
-@dataclass(frozen=True)
-class NeedQuotes:
+class NeedQuotes(NamedTuple):
     """Free pages do not suffice: the caller is to ask what other tenants can give, for `blocks` blocks."""
 
     blocks: int
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """The action to take now. `remapped` and `buffers` are the targets; `unmet_blocks` is the demand that stays unmet
     after it.
 

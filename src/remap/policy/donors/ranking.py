@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Candidate", "NextUse", "may_donate", "rank"]
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A tenant that could give layers, as seen at one moment.
 
     priority: larger is more important. order: its place in the order of attaching. last_use: sequence number of its

@@ -44,7 +44,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 __all__ = ["NOTHING", "Kind", "Portion", "Quote", "Supply", "choose", "share_of_pass"]
 
@@ -57,8 +57,7 @@ MOST_PLANS = 128
 """Plans on a front, and one. Each thinning adds at most 1 / MOST_PLANS of the costs on the front to `gap_s`."""
 
 
-@dataclass(frozen=True)
-class Quote:
+class Quote(NamedTuple):
     """One increment that a donor can give, beyond its quotes before this one.
 
     blocks: in blocks of the receiver, at least 0. stall_s: seconds added to each pass of the donor; may be negative
@@ -85,8 +84,7 @@ class Portion:
     kind: Kind
 
 
-@dataclass(frozen=True)
-class Supply:
+class Supply(NamedTuple):
     """The portions to take. unmet: blocks that no donor can give. stall_s: certified seconds per pass, over all donors together.
 
     cost_s: seconds per pass as well, reloads included. gap_s: by how much cost_s may exceed the optimum; 0: not at all.
