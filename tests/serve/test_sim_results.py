@@ -152,7 +152,9 @@ def test_targets_are_times_and_a_run_of_no_time_has_no_goodput() -> None:
 
 
 def test_a_run_in_which_nothing_finished_has_a_headline() -> None:
-    nothing = run(tenant(ttft_s=(), tpot_s=(), tbt=(), longest_gap_s=(), finished=0, output_tokens=0, compute_s=0.0, stall_s=0.0))
+    nothing = run(
+        tenant(ttft_s=(), tpot_s=(), tbt=(), longest_gap_s=(), finished=0, output_tokens=0, compute_s=0.0, stall_s=0.0)
+    )
     head = nothing.headline()
     assert head["ttft_p50_s"] is None and head["tbt_p99_s"] is None
     assert head["tokens_per_s"] == 0.0 and head["stall_fraction"] == 0.0
