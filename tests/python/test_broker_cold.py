@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -520,7 +519,7 @@ def test_a_turn_that_was_given_in_vain_makes_the_next_one_longer(broker: Broker,
         for served_s, over in ((turn_s * longer - 10.0, False), (turn_s * longer + 1.0, True)):
             one.rank.turn.present = PresentTurn("this", time.monotonic() - served_s)
             assert asks()
-            outside._unmet = replace(outside._unmet, since_s=time.monotonic() - 200.0)
+            outside._unmet = outside._unmet._replace(since_s=time.monotonic() - 200.0)
             assert one.rank.turn_over() is over
 
 
