@@ -667,8 +667,8 @@ MUTANTS: tuple[Mutant, ...] = (
         file="src/remap/memory/apply.py",
         text="return object() if self._due or self.draft.plans else self.arena.epoch",
         replacement="return self.arena.epoch",
-        breaks="Free pages are remembered while a plan is applied and not settled, and are given away twice.",
-        tests=("test_museum_calls.py::test_free_pages_are_looked_up_anew_while_a_plan_is_not_settled",),
+        breaks="Free pages are remembered within a change and until it is settled, and are given away twice.",
+        tests=("test_museum_calls.py::test_free_pages_are_counted_anew_within_a_change_and_until_it_is_settled",),
     ),
     Mutant(
         name="controller-donated-pages-not-taken",
@@ -851,7 +851,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="src/remap/memory/step.py",
         text="lender.streaming_at(fewer, buffers, self._homewards(lender, fewer, buffers))",
         replacement='lender.streaming_at(fewer, buffers, "inward")',
-        breaks="A tenant that lent and then streams slices can never bring them home, and every step is refused (fault 02).",
+        breaks="Of a tenant that lent and then streams slices, some come home, the others only when it serves again (fault 02).",
         tests=("test_lending.py::test_a_tenant_that_lent_and_then_streams_slices_brings_them_home_together",),
     ),
     Mutant(
