@@ -1028,7 +1028,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="cpp/core/executor_worker.cpp",
         text="if (found->second.undecided) return Standing::undecided;",
         replacement="",
-        breaks="The step of an earlier plan is lost beside a plan that is rolled back: its layer waits for ever.",
+        breaks="The step of an earlier change lets a layer go before the next one, which sends it elsewhere, is committed.",
         tests=("executor_stream_test", "executor_worker_test"),
     ),
     Mutant(

@@ -225,6 +225,21 @@ TEST(what_is_not_committed_is_not_pointed) {
   world.arena->check();
 }
 
+// Nor is the step of an earlier change done, which a layer that goes elsewhere leaves to the worker: whoever is told of it loads what
+// its own change wanted.
+TEST(what_goes_elsewhere_is_not_released_before_that_is_committed) {
+  World world;
+  world.give_and_hold();
+  world.apply({show(world.two, std::vector<PageId>(kLayerPages, kNoPage))});
+  world.gate->open();
+  world.executor->drain();
+  CHECK(world.observer->released_count == 1 && world.executor->undecided());
+  world.executor->commit(world.observer);
+  world.executor->drain();
+  CHECK(world.observer->released_count == 2 && world.executor->failed_points() == 0);
+  world.arena->check();
+}
+
 // A layer that was let go of is used again. A step that is still to come for it, because two plans followed each other closely,
 // would point it for the next plan under the work that uses it: there is none.
 TEST(a_plan_takes_over_the_steps_before_it) {
