@@ -14,7 +14,9 @@
 namespace remap::python {
 namespace {
 
-// The draft, and the attribute `books` of each tenant in it, which goes back together with the pools.
+// The draft, and the attribute `books` of each tenant in it, which goes back together with the pools. A change has claimed its tenants
+// (locking.py), so no other thread changes their pools, with the GIL or without it. Who only counts blocks meanwhile takes no lock: no
+// array of a pool is made anew, so it finds numbers from before the change, from behind it, or from within.
 class Change {
  public:
   explicit Change(std::shared_ptr<Arena> arena) : draft(std::move(arena)) {}
@@ -101,7 +103,7 @@ void settle(Executor& executor, const Change& change, const std::vector<Share>& 
     executor.commit(made);
   }
   for (const auto& [rest, prefetcher, layer_bytes, ring, after, asleep] : shares) {
-    if (prefetcher) change.draft.hand_over(*rest);  // with the GIL, as all calls of a pool
+    if (prefetcher) change.draft.hand_over(*rest);
   }
 }
 

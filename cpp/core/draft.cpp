@@ -452,11 +452,12 @@ const Draft::Rests& Draft::rests() {
     rest.plan = first ? each.change : rest.plan.followed_by(each.change);
     if (!each.moves.empty()) rest.moves.push_back(each.moves);
     for (const auto& [page, slot] : each.late) {
-      if (owned(page, Owner::kv, tenant) && std::count(rest.late.begin(), rest.late.end(), slot) == 0) rest.late.push_back(slot);
+      if (owned(page, Owner::kv, tenant)) rest.late.push_back(slot);
     }
   }
   for (auto& [tenant, rest] : found) {
-    std::sort(rest.late.begin(), rest.late.end());
+    std::sort(rest.late.begin(), rest.late.end());  // a page may have come, gone and come again
+    rest.late.erase(std::unique(rest.late.begin(), rest.late.end()), rest.late.end());
     rests_.push_back(std::make_shared<Rest>(std::move(rest)));
   }
   return rests_;

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any, NamedTuple
+
 import pytest
 from arena_worlds import read_block
 from sharing_worlds import Shared, set_times, times_of
@@ -161,6 +164,33 @@ def test_a_tenant_that_lent_and_then_streams_slices_brings_them_home_together() 
         assert not internals(a).lent_pages and session.snapshot().tenants["a"].streamed == ()
         assert session.activate("a").activated
         remap.advanced.check(session)
+
+
+class Asker(NamedTuple):
+    number: int
+    index_of: Container[int] = range(1 << 20)
+
+
+def test_answers_about_receivers_do_not_outlive_them() -> None:
+    """A server attaches and detaches models for months: what each of them could get was kept, under its number."""
+    with Shared(SIZES) as world:
+
+        def asked(*numbers: int) -> int:
+            def ask(core: Any) -> int:
+                donor = core.tenant("a")
+                for number in numbers:
+                    core.lending.idle_slots(donor, Asker(number), 1, 1)
+                found: int = len(donor.answers._known["idle pages"][1])
+                assert sum("idle" in question for question in donor.answers._known) == 1
+                return found
+
+            return world.session.exclusively(ask)
+
+        few = asked(7)
+        assert asked(8, 9, 10) == few + 3
+        world.session.deactivate("b")
+        world.lend("b", 4, to="a")  # another epoch
+        assert asked(11) == few
 
 
 def test_a_listener_that_always_raises_ends_no_change_and_no_session() -> None:

@@ -146,11 +146,14 @@ class Lending:
         if receiver.number is None:
             return sorted(self._find_idle(donor, receiver, wanted, surplus)[0])
         # Kept, since every step asks while demand is unmet, and the donors often do nothing meanwhile.
-        question, key = f"idle pages for {receiver.number}", (self._changes.key, pool.changes, surplus)
-        known = cast("tuple[list[int], bool] | None", donor.answers.known(question, key))
-        if known is None or (len(known[0]) < wanted and not known[1]):
-            known = donor.answers.note(question, key, self._find_idle(donor, receiver, wanted, surplus))
-        return sorted(known[0][:wanted])
+        key = self._changes.key, pool.changes, surplus
+        known = donor.answers.of(
+            "idle pages", key, dict[int, tuple[list[int], bool]]
+        )  # no entry outlives its receiver for long
+        found, complete = known.get(receiver.number, ([], False))
+        if len(found) < wanted and not complete:
+            found, _ = known[receiver.number] = self._find_idle(donor, receiver, wanted, surplus)
+        return sorted(found[:wanted])
 
     @staticmethod
     def _find_idle(donor: TenantState, receiver: Receiver, wanted: int, surplus: int) -> tuple[list[int], bool]:
