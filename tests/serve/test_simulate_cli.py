@@ -234,7 +234,7 @@ def test_the_page_is_one_file_that_fetches_nothing(engine, tmp_path) -> None:
     assert seen.fetched == [] and not {"script", "link", "img", "iframe"} & set(seen.tags)
     assert not re.search(r"url\((?!#)|@import", text)
     assert 4 <= text.count("<svg") == text.count("<figure") and len(text) < 3_000_000
-    words = ("recompute", "pie", "remap", "Llama-3-8b", "TTFT P99", "h2d_bytes_per_s", "fixed:5:5")
+    words = ("recompute", "kv-pool+swap", "remap", "Llama-3-8b", "TTFT P99", "h2d_bytes_per_s", "fixed:5:5")
     assert all(word in seen.text for word in words)
     assert "<b>x" not in text and "&lt;b&gt;x&amp;y" in text  # what users name
 
