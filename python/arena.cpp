@@ -17,7 +17,7 @@ void bind_arena(py::module_& module) {
 
   py::class_<Lease, std::shared_ptr<Lease>>(module, "Lease", "Keeps the addresses of one region while it lives: see Arena.hold.");
   py::class_<PageOrder>(module, "PageOrder", "Pages in an order, for Draft.count_free and first_free.")
-      .def(py::init([](const PageList& pages) { return PageOrder{pages.pages}; }), py::arg("pages"));
+      .def(py::init([](const PageList& pages) { return PageOrder(pages.pages); }), py::arg("pages"));
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init([](std::shared_ptr<Backend> backend, std::size_t capacity_bytes, std::size_t page_bytes, Mode mode, bool outside) {
              return std::make_shared<Arena>(std::move(backend), ArenaOptions{capacity_bytes, page_bytes, mode, outside});

@@ -211,14 +211,18 @@ void bind_change(py::module_& module) {
           },
           py::arg("rest"), py::arg("before"))
       .def("free_pages", [](const Change& change) { return looking(&Draft::free_pages)(change.draft); })
-      .def("count_free",
-           [](const Change& change, const PageOrder& order) { return looking(&Draft::count_free)(change.draft, order.pages); },
+      .def("count_free", [](const Change& change, const PageOrder& order) { return looking(&Draft::count_free)(change.draft, order); },
            py::arg("order"))
       .def("first_free",
            [](const Change& change, const PageOrder& order, std::size_t most) {
-             return looking(&Draft::first_free)(change.draft, order.pages, most);
+             return looking(&Draft::first_free)(change.draft, order, most);
            },
            py::arg("order"), py::arg("most"))
+      .def("losses",
+           [](const Change& change, const Held& pages, py::object target) {
+             return looking(&Draft::losses)(change.draft, pages->value, streaming_of(target));
+           },
+           py::arg("pages"), py::arg("target"))
       .def("holders", [](const Change& change, const PageList& pages) {
         std::vector<std::pair<std::int64_t, std::vector<PageId>>> out;
         for (auto& [tenant, held] : looking(&Draft::holders)(change.draft, pages.pages)) {

@@ -15,11 +15,6 @@ struct PageList {
   std::vector<PageId> pages;
 };
 
-// One that Python makes once and hands to the arena again and again.
-struct PageOrder {
-  std::vector<PageId> pages;
-};
-
 }  // namespace remap::python
 
 namespace pybind11::detail {

@@ -31,11 +31,6 @@ py::object as_set(const std::vector<Value>& values) {
 
 Held after(const Held& before, TenantPages value) { return std::make_shared<Pages>(std::move(value), before.get()); }
 
-Streaming streaming_of(py::handle target) {
-  return {target.attr("tails").cast<std::vector<std::uint32_t>>(), target.attr("buffers").cast<std::uint32_t>(),
-          target.attr("depth").cast<std::uint32_t>()};
-}
-
 std::vector<bool> marked(const Pages& pages, const py::iterable& layers) {
   std::vector<bool> found(pages.value.layers.size(), false);
   for (const py::handle each : layers) found.at(each.cast<std::size_t>()) = true;

@@ -33,6 +33,11 @@ struct Known {
   enum Name : std::size_t { homes, own, tails, ring, lent, sizes, elsewhere, unfilled, streamed, lending, ring_layers, kv, gone, cold, held, absent, regions, preference, computed, for_good, count };
 };
 
+inline Streaming streaming_of(py::handle target) {
+  return {target.attr("tails").cast<std::vector<std::uint32_t>>(), target.attr("buffers").cast<std::uint32_t>(),
+          target.attr("depth").cast<std::uint32_t>()};
+}
+
 // A value, and what Python has asked of it.
 struct Pages {
   TenantPages value;

@@ -75,6 +75,7 @@ Arena::Arena(std::shared_ptr<Backend> backend, const ArenaOptions& options)
   }
   try {
     for (std::size_t i = 0; i < count; ++i) {
+      free_.insert(static_cast<PageId>(i));
       pages_.emplace_back();  // before the page is made: nothing can fail behind that
       try {
         pages_.back().handle = backend_->create_page(options.page_bytes);
@@ -84,7 +85,7 @@ Arena::Arena(std::shared_ptr<Backend> backend, const ArenaOptions& options)
       }
       // A page of unknown contents counts as another tenant's: it is zeroed before its first KV use.
       pages_.back().dirty = backend_->new_pages_are_zero() && !options.outside ? kNobody : kUnknownBytes;
-      if (options.outside) pages_.back().owner = Owner::outside;
+      if (options.outside) own(static_cast<PageId>(i), Owner::outside);
     }
   } catch (...) {
     // Reverse order, like every undo here. A page that cannot be destroyed stays the backend's until the backend closes.
@@ -114,7 +115,7 @@ Arena::~Arena() {
 void Arena::fail_broken(const char* what, const std::exception_ptr& why, const std::vector<PageId>& pages) {
   broken_ = true;  // before anything is allocated: whatever fails here, the arena is
   for (PageId id : pages) {
-    if (id != kNoPage) pages_[id].owner = Owner::quarantine;
+    if (id != kNoPage) own(id, Owner::quarantine);
   }
   std::size_t quarantined = 0;
   for (const Page& page : pages_) quarantined += page.owner == Owner::quarantine ? 1 : 0;
@@ -203,7 +204,7 @@ std::vector<PageId> Arena::take(std::size_t count, Owner owner, TenantId tenant,
                  {"page_bytes", number(options_.page_bytes)}});
   }
   for (PageId id : taken) {
-    pages_[id].owner = owner;
+    own(id, owner);
     pages_[id].tenant = tenant;
     if (pages_[id].dirty == kNobody) pages_[id].dirty = tenant;
   }
@@ -618,7 +619,7 @@ void Arena::remove_tenant(TenantId tenant, bool undoing) {
     Page& page = pages_[id];
     page.fixed = false;
     if (page.owner == Owner::quarantine) continue;
-    page.owner = Owner::free;
+    own(id, Owner::free);
     page.tenant = kNobody;
   }
   ++epoch_;
@@ -650,6 +651,7 @@ void Arena::close() {
     backend_->destroy_page(pages_.back().handle);
     pages_.pop_back();
   }
+  free_ = {};
   closed_ = true;
 }
 

@@ -32,6 +32,8 @@ void Arena::check() const {
   const std::size_t bytes = backend_->usage().page_bytes;
   require(bytes == pages_.size() * options_.page_bytes, "A2", std::to_string(bytes) + " bytes of pages in the backend");
   for (std::size_t id = 0; id < pages_.size(); ++id) {
+    const bool is_free = pages_[id].owner == Owner::free;
+    require(free_.count(static_cast<PageId>(id)) == is_free, "A1", "page " + std::to_string(id) + " in the set of free pages");
     if (pages_[id].owner == Owner::quarantine) continue;
     const bool of_nobody = pages_[id].owner == Owner::free || pages_[id].owner == Owner::outside;
     require(of_nobody == (pages_[id].tenant == kNobody), "A3", "page " + std::to_string(id));

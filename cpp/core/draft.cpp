@@ -506,31 +506,37 @@ bool Draft::owned(PageId id, Owner owner, TenantId tenant) const {
   return its.owner == owner && its.tenant == tenant;
 }
 
-std::vector<PageId> Draft::free_pages() const {
-  refuse_fork(arena_->fork_generation_);
-  const std::lock_guard<std::mutex> tables(arena_->mutex_);
-  std::vector<PageId> free;
-  for (PageId id = 0; id < arena_->pages_.size(); ++id) {
-    if (next(id).owner == Owner::free) free.push_back(id);
-  }
+PageSet Draft::free_set() const {
+  PageSet free = arena_->free_;
+  for (const PageId id : touched_) next_[id].owner == Owner::free ? free.insert(id) : free.erase(id);
   return free;
 }
 
-std::size_t Draft::count_free(const std::vector<PageId>& order) const {
+std::vector<PageId> Draft::free_pages() const {
   refuse_fork(arena_->fork_generation_);
   const std::lock_guard<std::mutex> tables(arena_->mutex_);
-  arena_->require_pages(order);
-  const auto free = [&](PageId id) { return next(id).owner == Owner::free; };
-  return static_cast<std::size_t>(std::count_if(order.begin(), order.end(), free));
+  const PageSet free = free_set();
+  std::vector<PageId> found;
+  for (PageId id = 0; id < arena_->pages_.size(); ++id) {
+    if (free.count(id)) found.push_back(id);
+  }
+  return found;
 }
 
-std::vector<PageId> Draft::first_free(const std::vector<PageId>& order, std::size_t most) const {
+std::size_t Draft::count_free(const PageOrder& order) const {
   refuse_fork(arena_->fork_generation_);
   const std::lock_guard<std::mutex> tables(arena_->mutex_);
-  arena_->require_pages(order);
+  return free_set().shared(order.set);
+}
+
+std::vector<PageId> Draft::first_free(const PageOrder& order, std::size_t most) const {
+  refuse_fork(arena_->fork_generation_);
+  const std::lock_guard<std::mutex> tables(arena_->mutex_);
+  const PageSet free = free_set();
+  most = std::min(most, free.shared(order.set));
   std::vector<PageId> found;
-  for (auto id = order.begin(); id != order.end() && found.size() < most; ++id) {
-    if (next(*id).owner == Owner::free) found.push_back(*id);
+  for (auto id = order.pages.begin(); id != order.pages.end() && found.size() < most; ++id) {
+    if (free.count(*id)) found.push_back(*id);
   }
   return found;
 }
@@ -546,6 +552,24 @@ Draft::Holders Draft::holders(const std::vector<PageId>& pages) const {
     auto holder = std::find_if(found.begin(), found.end(), [&](const auto& each) { return each.first == its.tenant; });
     if (holder == found.end()) holder = found.insert(found.end(), {its.tenant, {}});
     holder->second.push_back(id);
+  }
+  return found;
+}
+
+Draft::Losses Draft::losses(const TenantPages& pages, const Streaming& target) const {
+  Holders held = holders(pages.to_fetch(target));
+  held.emplace_back(pages.tenant, plan_between(pages, pages.with_streaming(target)).lost);
+  const std::lock_guard<std::mutex> tables(arena_->mutex_);
+  Losses found;
+  for (const auto& [tenant, lost] : held) {
+    const auto pool = pools_.find(tenant);
+    if (pool == pools_.end() || lost.empty()) continue;
+    BlockPool::Slots slots;
+    const Region& region = *arena_->kv_region_of(tenant);
+    for (const PageId page : lost) {
+      if (region.slot_of[page] < pool->second->slots()) slots.push_back(static_cast<SlotId>(region.slot_of[page]));
+    }
+    found.emplace_back(tenant, pool->second->usable_blocks() - pool->second->usable_with(slots, {}));
   }
   return found;
 }

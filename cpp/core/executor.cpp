@@ -284,7 +284,7 @@ void Executor::store(Draft& draft) noexcept {
     Page& page = arena.pages_[id];
     // A page that comes in may hold any process's bytes, and one that goes out will.
     if (page.owner == Owner::outside || next.owner == Owner::outside) page.dirty = kUnknownBytes;
-    page.owner = next.owner;
+    arena.own(id, next.owner);
     page.tenant = next.tenant;
     const TenantId wrote = next.tenant != kNobody ? next.tenant : next.passed;  // or may, from now on
     if (page.dirty == kNobody) page.dirty = wrote;
@@ -341,7 +341,7 @@ void Executor::undo() {
     arena.broken_ = true;
     for (const Undo& each : undo_) {
       for (const PageId id : each.pages) {
-        if (id != kNoPage) arena.pages_[id].owner = Owner::quarantine;
+        if (id != kNoPage) arena.own(id, Owner::quarantine);
       }
     }
   }

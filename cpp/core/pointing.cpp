@@ -65,7 +65,7 @@ void Pointer::map(View& view, std::size_t first_slot, const std::vector<PageId>&
           arena_.broken_ = true;
           for (std::size_t i = run->first; i < run->first + run->second; ++i) {
             view.shown[first_slot + i] = pages[i];
-            arena_.pages_[pages[i]].owner = Owner::quarantine;
+            arena_.own(pages[i], Owner::quarantine);
           }
         });
       }

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <string>
 
-#include "page_set.h"
+#include "remap/page_set.h"
 #include "remap/error.h"
 
 namespace remap {

@@ -87,7 +87,7 @@ void Arena::zero_pages(const std::vector<DirtyPage>& pages, std::vector<PageId>&
       drop_fill_stream();  // it would fail for ever; and the caller may unmap next: nothing may still be writing there
     } catch (...) {
       broken_ = true;
-      for (const DirtyPage& each : pages) pages_[each.page].owner = Owner::quarantine;
+      for (const DirtyPage& each : pages) own(each.page, Owner::quarantine);
       fail_broken("zeroing failed and cannot be waited for: ", std::current_exception(), {});
     }
     throw;

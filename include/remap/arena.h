@@ -41,6 +41,7 @@
 #include <vector>
 
 #include "remap/backend.h"
+#include "remap/page_set.h"
 #include "remap/plan.h"
 
 namespace remap {
@@ -285,6 +286,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void make_room_to_discard(std::size_t ranges);
   void release_leftovers();
   static void require_tenant(TenantId tenant);
+  void own(PageId id, Owner owner) noexcept {  // all owners are written here
+    pages_[id].owner = owner;
+    owner == Owner::free ? free_.insert(id) : free_.erase(id);  // there is room for it
+  }
   void require_pages(const std::vector<PageId>& pages) const;
   void refuse_registered(RegionId id) const;  // InvalidState if the region lies in a declared range
   [[noreturn]] void fail_broken(const char* what, const std::exception_ptr& why, const std::vector<PageId>& pages);
@@ -309,6 +314,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // (Prefetcher::wait and done) does not take it.
   mutable std::mutex mutex_;
   std::vector<Page> pages_;
+  PageSet free_;                        // those that are free
   std::map<RegionId, Region> regions_;  // addresses stable
   RegionId next_region_ = 0;            // ids are never used again
   std::vector<Registration> registered_;

@@ -23,6 +23,13 @@
 
 namespace remap {
 
+// Pages in an order, which a tenant has once and looks through again and again.
+struct PageOrder {
+  explicit PageOrder(std::vector<PageId> order) : pages(std::move(order)), set(pages) {}
+  const std::vector<PageId> pages;
+  const PageSet set;
+};
+
 // What a change leaves to be done for one tenant, once it is made.
 struct Rest {
   TenantId tenant = kNobody;
@@ -78,12 +85,16 @@ class Draft {
   Arena& arena() const noexcept { return *arena_; }
   std::vector<PageId> free_pages() const;  // ascending
   // Of these pages: how many are free, and the first `most` of those. Not for each step's list of all, which takes milliseconds to
-  // make of tens of thousands. InvalidArgument for a page that does not exist, as of the next.
-  std::size_t count_free(const std::vector<PageId>& order) const;
-  std::vector<PageId> first_free(const std::vector<PageId>& order, std::size_t most) const;
+  // make of tens of thousands. A page that does not exist is not free.
+  std::size_t count_free(const PageOrder& order) const;
+  std::vector<PageId> first_free(const PageOrder& order, std::size_t most) const;
   // Which tenants have which of these pages; kNobody: other processes. Free ones are in no list.
   using Holders = std::vector<std::pair<TenantId, std::vector<PageId>>>;
   Holders holders(const std::vector<PageId>& pages) const;
+  // How many usable blocks each tenant would lose, exactly, if exactly `target` streamed: those in lent pages that would come home, and
+  // in what is the tenant's own. InvalidArgument as TenantPages::with_streaming.
+  using Losses = std::vector<std::pair<TenantId, std::size_t>>;
+  Losses losses(const TenantPages& pages, const Streaming& target) const;
   // Whether the region of a ring shows pages now that it will not show then.
   bool unmaps(RegionId ring) const;
 
@@ -131,6 +142,7 @@ class Draft {
   void refuse_mixing(PageId id, TenantId after) const;
   void refuse_registered(const SetOwner& move) const;
   Next next(PageId id) const;
+  PageSet free_set() const;
   const std::vector<PageId>& target_of(RegionId id, const Region& region) const;
   const std::vector<PageId>& home_of(RegionId id, const Region& region) const;
   RegionId region_of_home(PageId page) const;

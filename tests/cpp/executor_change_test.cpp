@@ -68,7 +68,7 @@ TEST(a_draft_looks_as_it_will_be_and_forgets) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     World world(mode);
     const auto before = tables(*world.arena);
-    const std::vector<PageId> order{8, 7, 6, 0};
+    const PageOrder order({8, 7, 6, 0, 99});  // the last one does not exist
     Change change(world);
     CHECK(change.free_pages() == world.arena->free_pages() && !change.unmaps(world.ring));
     change.add({owner({6}, Owner::free, Owner::kv, kA)});

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import remap
 from remap import _core
-from remap.errors import InvalidArgument
 from remap.internals import internals
 from remap.memory.view import count_free, free_pages_of
 
@@ -30,15 +29,6 @@ def test_the_first_free_ones_of_any_order(order: list[int], taken: int, most: in
     assert draft.first_free(pages, most) == expected[:most]
     if held:
         arena.remove_tenant(1)
-    arena.close()
-
-
-def test_pages_that_do_not_exist_are_refused() -> None:
-    arena = _core.Arena(_core.make_host_backend(PAGES * PAGE, PAGE), PAGES * PAGE, PAGE, _core.Mode.aliased)
-    draft = _core.Draft(arena)
-    for look in (draft.count_free, lambda order: draft.first_free(order, 1)):
-        with pytest.raises(InvalidArgument):
-            look(_core.PageOrder([0, PAGES]))
     arena.close()
 
 

@@ -20,7 +20,7 @@ from typing import Protocol, cast
 
 from remap.errors import OutOfBlocks
 from remap.memory.apply import Changes
-from remap.memory.pages import Streaming, plan_free_pages, plan_streaming
+from remap.memory.pages import Streaming, plan_free_pages
 from remap.memory.restream import grow, plan_with_room, restream, ring_last
 from remap.memory.state import TenantState
 from remap.memory.view import free_pages_of
@@ -75,14 +75,8 @@ class Lending:
 
     def losses(self, donor: TenantState, target: Streaming) -> dict[str, int]:
         """Tenant (the donor too) -> usable blocks, exactly, that it would lose if the donor streamed this."""
-        pages = donor.pages
-        lent, own = pages.to_fetch(target), plan_streaming(pages, target).lost
-        found = {}
-        for name, held in {**self.holders(donor, lent), donor.name: own}.items():
-            if held:
-                tenant = self.tenants[name]
-                found[name] = tenant.kv.usable_blocks - tenant.kv.pool.usable_with(tenant.slots_of(held))
-        return found
+        names = {tenant.number: name for name, tenant in self.tenants.items()}
+        return {names[number]: lost for number, lost in self._changes.draft.losses(donor.pages, target)}
 
     # -- giving ----------------------------------------------------------------------------------------------------
 

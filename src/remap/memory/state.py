@@ -185,7 +185,12 @@ class TenantState:
     handle: Handle | None = None  # `Internals`, with the public tenant, over it
 
     answers: Answers = field(default_factory=lambda: Answers())
-    known_order: tuple[object, object, tuple[int, ...]] = (None, None, ())  # (pages, pinned layers, order)
+    known_order: tuple[object, object, object, tuple[int, ...]] = (
+        None,
+        None,
+        (),
+        (),
+    )  # (pages, pinned layers, those and what is away, order)
 
     def __post_init__(self) -> None:
         # Parts with pages: the layers, and behind them what stands before the first and behind the last, if it may go as well.
@@ -228,10 +233,12 @@ class TenantState:
         while they are the same."""
         pages, known = self.books.pages, self.known_order
         if known[0] is not pages or known[1] is not self.pinned:
-            away = self.pinned | pages.gone
-            order = tuple(layer for layer in self.nested if layer not in away) if not pages.for_good else ()
-            known = self.known_order = (pages, self.pinned, known[2] if order == known[2] else order)
-        return known[2]
+            away, order = None if pages.for_good else self.pinned | pages.gone, known[3]
+            if away != known[2]:
+                found = () if away is None else tuple(layer for layer in self.nested if layer not in away)
+                order = order if order == found else found
+            known = self.known_order = (pages, self.pinned, away, order)
+        return known[3]
 
     @property
     def active(self) -> bool:
