@@ -239,8 +239,9 @@ class Lending:
         changes = self._changes
         pages = donor.pages
         lent = pages.to_fetch(target)
-        for name in self.holders(donor, lent) if lent else ():
-            self.tenants[name].require_idle()
+        held = {self.tenants[name]: its for name, its in self.holders(donor, lent).items()} if lent else {}
+        for holder in held:
+            holder.require_idle()
         gone = donor.gone and lent.intersection(self.gone(donor))
         if gone:
             raise OutOfBlocks(
@@ -254,38 +255,49 @@ class Lending:
         moved: Moves = {}
         with changes.part():
             if pages.lent:
-                moved = self._fetch(donor, lent, self._require_room(donor, target, lent))
+                for tenant, free in self._require_room(donor, target, lent, held):
+                    changes.apply(tenant, plan_free_pages(tenant.pages, free, give=True))
+            for tenant, its in held.items():
+                moves = changes.apply(tenant, plan_free_pages(tenant.pages, its, give=False))
+                if moves:
+                    moved[tenant.name] = moves
             moves = restream(changes, donor, target, predicted_stall_s=predicted_stall_s, drain=drain)
         return moved | {donor.name: moves} if moves else moved
 
     def _require_room(
-        self, donor: TenantState, target: Streaming, lent: frozenset[int]
-    ) -> dict[TenantState, Sequence[int]]:
+        self,
+        donor: TenantState,
+        target: Streaming,
+        lent: frozenset[int],
+        held: Mapping[TenantState, Sequence[int]],
+    ) -> list[tuple[TenantState, Sequence[int]]]:
         """Free pages that tenants must take first, so that all their live blocks have room: no page twice, and none
         that is to come home. Raises OutOfBlocks (field preempt) if there are not enough. Engines with their own
         allocators are asked later: their blocks are withdrawn."""
         preempt: dict[str, tuple[int, ...]] = {}
         room_in_all = 0
-        extra: dict[TenantState, Sequence[int]] = {}
-        gone = set(lent)
-        held = {self.tenants[name]: pages for name, pages in self.holders(donor, lent).items()}
+        extra: list[tuple[TenantState, Sequence[int]]] = []
+        taken = set(lent)
         for tenant in (*held, donor):
-            if tenant.kv.pool.external:
-                continue
-            free = [page for page in free_pages_of(self._changes, tenant) if page not in gone]
-            short, pending = self._shortage(tenant, donor, held, target, free)
-            if short > 0:
-                preempt[tenant.name] = tuple(pending[-short:])
-                room_in_all += len(pending) - short
-                continue
 
-            def enough(count: int) -> bool:  # more pages make more room
-                return self._shortage(tenant, donor, held, target, free[:count])[0] <= 0  # noqa: B023  called at once
+            def short(more: Sequence[int]) -> tuple[int, Sequence[int]]:
+                return self._shortage(tenant, donor, held, target, more)  # noqa: B023  called at once
 
-            least = bisect_left(range(len(free)), True, key=enough) if pending else 0
-            if least:
-                extra[tenant] = free[:least]
-                gone.update(free[:least])
+            if tenant.kv.pool.external or short(())[0] <= 0:
+                continue
+            free = [page for page in free_pages_of(self._changes, tenant) if page not in taken]
+            lacking, pending = short(free)
+            if lacking > 0:
+                preempt[tenant.name] = tuple(pending[-lacking:])
+                room_in_all += len(pending) - lacking
+                continue
+            least = bisect_left(
+                range(len(free)),
+                True,
+                key=lambda n: short(free[:n])[0] <= 0,
+            )
+            extra.append((tenant, free[:least]))
+            taken.update(free[:least])
         if preempt:
             raise _out_of_room(preempt, room_in_all)
         return extra
@@ -306,24 +318,6 @@ class Lending:
         slots = tenant.slots_of(held[tenant])
         pending = tenant.kv.pool.pending(slots)
         return len(pending) - self._changes.room(tenant, slots, more), pending
-
-    def _fetch(
-        self,
-        donor: TenantState,
-        lent: frozenset[int],
-        extra: Mapping[TenantState, Sequence[int]],
-    ) -> Moves:
-        """Free the lent pages. Returns the holders' moves."""
-        changes = self._changes
-        held = {self.tenants[name]: pages for name, pages in self.holders(donor, lent).items()}
-        for tenant, free in extra.items():
-            changes.apply(tenant, plan_free_pages(tenant.pages, free, give=True))
-        moved = {}
-        for tenant, pages in held.items():
-            moves = changes.apply(tenant, plan_free_pages(tenant.pages, pages, give=False))
-            if moves:
-                moved[tenant.name] = moves
-        return moved
 
 
 def _out_of_room(preempt: Mapping[str, tuple[int, ...]], room: int) -> OutOfBlocks:
