@@ -117,80 +117,6 @@ def test_more_models_than_memory_take_turns(mode: str, ends: int) -> None:
             forward(session, engines[name].tenant, engines[name].data)
 
 
-def test_models_with_ends_wait_for_each_others_copies() -> None:
-    """What is planned beside neighbours concerns layers alone; what stands before and behind them never streams."""
-    with session_of(40) as session:
-        engines = models(session, 2, ends=3)
-        for name in engines:
-            assert session.activate(name, alone=False).activated
-        state = internals(engines["m0"].tenant)._state
-        assert state.parts == LAYERS + 1
-        times = times_of(LAYERS, 1.0, 0.1)
-        beside = dataclasses.replace(times, wait_s=0.05)
-        assert state.bounds.bound(beside) <= state.bounds.bound(times)
-        assert len(state.pieces(state.whole(range(2), 1))) == LAYERS
-
-
-def test_what_a_model_with_ends_has_to_load_takes_as_long_as_its_bytes() -> None:
-    """Its ends are larger than a layer, and count by their bytes as well; as layers, an engine sees the layers alone."""
-    with session_of(40) as session:
-        (engine,) = models(session, 1, ends=7).values()
-        tenant, state = internals(engine.tenant), internals(engine.tenant)._state
-        assert tenant.layer_bytes == tuple(len(each) for each in engine.data[:LAYERS])
-        layer_s = state.timing.copy_seconds()
-        assert layer_s > 0
-        assert tenant.reload_s == pytest.approx((LAYERS * SIZE + 7) * PAGE / len(engine.data[0]) * layer_s)
-
-
-def test_layers_that_have_come_are_ready_without_a_pass() -> None:
-    """Whoever asks sees it: nobody has to wait for each of them first."""
-    with session_of(12) as session:
-        engines = models(session, 2)
-        for name in ("m0", "m1", "m0"):
-            assert session.activate(name, alone=True).activated
-            handle = internals(engines[name].tenant)
-            remap.advanced.settle(session)
-            handle._state.prefetcher.drain()
-            assert all(map(handle.ready, range(LAYERS))) and not handle.away() and not engines[name].tenant.streaming
-            assert session.snapshot().tenants[name].loading == ()
-            forward(session, engines[name].tenant, engines[name].data)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_is_given_up_whole_and_comes_back_with_what_it_lent(mode: str) -> None:
-    """Its layers are another tenant's KV, and its ring its own, when it gives up everything: the ring too."""
-    with session_of(30, mode, reload_s=1e9) as session:
-        a = Model(session, "a", [SIZE] * LAYERS, 1, active=False)
-        b = Model(session, "b", [SIZE] * LAYERS, 2)
-        remap.advanced.lend(session, "a", 2, to="b")
-        assert a.tenant.streamed and session.snapshot().tenants["a"].lent_to == {"b": 4}
-        b.fill()
-        session.deactivate("a", pages="none")
-        seen = session.snapshot().tenants
-        assert seen["a"].pages.total == 0 and seen["a"].lent_to == {} and not a.tenant.streamed
-        check(session, {"a": a, "b": b})
-        b.free()
-        assert session.activate("a").activated and session.snapshot().tenants["a"].pages.params == LAYERS * SIZE
-        forward(session, a.tenant, a.data)
-        forward(session, b.tenant, b.data)
-        check(session, {"a": a, "b": b})
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_pages_come_from_unused_kv_and_live_blocks_stay(mode: str) -> None:
-    with session_of(24, mode) as session:
-        a = Model(session, "a", [SIZE] * LAYERS, 1)
-        engines = {"a": a, **models(session, 1)}
-        session.step({"a": remap.Demand(blocks=40)})
-        assert session.snapshot().pages.free < LAYERS * SIZE
-        a.hold(6)
-        session.step({"a": remap.Demand(blocks=0)})
-        assert session.activate("m0").activated
-        check(session, engines)
-        for engine in engines.values():
-            forward(session, engine.tenant, engine.data)
-
-
 def test_who_finds_too_few_pages_stays_cold_and_is_told_the_numbers() -> None:
     with session_of(22) as session:
         a = Model(session, "a", [SIZE] * LAYERS, 1)
@@ -243,37 +169,6 @@ def test_first_blocks_stay_whoever_asks() -> None:
         check(session, engines)
 
 
-def test_a_tenants_own_unused_kv_makes_room_for_its_layers() -> None:
-    """What had been KV of its own layers is plain KV when it has given the layers up."""
-    with session_of(20, slowdown=5.0) as session:
-        a = Model(session, "a", [SIZE] * LAYERS, 1)
-        remap.advanced.remap(session, "a", 2)
-        session.step({"a": remap.Demand(blocks=a.kv.free_blocks + 20)})
-        session.deactivate("a")
-        session._cold.give_layers(session._tenants["a"], 20)
-        b = Model(session, "b", [SIZE] * 2, 2, active=False, pages="none")
-        assert session.activate("b").activated and session.snapshot().pages.free < LAYERS * SIZE
-        assert session.activate("a").activated
-        for engine in (a, b):
-            forward(session, engine.tenant, engine.data)
-        check(session, {"a": a, "b": b})
-
-
-def test_live_blocks_in_the_way_are_named() -> None:
-    with session_of(20) as session:
-        a = Model(session, "a", [SIZE] * LAYERS, 1)
-        b = models(session, 1)["m0"]
-        session.step({"a": remap.Demand(blocks=40)})
-        a.fill()
-        b_needs = Model(session, "b", [SIZE] * 6, 2, active=False, pages="none")
-        report = session.activate("b", alone=True)
-        assert not report.activated and set(report.preempt["a"]) <= set(a.held) and not a.tenant.active
-        a.free(report.preempt["a"])
-        assert session.activate("b", alone=True).activated
-        forward(session, b_needs.tenant, b_needs.data)
-        check(session, {"a": a, "b": b_needs, "m0": b})
-
-
 @pytest.mark.parametrize(
     ("config", "kept"), [({}, 2), ({"ttft_s": 6.0}, 1), ({"ttft_s": 7.5}, 0), ({"ttft_s": 1.0}, 2)]
 )
@@ -292,20 +187,6 @@ def test_a_model_keeps_its_first_layers(config: dict[str, Any], kept: int) -> No
         report = session.activate("m0")
         assert report.activated and report.restored == tuple(range(kept, LAYERS))
         forward(session, engine.tenant, engine.data)
-
-
-def test_everybodys_last_layers_go_before_anybodys_first() -> None:
-    with session_of(28, reload_s=0.0, policy="lru") as session:
-        engines = models(session, 4)
-        for name in ("m0", "m1", "m2"):
-            assert session.activate(name, alone=True).activated
-        assert session.activate("m3", alone=True).activated
-        seen = session.snapshot().tenants
-        assert [seen[name].cold for name in ("m0", "m1", "m2")] == [(1, 2, 3), (3,), ()]
-        check(session, engines)
-        for name in engines:
-            assert session.activate(name, alone=True).activated
-            forward(session, engines[name].tenant, engines[name].data)
 
 
 @pytest.mark.parametrize("mode", MODES)

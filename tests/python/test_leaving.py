@@ -157,16 +157,6 @@ def test_looking_at_a_closed_session():
         remap.advanced.remap(rig.session, "m", 1)
 
 
-def test_looking_claims_nobody(monkeypatch):
-    """A pass of another thread may begin while somebody looks: only what changes something keeps it waiting."""
-    with Rig(make("llama")) as rig:
-        turn, seen = internals(rig.tenant)._state.turn, []
-        monkeypatch.setattr(remap.advanced, "check_books", lambda arena, tenants: seen.append(turn.claimed))
-        remap.advanced.check(rig.session)
-        rig.session.exclusively(lambda core: seen.append(turn.claimed))
-        assert seen == [False, True] and not turn.claimed
-
-
 def test_memory_where_a_dropped_session_was_may_be_a_models(monkeypatch):
     from remap.model import source
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from sharing_worlds import Engine, Shared, attempt, fill_layer, seen, set_times, spec, times_of
+from sharing_worlds import Engine, Shared, attempt, fill_layer, seen, spec
 
 import remap
 from remap import _core
@@ -89,25 +89,6 @@ def test_a_pass_that_computes_what_is_elsewhere_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_layers_arrive_while_passes_compute_others(mode: str) -> None:
-    with Shared(SIZES, mode=mode) as world:
-        tenant = world.engines["a"].tenant
-        world.place("a", 0, 2)
-        for held in (3, 4, 6):
-            world.place("a", 0, 2, hold=range(2, held))
-            assert (internals(tenant).computed, internals(tenant).elsewhere) == (range(2), tuple(range(held, 6)))
-            world.check()
-        with pytest.raises(InvalidState), tenant.forward():
-            tenant.wait(3)
-        remap.advanced.settle(world.session)
-        internals(tenant)._state.prefetcher.drain()
-        copies = internals(tenant).stats().copies
-        world.place("a", 0, 6)
-        world.check()
-        assert internals(tenant).stats().copies == copies
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_layers_come_back_with_bytes_of_another_instance(mode: str) -> None:
     with Shared(SIZES, mode=mode) as world:
         session, a = world.session, world.engines["a"]
@@ -140,33 +121,6 @@ def test_layers_come_back_with_bytes_of_another_instance(mode: str) -> None:
         assert read == a.data[3][24:1024]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_layers_whose_bytes_do_not_come_are_loaded_or_go_again(mode: str) -> None:
-    with Shared(SIZES, mode=mode) as world:
-        a = world.engines["a"]
-        before, usable = pages(world), a.kv.usable_blocks
-        for again in ({"end": 6}, {"end": 2, "hold": range(6)}, {"end": 2, "hold": (4,), "fill": (4,)}, {"end": 2}):
-            world.place("a", 0, 2)
-            a.poison()
-            world.place("a", 0, 2, hold=range(6), fill=(2, 4, 5))
-            fill_layer(world, "a", 4, 0, 1000)
-            end = again.pop("end")
-            world.place("a", 0, end, **again)
-            world.check()
-        a.fill()
-        world.check()
-        a.free()
-        world.place("a", 0, 2, hold=range(6), fill=(2, 4, 5))
-        world.place("a", 0, 6)
-        world.check()
-        assert (pages(world), a.kv.usable_blocks, internals(a.tenant).elsewhere) == (before, usable, ())
-        # Whoever detaches has its layers from the master copies.
-        world.place("a", 0, 2)
-        world.place("a", 0, 2, hold=range(6), fill=(3,))
-        world.detach("a")
-        world.check()
-
-
 @pytest.mark.parametrize("step", [1, 777, 5000])
 def test_a_layer_is_filled_by_pieces_in_any_order_and_by_nothing_less(step: int) -> None:
     with Shared(SIZES) as world:
@@ -182,25 +136,6 @@ def test_a_layer_is_filled_by_pieces_in_any_order_and_by_nothing_less(step: int)
             assert refused.value.fields["nbytes"] == nbytes
             fill_layer(world, "a", 3, first, end)
             fill_layer(world, "a", 3, first, end)  # again
-        remap.advanced.filled(world.session, "a", 3)
-        world.place("a", 0, 6)
-        world.check()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_came_of_a_layer_that_leaves_and_returns_has_to_come_again(mode: str) -> None:
-    with Shared(SIZES, mode=mode) as world:
-        a = world.engines["a"]
-        world.place("a", 0, 2)
-        world.place("a", 0, 2, hold=(3,), fill=(3,))
-        fill_layer(world, "a", 3)
-        world.place("a", 0, 2)
-        a.poison()
-        world.place("a", 0, 2, hold=(3,), fill=(3,))
-        with pytest.raises(InvalidState):
-            remap.advanced.filled(world.session, "a", 3)
-        fill_layer(world, "a", 3)
-        world.place("a", 0, 2, hold=(3, 4), fill=(3,))  # it goes on waiting, with what has come
         remap.advanced.filled(world.session, "a", 3)
         world.place("a", 0, 6)
         world.check()
@@ -236,33 +171,6 @@ def test_what_cannot_be_filled_is_refused_and_nothing_changes() -> None:
         world.check()
 
 
-def test_an_instance_may_compute_nothing() -> None:
-    with Shared(SIZES) as world:
-        world.place("a", 3, 3)
-        assert len(internals(world.engines["a"].tenant).computed) == 0
-        world.check()
-        world.place("a", 0, 6)
-        world.check()
-
-
-def test_room_is_made_before_layers_come_back() -> None:
-    """From the first half to the second with more blocks than either leaves on the way: the first half goes before."""
-    with Shared(SIZES) as world:
-        a = world.engines["a"]
-        world.place("a", 0, 3)
-        a.fill(leave=2)  # blocks straddle pages, so some room is lost where they move
-        world.place("a", 3, 6)
-        world.check()
-        before = seen(world.session)
-        with pytest.raises(OutOfBlocks) as refused:
-            world.place("a", 0, 6)
-        world.check()
-        assert seen(world.session) == before
-        a.free(refused.value.fields["preempt"]["a"])
-        world.place("a", 0, 6)
-        world.check()
-
-
 def test_a_call_without_room_makes_no_step() -> None:
     """Neither are layers given first, whose pages then could not come home either."""
     with Shared(SIZES) as world:
@@ -276,48 +184,6 @@ def test_a_call_without_room_makes_no_step() -> None:
         assert world.session.snapshot().epoch == epoch
         seen_now = world.session.snapshot().tenants["a"]
         assert (seen_now.computed, seen_now.elsewhere) == ((0, 2), (2, 3, 4, 5))
-        world.check()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("selection", ["uniform", "nested", "slices"])
-def test_layers_stream_before_and_beside(mode: str, selection: str) -> None:
-    with Shared({"a": [2] * 8}, mode=mode, spare=2) as world:
-        a = world.engines["a"]
-        world.remap("a", 3, 1, selection)
-        world.place("a", 0, 5)
-        assert internals(a.tenant).elsewhere == (5, 6, 7) and set(a.tenant.streamed) <= set(range(5))
-        world.check()
-        world.remap("a", 2, 1, selection)
-        assert set(a.tenant.streamed) <= set(range(5))
-        world.check()
-        world.place("a", 0, 5, hold=(6,))  # who stays streams on
-        assert a.tenant.streamed
-        world.check()
-        world.place("a", 0, 8)
-        world.check()
-        world.remap("a", 0)
-        world.check()
-        assert not a.tenant.streamed
-
-
-def test_a_step_grows_by_what_is_left() -> None:
-    knobs = remap.advanced.Knobs(reserve_blocks=0, slowdown=9.0, hysteresis_blocks=0)
-    with Shared({"a": [2] * 8}, config=knobs) as world:
-        a = world.engines["a"]
-        world.place("a", 0, 4)
-        set_times(a, times_of(8, 1.0, 0.1))
-        world.step(a=10_000)
-        assert a.tenant.remapped == 3 and set(a.tenant.streamed) == set(range(4))
-        world.check()
-
-
-def test_pages_that_come_back_are_lent_to_nobody() -> None:
-    with Shared({"a": [2] * 6, "b": [1] * 4}) as world:
-        world.place("a", 0, 2)
-        world.step(b=10_000)
-        world.engines["b"].fill()
-        world.place("a", 0, 6)
         world.check()
 
 
@@ -349,16 +215,6 @@ def test_layers_that_stream_for_good_are_refused() -> None:
         with pytest.raises(InvalidState):
             world.place("a", 0, 3)
         world.check()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_who_leaves_while_layers_are_elsewhere_leaves_nothing_behind(mode: str) -> None:
-    with Shared({"a": [2] * 6, "b": [2] * 4}, mode=mode) as world:
-        world.place("a", 0, 2)
-        world.engines["a"].fill()
-        world.detach("a")
-        world.check()
-        assert pages(world).free >= 12
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -70,13 +70,3 @@ def test_a_layer_that_was_written_since_is_pinned_and_does_not_stream() -> None:
         world.forward()
 
 
-def test_a_change_by_hand_makes_the_plan_void() -> None:
-    with World(times=HIDDEN) as world:
-        remap.advanced.remap(world.session, "m", 1, 1, "nested")
-        world.forward()
-        remap.advanced.remap(world.session, "m", 1, 1, "uniform")
-        world.kv.allocate(world.kv.free_blocks)
-        streamed = set(world.tenant.streamed)
-        world.step(blocks=1)
-        assert streamed < set(world.tenant.streamed) and world.tenant.remapped == 2
-        world.forward()

@@ -64,20 +64,6 @@ def test_every_pass_reads_every_layers_own_bytes(mode, sizes, resident, buffers,
 
 
 @MODES
-def test_its_kv_grows_from_free_pages_and_goes_back(mode: str) -> None:
-    with session_of(40, mode) as session:
-        layers, tenant = attached(session, SIZES, 1, min_blocks=4, max_blocks=200)
-        before = tenant.kv.usable_blocks
-        for _ in range(4):
-            session.step({"m": 100})
-        assert tenant.kv.usable_blocks > before
-        ids = tenant.kv.allocate(tenant.kv.free_blocks)
-        forward(session, tenant, layers)
-        tenant.kv.free(ids)
-        assert tenant.remapped == 0 and len(tenant.streamed) == 7
-
-
-@MODES
 def test_beside_other_tenants_its_pages_stay(mode: str) -> None:
     """A tenant with much demand takes what others can give, and nothing of one whose layers stream for good."""
     with session_of(40, mode, config=remap.advanced.Knobs(slowdown=1e6, dwell=1)) as session:

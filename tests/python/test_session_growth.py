@@ -7,7 +7,7 @@ import ctypes
 import pytest
 from arena_worlds import PAGE as PAGES
 from arena_worlds import forward, make_layers, make_spec
-from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, spec, times_of
+from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, times_of
 
 import remap
 from remap import _core
@@ -137,31 +137,6 @@ def test_without_a_measurement_one_layer_and_after_one_pass_more():
         world.forward()
 
 
-def test_the_kv_region_bounds_growth():
-    with World(times=HIDDEN, kv=spec(max_blocks=9)) as world:
-        report = world.step(30)
-        assert report.unmet_blocks == {"m": 30 - world.kv.usable_blocks}
-        assert world.kv.usable_blocks <= 9
-        assert world.tenant.remapped <= 1
-        world.forward()
-
-
-def test_layer_major_growth_comes_in_groups_and_the_unmet_rest_is_told():
-    kv = spec("layer_major", min_blocks=0, max_blocks=64)  # a group is 2 x layers pages
-    with World(times=HIDDEN, kv=kv, spare=3) as world:
-        group = PAGE // kv.chunk_bytes
-        asked = 0
-        for _ in range(6):
-            report = world.step(group)
-            asked += 1
-            if not report.unmet_blocks:
-                break
-            assert report.unmet_blocks == {"m": group - world.kv.free_blocks}
-        assert world.kv.free_blocks >= group
-        assert asked <= 3
-        world.forward()
-
-
 # --- and back -----------------------------------------------------------------------------------------------------
 
 
@@ -183,18 +158,6 @@ def test_goes_back_when_demand_is_gone_and_not_before_dwell():
         assert all(levels.count(level) >= 3 for level in (2, 1))
         assert world.session.snapshot().pages.ring == 0
         assert world.kv.usable_blocks == 4
-
-
-def test_demand_that_swings_within_the_hysteresis_changes_nothing():
-    config = remap.advanced.Knobs(reserve_blocks=0, hysteresis_blocks=4, contention=1e9, dwell=1)
-    with World(config, times=times_of(1.0, 0.01)) as world:
-        world.step(4 + 9)
-        epochs = set()
-        for number in range(40):
-            world.step((13, 10, 9, 12)[number % 4])
-            epochs.add(world.session.snapshot().epoch)
-        assert len(epochs) == 1
-        assert world.tenant.remapped == 3
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])

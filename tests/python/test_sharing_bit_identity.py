@@ -23,11 +23,8 @@ pytest.importorskip("transformers")
 from arena_worlds import PAGE, make_layers, make_spec, session_on  # noqa: E402
 from cuda_streams import Driver  # noqa: E402
 from models import (  # noqa: E402
-    LAYERS,
     Served,
     kv_spec,
-    layers_of,
-    logits_of,
     make,
     minimum_bytes,
 )
@@ -212,32 +209,3 @@ def test_what_kernels_in_flight_read_is_still_there_when_pages_change_tenant(emu
         del session, backend, served, each, stream
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
-@pytest.mark.parametrize("by_step", [False, True])
-def test_a_layer_that_was_written_is_found_when_it_would_be_lent_and_stays(mode: str, by_step: bool) -> None:
-    models = [make(kind) for kind in KINDS.values()]
-    least = sum(minimum_bytes(model, spec_for(model, "block_major"), SMALL) for model in models)
-    config = remap.advanced.Knobs(min_idle=0.0, reload_s=1e9, reserve_blocks=0)
-    with remap.Session(least, page_bytes=SMALL, mode=mode, config=config) as session:
-        served = {name: serve(session, name, "block_major") for name in KINDS}
-        one = served["one"]
-        with torch.no_grad():
-            next(layers_of(one.model)[LAYERS - 1].parameters()).mul_(1.5)
-        one.expected = [logits_of(one.model, ids) for ids in one.batches]
-        for name in ("one", "three"):
-            session.deactivate(name)
-        if by_step:
-            for _ in range(30):
-                two = served["two"]
-                two.fill_blocks(two.kv.free_blocks, random.Random(0))
-                session.step({"two": remap.Demand(3)})
-        else:
-            remap.advanced.lend(session, "one", 3, to="two")
-        assert LAYERS - 1 in internals(one.tenant).pinned
-        assert len(one.tenant.streamed) >= 2 and LAYERS - 1 not in one.tenant.streamed
-        remap.advanced.check(session)
-        served["two"].drop(list(served["two"].live))
-        assert session.activate("one").activated
-        for each in served.values():
-            each.whole()
-            each.hooks.remove()
