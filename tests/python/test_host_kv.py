@@ -112,15 +112,6 @@ def test_a_machine_without_spare_memory_serves_as_before(
     assert len(told) == (wanted == "auto") and all("cgroup" in line for line in told)
 
 
-def test_a_budget_of_locked_memory_counts_what_is_in_use(spare: Any) -> None:
-    with session_of("ab", most=1000) as session:
-        spare(0)
-        used = (64 - 2) * PAGE
-        session._tenants["a"].host.reserve(used)  # as master copies of it
-        spare(20 * BLOCK, "REMAP_HOST_BUDGET")
-        assert session._tenants["b"].kv.open_host() == 5  # half of 20, for two
-
-
 def test_engines_that_are_made_one_after_another_have_equal_parts(caplog: pytest.LogCaptureFixture) -> None:
     """Each asks when the next model is not there yet: the first one's part is all there is, until another asks."""
     with session_of("", host_kv=60 * BLOCK) as session:

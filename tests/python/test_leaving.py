@@ -144,19 +144,6 @@ def test_closing_inside_of_a_pass(error):
     assert set(rig.session._backend.usage().values()) == {0}
 
 
-def test_looking_at_a_closed_session():
-    """There is nothing to settle, and the books of nobody agree: whoever looks behind a close needs no case of its own."""
-    rig = Rig(make("llama"))
-    rig.session.close()
-    remap.advanced.settle(rig.session)
-    remap.advanced.check(rig.session)
-    assert not remap.advanced.unsettled(rig.session)
-    with pytest.raises(remap.InvalidArgument, match="no tenant 'm'"):
-        remap.advanced.layer_address(rig.session, "m", 0)
-    with pytest.raises(remap.InvalidState, match="closed"):
-        remap.advanced.remap(rig.session, "m", 1)
-
-
 def test_memory_where_a_dropped_session_was_may_be_a_models(monkeypatch):
     from remap.model import source
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from arena_worlds import read_block
-from sharing_worlds import Shared, set_times, times_of
+from sharing_worlds import Shared
 
 import remap
 from remap import _core
@@ -64,26 +64,6 @@ def test_who_is_idle_lends_and_gets_its_layers_back_without_a_call_of_the_driver
             assert report.epoch == world.session.snapshot().epoch, "behind the change"
             assert mappings(world) == before or turn == 0
             world.check()
-
-
-def test_partial_activation_depends_on_nobody() -> None:
-    """No tenant starves: whoever holds the pages and gives none back, the first pass can begin at once."""
-    with Shared(SIZES) as world:
-        a = world.engines["a"]
-        world.session.deactivate("b")
-        world.lend("b", 7, to="a")
-        a.fill()
-        set_times(world.engines["b"], times_of(8, 1.0, 2.0))
-        report = world.session.activate("b", partial=True)
-        assert report.activated and report.streamed and report.preempt
-        seen = world.session.snapshot().tenants["b"]
-        # All eight layers through one buffer: each waits for its copy of 2 s, since nothing computes between two of them.
-        assert (seen.remapped, seen.selection, seen.predicted_stall_s) == (7.0, "suffix", 16.0)
-        world.check()
-        a.free(sorted(a.held)[: len(a.held) // 2])
-        report = world.tell(world.session.activate("b", partial=True))
-        assert report.activated and len(report.restored) >= 1
-        world.check()
 
 
 def test_a_holder_inside_a_pass_keeps_its_pages() -> None:

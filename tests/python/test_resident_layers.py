@@ -81,46 +81,32 @@ def test_beside_other_tenants_its_pages_stay(mode: str) -> None:
         forward(session, tenant, layers)
 
 
-def test_what_it_refuses() -> None:
+@pytest.mark.parametrize("wrong", [-1, True, "2", 2.0, 6, 7])
+def test_numbers_that_cannot_be_are_refused(wrong: object) -> None:
     with session_of(60) as session:
-        for resident, error in (
-            (-1, InvalidArgument),
-            (True, InvalidArgument),
-            ("2", InvalidArgument),
-            (2.0, InvalidArgument),
-        ):
-            with pytest.raises(error) as caught:
-                attached(session, SIZES, resident)
-            assert caught.value.fields["field"] == "resident_layers"
-        for resident in (6, 7):
-            with pytest.raises(InvalidArgument) as caught:
-                attached(session, SIZES, resident)
-            assert caught.value.fields["layers"] == 8
-        free = session.snapshot().pages.free
-        assert free == 60
-        layers, tenant = attached(session, SIZES, 5)
-        assert len(tenant.streamed) == 3
-        session.detach("m")
-        layers, tenant = attached(session, SIZES, 8)  # as without
-        assert tenant.streamed == ()
-        session.detach("m")
-        layers, tenant = attached(session, SIZES, 3)
+        with pytest.raises(InvalidArgument) as caught:
+            attached(session, SIZES, wrong)
+        fields = caught.value.fields
+        assert fields["layers"] == 8 if wrong in (6, 7) else fields["field"] == "resident_layers"
+        assert session.snapshot().pages.free == 60
+        for resident in (5, 8):  # 8: as without
+            assert len(attached(session, SIZES, resident)[1].streamed) == 8 - resident
+            session.detach("m")
+
+
+def test_what_streams_for_good_changes_by_nobodys_hand() -> None:
+    with session_of(12) as session:
+        with pytest.raises(OutOfMemory, match="resident_layers"):  # the error names the way out
+            attached(session, SIZES, None)
+        layers, tenant = attached(session, SIZES, 0)
         forward(session, tenant, layers)
-        before = session.snapshot()
+        streamed = tenant.streamed
         for amount, selection in itertools.product((0, 1, 3), ("uniform", "nested", "slices")):
             with pytest.raises((InvalidState, InvalidArgument)):
                 remap.advanced.remap(session, "m", amount, 1, selection)
         with pytest.raises((InvalidState, InvalidArgument)):
             remap.advanced.lend(session, "m", 1)
-        assert session.snapshot().tenants["m"].streamed == before.tenants["m"].streamed
-        forward(session, tenant, layers)
-
-
-def test_without_room_the_error_names_the_way_out() -> None:
-    with session_of(12) as session:
-        with pytest.raises(OutOfMemory, match="resident_layers"):
-            attached(session, SIZES, None)
-        layers, tenant = attached(session, SIZES, 0)
+        assert tenant.streamed == streamed
         forward(session, tenant, layers)
 
 

@@ -90,19 +90,6 @@ def test_layers_that_are_away_are_refused_before_anything_is_written(world: Worl
     assert torch.equal(world.answer(), world.expected())
 
 
-def test_half_of_a_write_streams_as_it_lies(world: World) -> None:
-    def half() -> None:
-        world.load(layers=3)
-        raise KeyError("the file ends here")
-
-    with pytest.raises(KeyError):
-        advanced.rewrite(world.session, "m", half)
-    now = world.answer()
-    assert not torch.equal(now, world.expected())
-    world.stream()
-    assert torch.equal(world.answer(), now)
-
-
 def test_a_layer_that_was_pinned_since_it_was_written_streams_again(world: World) -> None:
     with torch.no_grad():
         world.model.model.layers[2].mlp.up_proj.weight.add_(1.0)

@@ -108,24 +108,3 @@ def test_a_cap_in_layers_holds_in_slices() -> None:
         world.check()
 
 
-@MODES
-@pytest.mark.parametrize("kind", ["llama", "llama-odd", "opt"])
-def test_a_model_computes_the_same_bits(kind: str, mode: str) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    import models
-
-    model = models.make(kind)
-    ids = models.ids_for(2, 9)
-    expected = models.logits_of(model, ids)
-    tokens, scores = models.generate(model, ids)
-    with models.Rig(model, mode=mode, page_bytes=16384, spare=1) as rig:
-        for alpha, buffers in [(0.3, 1), (1, 1), (4, 1), (3, 2), (0.3, 2), (0, 1), (2, 1), (0.5, 1), (2.5, 1)]:
-            remap.advanced.remap(rig.session, "m", alpha, buffers, "slices")
-            rig.check()
-            for _ in range(2):
-                assert torch.equal(models.logits_of(model, ids), expected), (alpha, buffers)
-            rig.check()
-        got, rows = models.generate(model, ids)
-        assert torch.equal(got, tokens) and torch.equal(rows, scores)
-    assert torch.equal(models.logits_of(model, ids), expected)

@@ -22,26 +22,8 @@ pytest.importorskip("transformers")
 
 from arena_worlds import PAGE, make_layers, make_spec, session_on  # noqa: E402
 from cuda_streams import Driver  # noqa: E402
-from models import (  # noqa: E402
-    Served,
-    kv_spec,
-    make,
-    minimum_bytes,
-)
 
 from remap import _core  # noqa: E402
-
-KINDS = {"one": "llama-odd", "two": "qwen3", "three": "opt"}
-SMALL = 16384
-
-
-def spec_for(model: Any, layout: str) -> remap.KVSpec:
-    return kv_spec(model, layout=layout, max_blocks=1600)  # so that there is a place for every page of the others
-
-
-def serve(session: remap.Session, name: str, layout: str) -> Served:
-    model = make(KINDS[name], seed=len(name))
-    return Served(session, model, name, spec_for(model, layout))
 
 
 def change(session: remap.Session, served: dict[str, Any], rng: random.Random) -> None:
@@ -76,41 +58,6 @@ def change(session: remap.Session, served: dict[str, Any], rng: random.Random) -
         for each, moves in report.moved.items():
             served[each].patch(moves)
         assert report.activated
-
-
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
-def test_active_models_compute_the_same_bits_at_every_moment(mode: str) -> None:
-    rng = random.Random(mode)
-    layouts = {name: rng.choice(["block_major", "layer_major"]) for name in KINDS}
-    models = {name: make(kind) for name, kind in KINDS.items()}
-    least = sum(minimum_bytes(model, spec_for(model, layouts[name]), SMALL) for name, model in models.items())
-    config = remap.advanced.Knobs(min_idle=0.0, dwell=1, contention=1.0, map_s=0.0)
-    with remap.Session(least + 12 * SMALL, page_bytes=SMALL, mode=mode, config=config) as session:
-        served = {name: serve(session, name, layouts[name]) for name in KINDS}
-        refused, lent, passes = 0, 0, 0
-        for _ in range(45):
-            try:
-                change(session, served, rng)
-            except remap.OutOfBlocks:
-                refused += 1
-            remap.advanced.check(session)
-            for each in served.values():
-                each.whole()
-                passes += each.tenant.active and bool(each.tenant.streamed)
-            lent += sum(seen.borrowed_pages for seen in session.snapshot().tenants.values())
-        assert lent > 100
-        assert passes > 10
-        for each in served.values():
-            each.drop(list(each.live))
-        for name, each in served.items():
-            assert session.activate(name).activated
-            remap.advanced.remap(session, name, 0)
-            each.whole()
-        assert not any(seen.lent_pages for seen in session.snapshot().tenants.values())
-        for each in served.values():
-            each.hooks.remove()
-    for each in served.values():
-        each.right()
 
 
 class OnDevice:

@@ -13,7 +13,6 @@ from sharing_worlds import Engine, Shared, set_times, times_of
 
 import remap
 from remap.internals import internals
-from remap.memory import offers
 from remap.policy import schedule
 from remap.policy.views import Decision
 
@@ -255,23 +254,6 @@ def test_an_active_donor_keeps_its_demand_headroom_hysteresis_and_its_own_blocks
         take_all(world)
         assert d.kv.usable_blocks == 2, "min_blocks"
         world.check()
-
-
-def test_a_paused_tenant_gives_no_more_than_an_active_one() -> None:
-    """Its requests have begun, so it will run while others live in what it gave: a reload budget promises nothing then."""
-    times = times_of(N, 1.0, 1.5)
-    with world_of({"r": 1, "i": 3}, times, reload_s=1e6) as world:
-        i, r = world.engines["i"], world.engines["r"]
-        most, _ = world.session._tenants["i"].controller._bound(times)
-        hold(i, 1)
-        world.session.deactivate("i")
-        assert offers.paused(internals(i.tenant)._state)
-        take_all(world)
-        assert i.tenant.remapped == most and 0 < most < N - 2
-        i.free()  # its last request is gone: it is idle
-        assert not offers.paused(internals(i.tenant)._state)
-        hold(r, 99)
-        assert not world.step(r=1).unmet_blocks and i.tenant.remapped == most + 1
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 2.0, 100.0])

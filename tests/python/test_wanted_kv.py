@@ -3,9 +3,7 @@ Nothing of the session calls an engine, so nothing waits for one that does not a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,6 @@ from sharing_worlds import Shared, spec, times_of
 from test_sharing_controller import N, config_of, world_of
 
 import remap
-from remap.errors import InvalidState, OutOfBlocks
 from remap.internals import internals
 from remap_serve.engine.reports import Reports
 
@@ -133,21 +130,6 @@ def test_what_is_there_is_given_before_the_answer() -> None:
         world.check()
 
 
-def test_a_part_of_an_answer_gives_a_part_and_the_rest_stays_unmet() -> None:
-    with paused_world() as world:
-        reports, engines = reports_of(world, i=lambda blocks: 2)
-        r = world.engines["r"]
-        before = r.kv.usable_blocks
-        report = reports.ask(lambda: world.session.step(demand(r=6)))
-        gained = r.kv.usable_blocks - before
-        assert 0 < gained < 6 and report.unmet_blocks == {"r": 6 - r.kv.free_blocks} and not report.wanted
-        assert len(engines["i"].asked) == 1
-        for _ in range(8):  # what it offered since is asked for in later steps
-            report = reports.ask(lambda: world.session.step(demand(r=6)))
-        assert not report.unmet_blocks
-        world.check()
-
-
 def test_several_paused_tenants_answer_one_report() -> None:
     with paused_world(givers="ij", live=6) as world:
         reports, engines = reports_of(world, i=lambda blocks: blocks, j=lambda blocks: blocks)
@@ -217,37 +199,3 @@ def test_an_activation_names_the_blocks_and_the_second_call_finds_their_pages(an
         world.check()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_whatever_engines_answer_the_books_are_right_and_nothing_goes_round_for_ever(seed: int) -> None:
-    """Random demands, turns and answers: a call is repeated only while blocks were freed, and every block keeps its bytes."""
-    rng = random.Random(seed)
-    with paused_world(receivers="rs", givers="ij", live=6) as world:
-        answers = {name: lambda blocks: rng.choice([0, 1, blocks, blocks, 99]) for name in "rsij"}
-        reports, engines = reports_of(world, **answers)
-        for _ in range(40):
-            name = rng.choice("rsij")
-            what = rng.random()
-            if what < 0.15:
-                world.session.deactivate(name)
-                engines[name].offer()
-            elif what < 0.3:
-                with contextlib.suppress(InvalidState, OutOfBlocks):
-                    world.activate(name, alone=rng.random() < 0.3)
-            elif what < 0.5:
-                world.churn(rng)
-                engines[name].offer()
-            else:
-                asked = demand(**{each: rng.randint(0, 8) for each in "rsij" if world.engines[each].tenant.active})
-                before = sum(engine.kv.live_blocks for engine in world.engines.values())
-                calls = 0
-
-                def step(asked: Any = asked) -> Any:
-                    nonlocal calls
-                    calls += 1
-                    return world.session.step(asked)
-
-                reports.ask(step)
-                freed = before - sum(engine.kv.live_blocks for engine in world.engines.values())
-                assert calls <= 2 + freed
-            world.check(serve=False)
-        world.check()
