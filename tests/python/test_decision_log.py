@@ -46,5 +46,3 @@ def test_layers_that_leave_and_come_home_and_demand_that_is_not_met(
             unmet = session.step({"m": Demand(10_000)}).unmet_blocks["m"]
             spoken.append([line for line in lines(caplog) if line.startswith(f"m: {unmet} blocks short: ")])
         assert [len(each) for each in spoken] == [1, 0, 1, 1]
-
-

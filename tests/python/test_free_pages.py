@@ -24,5 +24,3 @@ def test_the_first_free_ones_of_any_order(order: list[int], taken: int, most: in
     if held:
         arena.remove_tenant(1)
     arena.close()
-
-

@@ -134,7 +134,6 @@ def test_a_tenant_keeps_its_session_while_it_is_attached():
 @pytest.mark.parametrize("error", [None, KeyError])
 def test_closing_inside_of_a_pass(error):
     rig = Rig(make("llama"))
-    rig.remap(2)
     rig.hooks.remove()
     with pytest.raises(error or remap.InvalidState), rig.tenant.forward():
         rig.tenant.wait(0)

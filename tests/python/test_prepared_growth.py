@@ -25,5 +25,3 @@ def test_a_layer_that_was_written_since_is_pinned_and_does_not_stream() -> None:
         assert world.tenant.remapped == 2 and written in internals(world.tenant).pinned
         assert written not in world.tenant.streamed
         world.forward()
-
-

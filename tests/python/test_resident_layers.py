@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from typing import Any
 
 import pytest
 from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, session_on
@@ -119,32 +121,24 @@ def test_a_pass_that_does_not_wait_for_one_of_them_raises() -> None:
                 tenant.done(layer)
 
 
-@MODES
-@pytest.mark.parametrize("forever", [False, True])
+@pytest.mark.parametrize(("mode", "forever"), [("aliased", True), ("strict", False), ("strict", True)])
 def test_attaching_fails_whole(mode: str, forever: bool) -> None:
     """Every backend call of the attachment fails in turn."""
-    capacity = 40 * PAGE
-    layers = make_layers(SIZES)
     for nth in itertools.count(1):
-        fault = _core.make_fault_backend(make_backend(capacity))
-        with session_on(fault, capacity, mode=mode) as session:
-            made: list[remap.Tenant] = []
-
-            def attach(session=session, made=made) -> None:
-                made.append(session.attach_bytes(layers, name="m", kv=make_spec(len(SIZES)), resident_layers=2))
-
-            before = fault.calls()
+        fault = _core.make_fault_backend(make_backend(40 * PAGE))
+        with session_on(fault, 40 * PAGE, mode=mode) as session:
+            last = fault.calls() + nth
             fault.arm_any(nth, forever, _core.ErrorKind.driver)
-            error = attempt(attach)
-            reached = fault.calls() - before >= nth
+            error = attempt(partial(attached, session, SIZES, 2))
+            reached = fault.calls() >= last
             fault.disarm()
             if isinstance(error, remap.errors.ArenaBroken):  # undoing it failed too
                 assert forever
                 continue
             if error is not None:
                 assert isinstance(error, remap.errors.DriverError) and session.snapshot().pages.free == 40
-                attach()
-            forward(session, made[-1], layers)
+                attached(session, SIZES, 2)
+            forward(session, session.tenants["m"], make_layers(SIZES))
             remap.advanced.check(session)
         if not reached:
             return
@@ -155,11 +149,18 @@ def test_a_larger_model_generates_the_same_tokens_and_comes_back_whole() -> None
     pytest.importorskip("transformers")
     from attached_models import llama, prompts
 
-    model = llama(layers=8)
+    model, given = llama(layers=8), prompts(2, 9)
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
-    given = prompts(2, 9)
-    with torch.inference_mode():
-        expected = model.generate(**given, max_new_tokens=12, do_sample=False)
+
+    def generated() -> Any:
+        with torch.inference_mode():
+            return model.generate(**given, max_new_tokens=12, do_sample=False)
+
+    def is_whole() -> bool:
+        same = all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+        return same and torch.equal(generated(), expected)
+
+    expected = generated()
     weights = sum(value.numel() * value.element_size() for value in wanted.values())
     spec = remap.KVSpec(layers=8, kv_heads=2, head_dim=16, block_tokens=4, min_blocks=1, max_blocks=8, dtype="float32")
     capacity = int(0.6 * weights) // 4096 * 4096
@@ -168,13 +169,6 @@ def test_a_larger_model_generates_the_same_tokens_and_comes_back_whole() -> None
             session.attach(model, kv=spec)
         tenant = session.attach(model, kv=spec, resident_layers=1)
         assert len(tenant.streamed) == 7
-        with torch.inference_mode():
-            for _ in range(2):
-                assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), expected)
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, wanted[name]), name
+        assert torch.equal(generated(), expected) and is_whole()
         session.detach("model")
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, wanted[name]), name
-        with torch.inference_mode():
-            assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), expected)
+        assert is_whole()

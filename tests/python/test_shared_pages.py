@@ -1,4 +1,7 @@
-"""Pages of one memfd in several arenas, as of several processes: a page belongs to one of them at a time."""
+"""Pages of one memfd in several arenas, as of several processes: a page belongs to one of them at a time.
+
+shared_pages_test.cpp has more of it.
+"""
 
 from __future__ import annotations
 
@@ -57,16 +60,11 @@ class Member:
         self.arena.close()
 
 
-def shared_file(pages: int = PAGES) -> int:
-    file = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(file, pages * PAGE)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    return file
-
-
 @pytest.fixture
 def file() -> Iterator[int]:
-    made = shared_file()
+    made = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(made, PAGES * PAGE)
+    fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     yield made
     os.close(made)
 
@@ -92,52 +90,6 @@ def test_a_page_goes_between_members_and_its_bytes_do_not(file: int, mode: str) 
     assert mine.values(0) == {0xA5}  # nobody has zeroed what stayed
     other.close()
     assert mine.values(0) == {0xA5}  # nor given it back to the system
-    mine.close()
-
-
-def busy_stream(member: Member) -> tuple[int, int]:
-    """A stream that is at work for long, and an event for its end."""
-    backend, nbytes = member.backend, 64 << 20
-    stream, event = backend.create_stream(), backend.create_event(False)
-    to, source = backend.allocate_host(nbytes), backend.allocate_host(nbytes)
-    for _ in range(10):
-        backend.copy(stream, to, source, nbytes)
-    return stream, event
-
-
-def test_a_page_leaves_when_nothing_is_in_flight_for_it(file: int) -> None:
-    """Zeroes are enqueued behind long work, and the page goes on to another process at once: they must not come later."""
-    one, two = Member(file), Member(file)
-    one.move([3], "outside", "free")
-    stream, event = busy_stream(one)
-    plan = _core.Plan(one.arena.epoch)
-    plan.set_owner([3], _core.Owner.free, _core.Owner.kv, TENANT)
-    one.executor.apply(plan, zero_on=stream)
-    assert one.executor.zero_free() == PAGE
-    one.executor.commit(None)
-    one.backend.record(event, stream)
-    plan = _core.Plan(one.arena.epoch)
-    plan.set_owner([3], _core.Owner.kv, _core.Owner.free, TENANT)
-    one.executor.apply(plan, after=event)
-    one.executor.commit(None)
-    one.move([3], "free", "outside")
-    two.take([3])
-    two.write(3, 0x77)
-    one.backend.record(event, stream)
-    assert one.backend.synchronize(event, 60)
-    assert two.values(3) == {0x77}
-    for member in (one, two):
-        member.close()
-
-
-def test_pages_come_and_go_by_plans_of_their_own(file: int) -> None:
-    mine = Member(file)
-    plan = _core.Plan(mine.arena.epoch)
-    plan.set_owner([3], _core.Owner.outside, _core.Owner.free, NOBODY)
-    plan.set_owner([3], _core.Owner.free, _core.Owner.kv, TENANT)
-    with pytest.raises(InvalidArgument, match="plans of their own"):
-        mine.executor.apply(plan)
-    assert mine.arena.counts()["outside"] == PAGES
     mine.close()
 
 

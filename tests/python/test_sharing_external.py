@@ -16,53 +16,48 @@ from remap import OutOfBlocks
 from remap.internals import internals
 
 N = 8  # layers: a block is a page
-PLAIN: dict[str, Any] = {
-    "reserve_blocks": 0,
-    "hysteresis_blocks": 0,
-    "min_idle": 0.0,
-    "map_s": 0.0,
-    "contention": 9.0,
-    "dwell": 1,
-}
 
 
 def world_of(pages: dict[str, int], *, spare: int = 0, **config: Any) -> Shared:
-    settings = remap.advanced.Knobs(**{**PLAIN, **config})
+    settings = remap.advanced.Knobs(**{**EAGER, **config})
     world = Shared({name: [count] * N for name, count in pages.items()}, spare=spare, config=settings)
     for engine in world.engines.values():
         set_times(engine, times_of(N, 1.0, 0.1))
     return world
 
 
+def external(world: Shared, name: str, prompt: bool = True) -> External:
+    """`world.check` looks at its blocks from now on."""
+    made = world.engines[name].external = External(world.engines[name].tenant, prompt)
+    return made
+
+
 @pytest.mark.parametrize("prompt", [True, False])
 def test_a_holder_whose_blocks_are_in_use_keeps_them_and_no_step_raises(prompt: bool) -> None:
     with world_of({"h": 1, "i": 2}) as world:
-        h = External(world.engines["h"].tenant, prompt)
+        h = external(world, "h", prompt)
         world.session.deactivate("i")
         world.lend("i", 3, to="h")
         highest = max(h.free)
         h.use([highest])
         for _ in range(6):  # enough are free, but not those
             world.session.step({"h": h.demand(0)})
-            h.check()
+            world.check()
             h.give_back()
-            h.check()
             world.check()
         assert internals(world.engines["i"].tenant).lent_pages > 0
         h.finish([highest])
         for _ in range(6):
             world.session.step({"h": h.demand(0)})
-            h.check()
-        assert (
-            internals(world.engines["i"].tenant).lent_pages == 0
-        ) is prompt  # nobody waits for an engine that answers later
+        left = internals(world.engines["i"].tenant).lent_pages
+        assert (left == 0) is prompt  # nobody waits for an engine that answers later
         world.check()
 
 
 @pytest.mark.parametrize("prompt", [True, False])
 def test_activation_names_the_blocks_in_use_and_succeeds_when_they_are_free(prompt: bool) -> None:
     with world_of({"h": 1, "i": 2}) as world:
-        h = External(world.engines["h"].tenant, prompt)
+        h = external(world, "h", prompt)
         world.session.deactivate("i")
         world.lend("i", 3, to="h")
         h.use(sorted(h.free)[-4:])
@@ -70,22 +65,19 @@ def test_activation_names_the_blocks_in_use_and_succeeds_when_they_are_free(prom
         report = world.session.activate("i")
         assert not report.activated and set(h.used) <= set(report.preempt["h"])
         assert world.owners() == owners
-        h.check()
         partial = world.session.activate("i", partial=True)
         assert partial.activated and partial.streamed
-        h.check()
         world.check()
         h.finish(list(h.used))
         report = world.session.activate("i")
         assert report.activated is prompt
-        h.check()
         world.check()
 
 
 @pytest.mark.parametrize("prompt", [True, False])
 def test_unused_blocks_of_such_an_engine_are_taken_as_far_as_it_returns_them(prompt: bool) -> None:
     with world_of({"e": 1, "r": 1}, spare=8, max_layers=0) as world:
-        e = External(world.engines["e"].tenant, prompt)
+        e = external(world, "e", prompt)
         world.session.step({"e": e.demand(9)})
         before = e.tenant.kv.usable_blocks
         e.use(sorted(e.free)[:2])
@@ -97,14 +89,13 @@ def test_unused_blocks_of_such_an_engine_are_taken_as_far_as_it_returns_them(pro
         else:
             assert report.unmet_blocks == {"r": 3} or e.tenant.kv.usable_blocks == before
         e.give_back()
-        e.check()
         world.check()
 
 
 def test_such_an_engine_without_requests_gives_its_unused_blocks_for_nothing() -> None:
     """Which of its blocks are in use nobody knows, so that it is idle while it is inactive, and keeps nothing for a next turn."""
     with world_of({"e": 1, "r": 1}, spare=8, max_layers=0) as world:
-        e = External(world.engines["e"].tenant)
+        e = external(world, "e")
         world.session.step({"e": e.demand(8)})
         assert e.tenant.kv.usable_blocks >= 8
         world.session.deactivate("e")
@@ -114,7 +105,6 @@ def test_such_an_engine_without_requests_gives_its_unused_blocks_for_nothing() -
         world.engines["r"].fill()
         report = world.session.step({"r": remap.Demand(6)})
         assert not report.unmet_blocks, report
-        e.check()
         world.check()
 
 

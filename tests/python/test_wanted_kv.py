@@ -197,5 +197,3 @@ def test_an_activation_names_the_blocks_and_the_second_call_finds_their_pages(an
             assert world.activate("c").activated
         assert not internals(c.tenant).cold
         world.check()
-
-

@@ -90,5 +90,3 @@ def test_exactly_the_pages_that_changed_tenant_are_zeroed(world: World) -> None:
         assert 0 < pages.total < TOTAL
         assert world.filled() == (pages.params + pages.kv) * PAGE
         world.session.detach(name)
-
-
