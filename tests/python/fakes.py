@@ -70,7 +70,7 @@ class ContentPool(CountingPool):
         self.free_hosts = list(range(host))
         self.flying: dict[int, list[tuple[int, int]]] = {}
         self.rng, self.tickets = rng, itertools.count(1)
-        self.fails = self.loses = self.ever_lost = False
+        self.fails = self.loses = False
         self.streamable_blocks = 0
         self.shown: dict[int, int] = {}
         self.failed: set[int] = set()
@@ -79,7 +79,7 @@ class ContentPool(CountingPool):
 
     def free(self, ids: list[int]) -> None:
         if self.loses and self.leaving:  # the copies out that are in flight have failed
-            self.ever_lost, self.loses, self.lost = True, False, self.lost | self.leaving
+            self.loses, self.lost = False, self.lost | self.leaving
             self.failed |= self.flying.keys()
             self.leaving, self.flying = set(), {}
             raise DriverError("a copy failed")

@@ -189,6 +189,24 @@ def test_a_refused_call_changes_nothing(call, error) -> None:
         assert (kv.host.free_blocks, kv.copied_out_bytes, kv.copied_in_bytes, kv.live_blocks) == before
 
 
+def test_what_never_was_has_not_arrived_and_is_not_kept() -> None:
+    """`arrived` of a ticket that never was, and `kept` of host blocks that were freed, or that there are not: all True."""
+    session, tenant = session_of()
+    with session:
+        host = tenant.kv.host
+        freed = host.copy_out(tenant.kv.allocate(1))
+        host.join()
+        assert host.kept(freed)
+        host.free(freed)
+        assert host.free_blocks == 6
+        for ask in (host.arrived, host.join):
+            with pytest.raises(InvalidArgument, match="what `copy_in` returned"):
+                ask(1)
+        for blocks in (freed, [99], "ab"):
+            with pytest.raises(InvalidArgument, match="not in use"):
+                host.kept(blocks)
+
+
 # -- copies that fail --------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 from arena_worlds import PAGE as PAGES
@@ -12,6 +13,7 @@ from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, times_of
 import remap
 from remap import _core
 from remap.internals import internals
+from remap.memory import restream
 from remap.policy import schedule
 
 # --- how much -----------------------------------------------------------------------------------------------------
@@ -180,3 +182,20 @@ def test_a_bound_is_forgotten_when_other_layers_may_stream():
         streamed, buffers = world.tenant.streamed, internals(world.tenant).buffers
         stall = schedule.stall(times.compute_s, times.transfer_s, streamed, buffers) if streamed else 0.0
         assert told == pytest.approx(stall) and stall <= 0.05 * N + 1e-9
+
+
+def test_a_layer_that_was_written_since_the_next_growth_was_planned_is_pinned_and_does_not_stream():
+    """It is planned at the end of a pass, and carried out only while what it was planned for still is so."""
+    with World(times=HIDDEN) as world:
+        state = internals(world.tenant)._state
+        remap.advanced.remap(world.session, "m", 1, 1, "nested")
+        world.forward()
+        planned = restream.next_growth(state, 1)
+        assert planned is not None
+        (written,) = set(planned.streamed) - set(world.tenant.streamed)
+        state.source = replace(state.source, watch=lambda layers: {written: ["w"]} if written in layers else {})
+        world.kv.allocate(world.kv.free_blocks)
+        world.step(blocks=1)
+        assert world.tenant.remapped == 2 and written in internals(world.tenant).pinned
+        assert written not in world.tenant.streamed
+        world.forward()

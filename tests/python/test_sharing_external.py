@@ -92,22 +92,6 @@ def test_unused_blocks_of_such_an_engine_are_taken_as_far_as_it_returns_them(pro
         world.check()
 
 
-def test_such_an_engine_without_requests_gives_its_unused_blocks_for_nothing() -> None:
-    """Which of its blocks are in use nobody knows, so that it is idle while it is inactive, and keeps nothing for a next turn."""
-    with world_of({"e": 1, "r": 1}, spare=8, max_layers=0) as world:
-        e = external(world, "e")
-        world.session.step({"e": e.demand(8)})
-        assert e.tenant.kv.usable_blocks >= 8
-        world.session.deactivate("e")
-        world.session.step({"r": remap.Demand(0)})  # its demand is an old one by then
-        offered = {(quote.kind, quote.reload_s): quote.blocks for quote in remap.advanced.offers(world.session, "r")}
-        assert offered["idle_kv", 0.0] >= e.tenant.kv.usable_blocks - e.tenant.kv.spec.min_blocks, offered
-        world.engines["r"].fill()
-        report = world.session.step({"r": remap.Demand(6)})
-        assert not report.unmet_blocks, report
-        world.check()
-
-
 def test_a_refused_change_does_not_ask_for_blocks_that_came_back() -> None:
     """A change drains, and its engine has returned what nothing uses; then another change is refused: the engine was given the
     blocks again, and asked for them again, though nothing is said to have changed."""

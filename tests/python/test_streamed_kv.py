@@ -20,26 +20,10 @@ from remap.kv.streamed import StreamedBlocks
 MODES = ("aliased", "strict")
 
 
-def spec(
-    layers: int = 5,
-    head_dim: int = 64,
-    most: int = 8,
-    host: int = 12,
-    streamed: int = 7,
-    tokens: int = 16,
-    more: int = 0,
-) -> KVSpec:
-    return KVSpec(
-        layers=layers,
-        kv_heads=1,
-        head_dim=head_dim,
-        block_tokens=tokens,
-        min_blocks=most,
-        max_blocks=most + more,
-        layout="layer_major",
-        host_blocks=host,
-        streamed_blocks=streamed,
-    )
+def spec(layers: int = 5, most: int = 8, host: int = 12, streamed: int = 7, **other: Any) -> KVSpec:
+    settings: dict[str, Any] = {"kv_heads": 1, "head_dim": 64, "min_blocks": most, "max_blocks": most}
+    settings |= {"layout": "layer_major", "host_blocks": host, "streamed_blocks": streamed}
+    return KVSpec(layers=layers, **{**settings, **other})
 
 
 # -- books -------------------------------------------------------------------------------------------------------------
@@ -55,14 +39,14 @@ def spec(
 def test_streamed_blocks_lie_behind_the_pools_in_every_range(
     layers: int, head_dim: int, most: int, streamed: int, page: int
 ) -> None:
-    wide = KVGeometry(spec(layers, head_dim, most, streamed, streamed, tokens=4), page)
-    plain = KVGeometry(spec(layers, head_dim, most, streamed, 0, tokens=4), page)
+    wide, plain = (
+        KVGeometry(spec(layers, most, streamed, shown, head_dim=head_dim, block_tokens=4), page)
+        for shown in (streamed, 0)
+    )
     # The pool's blocks lie in their ranges as without streamed ones.
     assert (wide.columns, wide.donation_pages) == (plain.columns, plain.donation_pages)
     assert plain.range_pages == plain.columns and plain.tensor_blocks == most
-    assert [wide.blocks_for_pages(n) for n in range(wide.donation_pages + 1)] == [
-        plain.blocks_for_pages(n) for n in range(wide.donation_pages + 1)
-    ]
+    assert all(wide.blocks_for_pages(n) == plain.blocks_for_pages(n) for n in range(wide.donation_pages + 1))
     if streamed:
         begin = wide.first_streamed * wide.unit_bytes
         assert begin % page == 0 and begin >= wide.columns * page and wide.first_streamed >= most
@@ -103,18 +87,13 @@ def test_each_streamed_block_shows_the_host_block_of_its_number(steps: list[tupl
 
 
 @pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"streamed_blocks": 2, "host_blocks": 4}, "streamed_blocks"),
-        ({"streamed_blocks": 5, "host_blocks": 4, "layout": "layer_major"}, "streamed_blocks"),
-        ({"streamed_blocks": 2, "layout": "layer_major"}, "streamed_blocks"),
-        ({"streamed_blocks": -1}, "streamed_blocks"),
-    ],
+    "wrong",
+    [{"layout": "block_major"}, {"streamed": 13}, {"host_blocks": None}, {"streamed": -1, "layout": "block_major"}],
 )
-def test_a_spec_that_cannot_stream_is_refused(settings: dict, field: str) -> None:
+def test_a_spec_that_cannot_stream_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        KVSpec(layers=2, kv_heads=1, head_dim=4, min_blocks=0, max_blocks=4, **settings)
-    assert caught.value.fields["field"] == field
+        spec(**wrong)
+    assert caught.value.fields["field"] == "streamed_blocks"
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -156,7 +135,7 @@ def read(tenant: remap.Tenant, blocks: list[int], expected: dict[int, list[bytes
 @pytest.mark.parametrize("mode", MODES)
 def test_each_layer_finds_its_part_of_the_host_blocks(mode: str, remapped: int) -> None:
     """Beside layers whose weights stream too; the pool's blocks stay as they are."""
-    session, tenant = session_of(mode, more=1000)
+    session, tenant = session_of(mode, max_blocks=1008)
     with session:
         kv = internals(tenant).kv
         pages = 2 * 2 * kv.geometry.streamed_columns
@@ -256,12 +235,8 @@ def test_nobody_elses_bytes_are_in_them() -> None:
         for block in first.kv.allocate(8):
             write_block(first, block, 0x5A)
         session.detach("m")
-        second = session.attach_bytes(make_layers((1, 1)), name="n", kv=spec(2, host=20, streamed=20))
-        region = ctypes.string_at(
-            internals(second).kv.address
-            + internals(second).kv.geometry.first_streamed * internals(second).kv.geometry.unit_bytes,
-            PAGE,
-        )
+        kv = internals(session.attach_bytes(make_layers((1, 1)), name="n", kv=spec(2, host=20, streamed=20))).kv
+        region = ctypes.string_at(kv.address + kv.geometry.first_streamed * kv.geometry.unit_bytes, PAGE)
         assert set(region) <= {0}
 
 

@@ -113,23 +113,6 @@ def test_a_request_that_no_engine_answers_is_made_once_and_costs_one_step(gone: 
         world.check()
 
 
-def test_what_is_there_is_given_before_the_answer() -> None:
-    """The rest of a step does not wait for an engine: free pages, unused KV, and tenants behind this one."""
-    with paused_world(receivers="rs") as world:
-        r, s, i = (world.engines[name] for name in "rsi")
-        r.free(sorted(r.held)[-1:])
-        before = r.kv.usable_blocks
-        i.free(sorted(i.held)[-3:])  # unused KV of the paused tenant, which it keeps for its next turn
-        i.kv.offer(LIVE - 3)
-        report = world.step(r=7, s=0)
-        assert report.wanted.keys() == {"i"} and r.kv.usable_blocks > before, "its unused pages went at once"
-        usable = r.kv.usable_blocks
-        Swapping(i).release(report.wanted["i"])
-        report = world.step(r=7, s=0)
-        assert not report.unmet_blocks and r.kv.usable_blocks > usable and s.kv.usable_blocks == 2
-        world.check()
-
-
 def test_several_paused_tenants_answer_one_report() -> None:
     with paused_world(givers="ij", live=6) as world:
         reports, engines = reports_of(world, i=lambda blocks: blocks, j=lambda blocks: blocks)
