@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from arena_worlds import PAGE
+from typing import Any
+
+import pytest
+from arena_worlds import PAGE, make_layers, make_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import remap
 from remap import _core
 
 PAGES = 24
@@ -24,3 +28,34 @@ def test_the_first_free_ones_of_any_order(order: list[int], taken: int, most: in
     if held:
         arena.remove_tenant(1)
     arena.close()
+
+
+def test_growth_lists_no_more_pages_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tens of thousands of free pages such lists took most of a step's time."""
+    listed = [0]
+
+    class Draft:
+        """The session's, which notes how long the lists are that it is asked for."""
+
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                found = value(*arguments)
+                if isinstance(found, list):
+                    listed.append(len(found))
+                return found
+
+            value = getattr(self._inner, name)
+            return call if callable(value) else value
+
+    with remap.Session(400 * PAGE, page_bytes=PAGE, device="cpu") as session:
+        tenant = session.attach_bytes(make_layers([1, 1]), name="m", kv=make_spec(2, max_blocks=6000))
+        held = tenant.kv.allocate(tenant.kv.free_blocks)
+        assert session.snapshot().pages.free > 300
+        monkeypatch.setattr(session._changes, "draft", Draft(session._changes.draft))
+        report = session.step({"m": remap.Demand(blocks=tenant.kv.usable_blocks)})
+        monkeypatch.undo()
+        assert not report.unmet_blocks and 0 < max(listed) < 40
+        tenant.kv.free(held)

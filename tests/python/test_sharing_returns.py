@@ -152,6 +152,14 @@ def test_who_is_in_the_way_of_an_activation_is_named_and_freeing_it_is_enough(
         world.check()
 
 
+def test_a_caller_may_reuse_its_dictionary() -> None:
+    with world_of({"r": 1, "d": 1}, spare=6) as world:
+        wanted = {"d": remap.Demand(4)}
+        world.session.step(wanted)
+        wanted.clear()
+        assert world.session._tenants["d"].demand == remap.Demand(4)
+
+
 # -- layers that must stay --------------------------------------------------------------------------------------------------
 
 

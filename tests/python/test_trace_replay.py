@@ -70,6 +70,17 @@ def test_a_line_that_is_no_record_is_refused_by_number(line: str) -> None:
     assert caught.value.line == 3
 
 
+def test_a_backend_that_is_too_small_diverges_where_it_runs_out() -> None:
+    _, text = traced_session("aliased")
+    log = _core.parse_trace(text)
+    small = _core.make_host_backend(4 * PAGE, PAGE, 1)
+    result = _core.replay(log, small)
+    creations = [index for index, record in enumerate(log) if record.call == _core.Call.create_page]
+    assert not result.ok
+    assert result.divergence == creations[4]
+    assert "create_page" in result.message
+
+
 def test_failed_calls_are_logged_as_failed_and_left_out() -> None:
     fault = _core.make_fault_backend(_core.make_host_backend(CAPACITY, PAGE, 1))
     trace = _core.make_trace_backend(fault)
