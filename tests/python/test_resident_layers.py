@@ -112,15 +112,6 @@ def test_what_streams_for_good_changes_by_nobodys_hand() -> None:
         forward(session, tenant, layers)
 
 
-def test_a_pass_that_does_not_wait_for_one_of_them_raises() -> None:
-    with session_of(40) as session:
-        _, tenant = attached(session, SIZES, 4)
-        with pytest.raises(InvalidState, match="did not wait"), tenant.forward():
-            for layer in set(range(8)) - {tenant.streamed[1]}:
-                tenant.wait(layer)
-                tenant.done(layer)
-
-
 @pytest.mark.parametrize(("mode", "forever"), [("aliased", True), ("strict", False), ("strict", True)])
 def test_attaching_fails_whole(mode: str, forever: bool) -> None:
     """Every backend call of the attachment fails in turn."""
