@@ -7,6 +7,7 @@ whatever is not allocated holds NaN, so that a stale read shows in the result.
 
 from __future__ import annotations
 
+import itertools
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remap.errors import InvalidArgument, OutOfBlocks
+from remap.errors import DriverError, InvalidArgument, OutOfBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,6 +58,110 @@ class CountingPool:
 
     def holds(self, ids: list[int]) -> bool:
         return self.held.issuperset(ids)
+
+
+class ContentPool(CountingPool):
+    """Blocks and host blocks that know whose tokens they hold. Copies in arrive when the test says so, or fail."""
+
+    def __init__(self, blocks: int, host: int, rng: random.Random) -> None:
+        super().__init__(blocks, 4)
+        self.content: dict[int, tuple[str, int, int]] = {}  # block -> (request, its index, tokens written)
+        self.stored: dict[int, tuple[str, int, int]] = {}
+        self.free_hosts = list(range(host))
+        self.flying: dict[int, list[tuple[int, int]]] = {}
+        self.rng, self.tickets = rng, itertools.count(1)
+        self.fails = self.loses = False
+        self.streamable_blocks = 0
+        self.shown: dict[int, int] = {}
+        self.failed: set[int] = set()
+        self.leaving: set[int] = set()
+        self.lost: set[int] = set()
+
+    def free(self, ids: list[int]) -> None:
+        if self.loses and self.leaving:  # the copies out that are in flight have failed
+            self.loses, self.lost = False, self.lost | self.leaving
+            self.failed |= self.flying.keys()
+            self.leaving, self.flying = set(), {}
+            raise DriverError("a copy failed")
+        assert all(block in self.shown for block in ids if block >= 10_000)
+        for block in [block for block in ids if block >= 10_000]:
+            del self.shown[block]
+        ids = [block for block in ids if block < 10_000]
+        self.join()
+        super().free(ids)
+        for block in ids:
+            self.content.pop(block, None)
+
+    def holds(self, ids: list[int]) -> bool:
+        return all(block in self.shown if block >= 10_000 else block in self.held for block in ids)
+
+    def holds_host(self, ids: list[int]) -> bool:
+        return self.stored.keys() >= set(ids)
+
+    @property
+    def free_streamable_blocks(self) -> int:
+        return sum(host < self.streamable_blocks for host in self.free_hosts)
+
+    def copy_out(self, ids: list[int], below: int | None = None) -> list[int]:
+        self.free_hosts.sort()
+        if len(ids) > (len(self.free_hosts) if below is None else self.free_streamable_blocks):
+            raise OutOfBlocks("too few host blocks")
+        hosts, self.free_hosts = self.free_hosts[: len(ids)], self.free_hosts[len(ids) :]
+        self.stored.update({host: self.content[block] for host, block in zip(hosts, ids)})
+        self.leaving |= set(hosts)
+        self.lost -= set(hosts)
+        return hosts
+
+    def copy_in(self, host_ids: list[int], ids: list[int]) -> int:
+        assert self.kept(host_ids), "what was never written comes back"
+        assert len(host_ids) == len(ids) and set(ids) <= self.held and set(host_ids) <= set(self.stored)
+        ticket = next(self.tickets)
+        self.flying[ticket] = list(zip(host_ids, ids))
+        return ticket
+
+    def kept(self, host_ids: list[int]) -> bool:
+        return self.lost.isdisjoint(host_ids)
+
+    def arrived(self, ticket: int) -> bool:
+        if self.fails and self.flying:
+            self.fails, self.failed, self.flying = False, {*self.failed, *self.flying}, {}
+        if ticket in self.failed:
+            raise DriverError("a copy failed")
+        if ticket in self.flying and self.rng.random() < 0.5:
+            return False
+        self._land(ticket)
+        return True
+
+    def join(self, ticket: int | None = None) -> None:
+        self.leaving = set() if ticket is None else self.leaving
+        for each in tuple(self.flying):
+            if ticket is None or each <= ticket:
+                self._land(each)
+
+    def _land(self, ticket: int) -> None:
+        for host, block in self.flying.pop(ticket, ()):
+            self.content[block] = self.stored[host]
+
+    def stream(self, host_ids: list[int]) -> list[int]:
+        assert self.kept(host_ids), "what was never written is read"
+        assert set(host_ids) <= set(self.stored) and all(host < self.streamable_blocks for host in host_ids)
+        ids = [10_000 + host for host in host_ids]
+        assert not set(ids) & set(self.shown)
+        self.shown |= dict(zip(ids, host_ids))
+        return ids
+
+    def read(self, block: int) -> tuple[str, int, int]:
+        """What a pass finds in it."""
+        if block not in self.shown:
+            return self.content[block]
+        assert self.kept([self.shown[block]])
+        return self.stored[self.shown[block]]
+
+    def free_host(self, host_ids: list[int]) -> None:
+        assert not set(host_ids) & set(self.shown.values()), "a pass would read it"
+        for host in host_ids:
+            del self.stored[host]
+        self.free_hosts += host_ids
 
 
 class FakeKV(CountingPool):

@@ -46,11 +46,3 @@ def test_layers_that_leave_and_come_home_and_demand_that_is_not_met(
             unmet = session.step({"m": Demand(10_000)}).unmet_blocks["m"]
             spoken.append([line for line in lines(caplog) if line.startswith(f"m: {unmet} blocks short: ")])
         assert [len(each) for each in spoken] == [1, 0, 1, 1]
-
-
-def test_nothing_is_said_or_made_up_unless_somebody_listens(caplog: pytest.LogCaptureFixture) -> None:
-    with remap.Session(48 * PAGE, page_bytes=PAGE) as session, caplog.at_level(logging.WARNING, logger="remap"):
-        layers = make_layers([2] * 6)
-        forward(session, session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=160)), layers)
-        remap.advanced.remap(session, "m", 2, 2)
-        assert not lines(caplog)

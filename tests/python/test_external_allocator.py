@@ -61,17 +61,3 @@ def test_an_external_allocator_is_told_and_a_shrink_waits_for_it(world):
     engine.finish([9])
     assert world.step(0, free=len(engine.free)).changed  # a layer came home: nothing was added, nothing moved
     assert (world.tenant.remapped, world.kv.usable_blocks) == (1, 7)
-
-
-def test_demand_during_a_drain_or_a_change_by_hand_takes_the_blocks_back(world):
-    engine = world.engine
-    engine.finish(range(6))
-    world.step(0, free=6)
-    assert engine.leaving == {7, 8, 9}
-    assert world.step(8, free=len(engine.free)).unmet_blocks == {}
-    assert (engine.leaving, withdrawn(world)) == (set(), 0)
-    assert world.tenant.remapped >= 2 and len(engine.free) >= 8
-    world.forward()
-    world.step(0, free=len(engine.free))
-    remap.advanced.remap(world.session, "m", 3, 1, "nested")
-    assert (engine.leaving, withdrawn(world), world.kv.usable_blocks) == (set(), 0, 13)

@@ -134,7 +134,6 @@ def test_a_tenant_keeps_its_session_while_it_is_attached():
 @pytest.mark.parametrize("error", [None, KeyError])
 def test_closing_inside_of_a_pass(error):
     rig = Rig(make("llama"))
-    rig.remap(2)
     rig.hooks.remove()
     with pytest.raises(error or remap.InvalidState), rig.tenant.forward():
         rig.tenant.wait(0)
@@ -142,29 +141,6 @@ def test_closing_inside_of_a_pass(error):
         if error is not None:
             raise error
     assert set(rig.session._backend.usage().values()) == {0}
-
-
-def test_looking_at_a_closed_session():
-    """There is nothing to settle, and the books of nobody agree: whoever looks behind a close needs no case of its own."""
-    rig = Rig(make("llama"))
-    rig.session.close()
-    remap.advanced.settle(rig.session)
-    remap.advanced.check(rig.session)
-    assert not remap.advanced.unsettled(rig.session)
-    with pytest.raises(remap.InvalidArgument, match="no tenant 'm'"):
-        remap.advanced.layer_address(rig.session, "m", 0)
-    with pytest.raises(remap.InvalidState, match="closed"):
-        remap.advanced.remap(rig.session, "m", 1)
-
-
-def test_looking_claims_nobody(monkeypatch):
-    """A pass of another thread may begin while somebody looks: only what changes something keeps it waiting."""
-    with Rig(make("llama")) as rig:
-        turn, seen = internals(rig.tenant)._state.turn, []
-        monkeypatch.setattr(remap.advanced, "check_books", lambda arena, tenants: seen.append(turn.claimed))
-        remap.advanced.check(rig.session)
-        rig.session.exclusively(lambda core: seen.append(turn.claimed))
-        assert seen == [False, True] and not turn.claimed
 
 
 def test_memory_where_a_dropped_session_was_may_be_a_models(monkeypatch):

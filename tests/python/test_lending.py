@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from arena_worlds import read_block
-from sharing_worlds import Shared, set_times, times_of
+from sharing_worlds import Shared
 
 import remap
 from remap import _core
@@ -66,54 +66,6 @@ def test_who_is_idle_lends_and_gets_its_layers_back_without_a_call_of_the_driver
             world.check()
 
 
-@pytest.mark.parametrize("wakes_in", ["activation", "the pass"])
-def test_what_is_still_away_is_re_pointed_when_its_tenant_wakes(wakes_in: str) -> None:
-    with Shared(SIZES, around=_core.make_fault_backend) as world:
-        a, b = world.engines["a"], world.engines["b"]
-        world.session.deactivate("b")
-        world.lend("b", 5, to="a")
-        a.fill()
-        remap.advanced.settle(world.session)
-        before = mappings(world)
-        if wakes_in == "the pass":
-            internals(b.tenant)._state.books = internals(b.tenant)._state.books._replace(active=True)
-        else:
-            assert world.session.activate("b", partial=True).streamed
-        world.check()  # serves: every layer's bytes
-        assert mappings(world) > before and not internals(b.tenant)._state.asleep
-
-
-def test_a_tenant_that_leaves_in_its_sleep_leaves_nothing_behind() -> None:
-    with Shared(SIZES) as world:
-        world.session.deactivate("b")
-        world.lend("b", 4, to="a")
-        world.engines["a"].fill()
-        world.detach("b")
-        world.check()
-        world.engines["a"].free()
-        world.check()
-
-
-def test_partial_activation_depends_on_nobody() -> None:
-    """No tenant starves: whoever holds the pages and gives none back, the first pass can begin at once."""
-    with Shared(SIZES) as world:
-        a = world.engines["a"]
-        world.session.deactivate("b")
-        world.lend("b", 7, to="a")
-        a.fill()
-        set_times(world.engines["b"], times_of(8, 1.0, 2.0))
-        report = world.session.activate("b", partial=True)
-        assert report.activated and report.streamed and report.preempt
-        seen = world.session.snapshot().tenants["b"]
-        # All eight layers through one buffer: each waits for its copy of 2 s, since nothing computes between two of them.
-        assert (seen.remapped, seen.selection, seen.predicted_stall_s) == (7.0, "suffix", 16.0)
-        world.check()
-        a.free(sorted(a.held)[: len(a.held) // 2])
-        report = world.tell(world.session.activate("b", partial=True))
-        assert report.activated and len(report.restored) >= 1
-        world.check()
-
-
 def test_a_holder_inside_a_pass_keeps_its_pages() -> None:
     with Shared(SIZES) as world:
         a = world.engines["a"]
@@ -127,19 +79,6 @@ def test_a_holder_inside_a_pass_keeps_its_pages() -> None:
                     call()
             assert world.owners() == owners
             a.check()
-        assert world.activate("b").activated
-        world.check()
-
-
-def test_pages_that_are_lent_do_not_become_the_home_of_a_newcomer() -> None:
-    with Shared(SIZES, spare=12) as world:
-        world.session.deactivate("b")
-        world.lend("b", 7)
-        free = world.session.snapshot().pages.free
-        assert world.session.snapshot().tenants["b"].lent_pages == 21 < free
-        with pytest.raises(remap.OutOfMemory):
-            world.session.attach_bytes([bytes(65536)] * (free - 20), name="d", kv=remap.KVSpec(
-                layers=free - 20, kv_heads=1, head_dim=8, min_blocks=0, max_blocks=9))  # fmt: skip
         assert world.activate("b").activated
         world.check()
 

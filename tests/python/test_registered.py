@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,24 +20,18 @@ N = 6
 class World:
     def __init__(self) -> None:
         self.session = remap.Session(60 * PAGE, page_bytes=PAGE)
+        self.address = partial(advanced.layer_address, self.session, "m")
+        self.declare = partial(advanced.declare_registered, self.session)
+        self.withdraw = partial(advanced.withdraw_registered, self.session)
         self.layers = make_layers([2] * N, 1)
         self.attach()
 
     def attach(self) -> None:
         self.tenant = self.session.attach_bytes(self.layers, name="m", kv=make_spec(N, max_blocks=200))
 
-    def address(self, layer: int) -> int:
-        return advanced.layer_address(self.session, "m", layer)
-
     def remap(self, *how: Any) -> None:
         advanced.remap(self.session, "m", *how)
         forward(self.session, self.tenant, self.layers)
-
-    def declare(self, address: int, nbytes: int) -> None:
-        advanced.declare_registered(self.session, address, nbytes)
-
-    def withdraw(self, address: int, nbytes: int) -> None:
-        advanced.withdraw_registered(self.session, address, nbytes)
 
     def refused(self, error: type[Exception], call: Any, *arguments: Any) -> Any:
         advanced.settle(self.session)  # what regions show is compared: the worker must not be about to change it

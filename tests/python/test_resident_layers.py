@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from typing import Any
 
 import pytest
 from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, session_on
@@ -64,20 +66,6 @@ def test_every_pass_reads_every_layers_own_bytes(mode, sizes, resident, buffers,
 
 
 @MODES
-def test_its_kv_grows_from_free_pages_and_goes_back(mode: str) -> None:
-    with session_of(40, mode) as session:
-        layers, tenant = attached(session, SIZES, 1, min_blocks=4, max_blocks=200)
-        before = tenant.kv.usable_blocks
-        for _ in range(4):
-            session.step({"m": 100})
-        assert tenant.kv.usable_blocks > before
-        ids = tenant.kv.allocate(tenant.kv.free_blocks)
-        forward(session, tenant, layers)
-        tenant.kv.free(ids)
-        assert tenant.remapped == 0 and len(tenant.streamed) == 7
-
-
-@MODES
 def test_beside_other_tenants_its_pages_stay(mode: str) -> None:
     """A tenant with much demand takes what others can give, and nothing of one whose layers stream for good."""
     with session_of(40, mode, config=remap.advanced.Knobs(slowdown=1e6, dwell=1)) as session:
@@ -95,84 +83,53 @@ def test_beside_other_tenants_its_pages_stay(mode: str) -> None:
         forward(session, tenant, layers)
 
 
-def test_what_it_refuses() -> None:
+@pytest.mark.parametrize("wrong", [-1, True, "2", 2.0, 6, 7])
+def test_numbers_that_cannot_be_are_refused(wrong: object) -> None:
     with session_of(60) as session:
-        for resident, error in (
-            (-1, InvalidArgument),
-            (True, InvalidArgument),
-            ("2", InvalidArgument),
-            (2.0, InvalidArgument),
-        ):
-            with pytest.raises(error) as caught:
-                attached(session, SIZES, resident)
-            assert caught.value.fields["field"] == "resident_layers"
-        for resident in (6, 7):
-            with pytest.raises(InvalidArgument) as caught:
-                attached(session, SIZES, resident)
-            assert caught.value.fields["layers"] == 8
-        free = session.snapshot().pages.free
-        assert free == 60
-        layers, tenant = attached(session, SIZES, 5)
-        assert len(tenant.streamed) == 3
-        session.detach("m")
-        layers, tenant = attached(session, SIZES, 8)  # as without
-        assert tenant.streamed == ()
-        session.detach("m")
-        layers, tenant = attached(session, SIZES, 3)
+        with pytest.raises(InvalidArgument) as caught:
+            attached(session, SIZES, wrong)
+        fields = caught.value.fields
+        assert fields["layers"] == 8 if wrong in (6, 7) else fields["field"] == "resident_layers"
+        assert session.snapshot().pages.free == 60
+        for resident in (5, 8):  # 8: as without
+            assert len(attached(session, SIZES, resident)[1].streamed) == 8 - resident
+            session.detach("m")
+
+
+def test_what_streams_for_good_changes_by_nobodys_hand() -> None:
+    with session_of(12) as session:
+        with pytest.raises(OutOfMemory, match="resident_layers"):  # the error names the way out
+            attached(session, SIZES, None)
+        layers, tenant = attached(session, SIZES, 0)
         forward(session, tenant, layers)
-        before = session.snapshot()
+        streamed = tenant.streamed
         for amount, selection in itertools.product((0, 1, 3), ("uniform", "nested", "slices")):
             with pytest.raises((InvalidState, InvalidArgument)):
                 remap.advanced.remap(session, "m", amount, 1, selection)
         with pytest.raises((InvalidState, InvalidArgument)):
             remap.advanced.lend(session, "m", 1)
-        assert session.snapshot().tenants["m"].streamed == before.tenants["m"].streamed
+        assert tenant.streamed == streamed
         forward(session, tenant, layers)
 
 
-def test_without_room_the_error_names_the_way_out() -> None:
-    with session_of(12) as session:
-        with pytest.raises(OutOfMemory, match="resident_layers"):
-            attached(session, SIZES, None)
-        layers, tenant = attached(session, SIZES, 0)
-        forward(session, tenant, layers)
-
-
-def test_a_pass_that_does_not_wait_for_one_of_them_raises() -> None:
-    with session_of(40) as session:
-        _, tenant = attached(session, SIZES, 4)
-        with pytest.raises(InvalidState, match="did not wait"), tenant.forward():
-            for layer in set(range(8)) - {tenant.streamed[1]}:
-                tenant.wait(layer)
-                tenant.done(layer)
-
-
-@MODES
-@pytest.mark.parametrize("forever", [False, True])
+@pytest.mark.parametrize(("mode", "forever"), [("aliased", True), ("strict", False), ("strict", True)])
 def test_attaching_fails_whole(mode: str, forever: bool) -> None:
     """Every backend call of the attachment fails in turn."""
-    capacity = 40 * PAGE
-    layers = make_layers(SIZES)
     for nth in itertools.count(1):
-        fault = _core.make_fault_backend(make_backend(capacity))
-        with session_on(fault, capacity, mode=mode) as session:
-            made: list[remap.Tenant] = []
-
-            def attach(session=session, made=made) -> None:
-                made.append(session.attach_bytes(layers, name="m", kv=make_spec(len(SIZES)), resident_layers=2))
-
-            before = fault.calls()
+        fault = _core.make_fault_backend(make_backend(40 * PAGE))
+        with session_on(fault, 40 * PAGE, mode=mode) as session:
+            last = fault.calls() + nth
             fault.arm_any(nth, forever, _core.ErrorKind.driver)
-            error = attempt(attach)
-            reached = fault.calls() - before >= nth
+            error = attempt(partial(attached, session, SIZES, 2))
+            reached = fault.calls() >= last
             fault.disarm()
             if isinstance(error, remap.errors.ArenaBroken):  # undoing it failed too
                 assert forever
                 continue
             if error is not None:
                 assert isinstance(error, remap.errors.DriverError) and session.snapshot().pages.free == 40
-                attach()
-            forward(session, made[-1], layers)
+                attached(session, SIZES, 2)
+            forward(session, session.tenants["m"], make_layers(SIZES))
             remap.advanced.check(session)
         if not reached:
             return
@@ -183,11 +140,18 @@ def test_a_larger_model_generates_the_same_tokens_and_comes_back_whole() -> None
     pytest.importorskip("transformers")
     from attached_models import llama, prompts
 
-    model = llama(layers=8)
+    model, given = llama(layers=8), prompts(2, 9)
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
-    given = prompts(2, 9)
-    with torch.inference_mode():
-        expected = model.generate(**given, max_new_tokens=12, do_sample=False)
+
+    def generated() -> Any:
+        with torch.inference_mode():
+            return model.generate(**given, max_new_tokens=12, do_sample=False)
+
+    def is_whole() -> bool:
+        same = all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+        return same and torch.equal(generated(), expected)
+
+    expected = generated()
     weights = sum(value.numel() * value.element_size() for value in wanted.values())
     spec = remap.KVSpec(layers=8, kv_heads=2, head_dim=16, block_tokens=4, min_blocks=1, max_blocks=8, dtype="float32")
     capacity = int(0.6 * weights) // 4096 * 4096
@@ -196,13 +160,6 @@ def test_a_larger_model_generates_the_same_tokens_and_comes_back_whole() -> None
             session.attach(model, kv=spec)
         tenant = session.attach(model, kv=spec, resident_layers=1)
         assert len(tenant.streamed) == 7
-        with torch.inference_mode():
-            for _ in range(2):
-                assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), expected)
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, wanted[name]), name
+        assert torch.equal(generated(), expected) and is_whole()
         session.detach("model")
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, wanted[name]), name
-        with torch.inference_mode():
-            assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), expected)
+        assert is_whole()

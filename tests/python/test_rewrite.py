@@ -90,33 +90,6 @@ def test_layers_that_are_away_are_refused_before_anything_is_written(world: Worl
     assert torch.equal(world.answer(), world.expected())
 
 
-def test_half_of_a_write_streams_as_it_lies(world: World) -> None:
-    def half() -> None:
-        world.load(layers=3)
-        raise KeyError("the file ends here")
-
-    with pytest.raises(KeyError):
-        advanced.rewrite(world.session, "m", half)
-    now = world.answer()
-    assert not torch.equal(now, world.expected())
-    world.stream()
-    assert torch.equal(world.answer(), now)
-
-
-def test_a_layer_that_was_pinned_since_it_was_written_streams_again(world: World) -> None:
-    with torch.no_grad():
-        world.model.model.layers[2].mlp.up_proj.weight.add_(1.0)
-    world.stream(4)
-    assert internals(world.tenant).pinned == (2,)
-    now = world.answer()
-    advanced.remap(world.session, "m", 0)
-    advanced.rewrite(world.session, "m", lambda: None)
-    assert internals(world.tenant).pinned == ()
-    world.stream(models.LAYERS - 1)
-    assert 2 in world.tenant.streamed
-    assert torch.equal(world.answer(), now)
-
-
 def test_inside_a_pass_and_for_bytes_of_the_caller_it_is_refused(world: World) -> None:
     with world.tenant.forward(), pytest.raises(InvalidState):
         advanced.rewrite(world.session, "m", world.load)

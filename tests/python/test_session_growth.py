@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 from arena_worlds import PAGE as PAGES
 from arena_worlds import forward, make_layers, make_spec
-from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, spec, times_of
+from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, times_of
 
 import remap
 from remap import _core
 from remap.internals import internals
+from remap.memory import restream
 from remap.policy import schedule
 
 # --- how much -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("spare", [0, 6])
 @pytest.mark.parametrize("layers", range(1, 7))
-def test_one_step_grows_by_exactly_the_layers_that_are_needed(layers):
+def test_one_step_grows_by_exactly_the_layers_that_are_needed(layers, spare):
+    """Free pages come first."""
     for blocks in (LAYER * layers - 2, LAYER * layers):
-        with World(times=HIDDEN) as world:
-            report = world.step(4 + blocks)
+        with World(times=HIDDEN, spare=spare) as world:
+            if spare:
+                report = world.step(4 + spare)
+                assert (report.remapped, report.added_blocks) == ({"m": 0}, {"m": spare})
+                assert world.session.snapshot().pages.free == 0
+                before, calls = world.session.snapshot(), world.backend.count()
+                for wanted in (0, 1, 4, 0, 3):  # nothing to do changes nothing and calls nothing
+                    assert not world.session.step({"m": remap.Demand(blocks=wanted)}).changed
+                assert (world.session.snapshot(), world.backend.count()) == (before, calls)
+            report = world.step(4 + spare + blocks)
             assert report.changed
             assert report.remapped == {"m": layers}
             assert report.added_blocks == {"m": LAYER * layers}
             assert report.unmet_blocks == {}
-            assert world.kv.usable_blocks == world.kv.free_blocks == 4 + LAYER * layers
-            assert len(world.kv.allocate(4 + blocks)) == 4 + blocks
+            assert world.kv.usable_blocks == world.kv.free_blocks == 4 + spare + LAYER * layers
+            assert len(world.kv.allocate(4 + spare + blocks)) == 4 + spare + blocks
             world.forward()
-
-
-def test_free_pages_come_first():
-    with World(times=HIDDEN, spare=6) as world:
-        report = world.step(8)
-        assert report.remapped == {"m": 0}
-        assert 4 <= report.added_blocks["m"] <= 5
-        assert world.session.snapshot().pages.free < 6
-        world.step(4 + 6)
-        assert (world.tenant.remapped, world.session.snapshot().pages.free) == (0, 0)
-        assert world.step(4 + 6 + 1).remapped == {"m": 1}
-    with World(times=HIDDEN, spare=6) as world:
-        assert world.step(4 + 6 + 4).remapped == {"m": 2}  # both at once
-        assert world.session.snapshot().pages.free == 0
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
@@ -58,17 +56,6 @@ def test_growth_adds_to_a_set_chosen_by_hand_and_takes_no_kv_page(by_hand, buffe
         assert streamed < set(world.tenant.streamed)
         assert blocks.isdisjoint(world.kv.allocate(world.kv.free_blocks))
         world.forward()
-
-
-def test_nothing_to_do_changes_nothing_and_calls_nothing():
-    with World(times=HIDDEN, spare=2) as world:
-        before, calls = world.session.snapshot(), world.backend.count()
-        for blocks in (0, 1, 4, 0, 3):
-            report = world.session.step({"m": remap.Demand(blocks=blocks)})
-            assert report is world.session.step({})
-            assert not report.changed
-        assert world.backend.count() == calls
-        assert world.session.snapshot() == before
 
 
 def test_who_asks_hears_at_once_that_layers_are_away():
@@ -128,73 +115,7 @@ def test_the_ring_is_the_home_of_the_largest_layer_alone(back):
             forward(session, tenant, layers)
 
 
-def test_without_a_measurement_one_layer_and_after_one_pass_more():
-    config = remap.advanced.Knobs(**PLAIN, slowdown=1e9)
-    with World(config) as world:
-        assert world.step(1000).remapped == {"m": 1}
-        world.forward()
-        assert world.step(1000).remapped == {"m": N - 1}
-        world.forward()
-
-
-def test_the_kv_region_bounds_growth():
-    with World(times=HIDDEN, kv=spec(max_blocks=9)) as world:
-        report = world.step(30)
-        assert report.unmet_blocks == {"m": 30 - world.kv.usable_blocks}
-        assert world.kv.usable_blocks <= 9
-        assert world.tenant.remapped <= 1
-        world.forward()
-
-
-def test_layer_major_growth_comes_in_groups_and_the_unmet_rest_is_told():
-    kv = spec("layer_major", min_blocks=0, max_blocks=64)  # a group is 2 x layers pages
-    with World(times=HIDDEN, kv=kv, spare=3) as world:
-        group = PAGE // kv.chunk_bytes
-        asked = 0
-        for _ in range(6):
-            report = world.step(group)
-            asked += 1
-            if not report.unmet_blocks:
-                break
-            assert report.unmet_blocks == {"m": group - world.kv.free_blocks}
-        assert world.kv.free_blocks >= group
-        assert asked <= 3
-        world.forward()
-
-
 # --- and back -----------------------------------------------------------------------------------------------------
-
-
-def test_goes_back_when_demand_is_gone_and_not_before_dwell():
-    config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=3)
-    with World(config, times=times_of(1.0, 0.01)) as world:
-        world.step(4 + 9)
-        ids = world.kv.allocate(13)
-        levels = []
-        for number in range(30):
-            if number == 5:
-                world.kv.free(ids)
-            world.step(0)
-            world.forward()
-            levels.append(world.tenant.remapped)
-        assert levels[:7] == [3] * 7
-        assert levels[-1] == 0
-        assert levels == sorted(levels, reverse=True)
-        assert all(levels.count(level) >= 3 for level in (2, 1))
-        assert world.session.snapshot().pages.ring == 0
-        assert world.kv.usable_blocks == 4
-
-
-def test_demand_that_swings_within_the_hysteresis_changes_nothing():
-    config = remap.advanced.Knobs(reserve_blocks=0, hysteresis_blocks=4, contention=1e9, dwell=1)
-    with World(config, times=times_of(1.0, 0.01)) as world:
-        world.step(4 + 9)
-        epochs = set()
-        for number in range(40):
-            world.step((13, 10, 9, 12)[number % 4])
-            epochs.add(world.session.snapshot().epoch)
-        assert len(epochs) == 1
-        assert world.tenant.remapped == 3
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
@@ -261,3 +182,20 @@ def test_a_bound_is_forgotten_when_other_layers_may_stream():
         streamed, buffers = world.tenant.streamed, internals(world.tenant).buffers
         stall = schedule.stall(times.compute_s, times.transfer_s, streamed, buffers) if streamed else 0.0
         assert told == pytest.approx(stall) and stall <= 0.05 * N + 1e-9
+
+
+def test_a_layer_that_was_written_since_the_next_growth_was_planned_is_pinned_and_does_not_stream():
+    """It is planned at the end of a pass, and carried out only while what it was planned for still is so."""
+    with World(times=HIDDEN) as world:
+        state = internals(world.tenant)._state
+        remap.advanced.remap(world.session, "m", 1, 1, "nested")
+        world.forward()
+        planned = restream.next_growth(state, 1)
+        assert planned is not None
+        (written,) = set(planned.streamed) - set(world.tenant.streamed)
+        state.source = replace(state.source, watch=lambda layers: {written: ["w"]} if written in layers else {})
+        world.kv.allocate(world.kv.free_blocks)
+        world.step(blocks=1)
+        assert world.tenant.remapped == 2 and written in internals(world.tenant).pinned
+        assert written not in world.tenant.streamed
+        world.forward()

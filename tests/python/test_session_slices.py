@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, SHORT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharing_worlds import Shared, set_times, times_of
 
 import remap
-from remap import _core
 from remap.errors import InvalidArgument
-from remap.internals import internals
 from remap.policy.slices import slices_alpha, slices_freed, tail_for
 
 LAYERS, PAGES = 8, 4
@@ -39,10 +36,10 @@ def test_tail_for_is_the_smallest_that_is_enough(sizes: list[int], buffers: int,
     assert refused.value.fields["maximum"] == pytest.approx(best)
 
 
-@pytest.mark.parametrize("alpha", [-0.5, float("nan"), float("inf")])
-def test_alpha_must_be_a_number(alpha: float) -> None:
-    with pytest.raises(InvalidArgument):
-        tail_for([4] * 4, alpha, 1)
+def test_alpha_must_be_a_number() -> None:
+    for alpha in (-0.5, float("nan"), float("inf")):
+        with pytest.raises(InvalidArgument):
+            tail_for([4] * 4, alpha, 1)
 
 
 @MODES
@@ -109,70 +106,3 @@ def test_a_cap_in_layers_holds_in_slices() -> None:
         world.step(m=300)
         assert 1 <= world.engines["m"].tenant.remapped <= 3  # the tail that frees two layers' worth is the largest
         world.check()
-
-
-def test_a_pass_copies_the_tails_only_and_changes_load_what_comes_home() -> None:
-    with world_of() as world:
-        m = world.engines["m"]
-
-        def copied() -> int:
-            return int(world.session.snapshot().tenants["m"].copied_bytes)
-
-        world.remap("m", 3.5, 1, "slices")  # two pages of each layer
-        for _ in range(3):
-            m.serve()
-        before = copied()
-        m.serve()
-        assert copied() - before == 8 * (2 * PAGE - SHORT)  # the last page is not full
-        before = copied()
-        world.remap("m", 1.75, 1, "slices")
-        remap.advanced.settle(world.session)
-        internals(m.tenant)._state.prefetcher.drain()
-        assert copied() - before == 8 * PAGE + PAGE - SHORT  # one page of each layer, and the first tail into the ring
-        m.serve()
-        assert not any(internals(m.tenant).ready(layer) for layer in range(LAYERS))
-        world.remap("m", 0)
-        m.serve()
-        assert all(internals(m.tenant).ready(layer) for layer in range(LAYERS))
-
-
-def test_growing_makes_no_call_before_the_blocks_are_usable() -> None:
-    """Aliased mode: nothing is mapped or unmapped for the ring, whose region shows its pages from the start."""
-    with world_of(around=_core.make_trace_backend) as world:
-
-        def maps() -> int:
-            names = ("map", "unmap", "exchange", "reserve")
-            return sum(world.backend.count(getattr(_core.Call, name)) for name in names)
-
-        heard: list[tuple[int, int]] = []
-        world.engines["m"].kv.subscribe(lambda added, withdrawn: heard.append((len(added), maps())))
-        for alpha in (1.5, 3, 4.5):
-            remap.advanced.settle(world.session)
-            heard.clear()
-            before = maps()
-            world.remap("m", alpha, 2, "slices")
-            assert heard == [(6, before)]
-            world.check()
-
-
-@MODES
-@pytest.mark.parametrize("kind", ["llama", "llama-odd", "opt"])
-def test_a_model_computes_the_same_bits(kind: str, mode: str) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    import models
-
-    model = models.make(kind)
-    ids = models.ids_for(2, 9)
-    expected = models.logits_of(model, ids)
-    tokens, scores = models.generate(model, ids)
-    with models.Rig(model, mode=mode, page_bytes=16384, spare=1) as rig:
-        for alpha, buffers in [(0.3, 1), (1, 1), (4, 1), (3, 2), (0.3, 2), (0, 1), (2, 1), (0.5, 1), (2.5, 1)]:
-            remap.advanced.remap(rig.session, "m", alpha, buffers, "slices")
-            rig.check()
-            for _ in range(2):
-                assert torch.equal(models.logits_of(model, ids), expected), (alpha, buffers)
-            rig.check()
-        got, rows = models.generate(model, ids)
-        assert torch.equal(got, tokens) and torch.equal(rows, scores)
-    assert torch.equal(models.logits_of(model, ids), expected)

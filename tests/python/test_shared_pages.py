@@ -1,15 +1,14 @@
-"""Pages of one memfd in several processes: each has an arena over all of them, and a page belongs to one process at a time."""
+"""Pages of one memfd in several arenas, as of several processes: a page belongs to one of them at a time.
+
+shared_pages_test.cpp has more of it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -61,63 +60,11 @@ class Member:
         self.arena.close()
 
 
-class Process:
-    """A `Member` in a process of its own, which does what it is told a line at a time."""
-
-    def __init__(self, file: int, mode: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(file), mode],
-            pass_fds=[file],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __call__(self, *line: object) -> str:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(" ".join(map(str, line)) + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.end()
-
-    def end(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self.process.wait(timeout=60)
-
-
-def serve(file: int, mode: str) -> None:
-    """The other process."""
-    member = Member(file, mode)
-    for line in sys.stdin:
-        verb, *numbers = line.split()
-        given = [int(number) for number in numbers]
-        answer: Any = ""
-        if verb in ("take", "give"):
-            answer = getattr(member, verb)(given)
-        elif verb == "write":
-            member.write(*given)
-        else:
-            answer = sorted(member.values(*given))
-        sys.stdout.write(f"{answer}\n")
-        sys.stdout.flush()
-    member.close()
-
-
-def shared_file(pages: int = PAGES) -> int:
-    file = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(file, pages * PAGE)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    return file
-
-
 @pytest.fixture
 def file() -> Iterator[int]:
-    made = shared_file()
+    made = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(made, PAGES * PAGE)
+    fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     yield made
     os.close(made)
 
@@ -127,78 +74,22 @@ def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_page_goes_between_processes_and_its_bytes_do_not(file: int, mode: str) -> None:
-    mine, other = Member(file, mode), Process(file, mode)
+def test_a_page_goes_between_members_and_its_bytes_do_not(file: int, mode: str) -> None:
+    mine, other = Member(file, mode), Member(file, mode)
+    assert mine.arena.counts()["outside"] == mine.arena.counts()["total"] == PAGES
     assert mine.take([0, 1, 2]) == 3 * PAGE
+    assert (mine.arena.counts()["outside"], mine.arena.counts()["kv"]) == (PAGES - 3, 3)
     for page in range(3):
         mine.write(page, 0xA5)
     assert mine.give([1, 2]) == 0
-    assert other("take", 1, 2) == str(2 * PAGE)
-    assert other("values", 1) == other("values", 2) == "[0]"
-    other("write", 2, 0x5A)
-    other("give", 2)
+    assert other.take([1, 2]) == 2 * PAGE
+    assert other.values(1) == other.values(2) == {0}
+    other.write(2, 0x5A)
+    other.give([2])
     assert mine.take([2]) == PAGE and mine.values(2) == {0}
     assert mine.values(0) == {0xA5}  # nobody has zeroed what stayed
-    other.end()
+    other.close()
     assert mine.values(0) == {0xA5}  # nor given it back to the system
-    mine.close()
-
-
-def test_the_pages_of_a_process_that_was_killed_can_be_used_and_read_zero(file: int, mode: str) -> None:
-    other = Process(file, mode)
-    other("take", *range(PAGES))
-    for page in range(PAGES):
-        other("write", page, 0xEE)
-    other.kill()
-    mine = Member(file, mode)
-    assert mine.take(list(range(PAGES))) == PAGES * PAGE
-    assert all(mine.values(page) == {0} for page in range(PAGES))
-    mine.close()
-
-
-def busy_stream(member: Member) -> tuple[int, int]:
-    """A stream that is at work for long, and an event for its end."""
-    backend, nbytes = member.backend, 64 << 20
-    stream, event = backend.create_stream(), backend.create_event(False)
-    to, source = backend.allocate_host(nbytes), backend.allocate_host(nbytes)
-    for _ in range(10):
-        backend.copy(stream, to, source, nbytes)
-    return stream, event
-
-
-def test_a_page_leaves_when_nothing_is_in_flight_for_it(file: int) -> None:
-    """Zeroes are enqueued behind long work, and the page goes on to another process at once: they must not come later."""
-    one, two = Member(file), Member(file)
-    one.move([3], "outside", "free")
-    stream, event = busy_stream(one)
-    plan = _core.Plan(one.arena.epoch)
-    plan.set_owner([3], _core.Owner.free, _core.Owner.kv, TENANT)
-    one.executor.apply(plan, zero_on=stream)
-    assert one.executor.zero_free() == PAGE
-    one.executor.commit(None)
-    one.backend.record(event, stream)
-    plan = _core.Plan(one.arena.epoch)
-    plan.set_owner([3], _core.Owner.kv, _core.Owner.free, TENANT)
-    one.executor.apply(plan, after=event)
-    one.executor.commit(None)
-    one.move([3], "free", "outside")
-    two.take([3])
-    two.write(3, 0x77)
-    one.backend.record(event, stream)
-    assert one.backend.synchronize(event, 60)
-    assert two.values(3) == {0x77}
-    for member in (one, two):
-        member.close()
-
-
-def test_pages_come_and_go_by_plans_of_their_own(file: int) -> None:
-    mine = Member(file)
-    plan = _core.Plan(mine.arena.epoch)
-    plan.set_owner([3], _core.Owner.outside, _core.Owner.free, NOBODY)
-    plan.set_owner([3], _core.Owner.free, _core.Owner.kv, TENANT)
-    with pytest.raises(InvalidArgument, match="plans of their own"):
-        mine.executor.apply(plan)
-    assert mine.arena.counts()["outside"] == PAGES
     mine.close()
 
 
@@ -217,15 +108,6 @@ def test_the_own_page_of_a_layer_that_has_gone_can_be_anothers(file: int) -> Non
     mine.close()
 
 
-def test_they_are_counted(file: int) -> None:
-    mine = Member(file)
-    assert mine.arena.counts() | {"outside": 0, "total": 0} == dict.fromkeys(mine.arena.counts(), 0)
-    assert mine.arena.counts()["outside"] == mine.arena.counts()["total"] == PAGES
-    mine.take([3, 4])
-    assert (mine.arena.counts()["outside"], mine.arena.counts()["kv"]) == (PAGES - 2, 2)
-    mine.close()
-
-
 def test_a_file_of_another_size_is_refused(file: int) -> None:
     for pages in (PAGES - 1, PAGES + 1):
         with pytest.raises(InvalidArgument, match="sealed"):
@@ -241,7 +123,3 @@ def test_a_file_of_another_size_is_refused(file: int) -> None:
         _core.make_host_backend(PAGES * PAGE, PAGE, file=reading)
     os.close(reading)
     os.close(writing)
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2])

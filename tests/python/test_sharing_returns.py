@@ -3,7 +3,6 @@ test_sharing_controller.py: eight layers a tenant, a block is a page."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -44,26 +43,6 @@ def test_without_reversion_nothing_comes_home_but_by_activation() -> None:
             assert not world.step(r=0).changed
         assert world.engines["i"].tenant.remapped == 3
         assert world.activate("i").activated and not world.engines["i"].tenant.streamed
-
-
-def test_after_a_layer_came_home_growth_takes_a_demand_that_rose_by_more_than_sigma() -> None:
-    with world_of({"r": 1, "i": 2}, contention=9.0, map_s=0.0, dwell=1, hysteresis_blocks=3) as world:
-        r, i = world.engines["r"], world.engines["i"]
-        world.session.deactivate("i")
-        world.lend("i", 3, to="r")
-        hold(r, 3)
-        for _ in range(50):
-            if i.tenant.remapped <= 2:
-                break
-            world.step(r=0)
-        assert i.tenant.remapped == 2
-        live = len(r.held)
-        for wanted in (1, 3, 2, 3, 0, 3):
-            before = world.engines["i"].tenant.remapped
-            world.step(r=wanted)
-            assert i.tenant.remapped <= before and r.tenant.remapped == 0, f"{wanted} more than {live} is within sigma"
-        world.step(r=r.kv.free_blocks + 1)
-        assert r.kv.free_blocks > 3
 
 
 def test_headroom_that_rose_since_does_not_ask_back_what_a_holder_gave() -> None:
@@ -124,38 +103,6 @@ def test_a_layer_waits_for_the_pass_of_its_holder() -> None:
         world.check()
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("headroom", [0, None])
-def test_nobody_thrashes_over_long_random_demand(seed: int, headroom: int | None) -> None:
-    """Ski rental, claim 1: in T steps a lender reloads at most T / s times, s = max(dwell, 1 / income)."""
-    rng = random.Random(seed)
-    steps, dwell = 200, 3
-    options: dict[str, Any] = {"contention": 0.2, "map_s": 0.0, "dwell": dwell, "hysteresis_blocks": 2}
-    with world_of({"a": 2, "b": 1, "i": 2}, times_of(N, 1.0, 0.1), **options, reserve_blocks=headroom) as world:
-        world.session.deactivate("i")
-        reloads = dict.fromkeys(world.engines, 0)
-        grown = dict.fromkeys(world.engines, 0)
-        demand = {"a": 0, "b": 0}
-        for step in range(steps):
-            calm = step % 50 > 30
-            for name in demand:
-                if calm:
-                    world.engines[name].free()
-                demand[name] = 0 if calm else max(0, min(30, demand[name] + rng.choice([-9, -3, -1, 0, 0, 1, 3, 9])))
-            before = {name: engine.tenant.remapped for name, engine in world.engines.items()}
-            world.step(**demand)
-            for name, engine in world.engines.items():
-                reloads[name] += max(0, before[name] - engine.tenant.remapped)
-                grown[name] += max(0, engine.tenant.remapped - before[name])
-            if rng.random() < 0.3:
-                world.churn(rng)
-        assert any(reloads.values()) or headroom is None  # such demand may keep all that there is in reserve
-        for name in reloads:
-            assert reloads[name] <= steps // max(dwell, 5), f"{name}: {reloads[name]} reloads"
-            assert grown[name] <= reloads[name] + N - 1
-        world.check()
-
-
 # -- turns -----------------------------------------------------------------------------------------------------------------
 
 
@@ -205,23 +152,6 @@ def test_who_is_in_the_way_of_an_activation_is_named_and_freeing_it_is_enough(
         world.check()
 
 
-def test_every_decision_is_recorded_with_its_reason() -> None:
-    with world_of({"r": 1, "i": 2}, contention=9.0, map_s=0.0, dwell=1) as world:
-        world.session.deactivate("i")
-        hold(world.engines["r"], 99)
-        world.step(r=2)
-        world.engines["r"].free()
-        for _ in range(20):
-            world.step(r=0)
-        world.activate("i")
-        records = world.session.snapshot().decisions
-        told = [(record.tenant, record.reason) for record in records]
-        assert any(name == "r" and "from layers of i" in reason for name, reason in told)
-        assert any(name == "i" and "come home" in reason for name, reason in told)
-        assert told[-1][0] == "i" and "nothing" in told[-1][1]
-        assert [record.epoch for record in records] == sorted(record.epoch for record in records)
-
-
 def test_a_caller_may_reuse_its_dictionary() -> None:
     with world_of({"r": 1, "d": 1}, spare=6) as world:
         wanted = {"d": remap.Demand(4)}
@@ -244,18 +174,8 @@ def test_layers_declared_as_registered_are_not_lent_before_or_after() -> None:
         world.lend("i", 3, to="r")
         assert i.streamed == (3, 4, 5, 6) and internals(i)._state.pages.ring_layers == (6,)
         remap.advanced.withdraw_registered(world.session, address, 100)
-        hold(world.engines["r"], 99)
-        for _ in range(4):  # more of it goes, beside what is away
-            hold(world.engines["r"], 99)
-            world.step(r=1)
-        assert set(i.streamed) > {3, 4, 5, 6}
+        address = remap.advanced.layer_address(world.session, "i", i.streamed[0])
         with pytest.raises(remap.InvalidState):
-            remap.advanced.declare_registered(
-                world.session, remap.advanced.layer_address(world.session, "i", i.streamed[0]), 100
-            )
-        world.engines["r"].free()
-        for _ in range(30):
-            world.step(r=0)
-        assert not i.streamed
+            remap.advanced.declare_registered(world.session, address, 100)
         world.activate("i")
         world.check()

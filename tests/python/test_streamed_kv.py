@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import pytest
 from arena_worlds import PAGE, make_layers, write_block
@@ -19,26 +20,10 @@ from remap.kv.streamed import StreamedBlocks
 MODES = ("aliased", "strict")
 
 
-def spec(
-    layers: int = 5,
-    head_dim: int = 64,
-    most: int = 8,
-    host: int = 12,
-    streamed: int = 7,
-    tokens: int = 16,
-    more: int = 0,
-) -> KVSpec:
-    return KVSpec(
-        layers=layers,
-        kv_heads=1,
-        head_dim=head_dim,
-        block_tokens=tokens,
-        min_blocks=most,
-        max_blocks=most + more,
-        layout="layer_major",
-        host_blocks=host,
-        streamed_blocks=streamed,
-    )
+def spec(layers: int = 5, most: int = 8, host: int = 12, streamed: int = 7, **other: Any) -> KVSpec:
+    settings: dict[str, Any] = {"kv_heads": 1, "head_dim": 64, "min_blocks": most, "max_blocks": most}
+    settings |= {"layout": "layer_major", "host_blocks": host, "streamed_blocks": streamed}
+    return KVSpec(layers=layers, **{**settings, **other})
 
 
 # -- books -------------------------------------------------------------------------------------------------------------
@@ -54,14 +39,14 @@ def spec(
 def test_streamed_blocks_lie_behind_the_pools_in_every_range(
     layers: int, head_dim: int, most: int, streamed: int, page: int
 ) -> None:
-    wide = KVGeometry(spec(layers, head_dim, most, streamed, streamed, tokens=4), page)
-    plain = KVGeometry(spec(layers, head_dim, most, streamed, 0, tokens=4), page)
+    wide, plain = (
+        KVGeometry(spec(layers, most, streamed, shown, head_dim=head_dim, block_tokens=4), page)
+        for shown in (streamed, 0)
+    )
     # The pool's blocks lie in their ranges as without streamed ones.
     assert (wide.columns, wide.donation_pages) == (plain.columns, plain.donation_pages)
     assert plain.range_pages == plain.columns and plain.tensor_blocks == most
-    assert [wide.blocks_for_pages(n) for n in range(wide.donation_pages + 1)] == [
-        plain.blocks_for_pages(n) for n in range(wide.donation_pages + 1)
-    ]
+    assert all(wide.blocks_for_pages(n) == plain.blocks_for_pages(n) for n in range(wide.donation_pages + 1))
     if streamed:
         begin = wide.first_streamed * wide.unit_bytes
         assert begin % page == 0 and begin >= wide.columns * page and wide.first_streamed >= most
@@ -102,18 +87,13 @@ def test_each_streamed_block_shows_the_host_block_of_its_number(steps: list[tupl
 
 
 @pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"streamed_blocks": 2, "host_blocks": 4}, "streamed_blocks"),
-        ({"streamed_blocks": 5, "host_blocks": 4, "layout": "layer_major"}, "streamed_blocks"),
-        ({"streamed_blocks": 2, "layout": "layer_major"}, "streamed_blocks"),
-        ({"streamed_blocks": -1}, "streamed_blocks"),
-    ],
+    "wrong",
+    [{"layout": "block_major"}, {"streamed": 13}, {"host_blocks": None}, {"streamed": -1, "layout": "block_major"}],
 )
-def test_a_spec_that_cannot_stream_is_refused(settings: dict, field: str) -> None:
+def test_a_spec_that_cannot_stream_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        KVSpec(layers=2, kv_heads=1, head_dim=4, min_blocks=0, max_blocks=4, **settings)
-    assert caught.value.fields["field"] == field
+        spec(**wrong)
+    assert caught.value.fields["field"] == "streamed_blocks"
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -128,18 +108,17 @@ def part(tenant: remap.Tenant, block: int, layer: int) -> bytes:
 
 def fill(tenant: remap.Tenant, block: int, tag: int) -> list[bytes]:
     """Writes other bytes into every layer of a block; returns them."""
-    geometry, found = internals(tenant).kv.geometry, []
-    for layer in range(tenant.kv.spec.layers):
-        for kind in (0, 1):
-            value = (tag * 31 + layer * 2 + kind) % 251 + 1
-            offset = (2 * layer + kind) * geometry.range_bytes + block * geometry.unit_bytes
-            ctypes.memset(internals(tenant).kv.address + offset, value, geometry.unit_bytes)
-        found.append(part(tenant, block, layer))
-    return found
+    kv, layers = internals(tenant).kv, range(tenant.kv.spec.layers)
+    for at in range(2 * len(layers)):
+        offset = at * kv.geometry.range_bytes + block * kv.geometry.unit_bytes
+        ctypes.memset(kv.address + offset, (tag * 31 + at) % 251 + 1, kv.geometry.unit_bytes)
+    return [part(tenant, block, layer) for layer in layers]
 
 
-def session_of(mode: str = "aliased", layers: int = 5, **settings) -> tuple[remap.Session, remap.Tenant]:
-    session = remap.Session(160 * PAGE, page_bytes=PAGE, mode=mode)
+def session_of(
+    mode: str = "aliased", layers: int = 5, platform: Any = None, **settings
+) -> tuple[remap.Session, remap.Tenant]:
+    session = remap.Session(160 * PAGE, page_bytes=PAGE, mode=mode, platform=platform)
     return session, session.attach_bytes(make_layers((2,) * layers), name="m", kv=spec(layers, **settings))
 
 
@@ -156,9 +135,11 @@ def read(tenant: remap.Tenant, blocks: list[int], expected: dict[int, list[bytes
 @pytest.mark.parametrize("mode", MODES)
 def test_each_layer_finds_its_part_of_the_host_blocks(mode: str, remapped: int) -> None:
     """Beside layers whose weights stream too; the pool's blocks stay as they are."""
-    session, tenant = session_of(mode, more=1000)
+    session, tenant = session_of(mode, max_blocks=1008)
     with session:
         kv = internals(tenant).kv
+        pages = 2 * 2 * kv.geometry.streamed_columns
+        assert pages and session.snapshot().pages.ring == pages
         if remapped:
             remap.advanced.remap(session, "m", layers=remapped, buffers=2)
         live = kv.allocate(6)
@@ -168,13 +149,11 @@ def test_each_layer_finds_its_part_of_the_host_blocks(mode: str, remapped: int) 
         shown = kv.stream([hosts[4], hosts[1], hosts[2], hosts[3]])
         assert min(shown) >= kv.geometry.first_streamed and kv.streamed.used_blocks == 4 and tenant.streaming
         expected = {block: written[live[index]] for block, index in zip(shown, (4, 1, 2, 3))}
-        before = internals(tenant).stats().block_bytes
-        read(tenant, shown, expected)
-        read(tenant, shown[1:3], expected)
-        assert internals(tenant).stats().block_bytes - before == 6 * kv.spec.block_bytes
-        read(tenant, [shown[0], shown[1]], expected)  # and what lies between
-        assert internals(tenant).stats().block_bytes - before == 10 * kv.spec.block_bytes
-        read(tenant, [], expected)
+        # What lies between the blocks of a pass is copied too.
+        for blocks, copied in ((shown, 4), (shown[1:3], 2), (shown[:2], 4), ([], 0)):
+            before = internals(tenant).stats().block_bytes
+            read(tenant, blocks, expected)
+            assert internals(tenant).stats().block_bytes - before == copied * kv.spec.block_bytes
         for block in live:
             assert [part(tenant, block, layer) for layer in range(tenant.layers)] == written[block]
         kv.free(live)
@@ -183,25 +162,54 @@ def test_each_layer_finds_its_part_of_the_host_blocks(mode: str, remapped: int) 
         kv.free_host(hosts)
         assert kv.streamed.used_blocks == 0 and kv.host.free_blocks == 12
         assert not tenant.streaming or remapped
+        session.detach("m")
+        assert session.snapshot().pages.free == 160
 
 
-def test_other_bytes_in_every_pass() -> None:
-    """What a buffer has from the pass before, or from one that was given up, is never taken for the present one's."""
-    session, tenant = session_of(layers=2, host=7)
+def begin(tenant: remap.Tenant, blocks: list[int]) -> None:
+    with tenant.forward(streamed=blocks):
+        pytest.fail("it began")
+
+
+REFUSED = {
+    InvalidArgument: [
+        lambda kv, live, hosts, shown: kv.stream([11]),
+        lambda kv, live, hosts, shown: kv.stream(hosts[:1]),
+        lambda kv, live, hosts, shown: kv.stream([hosts[0], hosts[0]]),
+        lambda kv, live, hosts, shown: kv.free([live[0], shown[0], shown[0]]),
+        lambda kv, live, hosts, shown: kv.free([live[0], live[0], shown[0]]),
+        lambda kv, live, hosts, shown: kv.copy_out(shown),
+        lambda kv, live, hosts, shown: kv.copy_in(hosts[:1], shown),
+    ],
+    OutOfBlocks: [lambda kv, live, hosts, shown: kv.copy_out(live, below=3)],
+    InvalidState: [lambda kv, live, hosts, shown: kv.free_host([hosts[0]])],
+}
+
+
+@pytest.mark.parametrize(("error", "call"), [(error, call) for error, calls in REFUSED.items() for call in calls])
+def test_a_refused_call_changes_nothing(error, call) -> None:
+    session, tenant = session_of()
     with session:
         kv = internals(tenant).kv
-        (block,) = kv.allocate(1)
-        for tag in range(20):
-            expected = fill(tenant, block, tag)
-            hosts = kv.copy_out([block])
-            shown = kv.stream(hosts)
-            if tag % 3 == 1:
-                with pytest.raises(KeyError), tenant.forward(streamed=shown):
-                    tenant.wait(0)
-                    raise KeyError
-            read(tenant, shown, {shown[0]: expected})
-            kv.free(shown)
-            kv.free_host(hosts)
+        live = kv.allocate(2)
+        hosts = kv.copy_out(live)
+        shown = kv.stream(hosts[:1])
+        before = kv.streamed.used_blocks, kv.host.free_blocks, kv.live_blocks, kv.copied_in_bytes
+        with pytest.raises(error):
+            call(kv, live, hosts, shown)
+        for blocks in ([0], [99], shown * 2):  # of which a pass could not read
+            with pytest.raises(InvalidArgument):
+                begin(tenant, blocks)
+        assert (kv.streamed.used_blocks, kv.host.free_blocks, kv.live_blocks, kv.copied_in_bytes) == before
+
+
+def test_a_tenant_without_streamed_blocks_has_none() -> None:
+    session, tenant = session_of(streamed=0)
+    with session:
+        with pytest.raises(InvalidArgument):
+            tenant.kv.host.stream(tenant.kv.host.copy_out(tenant.kv.allocate(1)))
+        with pytest.raises(OutOfBlocks):
+            tenant.kv.host.copy_out(tenant.kv.allocate(1), below=4)
 
 
 def test_a_pass_that_did_not_wait_is_refused() -> None:
@@ -220,62 +228,6 @@ def test_a_pass_that_did_not_wait_is_refused() -> None:
             pass
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (lambda kv, live, hosts, shown: kv.stream([11]), InvalidArgument),
-        (lambda kv, live, hosts, shown: kv.stream(hosts[:1]), InvalidArgument),
-        (lambda kv, live, hosts, shown: kv.copy_out(live, below=3), OutOfBlocks),
-        (lambda kv, live, hosts, shown: kv.stream([hosts[0], hosts[0]]), InvalidArgument),
-        (lambda kv, live, hosts, shown: kv.free_host([hosts[0]]), InvalidState),
-        (lambda kv, live, hosts, shown: kv.free([live[0], shown[0], shown[0]]), InvalidArgument),
-        (lambda kv, live, hosts, shown: kv.free([live[0], live[0], shown[0]]), InvalidArgument),
-        (lambda kv, live, hosts, shown: kv.copy_out(shown), InvalidArgument),
-        (lambda kv, live, hosts, shown: kv.copy_in(hosts[:1], shown), InvalidArgument),
-    ],
-)
-def test_a_refused_call_changes_nothing(call, error) -> None:
-    session, tenant = session_of()
-    with session:
-        kv = internals(tenant).kv
-        live = kv.allocate(2)
-        hosts = kv.copy_out(live)
-        shown = kv.stream(hosts[:1])
-        before = kv.streamed.used_blocks, kv.host.free_blocks, kv.live_blocks, kv.copied_in_bytes
-        with pytest.raises(error):
-            call(kv, live, hosts, shown)
-        assert (kv.streamed.used_blocks, kv.host.free_blocks, kv.live_blocks, kv.copied_in_bytes) == before
-
-
-@pytest.mark.parametrize("wrong", [[0], [99], "twice"])
-def test_a_pass_over_blocks_that_show_nothing_does_not_begin(wrong) -> None:
-    session, tenant = session_of()
-    with session:
-        shown = tenant.kv.host.stream(tenant.kv.host.copy_out(tenant.kv.allocate(1)))
-        with pytest.raises(InvalidArgument), tenant.forward(streamed=shown * 2 if wrong == "twice" else wrong):
-            pytest.fail("it began")
-        assert not internals(tenant).in_pass
-
-
-def test_a_tenant_without_streamed_blocks_has_none() -> None:
-    session, tenant = session_of(streamed=0)
-    with session:
-        hosts = tenant.kv.host.copy_out(tenant.kv.allocate(1))
-        with pytest.raises(InvalidArgument):
-            tenant.kv.host.stream(hosts)
-        with pytest.raises(OutOfBlocks):
-            tenant.kv.host.copy_out(tenant.kv.allocate(1), below=4)
-
-
-def test_memory_of_streamed_blocks_is_counted_and_comes_back() -> None:
-    session, tenant = session_of(streamed=7)
-    with session:
-        pages = 2 * 2 * internals(tenant).kv.geometry.streamed_columns
-        assert pages and session.snapshot().pages.ring == pages
-        session.detach("m")
-        assert session.snapshot().pages.free == 160
-
-
 def test_nobody_elses_bytes_are_in_them() -> None:
     """Pages that another tenant has written are zeroed before they become buffers."""
     session, first = session_of(streamed=0, layers=8)
@@ -283,12 +235,8 @@ def test_nobody_elses_bytes_are_in_them() -> None:
         for block in first.kv.allocate(8):
             write_block(first, block, 0x5A)
         session.detach("m")
-        second = session.attach_bytes(make_layers((1, 1)), name="n", kv=spec(2, host=20, streamed=20))
-        region = ctypes.string_at(
-            internals(second).kv.address
-            + internals(second).kv.geometry.first_streamed * internals(second).kv.geometry.unit_bytes,
-            PAGE,
-        )
+        kv = internals(session.attach_bytes(make_layers((1, 1)), name="n", kv=spec(2, host=20, streamed=20))).kv
+        region = ctypes.string_at(kv.address + kv.geometry.first_streamed * kv.geometry.unit_bytes, PAGE)
         assert set(region) <= {0}
 
 
@@ -297,8 +245,7 @@ def test_nobody_elses_bytes_are_in_them() -> None:
 
 def faulty() -> tuple:
     backend = _core.make_fault_backend(_core.make_host_backend(160 * PAGE, PAGE, 1))
-    session = remap.Session(160 * PAGE, page_bytes=PAGE, platform=remap.advanced.Platform(backend=backend))
-    return backend, session, session.attach_bytes(make_layers((2,) * 5), name="m", kv=spec())
+    return (backend, *session_of(platform=remap.advanced.Platform(backend=backend)))
 
 
 @pytest.mark.parametrize("nth", range(1, 6))  # a batch for each of five layers
@@ -321,16 +268,13 @@ def test_host_blocks_that_were_never_filled_cannot_stream() -> None:
     backend, session, tenant = faulty()
     with session:
         kv = internals(tenant).kv
-        live = kv.allocate(1)
         backend.fail_async_copy(1)
-        hosts = kv.copy_out(live)
+        hosts = kv.copy_out(kv.allocate(1))
         shown = kv.stream(hosts)  # nobody knows yet
         with pytest.raises(remap.DriverError):
             kv.join()
-        with pytest.raises(InvalidState) as caught, tenant.forward(streamed=shown):
-            pytest.fail("it began")
+        with pytest.raises(InvalidState) as caught:
+            begin(tenant, shown)
         assert caught.value.fields["host_blocks"] == tuple(hosts)
         with pytest.raises(InvalidState):
             kv.stream(hosts)
-        kv.free(shown)
-        kv.free_host(hosts)

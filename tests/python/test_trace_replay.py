@@ -50,19 +50,6 @@ def test_a_sessions_trace_replays_on_a_fresh_backend(mode: str) -> None:
     assert set(fresh.usage().values()) == {0}
 
 
-def test_the_text_form_loses_nothing() -> None:
-    trace, text = traced_session("strict")
-    parsed = _core.parse_trace("# a comment\n\n" + text)
-    assert _core.serialize_trace(parsed) == text
-    for one, other in zip(trace.log(), parsed, strict=True):
-        for name in ("call", "failed", "result", "args", "list"):
-            assert getattr(one, name) == getattr(other, name)
-    calls = _core.Call
-    assert {calls.map, calls.unmap, calls.copy, calls.copy_batch, calls.record, calls.create_page} <= {
-        one.call for one in parsed
-    }
-
-
 @pytest.mark.parametrize(
     "line",
     [

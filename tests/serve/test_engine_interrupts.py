@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from effort import LONG, some
+from fakes import ContentPool
 from interrupts import Interrupt, interrupted
-from test_kv_swap import ContentPool
 
 from remap.errors import DriverError, InvalidArgument
 from remap_serve.engine.engine import Engine
