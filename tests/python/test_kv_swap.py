@@ -358,3 +358,30 @@ def test_complete_blocks_stream_rather_than_that_anybody_is_preempted(kind: str,
 def test_without_room_in_host_memory_requests_are_recomputed() -> None:
     metrics, *_ = served("llama", "block_major", 3)
     assert metrics.recomputed_tokens > 0
+
+
+def test_copies_in_that_fail_are_made_again() -> None:
+    backend = _core.make_fault_backend(_core.make_host_backend(64 * PAGE, PAGE, 1))
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=8, max_blocks=8, host_blocks=4)
+    with remap.Session(64 * PAGE, page_bytes=PAGE, platform=remap.advanced.Platform(backend=backend)) as session:
+        tenant = session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)
+        kv = internals(tenant).kv
+        ids = kv.allocate(2)
+        for block in ids:
+            write_block(tenant, block, 60 + block)
+        expected = [content(tenant, block) for block in ids]
+        hosts = kv.copy_out(ids)
+        kv.join()
+        for block in ids:
+            write_block(tenant, block, 1)
+        backend.fail_async_copy(1)
+        ticket = kv.copy_in(hosts, ids)
+        with pytest.raises(remap.DriverError):
+            while not kv.arrived(ticket):
+                pass
+        with pytest.raises(remap.DriverError):
+            kv.arrived(ticket)  # it stays failed
+        again = kv.copy_in(hosts, ids)
+        kv.join()
+        assert kv.arrived(again)
+        assert [content(tenant, block) for block in ids] == expected

@@ -153,3 +153,16 @@ def test_a_listener_that_always_raises_ends_no_change_and_no_session() -> None:
         assert world.session._changes.draft.depth == 0
         remap.advanced.check(world.session)
         assert world.session.snapshot().tenants["b"].lent_pages == 0
+
+
+def test_pages_that_are_lent_do_not_become_the_home_of_a_newcomer() -> None:
+    with Shared(SIZES, spare=12) as world:
+        world.session.deactivate("b")
+        world.lend("b", 7)
+        free = world.session.snapshot().pages.free
+        assert world.session.snapshot().tenants["b"].lent_pages == 21 < free
+        with pytest.raises(remap.OutOfMemory):
+            world.session.attach_bytes([bytes(65536)] * (free - 20), name="d", kv=remap.KVSpec(
+                layers=free - 20, kv_heads=1, head_dim=8, min_blocks=0, max_blocks=9))  # fmt: skip
+        assert world.activate("b").activated
+        world.check()

@@ -265,3 +265,22 @@ def test_slices_stream_beside_layers_that_are_elsewhere() -> None:
         remap.advanced.offers(world.session, "a")
         world.place("a", 0, 6)
         world.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_came_of_a_layer_that_leaves_and_returns_has_to_come_again(mode: str) -> None:
+    with Shared(SIZES, mode=mode) as world:
+        a = world.engines["a"]
+        world.place("a", 0, 2)
+        world.place("a", 0, 2, hold=(3,), fill=(3,))
+        fill_layer(world, "a", 3)
+        world.place("a", 0, 2)
+        a.poison()
+        world.place("a", 0, 2, hold=(3,), fill=(3,))
+        with pytest.raises(InvalidState):
+            remap.advanced.filled(world.session, "a", 3)
+        fill_layer(world, "a", 3)
+        world.place("a", 0, 2, hold=(3, 4), fill=(3,))  # it goes on waiting, with what has come
+        remap.advanced.filled(world.session, "a", 3)
+        world.place("a", 0, 6)
+        world.check()

@@ -99,3 +99,16 @@ def test_inside_a_pass_and_for_bytes_of_the_caller_it_is_refused(world: World) -
         advanced.rewrite(world.session, "bytes", lambda: None)
     assert caught.value.fields["tenant"] == "bytes"
     assert advanced.differing(world.session, "bytes") == {}
+
+
+def test_half_of_a_write_streams_as_it_lies(world: World) -> None:
+    def half() -> None:
+        world.load(layers=3)
+        raise KeyError("the file ends here")
+
+    with pytest.raises(KeyError):
+        advanced.rewrite(world.session, "m", half)
+    now = world.answer()
+    assert not torch.equal(now, world.expected())
+    world.stream()
+    assert torch.equal(world.answer(), now)

@@ -278,3 +278,22 @@ def test_host_blocks_that_were_never_filled_cannot_stream() -> None:
         assert caught.value.fields["host_blocks"] == tuple(hosts)
         with pytest.raises(InvalidState):
             kv.stream(hosts)
+
+
+def test_other_bytes_in_every_pass() -> None:
+    """What a buffer has from the pass before, or from one that was given up, is never taken for the present one's."""
+    session, tenant = session_of(layers=2, host=7)
+    with session:
+        kv = internals(tenant).kv
+        (block,) = kv.allocate(1)
+        for tag in range(20):
+            expected = fill(tenant, block, tag)
+            hosts = kv.copy_out([block])
+            shown = kv.stream(hosts)
+            if tag % 3 == 1:
+                with pytest.raises(KeyError), tenant.forward(streamed=shown):
+                    tenant.wait(0)
+                    raise KeyError
+            read(tenant, shown, {shown[0]: expected})
+            kv.free(shown)
+            kv.free_host(hosts)

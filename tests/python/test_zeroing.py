@@ -10,6 +10,7 @@ from arena_worlds import PAGE, SHORT, forward, make_backend, make_layers, make_s
 
 import remap
 from remap import _core
+from remap.internals import internals
 
 TOTAL = 40
 SECRET = 0xA5
@@ -89,4 +90,23 @@ def test_exactly_the_pages_that_changed_tenant_are_zeroed(world: World) -> None:
         pages = world.session.snapshot().tenants[name].pages
         assert 0 < pages.total < TOTAL
         assert world.filled() == (pages.params + pages.kv) * PAGE
+        world.session.detach(name)
+
+
+def test_a_tenant_never_sees_a_byte_of_another_whatever_happens(world: World) -> None:
+    """The whole of what each of a row of tenants can read, looked through for the secrets of those before."""
+    for round_ in range(4):
+        world.soil(f"soil{round_}")
+        name = "x" * (round_ + 1)
+        layers = make_layers([2, 3, 2], 9)
+        tenant = world.session.attach_bytes(layers, name=name, kv=make_spec(3, max_blocks=220))
+        remap.advanced.remap(world.session, name, round_ % 3)
+        world.session.step({name: remap.Demand(blocks=40)})
+        own = {byte for layer in layers for byte in layer}
+        for block in tenant.kv.allocate(tenant.kv.free_blocks):
+            assert read_block(tenant, block) <= own | {0, SECRET}
+            # A block holds zeroes or the tenant's own weights; a run of the secret would be neither.
+            for offset, nbytes in internals(tenant).kv.geometry.byte_ranges_of_block(block):
+                assert bytes([SECRET]) * 256 not in ctypes.string_at(internals(tenant).kv.address + offset, nbytes)
+        forward(world.session, tenant, layers)
         world.session.detach(name)
