@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
 from arena_worlds import (
     PAGE,
     forward,
@@ -197,17 +196,6 @@ class ArenaMachine(RuleBasedStateMachine):
         for _ in range(passes):
             for mode, tenant in self.tenants[name].items():
                 forward(self.sessions[mode], tenant, self.model.tenants[name].layers)
-
-    @rule(name=st.sampled_from(NAMES), stop=st.integers(0, 5))
-    def abandoned_pass(self, name: str, stop: int) -> None:
-        if name not in self.tenants:
-            return
-        for tenant in self.tenants[name].values():
-            with pytest.raises(KeyError), tenant.forward():
-                for layer in range(min(stop, tenant.layers - 1)):
-                    tenant.wait(layer)
-                    tenant.done(layer)
-                raise KeyError(stop)
 
     @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, 60))
     def step(self, name: str, blocks: int) -> None:

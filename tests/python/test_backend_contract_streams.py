@@ -207,14 +207,8 @@ def test_a_copy_that_fails_while_it_runs_reaches_every_waiter(backend: Any) -> N
         for late in (event, end):
             refuses(backend, DriverError, "synchronize", (late, WAIT_S))
             refuses(backend, DriverError, "query", (late,))
-        backend.fail_async_copy(1)
-        with stream_and_event(backend) as (another, last):
-            ranges = [(memory + (1 + index) * PAGE, memory, PAGE) for index in range(2)]
-            backend.copy_batch(another, ranges)
-            backend.record(last, another)
-            refuses(backend, DriverError, "synchronize", (last, WAIT_S))
-        halves = [peek_host(memory + part * (PAGE // 2), PAGE // 2) for part in range(2, 6)]
-        assert halves == [{1}, {0}, {1}, {0}]
+        # The first half of the copy that failed, and nothing behind it.
+        assert [peek_host(memory + part * (PAGE // 2), PAGE // 2) for part in range(2, 6)] == [{1}, {0}, {0}, {0}]
 
 
 # -- streams of the caller's -----------------------------------------------------------------------------------------
@@ -249,7 +243,5 @@ def test_the_callers_streams_are_used_in_order_and_stay_the_callers(backend: Any
         for native in (legacy, per_thread):
             backend.forget_stream(native)
             refuses(backend, InvalidArgument, "fill", (native, at, 0, PAGE))
-            refuses(backend, InvalidArgument, "record", (event, native))
-            refuses(backend, InvalidArgument, "stream_wait", (native, event))
         refuses(backend, InvalidArgument, "forget_stream", (own,), (legacy,), (per_thread,))
         refuses(backend, InvalidArgument, "adopt_stream", (0,), (own,))

@@ -104,15 +104,10 @@ def test_what_it_grows_by(demand: int, reserve: int, present: dict[str, object],
 @pytest.mark.parametrize(
     ("changes", "config", "remapped"),
     [
-        ({"max_remapped": 2}, {}, 2),
-        ({"streamable": 4}, {}, 2),
-        ({"streamable": 1}, {}, 0),
-        ({}, {"max_layers": 1}, 1),
-        ({}, {"max_layers": 0}, 0),
-        ({"times": times_of(transfer=1e-5)}, {}, 15),
-        ({"times": times_of(transfer=1.0)}, {}, 0),
-        ({"max_blocks": 125}, {}, 3),
-        ({"max_blocks": 100}, {}, 0),
+        *(({"max_remapped": 2}, {}, 2), ({"streamable": 4}, {}, 2), ({"streamable": 1}, {}, 0)),
+        *(({}, {"max_layers": 1}, 1), ({}, {"max_layers": 0}, 0)),
+        *(({"times": times_of(transfer=1e-5)}, {}, 15), ({"times": times_of(transfer=1.0)}, {}, 0)),
+        *(({"max_blocks": 125}, {}, 3), ({"max_blocks": 100}, {}, 0)),
     ],
 )
 def test_growth_respects_every_cap(changes: dict[str, object], config: dict[str, object], remapped: int) -> None:

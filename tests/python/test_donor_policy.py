@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from effort import examples
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from remap.config import POLICIES
@@ -133,28 +130,3 @@ def test_forgetting() -> None:
     assert [uses.expected_s(name, 13.0) for name in "ac"] == [1.0, 2.0]
     uses.activated("b", 20.0)
     assert uses.expected_s("b", 20.0) is None  # a new tenant of an old name
-
-
-GAPS = st.lists(st.floats(0.125, 1000.0), min_size=40, max_size=40)
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(st.integers(2, 6), st.integers(0, 5), GAPS, st.floats(0.0, 500.0), st.sampled_from([0.25, 1.0]))
-def test_in_a_cycle_the_farthest_is_the_most_recently_used(tenants, extra, gaps, elapsed, smoothing) -> None:
-    """However irregular the times: the two policies rank alike."""
-    uses, now, last_use = NextUse(smoothing, stale=math.inf), 0.0, {}
-    for turn in range(2 * tenants + extra):
-        now += gaps[turn]
-        uses.activated(str(turn % tenants), now)
-        last_use[turn % tenants] = turn
-    current = (2 * tenants + extra - 1) % tenants
-    found = [
-        candidate(
-            str(i), order=i, active=i == current, last_use=last, next_use_s=uses.expected_s(str(i), now + elapsed)
-        )
-        for i, last in last_use.items()
-    ]
-    assert rank(found, "expected_next_use") == rank(found, "mru")
-    inactive = [c._replace(active=False) for c in found]
-    assert rank(inactive, "expected_next_use") == rank(inactive, "mru")
-    assert rank(inactive, "mru")[0].name == str(current)

@@ -49,6 +49,11 @@ def pool_of(layout: str = "block_major", pages: int | None = None, max_blocks: i
 # -- geometry ----------------------------------------------------------------------------------------------------------
 
 
+def test_spec_of_llama_3_8b() -> None:
+    spec = KVSpec(layers=32, kv_heads=8, head_dim=128, min_blocks=256, max_blocks=4096)
+    assert (spec.itemsize, spec.block_bytes, KVGeometry(spec, 2 << 20).region_pages) == (2, 2 << 20, 4096)
+
+
 BAD_SPECS = [
     *({"min_blocks": -1}, {"min_blocks": 13}, {"max_blocks": 0}, {"layers": 0}, {"layers": True}, {"kv_heads": 1.0}),
     *({"head_dim": -2}, {"block_tokens": 0}, {"dtype": "torch.float16"}, {"dtype": "float64"}, {"layout": "row_major"}),

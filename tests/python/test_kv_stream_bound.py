@@ -72,6 +72,7 @@ def test_as_many_blocks_as_the_limit_allows(case: Weights, block: float, slack: 
 
 LAYER = 16 << 20
 RATE = 400e9
+COMPUTE_S = 1e-4
 
 
 def opened(capacity: str, layers: int, blocks: int, tokens: int) -> tuple[Any, remap.Session, remap.KVSpec]:
@@ -85,10 +86,32 @@ def opened(capacity: str, layers: int, blocks: int, tokens: int) -> tuple[Any, r
     return made, remap.Session(capacity, platform=remap.advanced.Platform(backend=made)), spec
 
 
-@pytest.mark.parametrize(
-    ("blocks", "remapped", "buffers", "compute_s"),
-    [(8, 0, 1, 1e-5), (64, 2, 1, 5e-5), (8, 3, 2, 1e-5), (64, 1, 1, 1e-4)],
-)
+def passes(
+    made: Any, work: list[tuple[remap.Tenant, int, list[int]]], count: int, compute_s: float = COMPUTE_S
+) -> list[float]:
+    """Seconds of the longest of each tenant's passes, which run beside each other; work: tenant, stream, streamed blocks."""
+    longest = [0.0] * len(work)
+    for _ in range(count):
+        begun = made.now
+        with contextlib.ExitStack() as stack:
+            for tenant, stream, shown in work:
+                stack.enter_context(tenant.forward(phase="decode", tokens=4, stream=stream, streamed=shown))
+            for layer in range(work[0][0].layers):
+                for tenant, stream, _ in work:
+                    tenant.wait(layer)
+                    made.compute(stream, compute_s)
+                    tenant.done(layer)
+        ends = [made.stream_end(stream) for _, stream, _ in work]
+        for _, stream, _ in work:
+            made.finish(stream)
+        longest = [max(known, end - begun) for known, end in zip(longest, ends, strict=True)]
+    return longest
+
+
+CASES = [(8, 0, 1, 1e-5), (64, 2, 1, 5e-5), (8, 3, 2, 1e-5), (64, 1, 1, 1e-4)]
+
+
+@pytest.mark.parametrize(("blocks", "remapped", "buffers", "compute_s"), CASES)
 def test_passes_take_as_long_as_predicted(blocks: int, remapped: int, buffers: int, compute_s: float) -> None:
     layers = 8
     made, session, spec = opened("512MiB", layers, 64, 128)
@@ -100,12 +123,7 @@ def test_passes_take_as_long_as_predicted(blocks: int, remapped: int, buffers: i
         stream = made.create_stream()
         ends = []
         for _ in range(12):
-            with tenant.forward(stream=stream, streamed=shown):
-                for layer in range(layers):
-                    tenant.wait(layer)
-                    made.compute(stream, compute_s)
-                    tenant.done(layer)
-            made.finish(stream)
+            passes(made, [(tenant, stream, shown)], 1, compute_s)
             ends.append(made.now)
         seconds = max(late - early for early, late in itertools.pairwise(ends[-5:]))
         predicted = pass_seconds(
@@ -123,7 +141,6 @@ def test_passes_take_as_long_as_predicted(blocks: int, remapped: int, buffers: i
 # -- beside other tenants -----------------------------------------------------------------------------------------------
 
 LAYERS = 32
-COMPUTE_S = 1e-4
 
 
 def pair_of_tenants(slowdown: float) -> tuple[Any, remap.Session, list[remap.Tenant]]:
@@ -131,26 +148,6 @@ def pair_of_tenants(slowdown: float) -> tuple[Any, remap.Session, list[remap.Ten
     made, session, spec = opened("6GiB", LAYERS, 256, 1024)
     own, config = masters([LAYER // 4] * LAYERS), remap.Config(slowdown=slowdown)
     return made, session, [session.attach_bytes(own, kv=spec, name=name, config=config) for name in ("one", "two")]
-
-
-def passes(made: Any, work: list[tuple[remap.Tenant, int, list[int]]], count: int) -> list[float]:
-    """Seconds of the longest of each tenant's passes, which run beside each other; work: tenant, stream, streamed blocks."""
-    longest = [0.0] * len(work)
-    for _ in range(count):
-        begun = made.now
-        with contextlib.ExitStack() as stack:
-            for tenant, stream, shown in work:
-                stack.enter_context(tenant.forward(phase="decode", tokens=4, stream=stream, streamed=shown))
-            for layer in range(LAYERS):
-                for tenant, stream, _ in work:
-                    tenant.wait(layer)
-                    made.compute(stream, COMPUTE_S)
-                    tenant.done(layer)
-        ends = [made.stream_end(stream) for _, stream, _ in work]
-        for _, stream, _ in work:
-            made.finish(stream)
-        longest = [max(known, end - begun) for known, end in zip(longest, ends, strict=True)]
-    return longest
 
 
 @pytest.mark.parametrize(("slowdown", "share"), [(0.02, 0.1), (0.02, 1.0), (0.3, 0.5)])
@@ -184,7 +181,7 @@ def test_layers_stream_only_as_far_as_streamed_blocks_leave_time(share: float) -
         stream = made.create_stream()
         passes(made, [(one, stream, [])], 6)
         taken = int(share * one.kv.host.streamable_blocks)
-        shown = one.kv.host.stream(one.kv.host.copy_out(one.kv.allocate(250))[:taken]) if taken else []
+        shown = one.kv.host.stream(one.kv.host.copy_out(one.kv.allocate(250))[:taken])
         for _ in range(20):
             one.kv.allocate(one.kv.free_blocks)
             session.step({"one": 200})

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reference.link_des import Tenant, pass_ends
 from remap.policy import schedule
 from remap.policy.link import Neighbour, delayed, spared
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
-from link_des import Tenant, pass_ends
 
 PASSES = 30
 

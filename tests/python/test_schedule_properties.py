@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from reference.schedule_des import seconds_per_pass
 from remap.policy import schedule
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
-from schedule_des import seconds_per_pass
 
 MODES = st.sampled_from(["fixed", "rotating"])
 RELAXED = settings(deadline=None, max_examples=examples(400))

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 from effort import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from reference.schedule_des import seconds_per_pass
+from reference.selection_brute import least_period, least_single_waits, window_test
+from reference.sliced_passes import slices_period, tail_shares
 from remap.policy import schedule
 from remap.policy.cost import LayerTimes
 from remap.policy.selection import Problem, best_set, hidden
 from remap.policy.slices import slices_freed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
-from schedule_des import seconds_per_pass
-from selection_brute import least_period, least_single_waits, window_test
-from sliced_passes import slices_period, tail_shares
 
 RELAXED = settings(deadline=None, max_examples=examples(200))
 SLOW = settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])

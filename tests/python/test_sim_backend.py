@@ -139,10 +139,9 @@ def test_pages_are_bounded_by_the_capacity_and_may_differ_in_size() -> None:
     with pytest.raises(InvalidArgument):
         backend.map(at, [small, large], PAGE)
     backend.map(at, [large], 8 * PAGE)
-    with pytest.raises(InvalidState):
-        backend.unmap(at, PAGE)
-    with pytest.raises(InvalidState):
-        backend.destroy_page(large)
+    for call in (lambda: backend.unmap(at, PAGE), lambda: backend.destroy_page(large)):
+        with pytest.raises(InvalidState):
+            call()
     backend.unmap(at, 8 * PAGE)
     backend.destroy_page(large)
     assert backend.create_page(2 * PAGE) != large

@@ -144,25 +144,22 @@ def test_a_users_table_adds_and_overrides(tmp_path: Path) -> None:
     assert machine("GH200").h2d_bytes_per_s == 419e9
 
 
+def h200(**changes: Any) -> dict[str, Any]:
+    return {"like": "H200", **changes}
+
+
 @pytest.mark.parametrize(
     ("field", "entry"),
     [
         *(("machines.x", 3), ("machine", {"like": "nobody"}), ("x.like", {"like": 3}), ("x.figures", {"link": "l"})),
-        *(("x.aliases", {"like": "H200", "aliases": wrong}) for wrong in (7, [7])),
-        ("x.hbm_bytes", {"figures": {}, "roofline": {}}),
-        *(("x.figures", {"like": "H200", "figures": wrong}) for wrong in ({"warp": 9}, 9)),
-        *(("hbm_bytes", {"like": "H200", "figures": {"hbm_bytes": wrong}}) for wrong in (NAN, math.inf, None, 1.5)),
-        *(("flops", {"like": "H200", "figures": {"flops": wrong}}) for wrong in ("many", 0, NAN, True)),
-        ("x.flops", {"like": "H200", "figures": {"flops": {"source": "?"}}}),
-        *(
-            (name, {"like": "H200", "figures": {name: wrong}})
-            for name, wrong in (("duplex", 1.5), ("copy_setup_s", -1))
-        ),
-        *(
-            (f"roofline.{name}", {"like": "H200", "roofline": {name: wrong}})
-            for name, wrong in (("p", 0.5), ("eff_bw", 0))
-        ),
-        *(("x.roofline", {"like": "H200", "roofline": {"warp": 9}}), ("link", {"like": "H200", "link": ""})),
+        *(("x.aliases", h200(aliases=wrong)) for wrong in (7, [7])),
+        *(("x.hbm_bytes", {"figures": {}, "roofline": {}}), ("x.flops", h200(figures={"flops": {"source": "?"}}))),
+        *(("x.figures", h200(figures=wrong)) for wrong in ({"warp": 9}, 9)),
+        *(("hbm_bytes", h200(figures={"hbm_bytes": wrong})) for wrong in (NAN, math.inf, None, 1.5)),
+        *(("flops", h200(figures={"flops": wrong})) for wrong in ("many", 0, NAN, True)),
+        *(("duplex", h200(figures={"duplex": 1.5})), ("copy_setup_s", h200(figures={"copy_setup_s": -1}))),
+        *(("roofline.p", h200(roofline={"p": 0.5})), ("roofline.eff_bw", h200(roofline={"eff_bw": 0}))),
+        *(("x.roofline", h200(roofline={"warp": 9})), ("link", h200(link=""))),
     ],
 )
 def test_a_malformed_machine_is_refused_by_its_field(field: str, entry: Any) -> None:
@@ -174,10 +171,7 @@ def test_a_malformed_machine_is_refused_by_its_field(field: str, entry: Any) -> 
     [
         *(("x", "OPT-13b", {"wheels": 4}), ("layers", "OPT-13b", {"layers": 0})),
         ("kv_heads", "OPT-13b", {"kv_heads": 2.5}),
-        *(
-            ("linear_ops", "OPT-13b", {"linear_ops": wrong})
-            for wrong in ("qkv", [], [["qkv", 3]], [["a", 3, 3]] * 2, [3])
-        ),
+        *(("linear_ops", "OPT-13b", {"linear_ops": ops}) for ops in ("qkv", [], [["qkv", 3]], [["a", 3, 3]] * 2, [3])),
         *(("head", "OPT-13b", {"head": wrong}) for wrong in ([1], 7)),
         *(("expert_ops", "OPT-13b", {"expert_ops": ["nobody"]}), ("active_experts", "OPT-13b", {"active_experts": 2})),
         # Sizes of two models in one: what was left out came from the model that the entry is like.

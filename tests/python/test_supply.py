@@ -87,6 +87,7 @@ PARITY = [Quote("a", "active", 4, stall, 0.0) for stall in (2.0, -1.5, 2.0, -1.5
 @example(5, [PARITY, _others("inactive", [[(5, 3)]])[0]], False)
 @example(6, [*_others("idle_kv", [[(4, 0)]]), PARITY[:2]], False)  # a run that ends a stall is better than what is free
 @example(9, _active([[(9, 4, 0), (9, 32, 0)], [(10, 8, 0)], [(4, 3, 0), (5, 0, 0)]]), True)
+@example(10, _active([[(12, 8, 0)], [(10, 8, 0)]]), False)  # as dear, and more blocks than are needed
 @example(10, [quotes("a", "active", (9, 0.5), (9, 4.0)), quotes("b", "active", (10, 1.0))], False)  # per block: 1.5
 def test_as_cheap_as_the_best_of_all_plans(need: int, offered: Quotes, one_active: bool) -> None:
     found = choose(need, offered, one_active=one_active)

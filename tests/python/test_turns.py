@@ -96,13 +96,3 @@ def test_who_has_lost_its_target_makes_nobody_else_late() -> None:
     queues = {"a": Queue(0.0), "b": Queue(2.0), "c": Queue(1.0)}
     assert policy.decide(0.5, PresentTurn("a", 0.0), queues) == Next("a", "c", 1.0)
     assert policy.decide(1.0, PresentTurn("a", 0.0), queues) == Next("c")
-
-
-def test_a_turn_pays_for_its_switch() -> None:
-    policy = Turns(quantum_s=0.5, patience_s=0.0)
-    queues = {"a": Queue(0.0), "b": Queue(0.0, 0.1)}
-    assert policy.decide(5.9, PresentTurn("a", 0.0, 3.0), queues) == Next("a", "b", 6.0)
-    assert policy.decide(6.0, PresentTurn("a", 0.0, 3.0), queues) == Next("b")
-    assert policy.decide(1.0, PresentTurn("a", 0.0, 3.0), {"b": queues["b"]}) == Next("b")  # a has nothing to do
-    assert policy.decide(9.0, PresentTurn("a", 0.0, 3.0), {"a": queues["a"]}) == Next("a")
-    assert policy.decide(9.0, PresentTurn("a", 0.0, 3.0), {}) == policy.decide(0.0, None, {}) == Next(None)

@@ -49,7 +49,16 @@ def test_blocks_are_the_quantile_of_the_rises(stages, window, quantile, smoothin
 
 @pytest.mark.parametrize(
     ("control_s", "map_s", "step_s", "steps"),
-    [(0.0, 0.0, 0.0, 1), (0.0, 1e-9, 0.0, 32), (30.0, 0.0, 1.0, 31), (1e300, 1e300, 1e-300, 32), (1e-9, 0.0, 1e6, 2)],
+    [
+        (0.0, 0.0, 0.0, 1),
+        (0.0, 1e-9, 0.0, 32),
+        (30.0, 0.0, 1.0, 31),
+        (1e300, 1e300, 1e-300, 32),
+        (1e-9, 0.0, 1e6, 2),
+        (28.0, 2.0, 2.0, 16),
+        (31.5, 0.0, 1.0, 32),
+        (1.0, 0.5, 1e-3, 32),
+    ],
 )
 def test_horizon(control_s: float, map_s: float, step_s: float, steps: int) -> None:
     assert horizon(control_s, map_s, step_s) == steps

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import combinations
 
-from schedule_des import seconds_per_pass
+from reference.schedule_des import seconds_per_pass
 
 
 def single_buffer_waits(compute: Sequence[int], transfer: Sequence[int], streamed: Sequence[int]) -> int:
