@@ -20,7 +20,7 @@ from remap_serve.sim.serving import Setup, simulate, tenants
 # -- the share -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_share_is_the_mean_of_turns_and_at_least_that(seed: int) -> None:
     rng = random.Random(seed)
     switching, now, copied, turn = Switching(), rng.uniform(0.0, 9.0), 0.0, 0.0
