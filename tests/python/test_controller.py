@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.policy.controller import NONE, Controller, Decision, Demand, Knobs, LayerSeconds, TenantView
+from remap.policy.controller import Controller, Decision, Demand, Knobs, LayerSeconds, TenantView
 from remap.policy.donors import supply
 from remap.policy.donors.supply import Quote
 from remap.policy.link import Neighbour
@@ -62,20 +62,18 @@ def view(**changes: object) -> TenantView:
     return TenantView(**{**PRESENT, **BLOCKS, "times": times_of(), **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("slowdown", -0.1), ("slowdown", math.nan), ("contention", math.inf), ("map_s", "1ms"), ("dwell", 0)),
-        *(
-            ("reserve_blocks", -1),
-            ("hysteresis_blocks", 0.5),
-            ("max_layers", -1),
-            ("smoothing", 0.0),
-            ("smoothing", 1.5),
-        ),
-        *(("blocks", blocks) for blocks in (-1, 1.5, True, "4", None)),
-    ],
-)
+def run(policy: Controller, count: int, **changes: object) -> list[Decision]:
+    return [policy.decide(view(remapped=3, buffers=2, **changes), Demand(0)) for _ in range(count)]
+
+
+WRONG: dict[str, tuple[object, ...]] = {
+    "slowdown": (-0.1, math.nan), "contention": (math.inf,), "map_s": ("1ms",), "dwell": (0,), "reserve_blocks": (-1,),
+    "hysteresis_blocks": (0.5,), "max_layers": (-1,), "smoothing": (0.0, 1.5), "blocks": (-1, 1.5, True, "4", None),
+    **dict.fromkeys(("ttft_s", "tbt_s"), (0.0, -1.0, math.nan, math.inf, "1", True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in WRONG for value in WRONG[field]])
 def test_config_and_demand_are_validated(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument) as caught:
         (Demand if field == "blocks" else Knobs)(**{field: value})  # type: ignore[arg-type]
@@ -103,24 +101,13 @@ def test_what_it_grows_by(demand: int, reserve: int, present: dict[str, object],
     assert found.action == "none" or "blocks wanted" in found.reason
 
 
-def test_all_of_what_is_free_may_be_wanted() -> None:
-    policy = controller()
-    for demand in (0, 50, 0):  # no change of the total: no headroom
-        assert policy.decide(view(live_blocks=50 - demand), Demand(demand)) is NONE
-
-
 @pytest.mark.parametrize(
     ("changes", "config", "remapped"),
     [
-        ({"max_remapped": 2}, {}, 2),
-        ({"streamable": 4}, {}, 2),
-        ({"streamable": 1}, {}, 0),
-        ({}, {"max_layers": 1}, 1),
-        ({}, {"max_layers": 0}, 0),
-        ({"times": times_of(transfer=1e-5)}, {}, 15),
-        ({"times": times_of(transfer=1.0)}, {}, 0),
-        ({"max_blocks": 125}, {}, 3),
-        ({"max_blocks": 100}, {}, 0),
+        *(({"max_remapped": 2}, {}, 2), ({"streamable": 4}, {}, 2), ({"streamable": 1}, {}, 0)),
+        *(({}, {"max_layers": 1}, 1), ({}, {"max_layers": 0}, 0)),
+        *(({"times": times_of(transfer=1e-5)}, {}, 15), ({"times": times_of(transfer=1.0)}, {}, 0)),
+        *(({"max_blocks": 125}, {}, 3), ({"max_blocks": 100}, {}, 0)),
     ],
 )
 def test_growth_respects_every_cap(changes: dict[str, object], config: dict[str, object], remapped: int) -> None:
@@ -151,15 +138,10 @@ def test_an_alpha_that_stalls_between_two_that_do_not_is_avoided() -> None:
     policy = controller(stall=stall, reserve_blocks=0, hysteresis_blocks=0, dwell=1, map_s=0.0)
     assert policy.decide(view(free_blocks=0), Demand(20)).remapped == 3
     assert policy.decide(view(free_blocks=0, max_remapped=2), Demand(20)).remapped == 1
-    decisions = [policy.decide(view(remapped=3, buffers=2, free_blocks=20), Demand(0)) for _ in range(10)]
+    decisions = run(policy, 10, free_blocks=20)
     assert [d.action for d in decisions] == ["none"] * 9 + ["shrink"]
     assert decisions[-1].remapped == 1
-    short = [policy.decide(view(remapped=3, buffers=2, free_blocks=19), Demand(0)) for _ in range(30)]
-    assert {d.action for d in short} == {"none"}  # two layers' worth is not free
-
-
-def run(policy: Controller, count: int, **changes: object) -> list[Decision]:
-    return [policy.decide(view(remapped=3, buffers=2, **changes), Demand(0)) for _ in range(count)]
+    assert {d.action for d in run(policy, 30, free_blocks=19)} == {"none"}  # two layers' worth is not free
 
 
 SLOW = {"times": times_of(transfer=8e-3)}
@@ -187,7 +169,7 @@ def test_it_shrinks_when_the_credit_pays_for_one_reload(knobs, present, after) -
         assert f"for {after} steps" in decisions[-1].reason
 
 
-@pytest.mark.parametrize(("free", "fewer"), [(200, 3), (74, 3), (73, 4), (55, 5), (45, 6), (34, 7)])
+@pytest.mark.parametrize(("free", "fewer"), [(200, 3), (74, 3), (73, 4), (34, 7)])
 def test_a_stall_beyond_what_is_allowed_ends_in_one_change_if_there_are_blocks(free: int, fewer: int) -> None:
     """20 layers of 1 ms hide 5 copies of 4 ms: 3 layers through 2 buffers. 10 were remapped when a pass took twice as long."""
     policy = controller(reserve_blocks=0, hysteresis_blocks=4, dwell=1)
@@ -240,18 +222,21 @@ class Tenant:
     def usable(self, alpha: int) -> int:
         return self.base + math.floor(alpha * self.blocks_per_layer)
 
-    def step(self, wanted: int, share: float = 1.0) -> Decision:
-        """`wanted` blocks in all, of which `share` are allocated already as far as they exist."""
+    def play(self, wanted: list[tuple[int, int]], share: float) -> None:
+        """For so many steps, so many blocks in all, of which `share` are allocated already as far as they exist."""
+        for blocks, steps in wanted:
+            for _ in range(steps):
+                self.step(blocks, share)
+
+    def step(self, wanted: int, share: float) -> None:
         usable = self.usable(self.alpha)
         live = min(int(wanted * share), usable)
-        seen = view(
-            remapped=self.alpha,
-            buffers=self.buffers,
+        seen = TenantView(
+            **{**PRESENT, "remapped": self.alpha, "buffers": self.buffers, "blocks_per_layer": self.blocks_per_layer},
             usable_blocks=usable,
             free_blocks=usable - live,
             live_blocks=live,
             free_pool_blocks=self.pool,
-            blocks_per_layer=self.blocks_per_layer,
             times=self.times,
         )
         decision = self.policy.decide(seen, Demand(wanted - live))
@@ -259,14 +244,13 @@ class Tenant:
         if decision.action == "none":
             assert decision.remapped in (self.alpha, 0)
             assert decision.free_pool_blocks_to_take == 0
-            return decision
+            return
         assert 0 <= decision.free_pool_blocks_to_take <= self.pool
         assert (decision.remapped < self.alpha) == (decision.action == "shrink")
         self.pool -= decision.free_pool_blocks_to_take
         self.base += decision.free_pool_blocks_to_take
         self.alpha, self.buffers = decision.remapped, decision.buffers
         assert self.usable(self.alpha) >= live  # a shrink never takes what is live
-        return decision
 
 
 CONFIGS = st.builds(
@@ -292,13 +276,8 @@ def tenants(draw: st.DrawFn) -> Tenant:
 
     draw_table = draw(st.booleans())
     policy = Controller(config, bound=bound_of(config.slowdown), stall=stall)
-    return Tenant(
-        policy,
-        stall,
-        times_of(transfer=draw(st.sampled_from([1e-4, 1e-3, 4e-3]))),
-        draw(st.sampled_from([0.7, 3.5, 10.0])),
-        draw(st.sampled_from([0, 15])),
-    )
+    times, blocks_per_layer = times_of(transfer=draw(st.sampled_from([1e-4, 1e-3, 4e-3]))), [0.7, 3.5, 10.0]
+    return Tenant(policy, stall, times, draw(st.sampled_from(blocks_per_layer)), draw(st.sampled_from([0, 15])))
 
 
 def largest_credit(tenant: Tenant) -> float:
@@ -316,9 +295,7 @@ def largest_credit(tenant: Tenant) -> float:
 @settings(max_examples=examples(150), deadline=None)
 @given(tenants(), WANTED, st.sampled_from([0.0, 0.5, 1.0]))
 def test_no_thrashing_under_any_demand(tenant: Tenant, wanted: list[tuple[int, int]], share: float) -> None:
-    for blocks, steps in wanted:
-        for _ in range(steps):
-            tenant.step(blocks, share)
+    tenant.play(wanted, share)
     shrinks = [i for i, (d, _, _) in enumerate(tenant.log) if d.action == "shrink"]
     spacing = max(tenant.policy.config.dwell, math.ceil(1 / largest_credit(tenant) - 1e-6))
     assert len(shrinks) <= len(tenant.log) // spacing
@@ -335,38 +312,17 @@ def test_no_thrashing_under_any_demand(tenant: Tenant, wanted: list[tuple[int, i
 @settings(max_examples=examples(150), deadline=None)
 @given(tenants(), WANTED, st.sampled_from([0.0, 0.5, 1.0]))
 def test_growing_after_a_shrink_takes_a_rise_of_demand_beyond_sigma(tenant, wanted, share) -> None:
-    fixed, at_shrink = tenant.policy.config.hysteresis_blocks, None
+    at_shrink = None
     for blocks, steps in wanted:
         for _ in range(steps):
-            decision = tenant.step(blocks, share)
+            tenant.step(blocks, share)
+            decision, fixed = tenant.log[-1][0], tenant.policy.config.hysteresis_blocks
             if decision.action == "shrink":
-                sigma = fixed
-                if sigma is None:
-                    sigma = max(tenant.policy.variation, 0.5 * tenant.blocks_per_layer)
+                sigma = max(tenant.policy.variation, 0.5 * tenant.blocks_per_layer) if fixed is None else fixed
                 at_shrink = (blocks, sigma)
             elif decision.action == "grow" and at_shrink is not None:
                 assert blocks - at_shrink[0] > at_shrink[1]
                 at_shrink = None
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(100), deadline=None)
-@given(tenants(), WANTED, st.integers(0, 250), st.sampled_from([0.0, 0.5, 1.0]))
-def test_constant_demand_ends_in_rest(tenant: Tenant, wanted: list[tuple[int, int]], last: int, share: float) -> None:
-    for blocks, steps in wanted:
-        for _ in range(steps):
-            tenant.step(blocks, share)
-    # Rest must come: each shrink needs at most 1/kappa-and-map steps of credit, and 18 layers can move back.
-    start = len(tenant.log)
-    per_shrink = math.ceil((1e-3 + 1e-4) / (0.05 * 1e-4)) + 4
-    decay = 60  # steps until an average of 250 rounds to nothing, at the smallest smoothing
-    for _ in range(decay + 19 * per_shrink):
-        tenant.step(last, share)
-    actions = [d.action for d, _, _ in tenant.log[start:]]
-    changes = [a for a in actions if a != "none"]
-    assert changes == sorted(changes)  # grows, then shrinks: "grow" < "shrink"
-    assert len(changes) <= 18 + 18 + 15
-    assert set(actions[-per_shrink:]) == {"none"}
 
 
 # -- beside other active tenants ---------------------------------------------------------------------------------------
@@ -401,20 +357,10 @@ def test_growth_spares_the_certificates_of_other_active_tenants(longest_s: float
     assert [quote.step for quote in policy.offers(seen)] == ([(n, 2) for n in (1, 2, 3)] if grows else [])
 
 
-def test_growth_that_copies_no_longer_pieces_needs_nobodys_leave() -> None:
-    class Never(list[Neighbour]):
-        def __iter__(self) -> Iterator[Neighbour]:
-            raise AssertionError("the pieces stay as long, so nobody waits longer")
-
-    policy = sharing(0.0, lambda alpha, buffers: 1e-3)
-    decision = policy.decide(view(remapped=1, buffers=2, neighbours=Never()), Demand(60))
-    assert decision.remapped == 2
-
-
-def test_beside_others_nothing_streams_before_a_decode_pass_was_measured() -> None:
+def test_beside_others_and_with_a_tbt_s_nothing_streams_before_a_decode_pass_was_measured() -> None:
     policy = sharing(0.0, lambda alpha, buffers: 0.0)
-    decision = policy.decide(view(times=None, neighbours=[]), Demand(60))
-    assert (decision.action, decision.unmet_blocks) == ("none", 10) and "no decode pass" in decision.reason
+    for decision in (policy.decide(view(times=None, neighbours=[]), Demand(100)), grown({"times": None}, tbt_s=1.0)):
+        assert (decision.action, decision.remapped) == ("none", 0) and "no decode pass" in decision.reason
     assert policy.decide(view(times=None), Demand(60)).remapped == 1
 
 
@@ -446,118 +392,98 @@ def test_the_reason_names_what_is_taken_of_whom() -> None:
 
 def test_the_reason_says_by_how_much_a_plan_may_miss_the_cheapest(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(need: int) -> list[list[Quote]]:
-        return [
-            [Quote(name, "active", 3, 0.001 * n, 0.0, 0.0, Take(name, "active", 3 * n, n, 2)) for n in range(1, 9)]
-            for name in "de"
-        ]
+        return [[Quote(f"{n}", "active", 3, 0.001 * n, 0.0, 0.0, Take(f"{n}", "active", 3, 1, 2))] for n in range(9)]
 
     policy = sharing(0.0, lambda alpha, buffers: 0.0)
     assert "cheapest" not in with_quotes(policy, view(), Demand(90), other).reason
     monkeypatch.setattr(supply, "MOST_PLANS", 2)
     decision = with_quotes(policy, view(), Demand(90), other)
     assert re.search(r"at most [0-9.]+ ms a pass dearer than the cheapest plan", decision.reason)
-    assert decision.unmet_blocks == 0
 
 
 # -- the targets of the model's requests -------------------------------------------------------------------------------
 
 
-def grown(waited_s: float = 0.0, changes: dict[str, object] | None = None, **config: object) -> Decision:
+def grown(changes: dict[str, object] | None = None, waited_s: float = 0.0, **config: object) -> Decision:
     """20 layers, 20 ms of computation; 3 layers hide, 4 stall for 4 ms (closed_form). Demand of about 9 layers."""
-    seen = view(**(changes or {}))
-    return controller(reserve_blocks=0, **config).decide(seen, Demand(140, waited_s=waited_s))
+    return controller(reserve_blocks=0, **config).decide(view(**changes or {}), Demand(140, waited_s=waited_s))
 
 
 @pytest.mark.parametrize(
-    ("config", "remapped", "limit"),
+    ("changes", "config", "remapped", "limit"),
     [
-        ({}, 3, "slowdown=0.02"),
-        ({"slowdown": 1.0}, 8, "slowdown=1.0"),
-        ({"slowdown": 1.0, "tbt_s": 0.028}, 5, "tbt_s=0.028"),
-        ({"slowdown": 1.0, "tbt_s": 0.0279}, 4, "tbt_s=0.0279"),
-        ({"slowdown": 1.0, "tbt_s": 0.020}, 3, "tbt_s=0.02"),
-        ({"slowdown": 1.0, "tbt_s": 0.010}, 3, "tbt_s=0.01"),  # missed anyway: what stalls nothing lifts nothing
-        ({"slowdown": 0.02, "tbt_s": 9.0}, 3, "slowdown=0.02"),
-        ({"slowdown": 1.0, "tbt_s": 0.028, "max_layers": 2}, 2, "max_layers=2"),
+        ({}, {}, 3, "slowdown=0.02"),
+        ({}, {"slowdown": 1.0}, 8, "slowdown=1.0"),
+        ({}, {"slowdown": 1.0, "tbt_s": 0.028}, 5, "tbt_s=0.028"),
+        ({}, {"slowdown": 1.0, "tbt_s": 0.0279}, 4, "tbt_s=0.0279"),
+        ({}, {"slowdown": 1.0, "tbt_s": 0.010}, 3, "tbt_s=0.01"),  # missed anyway: what stalls nothing lifts nothing
+        ({}, {"slowdown": 0.02, "tbt_s": 9.0}, 3, "slowdown=0.02"),
+        ({}, {"slowdown": 1.0, "tbt_s": 0.028, "max_layers": 2}, 2, "max_layers=2"),
+        (
+            {"streamable": 4, "max_remapped": 2},
+            {"slowdown": 1.0, "tbt_s": 0.028},
+            2,
+            "memory (no more layers can stream)",
+        ),
     ],
 )
-def test_growth_stops_at_the_tightest_bound_and_names_it(config: dict[str, object], remapped: int, limit: str) -> None:
-    decision = grown(**config)
+def test_growth_stops_at_the_tightest_bound_and_names_it(changes, config, remapped: int, limit: str) -> None:
+    decision = grown(changes, **config)
     assert decision.remapped == remapped and decision.unmet_blocks == 140 - 50 - 10 * remapped
     assert decision.reason.endswith(f"limited by {limit}")
-    assert 0.020 + decision.predicted_stall_s <= max(0.020, config.get("tbt_s", 1.0)) * (1 + 1e-6)  # type: ignore[call-overload]
-
-
-def test_memory_is_a_bound_too() -> None:
-    decision = grown(changes={"streamable": 4, "max_remapped": 2}, slowdown=1.0, tbt_s=0.028)
-    assert decision.remapped == 2 and "limited by memory" in decision.reason
+    assert 0.020 + decision.predicted_stall_s <= max(0.020, config.get("tbt_s", 1.0)) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(
     ("waited_s", "ttft_s", "remapped"),
-    [(99.0, None, 3), (0.0, 0.5, 3), (0.48, 0.5, 3), (0.481, 0.5, 8), (9.0, 0.5, 8)],
+    [(99.0, None, 3), (0.48, 0.5, 3), (0.481, 0.5, 8)],
 )
-def test_requests_wait_rather_than_break_tbt_s_while_they_can_meet_ttft_s(
-    waited_s: float, ttft_s: float | None, remapped: int
-) -> None:
-    decision = grown(waited_s, slowdown=1.0, tbt_s=0.020, ttft_s=ttft_s)
+def test_requests_wait_rather_than_break_tbt_s_while_they_can_meet_ttft_s(waited_s, ttft_s, remapped) -> None:
+    decision = grown(waited_s=waited_s, slowdown=1.0, tbt_s=0.020, ttft_s=ttft_s)
     assert decision.remapped == remapped
     assert decision.reason.endswith("limited by " + ("tbt_s=0.02" if remapped == 3 else "slowdown=1.0"))
 
 
-def measured_on_a_line(**config: object) -> tuple[Controller, Callable[..., Decision]]:
+def measured_on_a_line(**config: object) -> Callable[..., Decision]:
     """Passes of 8 ms and 0.1 ms for each live block were seen. decide(live, waited_s, ...): 100 blocks more are wanted."""
     policy = controller(reserve_blocks=0, **config)
 
-    def decide(live: int, blocks: int = 100, waited_s: float = 0.0, **changes: object) -> Decision:
+    def decide(live: int, blocks: int = 100, waited_s: float = 0.0) -> Decision:
         usable = max(150, live)
         times = times_of(compute=(8e-3 + 1e-4 * live) / 20)
         counts = {"usable_blocks": usable, "free_blocks": usable - live, "live_blocks": live, "times": times}
-        return policy.decide(view(**{**counts, "free_pool_blocks": 1000, **changes}), Demand(blocks, waited_s=waited_s))
+        return policy.decide(view(**counts, free_pool_blocks=1000), Demand(blocks, waited_s=waited_s))
 
     for live in range(80, 150, 7):
         decide(live, blocks=0)
-    return policy, decide
+    return decide
 
 
 def test_no_growth_lifts_a_full_pool_s_pass_above_tbt_s() -> None:
     """A pass that reads all blocks, those that come as well: 8 + 0.1 b <= 24 / 1.02 ms, so 155 blocks are useful."""
-    _, decide = measured_on_a_line(tbt_s=0.024)
+    decide = measured_on_a_line(tbt_s=0.024)
     decision = decide(live=150)
     assert decision.free_pool_blocks_to_take == 5 and decision.unmet_blocks == 95 and decision.remapped == 0
     assert decision.reason.endswith("limited by tbt_s=0.024")
     missed = decide(live=160)  # it is missed by now: nothing more, and the next request waits
     assert (missed.action, missed.unmet_blocks) == ("none", 100) and missed.reason.endswith("limited by tbt_s=0.024")
     assert "longer than the target" in missed.reason
-    for wide in (measured_on_a_line()[1], measured_on_a_line(tbt_s=0.1)[1]):
-        assert wide(live=150).free_pool_blocks_to_take == 100
+    for wide in ({}, {"tbt_s": 0.1}):
+        assert measured_on_a_line(**wide)(live=150).free_pool_blocks_to_take == 100
 
 
 def test_whoever_is_alone_or_would_miss_ttft_s_is_served_whatever_tbt_s_says() -> None:
-    _, decide = measured_on_a_line(tbt_s=0.001)
+    decide = measured_on_a_line(tbt_s=0.001)
     assert decide(live=0, blocks=400).free_pool_blocks_to_take == 250  # or it would wait for ever
     assert decide(live=1, blocks=400).free_pool_blocks_to_take == 0
-    _, decide = measured_on_a_line(tbt_s=0.024, ttft_s=0.5)
+    decide = measured_on_a_line(tbt_s=0.024, ttft_s=0.5)
     assert decide(live=150, waited_s=0.1).free_pool_blocks_to_take == 5
     assert decide(live=150, waited_s=0.49).free_pool_blocks_to_take == 100
 
 
 def test_others_get_only_what_tbt_s_leaves() -> None:
-    policy = controller(slowdown=1.0, tbt_s=0.024)
-    assert [quote.step for quote in policy.offers(view())] == [(n, 2) for n in range(1, 5)]
-
-
-def test_with_a_tbt_s_nothing_streams_before_a_pass_was_measured() -> None:
-    decision = grown(changes={"times": None}, tbt_s=1.0)
-    assert (decision.action, decision.unmet_blocks) == ("none", 90) and "no decode pass" in decision.reason
-
-
-@pytest.mark.parametrize("name", ["ttft_s", "tbt_s"])
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "1", True])
-def test_targets_are_validated(name: str, value: object) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        Knobs(**{name: value})  # type: ignore[arg-type]
-    assert caught.value.field == name
+    offered = controller(slowdown=1.0, tbt_s=0.024).offers(view())
+    assert [quote.step for quote in offered] == [(n, 2) for n in range(1, 5)]
 
 
 def test_an_idle_model_may_be_late_by_what_its_target_leaves() -> None:
@@ -566,6 +492,6 @@ def test_an_idle_model_may_be_late_by_what_its_target_leaves() -> None:
 
 
 def test_the_reason_says_that_and_why_passes_wait_for_longer_than_allowed() -> None:
-    decision = grown(changes={"remapped": 5, "buffers": 2}, slowdown=0.02)
+    decision = grown({"remapped": 5, "buffers": 2}, slowdown=0.02)
     assert decision.action == "none" and "wait for 8 ms and 0.4 ms are allowed" in decision.reason
     assert "are allowed" not in grown(slowdown=0.02).reason

@@ -1,13 +1,8 @@
-"""The order of donors, what is expected of their next use, and Belady's optimum by brute force over short traces."""
+"""The order of donors, what is expected of their next use."""
 
 from __future__ import annotations
 
-import math
-from functools import cache
-
-import pytest
-from effort import examples
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from remap.config import POLICIES
@@ -55,14 +50,6 @@ def test_what_every_ranking_keeps_to(found: list[Candidate], policy: str, random
             assert first.last_use <= second.last_use
         else:
             assert first.next_use_s is None or (second.next_use_s is not None and first.next_use_s >= second.next_use_s)
-
-
-def test_the_length_of_a_turn() -> None:
-    uses, seen = NextUse(smoothing=0.5), []
-    for name, now in (("a", 0.0), ("a", 5.0), ("b", 6.0), ("b", 9.0), ("a", 14.0)):
-        uses.activated(name, now)
-        seen.append(uses.turn_s)
-    assert seen == [None, None, 6.0, 6.0, 7.0]  # the first lasted for 6 s, the second for 8, at one half
 
 
 def test_one_tenants_rhythm() -> None:
@@ -143,76 +130,3 @@ def test_forgetting() -> None:
     assert [uses.expected_s(name, 13.0) for name in "ac"] == [1.0, 2.0]
     uses.activated("b", 20.0)
     assert uses.expected_s("b", 20.0) is None  # a new tenant of an old name
-
-
-GAPS = st.lists(st.floats(0.125, 1000.0), min_size=40, max_size=40)
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(st.integers(2, 6), st.integers(0, 5), GAPS, st.floats(0.0, 500.0), st.sampled_from([0.25, 1.0]))
-def test_in_a_cycle_the_farthest_is_the_most_recently_used(tenants, extra, gaps, elapsed, smoothing) -> None:
-    """However irregular the times: the two policies rank alike."""
-    uses, now, last_use = NextUse(smoothing, stale=math.inf), 0.0, {}
-    for turn in range(2 * tenants + extra):
-        now += gaps[turn]
-        uses.activated(str(turn % tenants), now)
-        last_use[turn % tenants] = turn
-    current = (2 * tenants + extra - 1) % tenants
-    found = [
-        candidate(
-            str(i),
-            order=i,
-            active=i == current,
-            last_use=last_use[i],
-            next_use_s=uses.expected_s(str(i), now + elapsed),
-        )
-        for i in range(tenants)
-    ]
-    assert rank(found, "expected_next_use") == rank(found, "mru")
-    inactive = [c._replace(active=False) for c in found]
-    assert rank(inactive, "expected_next_use") == rank(inactive, "mru")
-    assert rank(inactive, "mru")[0].name == str(current)
-
-
-def reloads(trace: tuple[int, ...], room: int, policy: str) -> int:
-    """Tenants are used as the trace says, `room` of them can be whole; each policy picks who gives its layers."""
-    tenants = max(trace) + 1
-    whole, last_use, count = set(range(room)), dict.fromkeys(range(tenants), -1), 0
-    uses = NextUse()
-    for now, used in enumerate(trace):
-        uses.activated(str(used), float(now))
-        last_use[used] = now
-        if used not in whole:
-            found = [
-                candidate(str(i), order=i, last_use=last_use[i], next_use_s=uses.expected_s(str(i), float(now)))
-                for i in whole
-            ]
-            whole = {*whole, used} - {int(rank(found, policy)[0].name)}
-            count += 1
-    return count
-
-
-def fewest_reloads(trace: tuple[int, ...], room: int) -> int:
-    """Over every choice of donors."""
-
-    @cache
-    def rest(at: int, whole: frozenset[int]) -> int:
-        if at == len(trace):
-            return 0
-        if trace[at] in whole:
-            return rest(at + 1, whole)
-        return 1 + min(rest(at + 1, whole - {given} | {trace[at]}) for given in whole)
-
-    return rest(0, frozenset(range(room)))
-
-
-@pytest.mark.parametrize("tenants", [2, 3, 4, 5])
-@pytest.mark.parametrize("length", [7, 15, 22])
-def test_mru_is_optimal_for_a_cycle_and_lru_is_not(tenants: int, length: int) -> None:
-    trace = tuple(turn % tenants for turn in range(length))
-    for room in range(1, tenants):
-        best = fewest_reloads(trace, room)
-        assert reloads(trace, room, "mru") == best
-        assert reloads(trace, room, "lru") == length - room >= best  # every use but the first ones
-        if room > 1 and length > tenants:
-            assert reloads(trace, room, "lru") > best

@@ -20,18 +20,8 @@ from test_broker import JOIN, raw, refusal
 from typer.testing import CliRunner
 
 import remap
-from remap.broker.messages import (
-    MOST_BYTES,
-    MOST_EVENTS,
-    MOST_PARTS,
-    VERSION,
-    Events,
-    Look,
-    ShownEvent,
-    Tell,
-    decode_to_member,
-    encode,
-)
+from remap.broker import messages
+from remap.broker.messages import MOST_BYTES, MOST_EVENTS, MOST_PARTS, ShownEvent, decode_to_member, encode
 from remap.broker.observer import Observer, Seen
 from remap.broker.report import events_in
 from remap.broker.server import Broker
@@ -96,13 +86,10 @@ def test_members_of_a_broker_are_traced_while_they_work(tmp_path: Path, monkeypa
     document, events = loaded(out)
     assert document["otherData"]["lost"] == 0
     for name in ("one", "two"):
-        (row,) = {
-            (each["pid"], each["tid"], each["args"]["name"])
-            for each in document["traceEvents"]
-            if each["name"] == "thread_name" and each["args"]["name"] == name
-        }
         # Both sessions are of this process: a row is told by its events.
-        mine = [each for each in events if each["ph"] == "X" and each["cat"] == "pass" and each["tid"] == row[1]]
+        rows = [each for each in document["traceEvents"] if each["name"] == "thread_name"]
+        (row,) = {each["tid"] for each in rows if each["args"]["name"] == name}
+        mine = [each for each in events if each["ph"] == "X" and each["cat"] == "pass" and each["tid"] == row]
         assert len(mine) >= 2 and mine[0]["name"] == "decode"
         assert mine[0]["ts"] + mine[0]["dur"] <= mine[1]["ts"] + 1e-3
     order = [each["cat"] for each in events if "cat" in each and each["pid"] == 1]
@@ -124,12 +111,11 @@ def test_a_session_that_shows_itself_is_traced_and_waits_and_copies_are_in_it(tm
         assert run("trace", out, "--socket", path, "--seconds", 0).exit_code == 0
         stats = session.snapshot().tenants["m"]
     _, events = loaded(out)
-    passes = [each for each in events if each.get("cat") == "pass"]
-    assert len(passes) == 3 and [each["args"]["number"] for each in passes] == sorted(
-        each["args"]["number"] for each in passes
-    )
-    assert sum(each["args"]["copies"] for each in passes) == stats.copies > 0
-    assert sum(each["args"]["copied_bytes"] for each in passes) == stats.copied_bytes
+    passes = [each["args"] for each in events if each.get("cat") == "pass"]
+    numbers = [each["number"] for each in passes]
+    assert len(passes) == 3 and numbers == sorted(numbers)
+    assert sum(each["copies"] for each in passes) == stats.copies > 0
+    assert sum(each["copied_bytes"] for each in passes) == stats.copied_bytes
     assert any(each["ph"] == "C" and set(each["args"]) == {"waited", "copies"} for each in events)
 
 
@@ -145,59 +131,41 @@ def test_nothing_is_kept_unless_somebody_asks_and_no_longer(monkeypatch: pytest.
     kept.add("pass", "m", began, "decode", tokens=3)
     kept.moment("gave", "", pages=2)
     first, second = kept.ask()
-    assert (first.number, first.begin_s, first.seconds, first.text, first.values) == (
-        1,
-        100.0,
-        1.0,
-        "decode",
-        {"tokens": 3},
-    )
-    assert (second.number, second.begin_s, second.seconds) == (2, 101.0, 0.0)
+    assert (first.begin_s, first.seconds, first.text, first.values) == (100.0, 1.0, "decode", {"tokens": 3})
+    assert (first.number, second.number, second.begin_s, second.seconds) == (1, 2, 101.0, 0.0)
     now[0] += trace.KEEP_S
     kept.moment("gave", "", pages=2)
     assert kept.now() == 0.0 and len(kept.ask()) == 2
 
 
 def test_what_is_lost_is_counted_and_nothing_is_there_twice() -> None:
-    def seen(*numbers: int) -> Seen:
-        shown: Any = type("Shown", (), {"member": 1, "pid": 7, "name": "a"})()
-        return Seen(
-            None, (shown,), (tuple(ShownEvent(each, "gave", "", float(each), 0.0, "", {}) for each in numbers),)
-        )  # type: ignore[arg-type]
-
-    recording = Recording()
+    recording, shown = Recording(), SimpleNamespace(member=1, pid=7, name="a")
     for numbers in ((4, 5), (4, 5, 6), (), (9, 10)):
-        recording.add(seen(*numbers))
+        events = tuple(ShownEvent(each, "gave", "", float(each), 0.0, "", {}) for each in numbers)
+        recording.add(Seen(None, (shown,), (events,)))  # type: ignore[arg-type]
     assert (recording.events, recording.lost) == (5, 2)
-    assert [each["ts"] for each in recording.document()["traceEvents"] if each["ph"] == "i"] == [
-        4e6,
-        5e6,
-        6e6,
-        9e6,
-        10e6,
-    ]
+    written = [each["ts"] for each in recording.document()["traceEvents"] if each["ph"] == "i"]
+    assert written == [4e6, 5e6, 6e6, 9e6, 10e6]
 
 
 def test_the_largest_events_are_a_message(tmp_path: Path) -> None:
     long = "\U0001f600" * 400
-    many = [
-        trace.Event(each, long, long, 1e9, 1e9, long, dict.fromkeys(map(str, range(12)), 1e300)) for each in range(999)
-    ]
-    parts = events_in(many)
-    assert trace.MOST_KEPT == MOST_PARTS * MOST_EVENTS
-    assert len(parts) == MOST_PARTS and sum(len(each.events) for each in parts) == MOST_PARTS * MOST_EVENTS
+    values = dict.fromkeys(map(str, range(12)), 1e300)
+    parts = events_in([trace.Event(each, long, long, 1e9, 1e9, long, values) for each in range(999)])
+    assert len(parts) == MOST_PARTS
+    assert trace.MOST_KEPT == MOST_PARTS * MOST_EVENTS == sum(len(each.events) for each in parts)
     assert all(len(encode(each)) < MOST_BYTES for each in parts)
     assert parts[-1].events[-1].number == 998
     with Broker(tmp_path / "s", PAGES * PAGE, PAGE) as broker:
         with raw(broker) as bad:
             bad.send(JOIN)
-            bad.send(encode(Events(())))
+            bad.send(encode(messages.Events(())))
             assert "not told" in refusal(bad)
         with raw(broker) as silent, raw(broker) as looker:
             silent.send(JOIN)
             silent.recv(MOST_BYTES)
-            looker.send(encode(Look(VERSION, events=True)))
-            assert decode_to_member(silent.recv(MOST_BYTES)) == Tell(events=True)
+            looker.send(encode(messages.Look(messages.VERSION, events=True)))
+            assert decode_to_member(silent.recv(MOST_BYTES)) == messages.Tell(events=True)
             for _ in range(MOST_PARTS + 1):
                 silent.send(encode(parts[0]))
             assert "too many" in refusal(silent)

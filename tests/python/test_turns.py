@@ -75,18 +75,16 @@ def test_a_turn_lasts_until_others_are_due() -> None:
     assert policy.decide(7.3, PresentTurn("a", 0.0, 0.5), {"a": mine, "b": other}) == Next("b")
     # Two that are due at once: the first of them has to begin early enough for the second.
     third = Queue(0.0, 10.0, 2.0, 0.5)
-    assert policy.decide(2.0, PresentTurn("a", 0.0, 0.5), {"a": mine, "b": other, "c": third}) == Next(
-        "a", "b", 10.0 - 5.4
-    )
+    found = policy.decide(2.0, PresentTurn("a", 0.0, 0.5), {"a": mine, "b": other, "c": third})
+    assert found == Next("a", "b", 10.0 - 5.4)
 
 
 def test_a_turn_that_is_ahead_of_its_tokens_ends_after_its_quantum() -> None:
     """It would be back in time, so whoever waits need not wait for its last moment."""
     policy = Turns(quantum_s=1.0)
     queues = {"a": Queue(0.0, 30.0, 0.0, 0.1), "b": Queue(0.0, 20.0, 2.0, 0.5)}
-    assert policy.decide(0.9, PresentTurn("a", 0.0), queues).name == "a" and policy.decide(
-        1.0, PresentTurn("a", 0.0), queues
-    ) == Next("b")
+    assert policy.decide(0.9, PresentTurn("a", 0.0), queues).name == "a"
+    assert policy.decide(1.0, PresentTurn("a", 0.0), queues) == Next("b")
 
 
 def test_who_has_lost_its_target_makes_nobody_else_late() -> None:
@@ -98,36 +96,3 @@ def test_who_has_lost_its_target_makes_nobody_else_late() -> None:
     queues = {"a": Queue(0.0), "b": Queue(2.0), "c": Queue(1.0)}
     assert policy.decide(0.5, PresentTurn("a", 0.0), queues) == Next("a", "c", 1.0)
     assert policy.decide(1.0, PresentTurn("a", 0.0), queues) == Next("c")
-
-
-def test_a_turn_pays_for_its_switch() -> None:
-    policy = Turns(quantum_s=0.5, patience_s=0.0)
-    queues = {"a": Queue(0.0), "b": Queue(0.0, 0.1)}
-    assert policy.decide(5.9, PresentTurn("a", 0.0, 3.0), queues) == Next("a", "b", 6.0)
-    assert policy.decide(6.0, PresentTurn("a", 0.0, 3.0), queues) == Next("b")
-    assert policy.decide(1.0, PresentTurn("a", 0.0, 3.0), {"b": queues["b"]}) == Next("b")  # a has nothing to do
-    assert policy.decide(9.0, PresentTurn("a", 0.0, 3.0), {"a": queues["a"]}) == Next("a")
-    assert policy.decide(9.0, PresentTurn("a", 0.0, 3.0), {}) == Next(None) and policy.decide(0.0, None, {}) == Next(
-        None
-    )
-
-
-def test_who_is_late_waits_no_longer_than_the_bound_beside_others_who_are_always_in_time() -> None:
-    """Two models have work for ever, due within a second each; the third has lost its target before it began."""
-    policy, patience_s, pass_s = Turns(1.0, 5.0), 5.0, 0.05
-    due, since = {"a": 1.0, "b": 1.0}, dict.fromkeys("abc", 0.0)
-    turn, now = None, 0.0
-    while now < 60.0:
-        queues = {name: Queue(since[name], at, 0.02, pass_s) for name, at in due.items()}
-        queues["c"] = Queue(since["c"], 0.0, 0.02, pass_s)
-        found = policy.decide(now, turn, queues)
-        if turn is None or found.name != turn.name:
-            if turn is not None:
-                since[turn.name] = now
-            turn = PresentTurn(found.name or "", now, 0.02)
-        if found.name == "c":
-            break
-        now += pass_s
-        due[turn.name] = now + 1.0
-    longest_s = 1.0 + pass_s
-    assert turn is not None and turn.name == "c" and now <= patience_s + 3 * longest_s

@@ -1,8 +1,7 @@
 """The obvious arena: dictionaries that say what bytes each block and each layer must have, and how many pages each owner.
 
 It knows nothing of regions, rings or plans. What it must be told is which blocks moved; everything else follows from
-counting: alpha layers' worth of pages are KV, `buffers` layers' worth are the ring, the rest are where they always were; or the
-tenant is cold, and its live blocks are all that it has.
+counting: alpha layers' worth of pages are KV, `buffers` layers' worth are the ring, the rest are where they always were.
 """
 
 from __future__ import annotations
@@ -20,19 +19,10 @@ class TenantModel:
     base_kv_pages: int  # KV pages that are not made of layers
     remapped: int = 0
     buffers: int = 0
-    cold: bool = False
-    active: bool = True
     blocks: dict[int, int] = field(default_factory=dict)  # live block -> the value of all its bytes
 
     def remap(self, layers: int, buffers: int, moved: Mapping[int, int]) -> None:
         self.remapped, self.buffers = (layers, buffers) if layers else (0, 0)
-        self.move(moved)
-
-    def give_up(self) -> None:
-        """Layers and ring become free; how many KV pages live blocks keep has to be told (`base_kv_pages`)."""
-        self.cold, self.remapped, self.buffers = True, 0, 0
-
-    def move(self, moved: Mapping[int, int]) -> None:
         news = [moved.get(block, block) for block in self.blocks]
         assert len(set(news)) == len(news), "two live blocks became one"
         assert set(moved) <= set(self.blocks), "a block that is not live moved"
@@ -48,7 +38,7 @@ class TenantModel:
 
     @property
     def params_pages(self) -> int:
-        return 0 if self.cold else (len(self.layers) - self.remapped - self.buffers) * self.layer_pages
+        return (len(self.layers) - self.remapped - self.buffers) * self.layer_pages
 
 
 @dataclass

@@ -10,7 +10,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
-from schedule_des import Copy, Machine
+from reference.schedule_des import Copy, Machine
 
 
 @dataclass

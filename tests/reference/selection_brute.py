@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import combinations
 
-from schedule_des import seconds_per_pass
+from reference.schedule_des import seconds_per_pass
 
 
 def single_buffer_waits(compute: Sequence[int], transfer: Sequence[int], streamed: Sequence[int]) -> int:
@@ -63,18 +63,3 @@ def window_test(compute: Sequence[int], transfer: Sequence[int], streamed: Seque
             if copies > time:
                 return False
     return True
-
-
-def least_delay(compute: Sequence[int], transfer: Sequence[int], missing: int) -> int:
-    """The least by which one pass ends later when any `missing` layers are loaded during it, by walking through it."""
-
-    def delay(chosen: Sequence[int]) -> int:
-        clock = link = 0
-        for layer, seconds in enumerate(compute):
-            if layer in chosen:
-                link += transfer[layer]
-                clock = max(clock, link)
-            clock += seconds
-        return clock - sum(compute)
-
-    return min(delay(chosen) for chosen in combinations(range(len(compute)), missing))
