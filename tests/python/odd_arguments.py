@@ -1,4 +1,4 @@
-"""The public calls with each argument in turn of a wrong kind: which of them raise anything but a typed error (`bare`)?
+"""The public calls with each argument in turn of a wrong kind: which raise anything but a typed error that names it (`bare`)?
 
 A call may also accept the value, since not all are wrong everywhere. What nobody can validate is left out: addresses of memory
 that would be read or written.
@@ -323,9 +323,26 @@ def draws(name: str) -> Iterator[tuple[str, Any]]:
                 yield argument, value
 
 
+# What errors call an argument, where it is not its own name that they tell.
+ALSO = {
+    "name": {"tenant"}, "to": {"name", "tenant"}, "demand": {"name", "tenant"}, "ids": {"block", "blocks"},
+    "host_ids": {"ids", "block", "blocks"}, "streamed": {"ids", "block"}, "nbytes": {"bytes"}, "stream": {"native"},
+    "host_budget": {"device"},
+}  # fmt: skip
+
+
+def named(error: remap.Error, argument: str, value: Any) -> bool:
+    """Whether it tells which argument is wrong, and the value."""
+    fields = error.fields
+    told = {*fields, *(str(fields[each]) for each in ("field", "name") if each in fields)}
+    whole = fields.keys() == {"field", "value"} and fields["field"] == argument  # else the value is one inside of it
+    same = not whole or fields["value"] is value or fields["value"] == value
+    return same and bool(told & {argument, *ALSO.get(argument, ())})
+
+
 def bare(name: str) -> Iterator[str]:
-    """What the call raised that is no typed error, with each odd argument in turn. What was refused left the session as it
-    was."""
+    """What the call raised that is no typed error or does not name the argument, with each odd one in turn. What was refused
+    left the session as it was."""
     world = make_world()
     try:
         for argument, value in draws(name):
@@ -340,6 +357,9 @@ def bare(name: str) -> Iterator[str]:
                 call(**given)
             except remap.Error as error:
                 str(error), repr(error)
+                strict = isinstance(error, remap.InvalidArgument) and not name.startswith("schedule.")
+                if strict and not named(error, argument, value):
+                    yield f"{tried} is refused without its name or value: {_short(error.fields)}"
                 if not world.session.closed and world.session.snapshot() == before:
                     continue  # the world is as it was: another value can be tried in it
                 yield f"{tried} changed the session and raised {type(error).__name__}: {str(error)[:100]}"

@@ -13,7 +13,6 @@ from remap import InvalidArgument, LimitExceeded, advanced
 from remap.internals import internals
 
 SIZES = {"a": [2] * 4, "m": [2] * 4}
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def refused(call, session=None, **fields):
     assert not session or session.snapshot() == before
 
 
-# --- by name and value: (the argument, the call, the value) -----------------------------------------------------------
+# --- one by one, what the sweep at the end does not come to -----------------------------------------------------------
 
 
 def attach(world, layers=None, **given):
@@ -50,82 +49,16 @@ def attach(world, layers=None, **given):
     return world.session.attach_bytes(layers, **{"name": "new", "kv": spec(4), **given})
 
 
-def cases(field, call, *values):
-    return [(field, call, value) for value in values]
+@pytest.mark.parametrize("layer", [None, 5, "text", memoryview(bytes(8))[::2], [1, 2]])
+def test_a_layer_that_is_no_buffer(still, layer):
+    refused(lambda: attach(still, [b"x" * PAGE, layer], kv=spec(2)), still.session, field="layers", layer=1)
 
 
-def by_hand(verb, field, value, **before):
-    """A verb of `advanced` that names a tenant."""
-    return field, lambda w, value: verb(w.session, "a", **before, **{field: value}), value
-
-
-WRONG = [
-    ("kv", None), ("kv", {"layers": 4}), ("kv", remap.KVSpec), ("config", 0.02), ("name", 5), ("name", None),
-    ("name", ["a"]), ("priority", "high"), ("priority", None), ("active", "yes"),
-]  # fmt: skip
-PLATFORM = {
-    "backend": ["cuda", object()],
-    "copy_threads": ["2", True, 0, -1, 1 << 70, 1.0],
-    "gpu_direct_rdma": [1],
-    "shareable": ["fd", None],
-}
-TOLD = [
-    *cases("config", lambda w, v: remap.Session(4 * PAGE, page_bytes=PAGE, config=v), {"slowdown": 0.1}, advanced.Knobs),
-    *cases("platform", lambda w, v: remap.Session(4 * PAGE, page_bytes=PAGE, platform=v), {}, advanced.Platform),
-    *((n, lambda w, v, n=n: advanced.Platform(**{n: v}), value) for n, values in PLATFORM.items() for value in values),
-    *((name, lambda w, v, name=name: attach(w, **{name: v}), value) for name, value in WRONG),
-    # "a" comes first and wants layers: before, it had them by the time that the other was looked at.
-    *cases("demand", lambda w, v: w.session.step({"a": remap.Demand(blocks=10), "m": v}),
-           -5, True, 5.0, None, {"blocks": 5}, remap.Demand),
-    *cases("phase", lambda w, v: w.engines["a"].tenant.forward(phase=v), "decod", None, 1),
-    *cases("tokens", lambda w, v: w.engines["a"].tenant.forward(tokens=v), -5, 1.5, "3", None, True),
-    by_hand(advanced.place, "hold", ["1"], first=0, end=4),
-    by_hand(advanced.place, "fill", range(1 << 40), first=0, end=4),
-    by_hand(advanced.filled, "layer", [1]),
-    by_hand(advanced.read_layer, "offset", "0", layer=0, address=0, nbytes=0),
-    by_hand(advanced.rewrite, "write", "weights"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("field", "call", "value"), TOLD)
-def test_what_is_refused_by_name_and_value(still, field, call, value):
-    refused(lambda: call(still, value), still.session, field=field, value=value)
-    assert not internals(still.engines["a"].tenant).in_pass
-
-
-NAMED = [
-    *cases("layers", attach, 5, b"bytes", "text", {0: b"x"}, [], object(), iter([b"x"])),
-    *cases("layers", lambda w, v: attach(w, [b"x" * PAGE, v], kv=spec(2)),
-           None, 5, "text", memoryview(bytes(8))[::2], [1, 2]),
-    *cases("name", lambda w, v: attach(w, name=v), "\ud800"),
-    *cases("name", lambda w, v: w.session.detach(v), ["a"]),
-    *cases("name", lambda w, v: w.session.activate(v), {}),
-    *cases("name", lambda w, v: advanced.lend(w.session, "a", 1, to=v), ["m"]),
-    *cases("name", lambda w, v: advanced.settle(w.session, v), ["a"]),
-    *cases("partial", lambda w, v: w.session.activate("a", alone=True, partial=v), -0.1, NAN, INF, "0.5", None),
-    *cases("alone", lambda w, v: w.session.activate("a", alone=v), "no"),
-    *cases("drain", lambda w, v: advanced.remap(w.session, "a", 0, drain=v), "no"),
-    *cases("layer", lambda w, v: advanced.layer_address(w.session, "a", v), "0"),
-    *cases("address", lambda w, v: advanced.declare_registered(w.session, v, 4), "x", -5),
-    *cases("nbytes", lambda w, v: advanced.declare_registered(w.session, 4096, v), 1 << 70),
-    *cases("address", lambda w, v: advanced.withdraw_registered(w.session, v, v), None),
-    *cases("ids", lambda w, v: w.engines["a"].tenant.kv.free(v), 5),
-    *cases("listener", lambda w, v: w.engines["a"].tenant.kv.subscribe(v), 5),
-    *cases("demand", lambda w, v: w.session.step(v), 5, "a", ["a"], [("a", remap.Demand(1))]),
-    *cases("stream", lambda w, v: w.engines["a"].tenant.wait(0, v), "stream"),
-    *cases("layer", lambda w, v: internals(w.engines["a"].tenant).wait(v), 1 << 40, "0", None, [0], 0.5),
-    *cases("layer", lambda w, v: internals(w.engines["a"].tenant).done(v), 1 << 40, "0", None, [0], 0.5),
-    *cases("layer", lambda w, v: internals(w.engines["a"].tenant).ready(v), 1 << 40, "0", None, [0], 0.5),
-    # No float holds these counts.
-    *cases("blocks", lambda w, v: remap.Demand(v), 1 << 63, 1 << 1030, 10**5000),
-    *cases("reserve_blocks", lambda w, v: remap.Config(reserve_blocks=v), 1 << 63, 1 << 1030, 10**5000),
-    *cases("max_blocks", lambda w, v: spec(4, max_blocks=v), 1 << 63, 1 << 1030, 10**5000),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("field", "call", "value"), NAMED, ids=lambda each: each if isinstance(each, str) else "")
-def test_what_is_refused_by_name(still, field, call, value):
-    refused(lambda: call(still, value), still.session, field=field)
+@pytest.mark.parametrize("wrong", [-5, True, 5.0, None, {"blocks": 5}, remap.Demand])
+def test_a_demand_that_is_none_leaves_the_others_unmet(still, wrong):
+    """ "a" comes first and wants layers: before, it had them by the time that the other was looked at."""
+    demands = {"a": remap.Demand(blocks=10), "m": wrong}
+    refused(lambda: still.session.step(demands), still.session, field="demand", value=wrong, tenant="m")
 
 
 @pytest.mark.parametrize("call", ["wait", "done", "ready"])
@@ -175,13 +108,14 @@ def session():
 
 OPTIONS = [("layers", 5), ("mutable", 5), ("mutable", [5]), ("weights", 5), ("weights", [5]), ("extra_layers", 5)]
 OPTIONS += [("weights", "\0"), ("weights", "\ud800")]
+OTHERS = [("kv", None), ("config", 0.02), ("name", 5), ("priority", "high"), ("active", "yes"), ("model", "gpt2")]
+OTHERS += [("model", None), ("hooks", "yes"), ("names", ["a", "b"])]
 
 
 def test_attaching_a_model_with_the_wrong_kinds(models, session):
     model = models.make("llama")
     given = {"model": model, "name": "new", "kv": models.kv_spec(model)}
-    more = [("model", "gpt2"), ("model", None), ("hooks", "yes"), ("names", ["a", "b"])]
-    for name, value in [*WRONG, *more, *OPTIONS]:
+    for name, value in OPTIONS + OTHERS:
         told = {"field": name} if (name, value) in OPTIONS else {"field": name, "value": value}
         refused(lambda: session.attach(**{**given, name: value}), session, **told)  # noqa: B023  called at once
 
@@ -254,7 +188,7 @@ def test_a_bound_in_seconds_that_no_int_holds(name):
 
 @pytest.mark.parametrize("call", odd_arguments.CALLS)
 def test_no_odd_argument_ends_in_a_bare_error(call: str) -> None:
-    """Wrong kinds, numbers of 5000 digits, NaN, lone surrogates, nested and endless collections, each in turn."""
+    """Wrong kinds, numbers of 5000 digits, NaN, lone surrogates, nested and endless collections, each in turn, are named."""
     assert [*odd_arguments.bare(call)] == []
 
 

@@ -223,21 +223,10 @@ def test_remap_out_of_range(attached, layers, buffers):
     assert caught.value.maximum == (LAYERS - 2 if buffers in (2, 3) else LAYERS - 1)
 
 
-@pytest.mark.parametrize(
-    ("call", "fields"),
-    [
-        (lambda session: remap.advanced.remap(session, "m", 1, 1, "random"), {"selection": "random"}),
-        (lambda session: remap.advanced.remap(session, "n", 1), {"tenant": "n"}),
-        (lambda session: remap.advanced.layer_address(session, "n", 1), {"tenant": "n"}),
-        (lambda session: remap.advanced.layer_address(session, "m", -1), {"layer": -1}),
-        (lambda session: remap.advanced.layer_address(session, "m", LAYERS), {"layer": LAYERS}),
-        (lambda session: session.detach("n"), {"tenant": "n"}),
-        (lambda session: session.step({"m": 10**4, "n": 10**4}), {"tenant": "n"}),
-    ],
-)
-def test_names_of_nothing(attached, call, fields):
-    with attached.refused(InvalidArgument, **fields):
-        call(attached.session)
+def test_a_name_of_nothing_beside_one_that_there_is(attached):
+    """(Alone, in every call: test_argument_kinds.py.)"""
+    with attached.refused(InvalidArgument, tenant="n"):
+        attached.session.step({"m": 10**4, "n": 10**4})
 
 
 def test_remap_beyond_the_kv_region():

@@ -89,17 +89,6 @@ def test_buffers_that_overlap_are_staged_together(opened: Any) -> None:
     session.detach("m")
 
 
-def test_models_without_pages_take_turns_from_ordinary_memory(opened: Any) -> None:
-    """Three models in an arena for one, of whose master copies not one could be page-locked."""
-    session = opened(14)
-    models = {name: attach_bytes(session, name, tag, active=False, pages="none") for tag, name in enumerate("abc", 1)}
-    for name in "abcacb":
-        report = session.activate(name, alone=True)
-        assert report.activated, report.reason
-        forward(session, *models[name])
-        session.deactivate(name)
-
-
 def test_what_cannot_be_staged_fails_the_attach_whole(opened: Any) -> None:
     backend = _core.make_fault_backend(_core.make_cuda_backend(host_budget_bytes=BUDGET))
     with remap.Session(60 * PAGE, page_bytes=PAGE, platform=remap.advanced.Platform(backend=backend)) as session:

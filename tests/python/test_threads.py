@@ -66,11 +66,9 @@ def may_be_refused(call: Callable[[], Any], *for_want_of: type[remap.Error]) -> 
     """What it returns. Raises Refused where others use what it needs."""
     try:
         return call()
-    except InvalidState as error:
-        if "tenant" not in error.fields:
+    except (InvalidState, *for_want_of) as error:
+        if isinstance(error, InvalidState) and "tenant" not in error.fields:
             raise
-        raise Refused from error
-    except for_want_of as error:
         raise Refused from error
 
 

@@ -125,15 +125,6 @@ def test_batch_norm_in_training_streams_beside_its_statistics():
         assert int(pair.model.layers[0].norm.num_batches_tracked) == pair.passes
 
 
-def test_nothing_is_left_to_stream():
-    with Pair(*["step"] * LAYERS) as pair:
-        pair.forward()
-        assert pair.refused(1).pinned in (list(range(5)), list(range(LAYERS)))
-        assert pair.tenant.remapped == 0
-        report = pair.session.step({"m": remap.Demand(blocks=500)})
-        assert report.remapped["m"] == 0 < report.unmet_blocks["m"]
-
-
 def test_the_controller_skips_written_layers():
     with Pair("", "step", "", "", "step", "", config=remap.advanced.Knobs(slowdown=1e6)) as pair:
         pair.forward()
