@@ -570,29 +570,3 @@ def test_a_weights_file_that_changes_inside_a_pass_is_told_when_it_ends(tmp_path
     refused(world, path, lambda: world.session.detach("m"))
     original.back()
     original.detached(world)
-
-
-@pytest.mark.slow
-def test_truncating_the_weights_file_does_not_end_the_process(tmp_path, monkeypatch):
-    """SIGBUS in the copy thread."""
-    monkeypatch.setenv("REMAP_DEVICE", "cpu")
-    done = run(
-        f"""
-import os
-from test_museum_torch import from_file, make, save_weights
-from pathlib import Path
-import remap
-for mode in ("aliased", "strict"):
-    path = save_weights(make("llama"), Path({str(tmp_path)!r}), mode)
-    world = from_file(path, mode=mode, remapped=3)
-    os.truncate(path, 100)
-    for call in (world.logits, world.model.state_dict, world.session.close):
-        try:
-            call()
-        except remap.InvalidState as error:
-            print(error.fields["found"])
-""",
-        timeout_s=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("(100, ") == 6
