@@ -472,6 +472,24 @@ def test_weights_written_while_layers_are_away_are_never_mixed_with_older_ones(w
         world.expected = world.logits()
 
 
+@pytest.mark.parametrize("attached", [False, True])
+def test_an_adapter_is_not_merged_while_layers_are_away(attached):
+    """A merge was lost in those, and `state_dict()` was half merged. (At home, and taken out again: test_torch_walks.py.)"""
+    peft = pytest.importorskip("peft")
+    model, config = make("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if not attached:
+        peft.inject_adapter_in_model(config, model)
+    with World(model=model, remapped=3) as world:
+        if attached:
+            peft.inject_adapter_in_model(config, model)
+        for adapter in [each for each in model.modules() if hasattr(each, "lora_A")]:
+            for write in (adapter.merge, adapter.unmerge):
+                with pytest.raises(InvalidState) as caught:
+                    write()
+                assert caught.value.layers == world.tenant.streamed
+        world.right()
+
+
 # --- the weights file -------------------------------------------------------------------------------------------------
 
 
