@@ -12,9 +12,7 @@ seen is what was before the call or what is after it; the next report tells what
 layer its bytes in passes of every tenant, every free block can be used; the same call has its full effect; all other
 calls work; close gives everything back.
 
-    python interrupts.py CASE MODE POINTS BUDGET
-
-tries so many points of one case at most (0: all), and prints one JSON line for each finding.
+`sweep` tries so many points of some cases (0: all), in a process of their own, which prints one JSON line for each finding.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ BUILT_ON_IT = os.path.join(os.path.dirname(PACKAGE.rstrip(os.sep)), "remap_serve
 PATIENCE_S = 5.0
 # Files whose functions change nothing but what they return.
 PURE = re.compile(
-    r"((policy/\w+|policy/donors/\w+|kv/spec|memory/(bounds|moves|plan|view)|config|report|sizes)"
-    r"\.py:\d+( < )?)*"
+    r"((policy/\w+|policy/donors/\w+|kv/spec|memory/(bounds|moves|plan|view)|config|report|sizes)\.py:\d+( < )?)*"
 )
 
 # -- the interrupt -----------------------------------------------------------------------------------------------------
@@ -238,9 +235,7 @@ class Reference:
         places = [where[len(PURE.match(where)[0]) :] for where in self.points]  # type: ignore[index]
         first = {place: at for at, place in reversed(list(enumerate(places)))}
         last = {place: at for at, place in enumerate(places)}
-        if (
-            " < " not in self.points[-1]
-        ):  # the call returns: its answer is on its way, and nobody can tell whether it came
+        if " < " not in self.points[-1]:  # it returns: its answer is on its way, and nobody can tell whether it came
             last.pop(places[-1])
         return sorted({*first.values(), *last.values()})
 
@@ -409,7 +404,3 @@ def sweep(names: Sequence[str], mode: str, points: str, budget: int) -> tuple[li
     if done.returncode != 0:
         findings.append(Finding("wrong", "", f"exit code {done.returncode} behind {tried[-1:]}: {done.stderr[-2000:]}"))
     return findings, len(tried)
-
-
-if __name__ == "__main__":
-    main([sys.argv[1]], *sys.argv[2:4], int(sys.argv[4]))

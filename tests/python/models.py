@@ -78,16 +78,15 @@ def kv_spec(model: Any, **more: Any) -> remap.KVSpec:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     given: dict[str, Any] = {
         "layers": LAYERS,
         "kv_heads": heads,
         "head_dim": head_dim,
         "block_tokens": 4,
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "min_blocks": 4,
-        "max_blocks": 400,
+        "dtype": dtype,
     }
-    return remap.KVSpec(**{**given, **more})
+    return remap.KVSpec(**{**given, "min_blocks": 4, "max_blocks": 400, **more})
 
 
 def ids_for(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
@@ -147,15 +146,9 @@ def minimum_bytes(model: Any, kv: remap.KVSpec, page_bytes: int, **attach: Any) 
     raise AssertionError("a single page was enough")
 
 
-def free_ids(kv: Any) -> list[int]:
-    """Usable blocks that nobody has allocated."""
-    live = set(kv.pool.live_ids())
-    return [block for block in kv.pool.open_ids() if block not in live]
-
-
 def poison(kv: Any) -> int:
     """Overwrite every free usable block, so that weights which are read from there by mistake show. How many there are."""
-    blocks = free_ids(kv)
+    blocks = set(kv.pool.open_ids()) - set(kv.pool.live_ids())
     for block in blocks:
         for offset, nbytes in kv.geometry.byte_ranges_of_block(block):
             _core.fill_bytes(kv.address + offset, nbytes, POISON)
@@ -209,8 +202,7 @@ class Served:
     def drop(self, blocks: Any) -> None:
         blocks = list(blocks)
         self.kv.free(blocks)
-        for block in blocks:
-            del self.live[block]
+        self.live = {block: data for block, data in self.live.items() if block not in blocks}
 
     def free_blocks(self, count: int, rng: random.Random) -> None:
         """Free some of the live blocks."""

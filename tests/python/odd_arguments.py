@@ -1,8 +1,7 @@
-"""The public calls with each argument in turn of a wrong kind: which of them raise anything but a typed error?
+"""The public calls with each argument in turn of a wrong kind: which raise anything but a typed error that names it (`bare`)?
 
-`findings()` makes them all, each in a world of its own, and gives the calls that raised something else. A call may also accept
-the value, since not all are wrong everywhere. What nobody can validate is left out: addresses of memory that would be read or
-written.
+A call may also accept the value, since not all are wrong everywhere. What nobody can validate is left out: addresses of memory
+that would be read or written.
 """
 
 from __future__ import annotations
@@ -73,7 +72,33 @@ def ticket(world: World) -> int:
     return world.a.tenant.kv.host.copy_in(world.hosts, ids(world)[:2])
 
 
+def layer_address(world: World) -> int:
+    return advanced.layer_address(world.session, "m", 0)
+
+
+def entering(world: World) -> Callable[..., None]:
+    def call(**given: Any) -> None:
+        with world.a.tenant.forward(**given):
+            for layer in range(4):
+                world.a.tenant.wait(layer)
+                world.a.tenant.done(layer)
+
+    return call
+
+
+def session(world: World) -> remap.Session:
+    return world.session
+
+
 Given = dict[str, Any]
+
+
+def of_tenant(verb: Callable[..., Any], **given: Any) -> dict[str, tuple[Callable[[World], Any], Given]]:
+    """A verb of `advanced` that names one, m by default."""
+    return {f"advanced.{verb.__name__}": (lambda w: verb, {"session": session, "name": "m", **given})}
+
+
+TIMES: Given = {"compute_s": [1.0] * 4, "transfer_s": 1.0}
 # name -> (world -> the call, and arguments that are right). A callable argument is made of the world.
 CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "Session": (lambda w: closing(remap.Session), {
@@ -97,18 +122,10 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     }),
     "schedule.uniform": (lambda w: schedule.uniform, {"layers": 8, "remapped": 2, "buffers": 1, "phase": 0}),
     "schedule.nested": (lambda w: schedule.nested, {"layers": 8}),
-    "schedule.period": (lambda w: schedule.period, {
-        "compute_s": [1.0] * 4, "transfer_s": 1.0, "streamed": (0, 2), "buffers": 1, "slots": "fixed",
-    }),
-    "schedule.stall": (lambda w: schedule.stall, {
-        "compute_s": [1.0] * 4, "transfer_s": 1.0, "streamed": (0, 2), "buffers": 1, "slots": "fixed",
-    }),
-    "schedule.max_remapped": (lambda w: schedule.max_remapped, {
-        "compute_s": [1.0] * 4, "transfer_s": 1.0, "buffers": "auto", "slowdown": 0.0, "slots": "fixed",
-    }),
-    "schedule.one_shot_delay": (lambda w: schedule.one_shot_delay, {
-        "compute_s": [1.0] * 4, "transfer_s": 1.0, "missing": (0, 2),
-    }),
+    "schedule.period": (lambda w: schedule.period, {**TIMES, "streamed": (0, 2), "buffers": 1, "slots": "fixed"}),
+    "schedule.stall": (lambda w: schedule.stall, {**TIMES, "streamed": (0, 2), "buffers": 1, "slots": "fixed"}),
+    "schedule.max_remapped": (lambda w: schedule.max_remapped, {**TIMES, "buffers": "auto", "slowdown": 0.0, "slots": "fixed"}),
+    "schedule.one_shot_delay": (lambda w: schedule.one_shot_delay, {**TIMES, "missing": (0, 2)}),
     "Session.attach_bytes": (lambda w: w.session.attach_bytes, {
         "layers": make_layers([1] * 4, 3, SMALL), "name": "new", "priority": 0, "kv": spec(4, SMALL), "config": None,
         "active": True, "resident_layers": None,
@@ -119,42 +136,30 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "Session.deactivate": (lambda w: w.session.deactivate, {"name": "m"}),
     "Session.expect": (lambda w: w.session.expect, {"name": "m"}),
     "Session.close": (lambda w: w.session.close, {"device": None}),
-    "advanced.remap": (lambda w: advanced.remap, {
-        "session": lambda w: w.session, "name": "m", "layers": 1, "buffers": 1, "selection": "nested", "drain": False,
-    }),
-    "advanced.lend": (lambda w: advanced.lend, {
-        "session": lambda w: w.session, "name": "m", "layers": 1, "buffers": 1, "to": "a",
-    }),
-    "advanced.give_back": (lambda w: advanced.give_back, {"session": lambda w: w.session, "name": "a"}),
-    "advanced.offers": (lambda w: advanced.offers, {"session": lambda w: w.session, "name": "a"}),
-    "advanced.place": (lambda w: advanced.place, {
-        "session": lambda w: w.session, "name": "m", "first": 0, "end": 3, "hold": [3], "fill": (),
-    }),
-    "advanced.read_layer": (lambda w: advanced.read_layer, {
-        "session": lambda w: w.session, "name": "m", "layer": 0, "offset": 0, "address": 0, "nbytes": 0,
-    }),
-    "advanced.fill_layer": (lambda w: advanced.fill_layer, {
-        "session": lambda w: w.session, "name": "m", "layer": 0, "offset": 0, "address": 0, "nbytes": 0,
-    }),
-    "advanced.filled": (lambda w: advanced.filled, {"session": lambda w: w.session, "name": "m", "layer": 0}),
-    "advanced.rewrite": (lambda w: advanced.rewrite, {"session": lambda w: w.session, "name": "m", "write": lambda w: int}),
-    "advanced.differing": (lambda w: advanced.differing, {"session": lambda w: w.session, "name": "m"}),
-    "advanced.settle": (lambda w: advanced.settle, {"session": lambda w: w.session, "name": "m"}),
-    "advanced.unsettled": (lambda w: advanced.unsettled, {"session": lambda w: w.session}),
-    "advanced.check": (lambda w: advanced.check, {"session": lambda w: w.session}),
-    "advanced.layer_address": (lambda w: advanced.layer_address, {"session": lambda w: w.session, "name": "m", "layer": 0}),
+    **of_tenant(advanced.remap, layers=1, buffers=1, selection="nested", drain=False),
+    **of_tenant(advanced.lend, layers=1, buffers=1, to="a"),
+    **of_tenant(advanced.give_back, name="a"),
+    **of_tenant(advanced.offers, name="a"),
+    **of_tenant(advanced.place, first=0, end=3, hold=[3], fill=()),
+    **of_tenant(advanced.read_layer, layer=0, offset=0, address=0, nbytes=0),
+    **of_tenant(advanced.fill_layer, layer=0, offset=0, address=0, nbytes=0),
+    **of_tenant(advanced.filled, layer=0),
+    **of_tenant(advanced.rewrite, write=lambda w: int),
+    **of_tenant(advanced.differing),
+    **of_tenant(advanced.settle),
+    **of_tenant(advanced.layer_address, layer=0),
+    "advanced.unsettled": (lambda w: advanced.unsettled, {"session": session}),
+    "advanced.check": (lambda w: advanced.check, {"session": session}),
     "advanced.show": (lambda w: showing, {
-        "session": lambda w: w.session, "path": lambda w: f"{tempfile.gettempdir()}/remap-shown-{os.getpid()}",
+        "session": session, "path": lambda w: f"{tempfile.gettempdir()}/remap-shown-{os.getpid()}",
     }),
     "advanced.declare_registered": (lambda w: advanced.declare_registered, {
-        "session": lambda w: w.session, "address": lambda w: layer_address(w), "nbytes": 4096,
+        "session": session, "address": layer_address, "nbytes": 4096,
     }),
     "advanced.withdraw_registered": (lambda w: advanced.withdraw_registered, {
-        "session": lambda w: w.session, "address": lambda w: layer_address(w), "nbytes": 4096,
+        "session": session, "address": layer_address, "nbytes": 4096,
     }),
-    "Tenant.forward": (lambda w: entering(w), {
-        "phase": "decode", "tokens": 1, "stream": None, "streamed": (),
-    }),
+    "Tenant.forward": (entering, {"phase": "decode", "tokens": 1, "stream": None, "streamed": ()}),
     "Tenant.wait": (lambda w: w.a.tenant.wait, {"layer": 0, "stream": 0}),
     "Tenant.done": (lambda w: w.a.tenant.done, {"layer": 0, "stream": 0}),
     "Internals.ready": (lambda w: internals(w.a.tenant).ready, {"layer": 0}),
@@ -205,10 +210,6 @@ INSIDE = {
 """What this library itself calls, what takes nothing, and what another name here calls."""
 
 
-def layer_address(world: World) -> int:
-    return advanced.layer_address(world.session, "m", 0)
-
-
 def closing(made: Callable[..., remap.Session]) -> Callable[..., None]:
     def call(**given: Any) -> None:
         made(**given).close()
@@ -219,16 +220,6 @@ def closing(made: Callable[..., remap.Session]) -> Callable[..., None]:
 def showing(session: remap.Session, path: str) -> None:
     with advanced.show(session, path):
         return
-
-
-def entering(world: World) -> Callable[..., None]:
-    def call(**given: Any) -> None:
-        with world.a.tenant.forward(**given):
-            for layer in range(4):
-                world.a.tenant.wait(layer)
-                world.a.tenant.done(layer)
-
-    return call
 
 
 def public() -> Iterator[tuple[str, str]]:
@@ -332,9 +323,26 @@ def draws(name: str) -> Iterator[tuple[str, Any]]:
                 yield argument, value
 
 
+# What errors call an argument, where it is not its own name that they tell.
+ALSO = {
+    "name": {"tenant"}, "to": {"name", "tenant"}, "demand": {"name", "tenant"}, "ids": {"block", "blocks"},
+    "host_ids": {"ids", "block", "blocks"}, "streamed": {"ids", "block"}, "nbytes": {"bytes"}, "stream": {"native"},
+    "host_budget": {"device"},
+}  # fmt: skip
+
+
+def named(error: remap.Error, argument: str, value: Any) -> bool:
+    """Whether it tells which argument is wrong, and the value."""
+    fields = error.fields
+    told = {*fields, *(str(fields[each]) for each in ("field", "name") if each in fields)}
+    whole = fields.keys() == {"field", "value"} and fields["field"] == argument  # else the value is one inside of it
+    same = not whole or fields["value"] is value or fields["value"] == value
+    return same and bool(told & {argument, *ALSO.get(argument, ())})
+
+
 def bare(name: str) -> Iterator[str]:
-    """What the call raised that is no typed error, with each odd argument in turn. What was refused left the session as it
-    was."""
+    """What the call raised that is no typed error or does not name the argument, with each odd one in turn. What was refused
+    left the session as it was."""
     world = make_world()
     try:
         for argument, value in draws(name):
@@ -349,6 +357,9 @@ def bare(name: str) -> Iterator[str]:
                 call(**given)
             except remap.Error as error:
                 str(error), repr(error)
+                strict = isinstance(error, remap.InvalidArgument) and not name.startswith("schedule.")
+                if strict and not named(error, argument, value):
+                    yield f"{tried} is refused without its name or value: {_short(error.fields)}"
                 if not world.session.closed and world.session.snapshot() == before:
                     continue  # the world is as it was: another value can be tried in it
                 yield f"{tried} changed the session and raised {type(error).__name__}: {str(error)[:100]}"

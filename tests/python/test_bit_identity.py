@@ -6,7 +6,6 @@ a stale read of weights or a stray write of a copy shows at once.
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import pytest
@@ -47,8 +46,9 @@ def test_every_alpha_and_both_betas(kind, mode):
     expected = logits_of(model, ids)
     assert torch.isfinite(expected).all()
     tokens, scores = generate(model, ids)
-    before = bytes_of(model)
+    before, addresses = bytes_of(model), addresses_of(model)
     with Rig(model, mode=mode, page_bytes=PAGES[mode]) as rig:
+        assert set(addresses_of(model).values()).isdisjoint(addresses.values())
         start = rig.kv.usable_blocks
         for place, selection in enumerate(("uniform", "nested")):
             # In the short form each selection has every second pair, the others in the other mode.
@@ -71,7 +71,7 @@ def test_every_alpha_and_both_betas(kind, mode):
 
 @pytest.mark.parametrize("layout", ["block_major", "layer_major"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["llama-odd", "qwen3", "opt-odd"])
+@pytest.mark.parametrize("kind", ["llama-odd", "opt-odd"])
 def test_kv_is_written_into_pages_that_were_weights(kind, mode, layout):
     """Grow, fill the new pages with KV, shrink (live blocks move), and so on: neither KV nor weights are ever damaged.
 
@@ -79,37 +79,30 @@ def test_kv_is_written_into_pages_that_were_weights(kind, mode, layout):
     """
     rng = random.Random(f"{kind}{mode}{layout}")
     model = make(kind, rng.randrange(3))
-    batches = [ids_for(rng.randint(1, 3), rng.randint(1, 12), number) for number in range(3)]
-    expected = [logits_of(model, ids) for ids in batches]
     moves = refused = 0
-
-    def right():
-        number = rng.randrange(len(batches))
-        assert torch.equal(logits_of(model, batches[number]), expected[number])
-        rig.check()
-
     with Rig(model, mode=mode, kv=kv_spec(model, layout=layout), spare=1) as rig:
         for number in range(30):
-            before, report = state_of(rig.session), None
-            with contextlib.suppress(remap.OutOfBlocks):
+            before = state_of(rig.session)
+            try:
                 report = rig.remap(*rng.choice(EVERY), rng.choice(["uniform", "nested"]))
                 moves += len(report.moved.get("m", {}))
-            if report is None:
+            except remap.OutOfBlocks:
                 refused += 1
                 rig.check()
                 assert state_of(rig.session) == before
             if rng.random() < 0.7:
-                right()
+                rig.right()
             full = number % 3 == 2  # then most shrinks must be refused
             if rig.kv.free_blocks:
                 rig.fill_blocks(rig.kv.free_blocks if full else rng.randint(1, rig.kv.free_blocks), rng)
             if rig.live and not full:
                 rig.free_blocks(rng.randint(0, len(rig.live)), rng)
-            right()
+            rig.whole()
         rig.drop(rig.live)
         rig.remap(0)
         remap.advanced.settle(rig.session)
-        right()
+        rig.right()
+        rig.check()
     assert moves > 0
     assert refused > 0
 
@@ -133,17 +126,3 @@ def test_an_abandoned_pass_does_no_harm(alpha):
                 rig.remap(max(0, alpha - 1), 1)
             assert torch.equal(logits_of(model, ids), expected)
             rig.check()
-
-
-@pytest.mark.parametrize("alpha", [0, 2, 5])
-@pytest.mark.parametrize("mode", MODES)
-def test_close_puts_the_model_back_onto_ordinary_memory(alpha, mode):
-    """In the middle of anything: copies in flight, layers streamed, never a pass since the change."""
-    model, ids = make("qwen2"), ids_for(2, 6)
-    expected, before, values = logits_of(model, ids), addresses_of(model), bytes_of(model)
-    with Rig(model, mode=mode) as rig:
-        assert set(addresses_of(model).values()).isdisjoint(before.values())
-        logits_of(model, ids)
-        rig.remap(alpha, 1)
-    assert all(torch.equal(value, values[name]) for name, value in bytes_of(model).items())
-    assert torch.equal(logits_of(model, ids), expected)

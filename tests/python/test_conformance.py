@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from remap import conformance  # noqa: E402
 SOURCE = (Path(__file__).resolve().parents[2] / "examples/02_own_engine.py").read_text(encoding="utf-8")
 ENGINE, MAIN = SOURCE.split("torch.manual_seed(0)")
 SESSION: dict[str, Any] = {"capacity": "11MiB", "page_bytes": "64KiB"}
+KV = remap.KVSpec(layers=8, kv_heads=2, head_dim=32, dtype="float32", block_tokens=16, min_blocks=6, max_blocks=128)
 ANSWERED = 6
 
 
@@ -42,10 +45,7 @@ def model() -> Any:
 
 def served(model: Any, functions: dict[str, Any]) -> conformance.Serve:
     def serve(session: remap.Session) -> object:
-        kv = remap.KVSpec(
-            layers=8, kv_heads=2, head_dim=32, block_tokens=16, dtype="float32", min_blocks=6, max_blocks=128
-        )
-        tenant = session.attach(model, name="llama", kv=kv, hooks=False)
+        tenant = session.attach(model, name="llama", kv=KV, hooks=False)
         sequences = [functions["Sequence"](list(range(1, 20 + 9 * n)), 32 + 12 * n) for n in range(ANSWERED)]
         functions["serve"](session, model, tenant, list(sequences))
         return [each.tokens for each in sequences]
@@ -92,9 +92,7 @@ def test_an_engine_with_its_own_allocator_may_leave_by_itself() -> None:
     """Nothing moves there, which was asked of those alone that were still attached: vLLM detaches, and was inconclusive."""
 
     def serve(session: remap.Session) -> object:
-        kv = remap.KVSpec(
-            layers=4, kv_heads=2, head_dim=32, block_tokens=16, dtype="float32", min_blocks=2, max_blocks=60
-        )
+        kv = replace(KV, layers=4, min_blocks=2, max_blocks=60)
         tenant = session.attach_bytes([bytes([n]) * (256 << 10) for n in range(4)], name="own", kv=kv)
         allocator = External(tenant)
         for _ in range(6):
@@ -113,39 +111,30 @@ def test_an_engine_with_its_own_allocator_may_leave_by_itself() -> None:
     assert outcomes[1].external and outcomes[1].copies and not outcomes[1].moved
 
 
-def test_a_layer_that_does_not_wait_is_found(model: Any) -> None:
-    told = found(model, ("tenant.wait(i)  # 5", "i == 3 or tenant.wait(i)  # 5"))
-    assert "InvalidState" in told and "wait and done for every layer" in told
+MISTAKES = {
+    "a layer is not waited for": (
+        "tenant.wait(i)  # 5", "i == 3 or tenant.wait(i)  # 5", r"InvalidState.*wait and done for every layer",
+    ),
+    "blocks are never freed": (
+        "            tenant.kv.free(each.blocks)\n            running.remove(each)", "            running.remove(each)",
+        "were not freed|OutOfBlocks",
+    ),
+    "blocks that are not its own are written": (
+        "keys[block, offset], values[block, offset] =",
+        "keys[tenant.kv.max_blocks - 1 - block, offset], values[block, offset] =", "written|differ",
+    ),
+}  # fmt: skip
 
 
-def test_blocks_that_are_never_freed_are_found(model: Any) -> None:
-    told = found(
-        model,
-        (
-            "            tenant.kv.free(each.blocks)\n            running.remove(each)",
-            "            running.remove(each)",
-        ),
-    )
-    assert "were not freed" in told or "OutOfBlocks" in told
-
-
-def test_writes_into_blocks_that_are_not_its_own_are_found(model: Any) -> None:
-    told = found(
-        model,
-        (
-            "keys[block, offset], values[block, offset] =",
-            "keys[tenant.kv.max_blocks - 1 - block, offset], values[block, offset] =",
-        ),
-    )
-    assert "written" in told or "differ" in told
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_an_engines_mistakes_are_found(model: Any, mistake: str) -> None:
+    before, after, told = MISTAKES[mistake]
+    assert re.search(told, found(model, (before, after)), re.DOTALL)
 
 
 def test_an_engine_that_never_steps_is_found(model: Any) -> None:
     def serve(session: remap.Session) -> object:
-        kv = remap.KVSpec(
-            layers=8, kv_heads=2, head_dim=32, block_tokens=16, dtype="float32", min_blocks=6, max_blocks=128
-        )
-        session.attach(model, name="llama", kv=kv, hooks=False)
+        session.attach(model, name="llama", kv=KV, hooks=False)
         return None
 
     told = [each.problems for each in conformance.check(serve, cases=conformance.CASES[:2], **SESSION)]
@@ -153,35 +142,24 @@ def test_an_engine_that_never_steps_is_found(model: Any) -> None:
     assert "no layer streamed" in told[1][1]
 
 
-def test_an_engine_that_closes_or_leaves_is_told(model: Any) -> None:
-    def closes(session: remap.Session) -> object:
-        session.close()
-        return None
-
-    (outcome,) = conformance.check(closes, cases=conformance.CASES[:1], **SESSION)
-    assert outcome.problems == ["the engine has closed the session that it was given"]
-
-
-def test_what_an_engine_asserts_and_a_pass_that_it_leaves_open_are_told(model: Any) -> None:
-    def serve(session: remap.Session) -> object:
-        kv = remap.KVSpec(
-            layers=8, kv_heads=2, head_dim=32, block_tokens=16, dtype="float32", min_blocks=6, max_blocks=128
-        )
-        session.attach(model, name="llama", kv=kv, hooks=False).forward().__enter__()
+def test_an_engine_that_closes_the_session_and_what_it_raises_in_a_pass_are_told(model: Any) -> None:
+    def raises(session: remap.Session) -> object:
+        session.attach(model, name="llama", kv=KV, hooks=False).forward().__enter__()
         raise AssertionError("its own")
 
-    (outcome,) = conformance.check(serve, cases=conformance.CASES[:1], **SESSION)
-    assert outcome.problems == ["AssertionError: its own"]
+    for serve, told in (
+        (remap.Session.close, "the engine has closed the session that it was given"),
+        (raises, "AssertionError: its own"),
+    ):
+        (outcome,) = conformance.check(serve, cases=conformance.CASES[:1], **SESSION)
+        assert outcome.problems == [told]
 
 
 def test_the_reference_engine_conforms(model: Any) -> None:
     from remap_serve.engine import LLMEngine, Request, SamplingParams
 
     def serve(session: remap.Session) -> object:
-        kv = remap.KVSpec(
-            layers=8, kv_heads=2, head_dim=32, block_tokens=16, dtype="float32", min_blocks=8, max_blocks=128
-        )
-        tenant = session.attach(model, name="llama", kv=kv, hooks=False)
+        tenant = session.attach(model, name="llama", kv=replace(KV, min_blocks=8), hooks=False)
         engine = LLMEngine(model, tenant, session=session, max_num_seqs=8, max_batch_tokens=64, max_model_len=256)
         for n in range(ANSWERED):
             engine.add_request(Request(str(n), tuple(range(1, 20 + 9 * n)), SamplingParams(max_tokens=12 + 3 * n)))

@@ -7,9 +7,11 @@ and the change succeeds when it is tried again, or it has succeeded, or the aren
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -187,6 +189,15 @@ def waiting(world: Faulty) -> None:
     fill_layer(world, "a", 4)
 
 
+def almost_filled(world: Faulty) -> None:
+    """Layer 4 waits for its last bytes; what lies in the pages of 5 and 6 can only go to those of 4. (Museum: the bytes that had
+    come did not count any more when a call failed as it was to leave.)"""
+    world.place("a", 0, 3)
+    world.place("a", 0, 3, hold=(4,), fill=(4,))
+    fill_layer(world, "a", 4, 0, len(world.engines["a"].data[4]) - 100)
+    world.engines["a"].fill()
+
+
 def all_come(world: Faulty) -> None:
     """Layer 4 has its bytes; a caller whose first call was interrupted looks whether it has happened."""
     if 4 in internals(world.engines["a"].tenant).elsewhere:
@@ -259,11 +270,8 @@ CASES_OF_PLANS = [
         ("streamed layers go elsewhere", full(2, 1, "nested", leave=9), lambda w: w.place("a", 2, 5)),
         ("layers come back", computing(0, 3, leave=6), lambda w: w.place("a", 0, 7)),
         ("layers come back to be held", computing(0, 3, leave=5), lambda w: w.place("a", 0, 3, hold=(4, 6))),
-        (
-            "pages come back before bytes",
-            computing(0, 3, leave=5),
-            lambda w: w.place("a", 0, 3, hold=(4, 5), fill=(4,)),
-        ),
+        ("pages come back before bytes", computing(0, 3, leave=5), lambda w: w.place("a", 0, 3, hold=(4, 5), fill=(4,))),
+        ("what has almost come leaves", almost_filled, lambda w: w.place("a", 0, 3, hold=(5,))),
         ("a layer has its bytes", waiting, all_come),
         ("what waits for bytes is loaded", waiting, lambda w: w.place("a", 0, 3, hold=(4, 6))),
         ("some of what waits goes again", waiting, lambda w: w.place("a", 0, 3, hold=(5, 6), fill=(6,))),
@@ -275,7 +283,7 @@ CASES_OF_PLANS = [
         ("a step for three", nothing, lambda w: w.step(a=40, b=40, c=40)),
         ("a step brings a layer home", returning, lambda w: w.step(a=0)),
     )
-]
+]  # fmt: skip
 
 
 def external(world: Faulty, *, use: int = 0) -> External:
@@ -444,20 +452,19 @@ def test_opening_a_session_fails_on_page_k_and_leaks_nothing(mode: str) -> None:
 @MODES
 def test_map_fails_at_slot_k_then_destroy(mode: str) -> None:
     """Museum: a destructor unmaps a tail that was never mapped and terminates (pytorch#188008)."""
-    probe = World(mode)
-    total = probe.fault.calls(_core.Call.map)
-    probe.close()
-    for nth in range(1, total + 1):
+    for nth in itertools.count(1):
         fault = _core.make_fault_backend(make_backend(CAPACITY))
         session = session_on(fault, CAPACITY, page_bytes=PAGE, mode=mode)
         fault.arm(_core.Call.map, nth)
-        with pytest.raises(DriverError):
-            session.attach_bytes(make_layers(SIZES, 1), name="m", kv=make_spec(6, max_blocks=120))
+        if attempt(partial(session.attach_bytes, make_layers(SIZES, 1), name="m", kv=make_spec(6))) is None:
+            session.close()
+            break
         assert session.snapshot().pages.free == CAPACITY // PAGE
         remap.advanced.check(session)
         del session  # destroyed without close()
         usage = fault.usage()
         assert usage["page_bytes"] == usage["mapped_bytes"] == usage["reserved_bytes"] == 0
+    assert nth > 2
 
 
 @MODES
@@ -466,15 +473,11 @@ def test_an_asynchronous_copy_failure_surfaces_in_wait_and_heals(mode: str) -> N
     for nth in range(1, 9):
         world = prepared(Case("", lambda w: w.remap(2, 2), nothing), mode)
         world.fault.fail_async_copy(nth)
-        failures = 0
-        for _ in range(6):
-            try:
-                forward(world.session, world.m, world.layers["m"])
-            except DriverError:
-                failures += 1
+        errors = [attempt(lambda world=world: forward(world.session, world.m, world.layers["m"])) for _ in range(6)]
+        failures = [error for error in errors if error is not None]
         # Found between two passes it is repaired without anybody being told: all bytes were read right (forward).
-        assert failures <= 1, f"copy {nth}"
-        surfaced += failures
+        assert len(failures) <= 1 and all(type(error) is DriverError for error in failures), f"copy {nth}"
+        surfaced += len(failures)
         world.fault.disarm()
         world.works()
         world.close()
@@ -496,27 +499,20 @@ def test_a_move_of_live_blocks_that_fails_while_it_runs_is_made_again(mode: str)
 
 
 @OFTEN
-@pytest.mark.parametrize("call", ["exchange", "map", "set_access", "reserve"])
+@pytest.mark.parametrize("call", ["exchange", "map", "set_access"])
 def test_failed_deferred_repointing_surfaces_and_is_tried_again(call: str, forever: bool) -> None:
+    """(That it is tried again: the sweep.)"""
     world = prepared(Case("", nothing, nothing), "aliased")
     world.fault.arm(getattr(_core.Call, call), 1, forever)
     world.remap(3, 1)  # bookkeeping only: cannot fail by these
-    assert world.m.remapped == 3
     world.session._executor.drain()
     if world.session._arena.broken:
         assert forever and not world.fault.can_exchange
         broken_as_promised(world)
-        world.close()
-        return
-    if forever and remap.advanced.unsettled(world.session):
+    elif forever and remap.advanced.unsettled(world.session):
         for _ in range(3):
             with pytest.raises(DriverError):
                 forward(world.session, world.m, world.layers["m"])
-    world.fault.disarm()
-    serve_again(world)
-    assert not remap.advanced.unsettled(world.session)
-    world.remap(0)
-    world.works()
     world.close()
 
 
@@ -528,44 +524,3 @@ def test_close_after_a_failed_close_finishes(call: str) -> None:
     assert error is None or type(error) is DriverError
     assert world.session.closed == (error is None)
     world.close()
-
-
-def test_bytes_that_have_come_count_when_a_place_fails() -> None:
-    """Layer 4 waits for its last bytes and is to leave; live blocks are to move into its pages, and a call fails."""
-
-    def almost_filled() -> Faulty:
-        world = Faulty("strict")  # whose mappings may fail
-        world.place("a", 0, 3)
-        world.place("a", 0, 3, hold=(4,), fill=(4,))
-        fill_layer(world, "a", 4, 0, len(world.engines["a"].data[4]) - 100)
-        world.engines["a"].fill()  # what lies in the pages of 5 and 6 can only go to those of 4
-        world.settle()
-        return world
-
-    def leave(world: Faulty) -> Any:
-        return world.place("a", 0, 3, hold=(5,))
-
-    world = almost_filled()
-    before = world.fault.calls()
-    assert leave(world).moved["a"]
-    calls = world.fault.calls() - before
-    world.close()
-    undone = 0
-    for nth in range(1, calls + 1):
-        world = almost_filled()
-        was = seen(world.session)
-        world.fault.arm_any(nth, False, _core.ErrorKind.driver)
-        failed = attempt(lambda world=world: leave(world))
-        world.session._executor.drain()
-        world.fault.disarm()
-        if failed is not None and seen(world.session) == was:
-            undone += 1
-            with pytest.raises(InvalidState):
-                remap.advanced.filled(world.session, "a", 4)
-            fill_layer(world, "a", 4, len(world.engines["a"].data[4]) - 100)
-            remap.advanced.filled(world.session, "a", 4)
-        world.engines["a"].free()
-        world.place("a", 0, 7)
-        world.check()
-        world.close()
-    assert undone

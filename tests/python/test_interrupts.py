@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable
 
 import interrupts
 import pytest
@@ -137,29 +136,3 @@ def test_a_block_that_an_interrupt_ends_leaves_no_pass_open(points: str) -> None
     tenant.forward().__enter__()  # dropped
     world.tell(world.session.step({"a": 1}))
     world.close()
-
-
-def leaks_the_lock(world: Faulty) -> None:
-    world.session._lock.held.acquire()
-    world.session.snapshot()
-    world.session._lock.held.release()
-
-
-def counts_twice(world: Faulty) -> None:
-    pool = world.engines["a"].kv.pool
-    pool.told((), pool.open_ids())  # as if listeners had heard that all is gone: a free block is no news then
-    world.session.snapshot()
-    pool.told(pool.open_ids(), ())
-
-
-@pytest.mark.parametrize(("call", "what"), [(leaks_the_lock, "deadlock"), (counts_twice, "BlockPool invariant broken")])
-def test_the_sweep_finds_what_is_broken(
-    call: Callable[[Faulty], None], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(interrupts, "PATIENCE_S", 1.0)
-    case = Case("broken", lambda world: None, call, Faulty)
-    known = interrupts.reference(case, "aliased", "lines")
-    at = next(at for at, where in enumerate(known.points) if where.startswith("memory/observe.py"))
-    found = interrupts.try_at(case, "aliased", "lines", at, known)
-    assert all("memory/observe.py" in each.place for each in found)
-    assert any(what in each.what for each in found), found

@@ -14,38 +14,22 @@ PAGE = 4096
 MEMINFO = f"MemTotal:       {24 * GIB // 1024} kB\nMemFree:        100 kB\nSwapTotal:      {GIB // 1024} kB\n"
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "files", "expected", "limited_by"),
-    [
-        ("", {}, 25 * GIB, "machine"),
-        *(
-            (
-                "4:cpu,memory:/a\n0::/a\n",
-                {"memory/a/memory.limit_in_bytes": none, "a/memory.max": none},
-                25 * GIB,
-                "machine",
-            )
-            for none in ("max", "9223372036854771712", "")
-        ),
-        ("0::/a/b\n", {"a/b/memory.max": 4 * GIB}, 5 * GIB, "cgroup"),  # and the machine's swap
-        ("0::/a/b\n", {"a/b/memory.max": 4 * GIB, "a/b/memory.swap.max": 0}, 4 * GIB, "cgroup"),
-        (
-            "0::/a/b\n",
-            {"a/b/memory.max": 4 * GIB, "a/memory.max": 2 * GIB, "a/memory.swap.max": 0},
-            2 * GIB,
-            "cgroup",
-        ),
-        ("0::/host/only\n", {"memory.max": 3 * GIB, "memory.swap.max": 0}, 3 * GIB, "cgroup"),
-        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": 3 * GIB}, 4 * GIB, "cgroup"),
-        (
-            "4:memory:/a\n",
-            {"memory/a/memory.limit_in_bytes": 3 * GIB, "memory/a/memory.memsw.limit_in_bytes": 3 * GIB},
-            3 * GIB,
-            "cgroup",
-        ),
-    ],
-)
-def test_the_tightest_group_or_the_machine_bounds(tmp_path, cgroup, files, expected, limited_by):
+V1, V2, SWAP = "memory/a/memory.limit_in_bytes", "memory.max", "memory.swap.max"
+BOUNDS = [  # /proc/self/cgroup, what the groups allow -> the bound in GiB
+    ("", {}, 25),
+    *(("4:cpu,memory:/a\n0::/a\n", {V1: none, f"a/{V2}": none}, 25) for none in ("max", "9223372036854771712", "")),
+    ("0::/a/b\n", {f"a/b/{V2}": 4 * GIB}, 5),  # and the machine's swap
+    ("0::/a/b\n", {f"a/b/{V2}": 4 * GIB, f"a/b/{SWAP}": 0}, 4),
+    ("0::/a/b\n", {f"a/b/{V2}": 4 * GIB, f"a/{V2}": 2 * GIB, f"a/{SWAP}": 0}, 2),
+    ("0::/host/only\n", {V2: 3 * GIB, SWAP: 0}, 3),
+    ("4:memory:/a\n", {V1: 3 * GIB}, 4),
+    ("4:memory:/a\n", {V1: 3 * GIB, "memory/a/memory.memsw.limit_in_bytes": 3 * GIB}, 3),
+]
+
+
+@pytest.mark.parametrize(("cgroup", "files", "gib"), BOUNDS)
+def test_the_tightest_group_or_the_machine_bounds(tmp_path, cgroup, files, gib):
+    expected, limited_by = gib * GIB, "machine" if gib == 25 else "cgroup"
     given = {f"sys/fs/cgroup/{name}": f"{value}\n" for name, value in files.items()}
     for name, text in {"proc/meminfo": MEMINFO, "proc/self/cgroup": cgroup, **given}.items():
         path = tmp_path / name

@@ -64,16 +64,8 @@ def test_a_failed_attach_does_not_leave_its_weights_to_the_next_tenant(mode: str
     assert failed is None, "the attach was not swept to its end"
 
 
-def one_pass(engine: Engine) -> None:
-    engine.serve()
-
-
-def one_block(engine: Engine) -> None:
-    engine.kv.free(engine.kv.allocate(1))
-
-
 @MODES
-@pytest.mark.parametrize("call", [one_pass, one_block])
+@pytest.mark.parametrize("call", [Engine.serve, lambda engine: engine.kv.free(engine.kv.allocate(1))])
 def test_no_other_thread_comes_into_the_middle_of_a_change(mode: str, call: Callable[[Engine], None]) -> None:
     """_begin_pass took no lock: a step on another thread came between its check and the pass, whose layers were then others. A
     donor's allocate changed the pool between another tenant's look at it and its change."""
@@ -120,31 +112,25 @@ def test_a_change_leaves_a_tenant_inside_a_pass_alone(mode: str) -> None:
         world.works()
 
 
-class Failing:
-    """An executor of which one point has failed."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def failed_points(self, tenant: int | None = None) -> int:
-        return 1
-
-
 def test_a_re_pointing_that_fails_just_before_a_pass_begins_is_told_by_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last change had left was finished, and its re-pointing failed at once: forward() blamed a listener."""
     with Faulty() as world:
         a, changes = world.engines["a"], world.session._changes
+        executor = changes._executor
         world.remap("a", 3, 1, "nested")
         world.settle()
         internals(a.tenant)._state.rest, real = (None, False), changes.settle  # type: ignore[assignment]
 
+        class Failing:
+            """An executor of which one point has failed."""
+
+            def __getattr__(self, name: str) -> Any:
+                return (lambda tenant=None: 1) if name == "failed_points" else getattr(executor, name)
+
         def settled(each: Any) -> None:
             each.rest = None
             real(each)
-            monkeypatch.setattr(changes, "_executor", Failing(changes._executor))
+            monkeypatch.setattr(changes, "_executor", Failing())
 
         monkeypatch.setattr(changes, "settle", settled)
         a.serve()

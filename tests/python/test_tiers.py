@@ -9,7 +9,7 @@ import gc
 import logging
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from arena_worlds import PAGE, forward, make_layers, make_spec
 import remap
 from remap import _core
 from remap.internals import internals
-from remap.memory import host_memory
+from remap.memory import host_memory, tiers
 from remap.memory.tiers import PRICE
 
 SIZES = [2, 3, 2, 2]
@@ -33,18 +33,34 @@ class World:
         pages, budget = options.pop("pages", 14), options.pop("host_budget", BUDGET)
         where = {"platform": options.pop("platform")} if "platform" in options else {"device": "cuda:0"}
         self.session = remap.Session(pages * PAGE, page_bytes=PAGE, host_budget=budget, host_kv=0, **where, **options)
-        self.models = {}
+        self.models: dict[str, Any] = {}
         for tag, name in enumerate(names, 1):
-            layers = make_layers(SIZES, tag)
-            kv = make_spec(len(SIZES), max_blocks=600)
-            tenant = self.session.attach_bytes(layers, name=name, kv=kv, active=False, pages="none")
-            self.models[name] = tenant, layers
+            self.attach(name, tag)
 
-    def turn(self, name: str) -> None:
-        """All of the model loads, computes, and goes."""
-        assert self.session.activate(name, alone=True).activated
-        forward(self.session, *self.models[name])
-        self.session.deactivate(name, pages="none")
+    def attach(self, name: str, tag: int, sizes: Sequence[int] = SIZES, **options: Any) -> None:
+        layers, kv = make_layers(sizes, tag), make_spec(len(sizes), max_blocks=600)
+        options = options or {"pages": "none"}
+        self.models[name] = self.session.attach_bytes(layers, name=name, kv=kv, active=False, **options), layers
+
+    def detach(self, name: str) -> None:
+        self.session.detach(name)
+        del self.models[name]
+
+    def turn(self, names: str) -> None:
+        """All of the model loads, computes, and goes, one after the other."""
+        for name in names:
+            assert self.session.activate(name, alone=True).activated
+            forward(self.session, *self.models[name])
+            self.session.deactivate(name, pages="none")
+
+    def turns(self, name: str, locked: str = "") -> int:
+        """How many it takes until those are page-locked: itself by default."""
+        for turns in range(40):
+            if self.locked == (locked or name):
+                return turns
+            self.turn(name)
+            self.settled()
+        raise AssertionError(f"{self.locked} are page-locked")
 
     def settled(self) -> None:
         """No page-locking is under way, and what came of it is known."""
@@ -83,16 +99,20 @@ def opened(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert emulated.pageable() == 0 and emulated.violations() == []
 
 
-def locking_stops(monkeypatch: pytest.MonkeyPatch, world: World) -> threading.Event:
-    """The model b has turns until its first master copy is about to be page-locked, which waits for the event."""
+def locking_stops(monkeypatch: pytest.MonkeyPatch, world: World, behind: bool = False) -> threading.Event:
+    """The model b has turns until its first master copy is about to be page-locked (behind: has just been), which waits for the
+    event."""
     begun, go_on = threading.Event(), threading.Event()
     real = host_memory.use_host
 
     def slow(backend: Any, address: int, nbytes: int, *, staged: bool) -> None:
+        if behind:
+            real(backend, address, nbytes, staged=staged)
         if not staged:
             begun.set()
             assert go_on.wait(60)
-        real(backend, address, nbytes, staged=staged)
+        if not behind:
+            real(backend, address, nbytes, staged=staged)
 
     monkeypatch.setattr(host_memory, "use_host", slow)
     while not begun.is_set():
@@ -101,35 +121,25 @@ def locking_stops(monkeypatch: pytest.MonkeyPatch, world: World) -> threading.Ev
 
 
 def test_the_model_that_loads_most_has_the_page_locked_memory(opened: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def addresses() -> list[Any]:
+        return [internals(tenant)._state.source.master_addresses for tenant, _ in world.models.values()]
+
     world = opened("ab")
     assert world.locked == "a" and world.in_use() <= BUDGET
-    addresses = {name: internals(tenant)._state.source.master_addresses for name, (tenant, _) in world.models.items()}
-    turns = 0
+    before = addresses()
     with caplog.at_level(logging.INFO, "remap.masters"):
-        while world.locked != "b":
-            world.turn("b")
-            world.settled()
-            turns += 1
-            assert turns < 20
-    assert turns >= 2 * PRICE  # it paid for both
+        assert world.turns("b") >= 2 * PRICE  # it paid for both
     (line,) = [record.getMessage() for record in caplog.records if "are being page-locked" in record.getMessage()]
     assert "'b'" in line and "staged from now on: 'a'" in line
-    for name in "abab":
-        world.turn(name)
-    assert world.locked == "b" and world.in_use() <= BUDGET
-    assert addresses == {
-        name: internals(each)._state.source.master_addresses for name, (each, _) in world.models.items()
-    }
-    while world.locked != "a":  # and back, by the same rule
-        world.turn("a")
-        world.settled()
+    world.turn("abab")
+    assert world.locked == "b" and world.in_use() <= BUDGET and addresses() == before
+    world.turns("a")  # and back, by the same rule
 
 
 def test_models_that_load_alike_stay_where_they_are(opened: Any) -> None:
     world = opened("ab")
     for _ in range(3 * int(2 * PRICE)):
-        for name in "ab":
-            world.turn(name)
+        world.turn("ab")
         world.settled()
         assert world.locked == "a"
 
@@ -137,32 +147,22 @@ def test_models_that_load_alike_stay_where_they_are(opened: Any) -> None:
 def test_one_that_is_active_keeps_what_it_has(opened: Any) -> None:
     """Copies from it may be under way. Two tenants have room on the device here."""
     world = opened("ab")
-    tenant, layers = world.models["a"]
-    small = world.session.attach_bytes(
-        make_layers([1, 1], 9), name="c", kv=make_spec(2, max_blocks=600), active=False, pages="none"
-    )
-    world.models["c"] = small, make_layers([1, 1], 9)
+    world.attach("c", 9, [1, 1])
     assert world.session.activate("a").activated
     for _ in range(40):
         assert world.session.activate("c").activated
         world.session.deactivate("c", pages="none")
     assert "a" in world.locked
-    forward(world.session, tenant, layers)
+    forward(world.session, *world.models["a"])
 
 
 def test_what_is_page_locked_gives_way_to_a_model_that_is_attached(opened: Any) -> None:
     world = opened("ab")
-    while world.locked != "b":
-        world.turn("b")
-        world.settled()
-    world.session.detach("b")
-    del world.models["b"]
-    layers = make_layers(SIZES, 7)
-    kv = make_spec(len(SIZES), max_blocks=600)
-    world.models["c"] = world.session.attach_bytes(layers, name="c", kv=kv, active=False, pages="none"), layers
+    world.turns("b")
+    world.detach("b")
+    world.attach("c", 7)
     assert world.locked == "c"
-    for name in "ac":
-        world.turn(name)
+    world.turn("ac")
 
 
 @pytest.mark.parametrize("ends", ["detach", "close"])
@@ -173,18 +173,22 @@ def test_a_model_goes_while_its_master_copies_are_being_page_locked(
     go_on = locking_stops(monkeypatch, world)
     world.turn("b")  # from memory that is being page-locked
     threading.Timer(0.05, go_on.set).start()
-    if ends == "detach":
-        world.session.detach("b")
-        del world.models["b"]
-        world.turn("a")
-        assert world.locked == ""
-    else:
+    if ends == "close":
         world.session.close()
+        return
+    world.detach("b")
+    world.turn("a")
+    assert world.locked == ""
+
+
+def faulty() -> tuple[Any, remap.advanced.Platform]:
+    backend = _core.make_fault_backend(_core.make_cuda_backend(host_budget_bytes=BUDGET))
+    return backend, remap.advanced.Platform(backend=backend)
 
 
 def test_a_driver_that_refuses_leaves_all_right(opened: Any, caplog: pytest.LogCaptureFixture) -> None:
-    backend = _core.make_fault_backend(_core.make_cuda_backend(host_budget_bytes=BUDGET))
-    world = opened("ab", platform=remap.advanced.Platform(backend=backend))
+    backend, platform = faulty()
+    world = opened("ab", platform=platform)
     backend.arm(_core.Call.use_host, 1)
     with caplog.at_level(logging.WARNING, "remap.masters"):
         for _ in range(12):
@@ -192,14 +196,7 @@ def test_a_driver_that_refuses_leaves_all_right(opened: Any, caplog: pytest.LogC
             world.settled()
     assert [record for record in caplog.records if "'a' cannot be staged" in record.getMessage()]
     backend.disarm()
-    backend.arm(_core.Call.use_host, len(SIZES) + 2)  # the second of the other's
-    for _ in range(12):
-        world.turn("b")
-        world.settled()
-    assert world.in_use() <= BUDGET
-    for name in "abab":
-        world.turn(name)
-    backend.disarm()
+    world.turn("abab")
 
 
 def test_turns_in_any_order_find_the_right_bytes(opened: Any) -> None:
@@ -224,25 +221,18 @@ def test_turns_in_any_order_find_the_right_bytes(opened: Any) -> None:
 
 def test_a_weights_file_is_page_locked_where_it_is(opened: Any, tmp_path: Any) -> None:
     """As one range, since layers that lie one after another share OS pages."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    pytest.importorskip("safetensors")
-    import torch
+    for name in ("transformers", "safetensors"):
+        pytest.importorskip(name)
+    torch = pytest.importorskip("torch")
     from models import ids_for, kv_spec, logits_of, make, save_weights
 
     model = make("llama")
     path, ids = save_weights(model, tmp_path), ids_for(2, 8)
     expected = logits_of(model, ids)
     world = opened("a", pages=70, host_budget=2 << 20)
-    kv = kv_spec(model, max_blocks=4000)
     while world.session._host.spare()[0] > 1 << 20:  # others have the budget, and load nothing
-        name = f"a{len(world.models)}"
-        layers = make_layers(SIZES, len(world.models))
-        kv_of = make_spec(len(SIZES), max_blocks=600)
-        world.models[name] = (
-            world.session.attach_bytes(layers, name=name, kv=kv_of, active=False, pages="none"),
-            layers,
-        )
+        world.attach(f"a{len(world.models)}", len(world.models))
+    kv = kv_spec(model, max_blocks=4000)
     tenant = world.session.attach(model, name="m", kv=kv, weights=path, active=False, pages="none")
     world.models["m"] = tenant, None
     assert "m" not in world.locked and internals(tenant)._state.source.keep_alive[0].range(0).source == "file"
@@ -256,9 +246,7 @@ def test_a_weights_file_is_page_locked_where_it_is(opened: Any, tmp_path: Any) -
 
 def test_one_that_is_too_large_keeps_no_other_from_its_turn(opened: Any) -> None:
     world = opened("ab", pages=40)
-    layers = make_layers([2 * each for each in SIZES], 3)
-    kv = make_spec(len(SIZES), max_blocks=600)
-    world.models["c"] = world.session.attach_bytes(layers, name="c", kv=kv, active=False, pages="none"), layers
+    world.attach("c", 3, [2 * each for each in SIZES])
     for _ in range(10):
         for name in "ccb":  # of which the first can never have what it would take
             world.turn(name)
@@ -266,55 +254,42 @@ def test_one_that_is_too_large_keeps_no_other_from_its_turn(opened: Any) -> None
     assert world.locked == "b"
 
 
-def test_what_was_refused_midway_holds_the_budget_from_no_other(opened: Any) -> None:
-    backend = _core.make_fault_backend(_core.make_cuda_backend(host_budget_bytes=BUDGET))
-    for favourite in "ab":
-        world = opened("ab", platform=remap.advanced.Platform(backend=backend))
-        backend.arm(_core.Call.use_host, len(SIZES) + 2)  # the second of those that are to be page-locked
-        while internals(world.models["b"][0])._state.host.nbytes == 0:
-            world.turn("b")
-            world.settled()
-        backend.disarm()
-        assert world.locked == ""  # a part of it is
-        for _ in range(12):
-            world.turn(favourite)
-            world.settled()
-        assert world.locked == favourite and world.in_use() <= BUDGET
-        for name in "abab":
-            world.turn(name)
-        world.session.close()
+@pytest.mark.parametrize("favourite", ["a", "b"])
+def test_what_was_refused_midway_holds_the_budget_from_no_other(opened: Any, favourite: str) -> None:
+    backend, platform = faulty()
+    world = opened("ab", platform=platform)
+    backend.arm(_core.Call.use_host, len(SIZES) + 2)  # the second of those that are to be page-locked
+    while internals(world.models["b"][0])._state.host.nbytes == 0:
+        world.turn("b")
+        world.settled()
+    backend.disarm()
+    assert world.locked == ""  # a part of it is
+    world.turns(favourite)
+    assert world.in_use() <= BUDGET
+    world.turn("abab")
 
 
 def test_no_thread_for_it_is_a_line_of_log(
     opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from remap.memory import tiers
-
     def refuse(self: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     world = opened("ab")
     with monkeypatch.context() as patched:
         patched.setattr(tiers._Locking, "start", refuse)
-        for _ in range(24):
-            world.turn("b")
+        world.turn("b" * 24)
     assert "can't start new thread" in caplog.text
-    for name in "abab":
-        world.turn(name)
-    for _ in range(24):
-        world.turn("b")
-        world.settled()
-    assert world.locked == "b"
+    world.turn("abab")
+    world.turns("b")
 
 
 def test_copies_behind_a_pass_end_before_their_master_copies_are_staged(opened: Any, emulated: Any) -> None:
     """The ring is filled again for the next pass, which an inactive tenant does not make."""
     sizes = [2] * 6
     world = opened("", pages=40, host_budget=(sum(sizes) + 1) * PAGE)
-    models = [(make_layers(sizes, tag), make_spec(len(sizes), max_blocks=600)) for tag in (1, 2)]
-    for name, (layers, kv), options in zip("ab", models, ({"resident_layers": 3}, {"pages": "none"})):
-        tenant = world.session.attach_bytes(layers, name=name, kv=kv, active=False, **options)
-        world.models[name] = tenant, layers
+    world.attach("a", 1, sizes, resident_layers=3)
+    world.attach("b", 2, sizes)
     assert world.locked == "a"
     assert world.session.activate("a").activated
     for _ in range(12):
@@ -334,41 +309,14 @@ def test_copies_behind_a_pass_end_before_their_master_copies_are_staged(opened: 
 def test_a_model_is_attached_while_another_is_being_page_locked(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget has room for either."""
     world = opened("ab")
-    begun, go_on = threading.Event(), threading.Event()
-    real = host_memory.use_host
-
-    def slow(backend: Any, address: int, nbytes: int, *, staged: bool) -> None:
-        real(backend, address, nbytes, staged=staged)
-        if not staged and not begun.is_set():
-            begun.set()
-            assert go_on.wait(60)
-
-    monkeypatch.setattr(host_memory, "use_host", slow)
-    while not begun.is_set():
-        world.turn("b")
-    needed = sum(
-        internals(tenant)._state.source.layer_bytes[i] for tenant, _ in (world.models["b"],) for i in range(len(SIZES))
-    )
+    go_on = locking_stops(monkeypatch, world, behind=True)
+    needed = sum(internals(world.models["b"][0])._state.source.layer_bytes[: len(SIZES)])
     assert world.session._host.spare()[0] <= BUDGET - needed  # all of it is taken, though a part is page-locked yet
-    layers, kv = make_layers(SIZES, 7), make_spec(len(SIZES), max_blocks=600)
-    world.models["c"] = world.session.attach_bytes(layers, name="c", kv=kv, active=False, pages="none"), layers
+    world.attach("c", 7)
     go_on.set()
     world.settled()
     assert world.locked == "b"
-    for name in "abc":
-        world.turn(name)
-
-
-def test_it_is_over_though_nothing_is_staged_any_more(opened: Any) -> None:
-    world = opened("ab")
-    world.session.detach("a")
-    del world.models["a"]
-    while world.locked != "b":
-        world.turn("b")
-        if world.session._tiers._locking is not None:
-            world.session._tiers._locking.join()
-    world.turn("b")
-    assert world.session._tiers._locking is None
+    world.turn("abc")
 
 
 def test_a_session_is_dropped_while_master_copies_are_being_page_locked(

@@ -91,46 +91,33 @@ def test_a_newer_one_is_warned_of_once_or_refused_with_what_is_wrong(monkeypatch
     assert len(refusal.value.unlike) == 1 and len(said) == 1
 
 
-class Trial:
-    """A trial that ends in one way, and how often it ran and was undone."""
+def trial(end: str | BaseException, version: str) -> tuple[list[str], Any]:
+    """What was done of a trial that ends so, and what it raised."""
+    done: list[str] = []
 
-    def __init__(self, end: str | BaseException) -> None:
-        self.end, self.runs, self.undone = end, 0, 0
+    def run() -> str:
+        done.append("run")
+        if isinstance(end, BaseException):
+            raise end
+        return end
 
-    def run(self) -> str:
-        self.runs += 1
-        if isinstance(self.end, BaseException):
-            raise self.end
-        return self.end
-
-    def undo(self) -> None:
-        self.undone += 1
-
-    def prove(self, version: str) -> tuple[int, int]:
-        prove("engine", version, ("0.31", "0.32"), self.run, self.undo, "install it")
-        return self.runs, self.undone
+    try:
+        prove("engine", version, ("0.31", "0.32"), run, lambda: done.append("undone"), "install it")
+    except (InvalidState, KeyboardInterrupt) as raised:
+        return done, raised
+    return done, None
 
 
-def test_a_trial_is_made_with_newer_versions_only_and_stays_if_nothing_differs():
-    assert Trial("all").prove("0.32.4") == (0, 0)
-    assert Trial("").prove("0.33") == (1, 0)
-
-
-@pytest.mark.parametrize("end", ["logits", ZeroDivisionError("logits")])
-def test_a_trial_that_fails_is_undone_and_refused(end: str | Exception):
-    trial = Trial(end)
-    with pytest.raises(InvalidState) as refusal:
-        trial.prove("0.33.1")
-    assert (refusal.value.version, refusal.value.tested) == ("0.33.1", ("0.31", "0.32"))
-    assert refusal.value.differed and trial.undone == 1
-    assert refusal.value.__cause__ is (end if isinstance(end, Exception) else None)
-
-
-def test_an_interrupted_trial_is_undone():
-    trial = Trial(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        trial.prove("0.33.1")
-    assert trial.undone == 1
+def test_a_trial_is_made_with_newer_versions_only_and_undone_unless_nothing_differs():
+    assert trial("all", "0.32.4") == ([], None)
+    assert trial("", "0.33") == (["run"], None)
+    for end in ("logits", ZeroDivisionError("logits")):
+        done, refusal = trial(end, "0.33.1")
+        assert done == ["run", "undone"] and refusal.differed
+        assert (refusal.version, refusal.tested) == ("0.33.1", ("0.31", "0.32"))
+        assert refusal.__cause__ is (end if isinstance(end, Exception) else None)
+    stop = KeyboardInterrupt()
+    assert trial(stop, "0.33.1") == (["run", "undone"], stop)
 
 
 @pytest.mark.parametrize("which", ["transformers", "continuous_batching"])
