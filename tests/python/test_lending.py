@@ -166,3 +166,23 @@ def test_pages_that_are_lent_do_not_become_the_home_of_a_newcomer() -> None:
                 layers=free - 20, kv_heads=1, head_dim=8, min_blocks=0, max_blocks=9))  # fmt: skip
         assert world.activate("b").activated
         world.check()
+
+
+@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@pytest.mark.parametrize("own", [0, 2])
+def test_what_a_return_takes_from_each_is_known_to_the_block(mode: str, own: int) -> None:
+    with Shared(SIZES, mode=mode) as world:
+        if own:  # of its layers: its own KV loses blocks as well
+            remap.advanced.remap(world.session, "b", own, 2, "nested")
+        world.session.deactivate("b")
+        world.lend("b", own + 2, to="a")
+        state, lending = world.session._tenants["b"], world.session._lending
+        target = state.streaming_at(0, state.buffers, "inward")
+        foretold = world.session.exclusively(lambda core: lending.losses(state, target), claims=False)
+        before = {name: engine.kv.usable_blocks for name, engine in world.engines.items()}
+        assert world.activate("b").activated
+        if world.engines["b"].tenant.remapped:  # what it gave its own KV stays with it
+            world.tell(remap.advanced.remap(world.session, "b", 0, 2, "nested"))
+        lost = {name: count - world.engines[name].kv.usable_blocks for name, count in before.items()}
+        assert foretold == {name: count for name, count in lost.items() if name in foretold}
+        assert set(foretold) == ({"a", "b"} if own else {"a"}) and all(foretold.values())
