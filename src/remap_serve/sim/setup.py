@@ -16,7 +16,7 @@ from remap_serve.sim.scheduling import SCHEDULERS
 
 __all__ = ["COMBINATIONS", "SHARINGS", "Setup", "TenantSetup", "evenly", "tenants"]
 
-SHARINGS = ("temporal", "spatial", "mig")
+SHARINGS = ("epochs", "temporal", "spatial", "mig")
 COMBINATIONS: Mapping[str, str] = {
     "C1": "OPT-13b:35%,Llama-2-13b:35%,Llama-3-8b:20%",
     "C2": "OPT-30b:65%,OPT-6.7b:15%",

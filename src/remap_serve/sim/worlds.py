@@ -252,8 +252,8 @@ def _engine(
 def _runner(
     setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool | float | None = None
 ) -> Serving:
-    if setup.sharing == "temporal":
-        return TurnServing(session, engines, clock, quantum_s=setup.quantum_s, partial=partial)
+    if setup.sharing in ("epochs", "temporal"):
+        return TurnServing(session, engines, clock, setup.sharing, quantum_s=setup.quantum_s, partial=partial)
     return Concurrent(session, engines, clock, gap_s=setup.gap)
 
 
