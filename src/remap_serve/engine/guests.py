@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who computes beside the tenant whose turn it is: two clocks instead of one.
 
-A turn says whose demand for memory is met: it lasts for an epoch, since what changes hands has to pass the link. Who computes may
-change after each pass, and costs nothing where the layers are at home and the blocks are there. So a tenant with work, all of whose
-layers are its own, is a guest of another's turn: it runs a pass in each round, with the blocks that it has, and asks for none.
+A turn says whose demand for memory is met: it lasts for an epoch, since what changes hands has to pass the link. Who computes
+may change after each pass, and costs nothing where the layers are at home and the blocks are there. So a tenant with work, all of
+whose layers are its own, is a guest of another's turn: it runs a pass in each round, with the blocks that it has, and asks for
+none.
 
     look    who has work and its layers joins; who has none any more leaves, so that its layers may be lent
     give    the tenant whose turn it is lacks blocks, and a request of its has waited for `WAITS_S`: the guest whose turn is
-            furthest gives the blocks of its youngest requests, whose KV goes to host memory, and lets none in until the turn ends;
-            one that has none running any more, or cannot copy, leaves, and gives what any paused tenant gives
+            furthest gives the blocks of its youngest requests, whose KV goes to host memory, and lets none in until the turn
+            ends; one that has none running any more, or cannot copy, leaves, and gives what any paused tenant gives
 
-A request that runs on in other tenants' turns never waits for its own. Where memory is short, guests give until as few of them run
-as in turns without guests.
+A request that runs on in other tenants' turns never waits for its own. Where memory is short, guests give until as few of them
+run as in turns without guests.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["WAITS_S", "Guests"]
 
 WAITS_S = 0.5
-"""For how long a request of the tenant whose turn it is waits for blocks that come free by themselves, before guests give theirs: a
-quarter of the usual target for a first token, since a turn may have to come first."""
+"""For how long a request of the tenant whose turn it is waits for blocks that come free by themselves, before guests give theirs:
+a quarter of the usual target for a first token, since a turn may have to come first."""
 
 
 class Guests:

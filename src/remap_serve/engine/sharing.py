@@ -6,8 +6,8 @@
     temporal    in turns            whose turn it is, alone: Oneiros, section 7.2
     spatial     all, in each step   in rounds of one pass each: Oneiros, section 7.3
 
-In a turn the other tenants' layers may be KV of the one whose turn it is; what they had running keeps its KV and goes on later. Of
-models that memory has no room for, the one whose tokens are due first is next, and turns pay for their switch (policy.turns).
+In a turn the other tenants' layers may be KV of the one whose turn it is; what they had running keeps its KV and goes on later.
+Of models that memory has no room for, the one whose tokens are due first is next, and turns pay for their switch (policy.turns).
 
 On pages of a broker other processes may wait for what the active tenants have. Then the turn ends for these (process_turn.py): no
 tenant is active, and no pass runs, until the pages are to be had again.
@@ -73,8 +73,8 @@ class _Return:
 
 
 class SharedEngines:
-    """Steps several engines: memory in turns and passes in rounds (`mode` "epochs"), both in turns ("temporal"), or both in rounds
-    ("spatial").
+    """Steps several engines: memory in turns and passes in rounds (`mode` "epochs"), both in turns ("temporal"), or both in
+    rounds ("spatial").
 
     session: None, or the one that all engines were made with (`LLMEngine(..., session=session)`): its `step` is called once
     a step for all of them, and the engines' own `step` must not be. engines: by tenant name, at least one. quantum_s: a turn ends
@@ -169,8 +169,8 @@ class SharedEngines:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The tenants that run in the present turn: its own, then guests, or all; none before the first, and while other processes
-        have theirs."""
+        """The tenants that run in the present turn: its own, then guests, or all; none before the first, and while other
+        processes have theirs."""
         if self.mode == "spatial":
             return () if self._resting else tuple(self.engines)
         guests = self._guests.names if self._guests is not None else ()
@@ -428,8 +428,8 @@ class SharedEngines:
         self._pending_turn = _Begun(name, begun, self._turn_began - begun, entry)
 
     def _end_turn(self, former: str | None, name: str) -> bool:
-        """The turn of `former` is over, and that of `name` begins. Returns whether that computes alone at first: what it lacks others
-        have, whoever computes."""
+        """The turn of `former` is over, and that of `name` begins. Returns whether that computes alone at first: what it lacks
+        others have, whoever computes."""
         guests = self._guests
         alone = guests is None or bool(internals(self.engines[name].tenant).cold)
         if former is not None and (guests is None or alone or not guests.may_stay(former)):
