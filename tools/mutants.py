@@ -798,6 +798,32 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_engine_interrupts.py::test_an_offline_batch_goes_on_after_an_interrupt_at_any_line[1]",),
     ),
     Mutant(
+        name="engine-guests-take-back-what-they-gave",
+        file="src/remap_serve/engine/guests.py",
+        text="        guest.scheduler.closed = True\n",
+        replacement="",
+        breaks="A guest that gave blocks lets its requests back in at once, and takes them again: KV goes to and fro.",
+        tests=(
+            "test_guests.py::test_the_guest_whose_turn_is_furthest_gives_and_lets_nobody_in_for_the_rest_of_the_turn",
+        ),
+    ),
+    Mutant(
+        name="engine-guests-stay-closed",
+        file="src/remap_serve/engine/guests.py",
+        text="            engine.scheduler.closed = False\n",
+        replacement="            pass\n",
+        breaks="Who gave blocks in one turn lets no request in any more.",
+        tests=("test_guests.py::test_epochs_go_on_after_an_interrupt_at_any_line[0]",),
+    ),
+    Mutant(
+        name="engine-guests-compute-without-their-layers",
+        file="src/remap_serve/engine/guests.py",
+        text="not internals(self._engines[name].tenant).away_pages\n",
+        replacement="True\n",
+        breaks="A tenant whose layers others have becomes a guest: its layers come home in another's turn, and take its memory.",
+        tests=("test_guests.py::test_who_has_work_and_its_layers_is_a_guest_until_it_has_none",),
+    ),
+    Mutant(
         name="engine-a-lost-token-is-not-computed-again",
         file="src/remap_serve/engine/engine.py",
         text="                sequence.computed -= 1\n",

@@ -68,6 +68,7 @@ class Report:
     streamed: tuple = (0,)
     reason: str = "live blocks of others stand in the way"
     wanted: dict = field(default_factory=dict)
+    unmet_blocks: dict = field(default_factory=dict)
 
 
 class ArenaDouble:
@@ -122,6 +123,10 @@ class ArenaDouble:
             return Report(moved=self._moves())
         finally:  # what those who were just made inactive have is for later calls
             self.pot += self.weights * len(asleep)
+
+    def deactivate(self, name):
+        self.pot += self.weights * self.tenants[name].active
+        self.tenants[name].active = False
 
     def snapshot(self):
         return SimpleNamespace(
@@ -219,7 +224,7 @@ def test_a_turn_is_prepared_so_long_before_as_its_layers_need(link_s, seen_s):
 
     session.activate = activate
     engines = engines_for(tenants, session, clock=clock)
-    shared = SharedEngines(session, engines, quantum_s=0.2, clock=clock, sleep=clock.sleep)
+    shared = SharedEngines(session, engines, "temporal", quantum_s=0.2, clock=clock, sleep=clock.sleep)
     shared._prepares = True  # as if host memory had room for KV
     shared.run({name: [Request("r", (1, 2, 3), SamplingParams(max_tokens=100))] for name in "ab"})
     turns = [(time_s, name) for time_s, name, alone in activations if alone]
@@ -231,7 +236,7 @@ def test_a_turn_is_prepared_so_long_before_as_its_layers_need(link_s, seen_s):
         assert began + 0.2 - seen_s - step_s <= prepared[0] <= began + 0.2 - seen_s + step_s
 
 
-@pytest.mark.parametrize("mode", ["temporal", "spatial"])
+@pytest.mark.parametrize("mode", ["epochs", "temporal", "spatial"])
 @pytest.mark.parametrize("blocks", [9, 100])
 def test_baseline_generates_what_each_engine_does_alone(mode, blocks):
     requests = requests_for(1)
@@ -250,7 +255,7 @@ def test_turns_of_no_end_drain():
     """A turn ends when its model is out of work, however long that is: as many turns as models, where all is there at once."""
     requests = requests_for(1)
     ran = []
-    shared = SharedEngines(None, engines_for(tenants_for(100)), quantum_s=math.inf)
+    shared = SharedEngines(None, engines_for(tenants_for(100)), "temporal", quantum_s=math.inf)
     result = shared.run(requests, on_step=lambda _, done: ran.extend(done))
     assert result.different(alone(requests)) == []
     assert (
@@ -259,7 +264,7 @@ def test_turns_of_no_end_drain():
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("mode", ["temporal", "spatial"])
+@pytest.mark.parametrize("mode", ["epochs", "temporal", "spatial"])
 def test_tokens_are_the_same_whatever_is_lent_moved_and_preempted(mode, seed):
     requests = requests_for(seed, spread=0.05)
     tenants = tenants_for(9, max_blocks=80)
@@ -274,6 +279,8 @@ def test_tokens_are_the_same_whatever_is_lent_moved_and_preempted(mode, seed):
     if mode == "temporal":
         assert sum(tenant.active for tenant in tenants.values()) == 1
         assert len(result.activations) > 2
+    elif mode == "epochs":
+        assert any(len(sample.active) > 1 for sample in result.timeline)
     else:
         assert all(tenant.active for tenant in tenants.values())
     assert result.stall_s == {"a": 0.0, "b": 0.0, "c": 0.0}  # the double's stalls do not grow
@@ -293,7 +300,7 @@ def test_an_activation_preempts_exactly_those_who_hold_what_it_needs():
     requests = requests_for(3, count=4, names="ab")
     tenants = tenants_for(9, max_blocks=80, names="ab")
     session = ArenaDouble(tenants, weights=20, pot=0)
-    shared = SharedEngines(session, engines_for(tenants, session), quantum_s=0.0, partial=False)
+    shared = SharedEngines(session, engines_for(tenants, session), "temporal", quantum_s=0.0, partial=False)
     result = shared.run(requests)
     assert session.asked_to_preempt > 0
     assert result.different(alone(requests)) == []
@@ -303,7 +310,7 @@ def test_an_activation_preempts_exactly_those_who_hold_what_it_needs():
     seen = {(one.restored_layers, one.predicted_stall_s) for one in result.activations}
     assert seen == {(2, 0.25)}
     partial = ArenaDouble(tenants_for(9, max_blocks=80, names="ab"), weights=20)
-    shared = SharedEngines(partial, engines_for(partial.tenants, partial), quantum_s=0.0)
+    shared = SharedEngines(partial, engines_for(partial.tenants, partial), "temporal", quantum_s=0.0)
     result = shared.run(requests)
     assert partial.asked_to_preempt == 0
     assert result.different(alone(requests)) == []
@@ -311,7 +318,7 @@ def test_an_activation_preempts_exactly_those_who_hold_what_it_needs():
 
 
 def test_a_step_asks_the_session_once_for_everybody_who_is_active():
-    for mode in ("temporal", "spatial"):
+    for mode in ("epochs", "temporal", "spatial"):
         requests = requests_for(5, count=3)
         tenants = tenants_for(60)
         session = ArenaDouble(tenants)
@@ -319,8 +326,8 @@ def test_a_step_asks_the_session_once_for_everybody_who_is_active():
         result = shared.run(requests)
         assert len(session.demands) == len(result.timeline)
         for demand, sample in zip(session.demands, result.timeline, strict=True):
-            assert set(sample.active) <= set(demand)
-            assert len(demand) == (1 if mode == "temporal" else 3)
+            assert set(sample.active) <= set(demand) or mode == "epochs"  # guests ask for nothing
+            assert len(demand) == (3 if mode == "spatial" else 1)
         # More than one tenant was told what it may have: the demand is the scheduler's own.
         assert max(max(demand.values()) for demand in session.demands) > 0
 
@@ -329,7 +336,7 @@ def test_turns_go_round_and_last_a_quantum():
     clock = Clock()
     requests = {name: [Request("r", (1, 2, 3), SamplingParams(max_tokens=100))] for name in "abc"}
     engines = engines_for(tenants_for(60), clock=clock)
-    result = SharedEngines(None, engines, quantum_s=0.05, clock=clock, sleep=clock.sleep).run(requests)
+    result = SharedEngines(None, engines, "temporal", quantum_s=0.05, clock=clock, sleep=clock.sleep).run(requests)
     turns = [one.tenant for one in result.activations]
     assert turns == [*"abc" * (len(turns) // 3 + 1)][: len(turns)]
     assert len(turns) >= 9
@@ -352,7 +359,7 @@ def test_turns_go_by_what_is_due():
     for name, target in {"a": (None, None), "b": (0.3, None), "c": (0.6, 0.1)}.items():
         tenants[name].targets = target
     engines = engines_for(tenants, clock=clock)
-    shared = SharedEngines(None, engines, turns=Turns(math.inf), clock=clock, sleep=clock.sleep)
+    shared = SharedEngines(None, engines, "temporal", turns=Turns(math.inf), clock=clock, sleep=clock.sleep)
     result = shared.run(requests)
     assert result.different(alone(requests)) == []
     assert [one.tenant for one in result.activations] == ["a", "b", "c", "a"]
@@ -367,7 +374,7 @@ def test_a_turn_ends_early_without_work_and_lasts_on_alone():
         "c": [],
     }
     engines = engines_for(tenants_for(60), clock=clock)
-    result = SharedEngines(None, engines, quantum_s=0.1, clock=clock, sleep=clock.sleep).run(requests)
+    result = SharedEngines(None, engines, "temporal", quantum_s=0.1, clock=clock, sleep=clock.sleep).run(requests)
     assert [one.tenant for one in result.activations] == ["a", "b", "a"]
     back = result.activations[2].time_s - result.activations[1].time_s
     assert back < 0.05  # two tokens, not a quantum
@@ -388,7 +395,7 @@ def test_one_that_gets_nothing_done_yields_its_turn():
         if "a" in done and done["a"].finished:
             session.pot = 20
 
-    shared = SharedEngines(session, engines_for(tenants, session), quantum_s=1e-4)
+    shared = SharedEngines(session, engines_for(tenants, session), "temporal", quantum_s=1e-4)
     result = shared.run(requests, free_for_b)
     assert result.different(alone(requests)) == []
     assert [one.tenant for one in result.activations][:3] == ["a", "b", "a"]
@@ -398,7 +405,7 @@ def test_one_that_gets_nothing_done_yields_its_turn():
 def test_activation_that_never_succeeds_is_an_error_and_the_turn_is_the_former_ones():
     tenants = tenants_for(30, names="ab")
     session = ArenaDouble(tenants)
-    shared = SharedEngines(session, engines_for(tenants, session), quantum_s=0.0)
+    shared = SharedEngines(session, engines_for(tenants, session), "temporal", quantum_s=0.0)
     for engine in shared.engines.values():
         engine.add_request(Request("r", (1, 2, 3), SamplingParams(max_tokens=6)))
     shared.step()
@@ -421,7 +428,7 @@ def test_activation_that_never_succeeds_is_an_error_and_the_turn_is_the_former_o
 def test_an_interrupt_while_the_turn_is_handed_over_leaves_it_with_nobody_and_the_next_step_goes_on():
     tenants = tenants_for(40, names="ab")
     session = ArenaDouble(tenants)
-    shared = SharedEngines(session, engines_for(tenants, session), quantum_s=0.0)
+    shared = SharedEngines(session, engines_for(tenants, session), "temporal", quantum_s=0.0)
     for name in "ab":
         shared.engines[name].add_request(Request("r", (1, 2, 3), SamplingParams(max_tokens=4)))
     shared.step()

@@ -97,7 +97,7 @@ def test_every_policy_serves_the_same_requests(engine, tmp_path) -> None:
     assert [tenant.name for tenant in setup.tenants] == ["OPT-13b", "Llama-2-13b", "Llama-3-8b"]
     assert {item.tenant for item in items} == {tenant.name for tenant in setup.tenants}
     given = (setup.machine.name, setup.sharing, setup.scheduler, setup.quantum_s)
-    assert given == ("GH200-96GB", "temporal", "prefill-first", 0.5)
+    assert given == ("GH200-96GB", "epochs", "prefill-first", 0.5)
     assert all(word in result.output for word in ("recompute", "kv-pool+swap", "remap", "TTFT P99", "stalled", "90"))
 
 

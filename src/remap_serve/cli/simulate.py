@@ -42,7 +42,7 @@ class Options:
     rate: str = "4"
     requests: int = 1000
     policies: str = "recompute,kv-pool+swap,remap"
-    sharing: str = "temporal"
+    sharing: str = "epochs"
     scheduler: str = "prefill-first"
     seed: int = 0
     quantum: float = 1.0
@@ -259,13 +259,13 @@ def simulate(
             help="Such as recompute,swap,pie,kv-pool,remap,remap:weights,ideal; others are compared with the first."
         ),
     ] = Options.policies,
-    sharing: Annotated[str, typer.Option(help="temporal, spatial or mig.")] = Options.sharing,
+    sharing: Annotated[str, typer.Option(help="epochs, temporal, spatial or mig.")] = Options.sharing,
     scheduler: Annotated[str, typer.Option(help="prefill-first or chunked.")] = Options.scheduler,
     seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = Options.seed,
     quantum: Annotated[
         float,
         typer.Option(
-            help="Seconds of a tenant's turn, under temporal sharing; inf: it lasts until the tenant has nothing to do."
+            help="Seconds of a tenant's turn, under epochs and temporal; inf: it lasts until the tenant has nothing to do."
         ),
     ] = Options.quantum,
     ttft_target: Annotated[

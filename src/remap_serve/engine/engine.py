@@ -159,6 +159,17 @@ class Engine(ABC):
         head = self.scheduler.waiting[0] if self.scheduler.waiting else None
         return max(0.0, self._clock() - head.arrived_s) if head is not None and head.first_s is None else 0.0
 
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds since any request that does not run got its last token, or came; 0 if none waits."""
+        now, queued = self._clock(), self.scheduler.queued()
+        return max((now - (one.arrived_s if one.last_s is None else one.last_s) for one in queued), default=0.0)
+
+    @property
+    def computes(self) -> bool:
+        """Whether some request has blocks."""
+        return bool(self.scheduler.running or self.scheduler.arriving)
+
     def due_s(self, ttft_s: float | None, tbt_s: float | None) -> float:
         """When the next token of any request is due, on the engine's clock: the first ttft_s after its arrival, each later one
         tbt_s after the one before was; without ttft_s, after the first token came. Infinite: none is."""

@@ -110,6 +110,7 @@ class Scheduler:
         self.swap = swap
         self.overlap = overlap
         self.stream = stream
+        self.closed = False  # whether none that waits is let in
         self.due = Due()
         # Blocks that moved, under a number of their own, while tables follow; and the last that all follow, or will.
         self._relocating: tuple[int, Mapping[int, int]] | None = None
@@ -259,7 +260,7 @@ class Scheduler:
                 prompt -= 0 if decodes else count
                 index += 1
         # A step that had to preempt has no room for newcomers, and would only preempt them in the next one.
-        while not preempted and self.waiting and budget > 0 and self._held < self.max_num_seqs:
+        while not (preempted or self.closed) and self.waiting and budget > 0 and self._held < self.max_num_seqs:
             sequence = self.waiting[0]
             count = self.chunk_tokens(sequence, min(budget, prompt))
             if count == 0:

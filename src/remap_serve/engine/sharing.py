@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several engines on one arena: which one runs when, one `session.step` for all of them, and what it cost.
 
-temporal   one tenant is active at a time, in turns: Oneiros, section 7.2. The others' layers may be KV of the active one
-           meanwhile (`session.activate(name, alone=True)`); what they had running keeps its KV and goes on later. Of models
-           that memory has no room for, the one whose tokens are due first is next, and turns pay for their switch (policy.turns).
-spatial    all tenants are active, and each runs a pass in every round: Oneiros, section 7.3.
+                who gets memory     who computes
+    epochs      in turns            in rounds of one pass each: whose turn it is, and guests (guests.py)
+    temporal    in turns            whose turn it is, alone: Oneiros, section 7.2
+    spatial     all, in each step   in rounds of one pass each: Oneiros, section 7.3
+
+In a turn the other tenants' layers may be KV of the one whose turn it is; what they had running keeps its KV and goes on later.
+Of models that memory has no room for, the one whose tokens are due first is next, and turns pay for their switch (policy.turns).
 
 On pages of a broker other processes may wait for what the active tenants have. Then the turn ends for these (process_turn.py): no
 tenant is active, and no pass runs, until the pages are to be had again.
@@ -26,6 +29,7 @@ from remap.internals import internals
 from remap.policy.turns import TURN_S, PresentTurn, Queue, Turns
 from remap.process_turn import ProcessTurn
 from remap.rate_limited import RateLimitedWarning
+from remap_serve.engine.guests import Guests
 from remap_serve.engine.reports import Reports
 from remap_serve.engine.shared_metrics import Activation, SharedResult, SharedSample, TenantSample
 
@@ -39,7 +43,7 @@ __all__ = ["SharedEngines", "latest_first"]
 
 logger = logging.getLogger("remap.turns")
 
-MODES = ("temporal", "spatial")
+MODES = ("epochs", "temporal", "spatial")
 PARTIAL = 0.25
 """By which share of their computation a turn's passes may wait for layers whose place live blocks of others have taken. Over a
 slow link whole layers would cost many times a pass, in every turn, for as long as these blocks live."""
@@ -69,12 +73,13 @@ class _Return:
 
 
 class SharedEngines:
-    """Steps several engines in turns (`mode` "temporal") or in rounds ("spatial").
+    """Steps several engines: memory in turns and passes in rounds (`mode` "epochs"), both in turns ("temporal"), or both in
+    rounds ("spatial").
 
     session: None, or the one that all engines were made with (`LLMEngine(..., session=session)`): its `step` is called once
-    a step for all of them, and the engines' own `step` must not be. engines: by tenant name, at least one. quantum_s: a
-    temporal turn ends when the active tenant has nothing to do or gets nothing done, or when it has lasted that long; only if
-    another tenant has work. math.inf: turns drain, and a tenant that is never out of work keeps the device. Turns go round in the
+    a step for all of them, and the engines' own `step` must not be. engines: by tenant name, at least one. quantum_s: a turn ends
+    when its tenant has nothing to do or gets nothing done, or when it has lasted that long; only if another tenant needs one.
+    math.inf: turns drain, and a tenant that is never out of work keeps the memory. Turns go round in the
     order of `engines`, if turns is None and no tenant was without pages when this was made. clock: the engines' own.
 
     turns: the rule for temporal turns (`remap.policy.turns.Turns`), by the targets that tenants were attached with
@@ -95,7 +100,7 @@ class SharedEngines:
         self,
         session: Any,
         engines: Mapping[str, Engine],
-        mode: str = "temporal",
+        mode: str = "epochs",
         *,
         quantum_s: float = 1.0,
         partial: bool | float | None = None,
@@ -135,7 +140,8 @@ class SharedEngines:
         self._sleep = sleep
         if turns is None and session is not None and any(internals(each.tenant).cold for each in engines.values()):
             turns = Turns(quantum_s)
-        self._turns = turns if mode == "temporal" else None
+        self._turns = turns if mode != "spatial" else None
+        self._guests = Guests(session, self.engines, self._reports) if mode == "epochs" else None
         joined = session is not None and session.broker
         self._process = ProcessTurn(session, tuple(engines), turn_s) if joined else None
         self._resting = False  # spatial only: other processes have the pages, or may have them
@@ -144,10 +150,11 @@ class SharedEngines:
         self._waits: dict[str, float] = {}  # with `turns`: the tenants that have work and not the turn, since when
         self._pass_s: dict[str, float] = {}  # with `turns`: what each one's last pass took
         self._turn_cost_s = 0.0  # of the present turn's beginning
-        self._active: str | None = None  # temporal only; None before the first turn
+        self._active: str | None = None  # whose turn it is; None before the first, and in rounds
         self._turn_began = 0.0
         self._idle_step = False  # the last step got nothing done
-        self._prepared: str | None = None  # temporal only: whose turn is next, if its layers are coming home already
+        self._idle_turn = False  # or nothing for the tenant whose turn it is
+        self._prepared: str | None = None  # in turns: whose turn is next, if its layers are coming home already
         self._returning: _Return | None = None  # temporal only: not all of them were seen at home
         # Temporal only: seconds in which a page comes home, at the quickest that was seen: a look comes late, never early.
         # Of all tenants, since the link and the driver are the same. Mapping pages may take longer than copying them.
@@ -162,10 +169,12 @@ class SharedEngines:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The tenants that run in the present turn: one, or all; none before the first, and while other processes have theirs."""
+        """The tenants that run in the present turn: its own, then guests, or all; none before the first, and while other
+        processes have theirs."""
         if self.mode == "spatial":
             return () if self._resting else tuple(self.engines)
-        return () if self._active is None else (self._active,)
+        guests = self._guests.names if self._guests is not None else ()
+        return () if self._active is None else (self._active, *guests)
 
     @property
     def unfinished(self) -> int:
@@ -199,6 +208,8 @@ class SharedEngines:
                 self._take_turns()
         if not self.active and (others_turn or self._lacking):
             self._wait()
+        if self._guests is not None and self._active is not None:
+            self._guests.look(self._active, self._prepared)
         self._rebalance()
         done: dict[str, StepOutput] = {}
         begun = self._clock()
@@ -206,12 +217,13 @@ class SharedEngines:
             if self.engines[name].unfinished:
                 done[name] = self.engines[name].advance()
         self._idle_step = bool(done) and not any(step.computed for step in done.values())
+        self._idle_turn = self._active in done and not done[self._active].computed
         now = self._clock()
         turn = self._pending_turn
         if turn is not None and turn.name in done and done[turn.name].computed:
             self._end_pending(now - turn.begun_s)
         elif self._turns is not None:
-            self._pass_s.update(dict.fromkeys(done, now - begun))
+            self._pass_s.update(dict.fromkeys(done, now - begun))  # of a round: so long each waits for its next one
         self._watch_return()
         self._record(now, tuple(done))
         return done
@@ -291,12 +303,12 @@ class SharedEngines:
             if busy:
                 self._switch(busy[0])
             return
-        over = not self.engines[self._active].unfinished or self._idle_step
+        over = not self.engines[self._active].unfinished or self._idle_turn
         left = self.quantum_s - (self._clock() - self._turn_began)
         if not over and left > 0 and (self._prepared is not None or not self._prepares):
             return
         place = names.index(self._active)
-        others = (name for name in (*names[place + 1 :], *names[:place]) if self._has_work(name))
+        others = (name for name in (*names[place + 1 :], *names[:place]) if self._has_work(name) and self._needs(name))
         follower = next(others, None)
         if not over and left > 0:
             if follower is not None:
@@ -304,7 +316,9 @@ class SharedEngines:
         elif follower is not None:
             self._switch(follower)
         elif not over:
-            self._turn_began = self._clock()  # alone: a new turn of its own, without a switch
+            self._turn_began = self._clock()  # nobody else needs one: a new turn of its own, without a switch
+            if self._guests is not None:
+                self._guests.begin(self._active)
             if self._prepared is not None:  # has nothing to do any more
                 self.session.deactivate(self._prepared)
                 self._prepared = None
@@ -317,13 +331,16 @@ class SharedEngines:
                 self._waits.pop(name, None)
                 self._lacking.pop(name, None)
             elif name != self._active:
+                if not self._needs(name):
+                    self._waits.pop(name, None)
+                    continue
                 if name not in self._waits:
                     self._waits[name] = now
                     self._expect(name)
                 if not self._has_work(name):
                     continue
                 queues[name] = self._queue(name, self._waits[name], self._reload_s(name))
-            elif not self._idle_step:  # else it gets nothing done: others may
+            elif not self._idle_turn:  # else it gets nothing done: others may
                 queues[name] = self._queue(name, now, 0.0)
         turn = None if self._active is None else PresentTurn(self._active, self._turn_began, self._turn_cost_s)
         found = rule.decide(now, turn, queues)
@@ -387,12 +404,11 @@ class SharedEngines:
             # An activation alone makes the others inactive first. Written down before, so that an interrupt in between
             # leaves the turn with no tenant: the next step begins a new one.
             former, self._active, self._prepared = self._active, None, None
-            if former is not None:
-                self.engines[former].pause()
+            alone = self._end_turn(former, name)
             process, asked_s = self._process, time.monotonic()
             load_s = 0.0 if process is None else self._reload_s(name)
             try:
-                entry = self._activate(name, alone=True)
+                entry = self._activate(name, alone=alone)
             except Exception as error:
                 if former is not None:
                     self._go_on(former)
@@ -404,13 +420,36 @@ class SharedEngines:
                 process.begun(asked_s, load_s)
             self._lacking.pop(name, None)
         self._end_pending(None)
-        self._active, self._turn_began, self._idle_step = name, self._clock(), False
+        if self._guests is not None:
+            self._guests.begin(name)
+        self._active, self._turn_began, self._idle_step, self._idle_turn = name, self._clock(), False, False
         self._turn_cost_s = self._turn_began - begun + reload_s
         self._waits.pop(name, None)
         self._pending_turn = _Begun(name, begun, self._turn_began - begun, entry)
 
+    def _end_turn(self, former: str | None, name: str) -> bool:
+        """The turn of `former` is over, and that of `name` begins. Returns whether that computes alone at first: what it lacks
+        others have, whoever computes."""
+        guests = self._guests
+        alone = guests is None or bool(internals(self.engines[name].tenant).cold)
+        if former is not None and (guests is None or alone or not guests.may_stay(former)):
+            self.engines[former].pause()
+            if not alone:
+                self.session.deactivate(former)
+            former = None
+        if guests is not None:
+            if alone:
+                guests.dismiss()
+            guests.begin(name, former)
+        return alone
+
+    def _needs(self, name: str) -> bool:
+        return self._guests is None or self._guests.needs(name)
+
     def _go_on(self, name: str) -> None:
         """The turn of `name` could not end."""
+        if self._guests is not None:
+            self._guests.dismiss()
         try:
             self._activate(name, alone=True)
         except OutOfMemory as error:
@@ -494,6 +533,8 @@ class SharedEngines:
         """No tenant is active any more."""
         # Written down before: behind an interrupt in between the next step begins a turn.
         active, self._active, self._prepared = self.active, None, None
+        if self._guests is not None:
+            self._guests.names = ()
         self._all_active, self._resting = False, True
         for name in active:
             self.engines[name].pause()
@@ -540,7 +581,11 @@ class SharedEngines:
         """One call for all active tenants; moves may concern any tenant. The session's report, None without one."""
         if self.session is None or not self.active or self._prepared is not None:
             return None
-        return self._reports.ask(lambda: self.session.step({name: self.engines[name].demand() for name in self.active}))
+        asking = self.active if self._active is None else (self._active,)
+        report = self._reports.ask(lambda: self.session.step({name: self.engines[name].demand() for name in asking}))
+        if self._guests is not None and self._active is not None:
+            self._guests.give(self._active, report.unmet_blocks.get(self._active, 0))
+        return report
 
     def _stalls(self) -> dict[str, float]:
         if self.session is None:

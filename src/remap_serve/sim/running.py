@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of the engines' runs, in virtual time.
 
-Turns        temporal sharing: one tenant at a time, in turns. `SharedEngines` of the reference engine, as it is; only what it
+Turns        epochs, or temporal sharing: memory in turns. `SharedEngines` of the reference engine, as it is; only what it
              records is bounded, and long silences are skipped once nothing changes any more.
 Concurrent   spatial sharing: every tenant runs passes of its own as soon as it has work. Passes that overlap share the device
              (processor sharing, as MPS: a pass that begins while k - 1 others compute takes k times as long). The reference
@@ -89,18 +89,19 @@ class Serving(SharedEngines):
 
 
 class TurnServing(Serving):
-    """Temporal sharing."""
+    """Memory in turns. mode: "epochs" or "temporal" (SharedEngines')."""
 
     def __init__(
         self,
         session: Any,
         engines: Mapping[str, SimEngine],
         clock: Any,
+        mode: str,
         *,
         quantum_s: float,
         partial: bool | float | None = None,
     ) -> None:
-        super().__init__(session, engines, clock, "temporal", quantum_s=quantum_s, partial=partial)
+        super().__init__(session, engines, clock, mode, quantum_s=quantum_s, partial=partial)
 
     def step(self) -> dict[str, StepOutput]:
         done = super().step()

@@ -62,14 +62,15 @@ class PrefillFirst(Scheduler):
 
     def _schedule(self, pool: SchedulerBlocks) -> Schedule:
         """The next pass; its blocks are allocated. Without chunks if nothing can run."""
-        if self.overlap:
+        opened = not self.closed
+        if self.overlap and opened:
             self._swap_in(pool)
-        if self.waiting and not self.swapped:
+        if self.waiting and not self.swapped and opened:
             prompts = self._admit(pool)
             if prompts:
                 return Schedule(tuple(prompts), (), sum(prompt.count for prompt in prompts))
         rows, preempted = self._decode(pool)
-        if self.swapped and not preempted and not self.overlap:
+        if self.swapped and opened and not preempted and not self.overlap:
             self._swap_in(pool)
             last = max(self.arriving.values(), default=None)
             rows += [Chunk(one, one.computed, one.length - one.computed) for one in self._arrive(pool, last)]

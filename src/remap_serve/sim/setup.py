@@ -14,9 +14,10 @@ from remap_serve.sim.hf_config import find_model
 from remap_serve.sim.passes import Cost
 from remap_serve.sim.scheduling import SCHEDULERS
 
-__all__ = ["COMBINATIONS", "SHARINGS", "Setup", "TenantSetup", "evenly", "tenants"]
+__all__ = ["COMBINATIONS", "SHARINGS", "TURNS", "Setup", "TenantSetup", "evenly", "tenants"]
 
-SHARINGS = ("temporal", "spatial", "mig")
+TURNS = ("epochs", "temporal")
+SHARINGS = (*TURNS, "spatial", "mig")
 COMBINATIONS: Mapping[str, str] = {
     "C1": "OPT-13b:35%,Llama-2-13b:35%,Llama-3-8b:20%",
     "C2": "OPT-30b:65%,OPT-6.7b:15%",
@@ -54,11 +55,11 @@ PAGE_BYTES = 2 << 20
 class Setup:
     """The simulated setup, but for the policy and the requests.
 
-    sharing: "temporal" (one tenant computes at a time, in turns of `quantum_s`), "spatial" (all compute, and passes that overlap
-    share the device) or "mig" (every tenant has a partition of its own: memory as reserved, and equal parts of computation,
-    memory bandwidth and link). scheduler: "prefill-first" or "chunked". gap_s: between two passes of a
-    tenant; None: the machine's. activation_bytes: taken by each engine besides weights and KV. scheduling: the scheduler's
-    settings that are not vLLM's defaults, see `make_scheduling`.
+    sharing: "epochs" (memory in turns of `quantum_s`, passes in rounds), "temporal" (one tenant computes at a time, in turns of
+    `quantum_s`), "spatial" (all compute, and passes that overlap share the device) or "mig" (every tenant has a partition of its
+    own: memory as reserved, and equal parts of computation, memory bandwidth and link). scheduler: "prefill-first" or "chunked".
+    gap_s: between two passes of a tenant; None: the machine's. activation_bytes: taken by each engine besides weights and KV.
+    scheduling: the scheduler's settings that are not vLLM's defaults, see `make_scheduling`.
 
     Raises InvalidArgument for unknown names, no tenants, two of one name, or a reservation that leaves no KV.
     """

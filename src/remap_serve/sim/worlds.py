@@ -27,7 +27,7 @@ from remap_serve.sim.pools import PiePool, VirtualClock
 from remap_serve.sim.roofline import Roofline
 from remap_serve.sim.running import Concurrent, Serving, TurnServing
 from remap_serve.sim.scheduling import make_scheduling
-from remap_serve.sim.setup import Setup, TenantSetup
+from remap_serve.sim.setup import TURNS, Setup, TenantSetup
 from remap_serve.sim.whole_models import WholeModels
 
 __all__ = ["World", "fitting", "make_world", "masters"]
@@ -70,7 +70,7 @@ def fitting(setup: Setup, policy: Policy) -> None:
             hbm_bytes_per_s=on.hbm_bytes_per_s,
             link_bytes_per_s=link,
         )
-    if policy.kind == "sleep" and setup.sharing != "temporal":
+    if policy.kind == "sleep" and setup.sharing not in TURNS:
         raise InvalidArgument(
             f"the policy {policy.name!r} is of models that take turns, not of sharing {setup.sharing!r}; nothing was run; leave "
             "it out, or let them take turns",
@@ -252,8 +252,8 @@ def _engine(
 def _runner(
     setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool | float | None = None
 ) -> Serving:
-    if setup.sharing == "temporal":
-        return TurnServing(session, engines, clock, quantum_s=setup.quantum_s, partial=partial)
+    if setup.sharing in TURNS:
+        return TurnServing(session, engines, clock, setup.sharing, quantum_s=setup.quantum_s, partial=partial)
     return Concurrent(session, engines, clock, gap_s=setup.gap)
 
 
