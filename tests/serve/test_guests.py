@@ -1,5 +1,5 @@
-"""Who computes beside the tenant whose turn it is, and what it gives: decisions by doubles, then the loop with an interrupt at any
-line. Tokens of real models under epochs: test_sharing.py; real sessions: test_kv_swap.py, test_cold_engines.py."""
+"""Who computes beside the tenant whose turn it is, and what it gives: decisions by doubles, then the loop with an interrupt at
+any line. Tokens of real models under epochs: test_sharing.py; real sessions: test_kv_swap.py, test_cold_engines.py."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 from effort import some
+from fakes import ContentPool
 from test_engine_interrupts import BLOCK, Loop, Sweep
-from test_kv_swap import ContentPool
 
+from remap_serve.cli.simulate import Options, prepare
 from remap_serve.engine.guests import WAITS_S, Guests
 from remap_serve.engine.request import Request, SamplingParams, Sequence
 from remap_serve.engine.scheduler import Scheduler
 from remap_serve.engine.sharing import SharedEngines
 from remap_serve.sim.scheduling import PrefillFirst
+from remap_serve.sim.serving import simulate
 
 
 class Played:
@@ -206,3 +208,13 @@ def epochs(seed: int) -> Callable[[Sweep], None]:
 @pytest.mark.parametrize("seed", range(2))
 def test_epochs_go_on_after_an_interrupt_at_any_line(seed: int) -> None:
     assert Sweep("remap_serve/engine/sharing.py", "remap_serve/engine/guests.py")(epochs(seed)) > some(60, 120)
+
+
+@pytest.mark.parametrize("seed", [1, 7])
+@pytest.mark.parametrize("policy", ["remap", "kv-pool+swap"])
+def test_all_are_served_where_a_tenant_is_prepared_for_its_turn_and_becomes_a_guest(policy: str, seed: int) -> None:
+    """Its preparation ended then as if it had nothing to do, and its next pass found it inactive."""
+    inputs = prepare(Options("GH200-96GB", "C2", rate="3", requests=80, seed=seed, policies=policy))
+    assert inputs.setup.sharing == "epochs"
+    result = simulate(inputs.setup, inputs.items, policy)
+    assert result.finished == result.requests == 80

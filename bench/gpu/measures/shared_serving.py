@@ -55,17 +55,19 @@ BLOCK_TOKENS = 16
 class Side:
     """decides: what is asked at each step and turn: "session" (the controller), "whole" (`WholeModels`) or "" (nothing: each
     tenant keeps the KV cache that it has). swaps: preempted requests keep their KV in host memory. weights: layers may
-    leave. simulated: the simulator's policy that does the same; "" if it has none."""
+    leave. simulated: the simulator's policy that does the same; "" if it has none. mode: `SharedEngines`'."""
 
     decides: str
     swaps: bool
     weights: bool
     simulated: str = ""
+    mode: str = "temporal"
 
 
-OURS = "remap"
+OURS, IN_EPOCHS = "remap", "remap in epochs"
 SIDES: Mapping[str, Side] = {
     OURS: Side("session", swaps=True, weights=True, simulated="remap"),
+    IN_EPOCHS: Side("session", swaps=True, weights=True, simulated="remap", mode="epochs"),
     "kv-pool+swap": Side("session", swaps=True, weights=False, simulated="kv-pool+swap"),
     "whole models+swap": Side("whole", swaps=True, weights=True, simulated="sleep+swap"),
     "recompute": Side("", swaps=False, weights=False, simulated="recompute"),
@@ -73,9 +75,9 @@ SIDES: Mapping[str, Side] = {
     "swap": Side("", swaps=True, weights=False),  # the simulator's is of another scheduler
     "kv-pool": Side("session", swaps=False, weights=False, simulated="kv-pool"),
 }
-"""In the order of what convinces most: the default, the strongest alternative that moves no weights, the strongest that does
-(whole models put to sleep and woken), what engines do as they are; then the parts of these."""
-FIRST_SIDES = tuple(SIDES)[:4]
+"""In the order of what convinces most: the default's donors in turns, and with passes in rounds; the strongest alternative that
+moves no weights, the strongest that does (whole models put to sleep and woken), what engines do as they are; then their parts."""
+FIRST_SIDES = tuple(SIDES)[:5]
 """These are run with every seed before any other side is."""
 OWN = 0.25  # of a tenant's KV: so much stays its own where unused KV is everybody's, as in the simulator
 CV = 5.0  # of the gaps between requests: of the trace's 13, what still puts several bursts into a span of seconds
@@ -448,7 +450,7 @@ def serve(
     session = arena.prepare(kind)
     for engine in arena.engines.values():
         engine.session = session
-    shared = SharedEngines(session, arena.engines, "temporal", quantum_s=quantum_s)
+    shared = SharedEngines(session, arena.engines, SIDES[kind].mode, quantum_s=quantum_s)
     unfinished: set[tuple[str, str]] = {(name, each.id) for name, mine in requests.items() for each in mine}
     late: list[float] = []
 
@@ -648,7 +650,9 @@ def _simulation(ctx: Context, case: Combination, arena: Arena) -> Simulated | No
             for each in mine
         ]
         setup = Setup(
-            on, given, "temporal", "chunked", quantum_s, BLOCK_TOKENS, page_bytes=case.page_bytes, scheduling=scheduling
+            *(on, given, SIDES[side].mode, "chunked", quantum_s, BLOCK_TOKENS),
+            page_bytes=case.page_bytes,
+            scheduling=scheduling,
         )
         result = simulate(setup, sorted(items, key=lambda each: each.time_s), policy)
         # Simulated requests are served to their end. Who has no token when a run is cut off counts as late as it is then.

@@ -319,8 +319,9 @@ class SharedEngines:
             self._turn_began = self._clock()  # nobody else needs one: a new turn of its own, without a switch
             if self._guests is not None:
                 self._guests.begin(self._active)
-            if self._prepared is not None:  # has nothing to do any more
-                self.session.deactivate(self._prepared)
+            if self._prepared is not None:  # has nothing to do any more, or is a guest and lacks nothing
+                if self._prepared not in self.active:
+                    self.session.deactivate(self._prepared)
                 self._prepared = None
 
     def _take_due_turns(self, rule: Turns) -> None:
