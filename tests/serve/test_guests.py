@@ -217,4 +217,4 @@ def test_all_are_served_where_a_tenant_is_prepared_for_its_turn_and_becomes_a_gu
     inputs = prepare(Options("GH200-96GB", "C2", rate="3", requests=80, seed=seed, policies=policy))
     assert inputs.setup.sharing == "epochs"
     result = simulate(inputs.setup, inputs.items, policy)
-    assert result.finished == result.requests == 80
+    assert result.requests_finished == result.requests == 80
