@@ -14,7 +14,7 @@ from fakes import ContentPool
 from test_engine_interrupts import BLOCK, Loop, Sweep
 
 from remap_serve.cli.simulate import Options, prepare
-from remap_serve.engine.guests import WAITS_S, Guests
+from remap_serve.engine.guests import LATE_S, WAITS_S, Guests
 from remap_serve.engine.request import Request, SamplingParams, Sequence
 from remap_serve.engine.scheduler import Scheduler
 from remap_serve.engine.sharing import SharedEngines
@@ -106,6 +106,14 @@ def test_the_guest_whose_turn_is_furthest_gives_and_lets_nobody_in_for_the_rest_
     assert not engines["d"].scheduler.closed
     guests.look("c", None)
     assert guests.names == ("d", "b", "a")
+
+
+def test_a_guest_leaves_whole_where_a_request_is_late() -> None:
+    guests, engines, calls = world(Played("a", 1, 1), Played("b", 9))
+    guests.look("a", None)
+    engines["a"].longest_wait_s = 2 * LATE_S
+    guests.give("a", 2)
+    assert guests.names == () and calls == ["+b", "-b"] and (engines["b"].running, engines["b"].paused) == (9, 1)
 
 
 def test_nobody_gives_what_is_not_lacking_nor_before_a_request_has_waited() -> None:
