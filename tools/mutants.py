@@ -859,7 +859,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-page-promised-twice",
         file="src/remap/memory/lend.py",
-        text="                gone.update(free[:least])\n",
+        text="            taken.update(free[:least])\n",
         replacement="",
         breaks="Two holders count on the same free page for the blocks that have to move.",
         tests=("test_sharing_returns.py::test_who_is_in_the_way_of_an_activation_is_named_and_freeing_it_is_enough",),
@@ -891,7 +891,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-holder-inside-a-pass",
         file="src/remap/memory/lend.py",
-        text="            self.tenants[name].require_idle()",
+        text="            holder.require_idle()",
         replacement="            pass",
         breaks="Pages are taken from a holder whose pass may be reading them.",
         tests=("test_lending.py::test_a_holder_inside_a_pass_keeps_its_pages",),

@@ -160,7 +160,7 @@ class Member(Loop):
 class Switched:
     """A session whose pools stay as they are: what is lacking is unmet."""
 
-    broker = ""
+    broker, one_at_a_time = "", False
 
     def __init__(self) -> None:
         self.tenants: dict[str, Any] = {}
@@ -211,6 +211,22 @@ def epochs(seed: int) -> Callable[[Sweep], None]:
         assert len(set(finished)) == len(finished) >= 10 and (most > 1 or sweep.where)
 
     return play
+
+
+def test_where_one_model_is_awake_at_a_time_nobody_is_a_guest() -> None:
+    session = Switched()
+    session.one_at_a_time = True
+    engines = {name: Member(name, ContentPool(9, 40, random.Random(1)), session) for name in "ab"}
+    session.tenants.update({name: engine.tenant for name, engine in engines.items()})
+    ticks = iter(range(1 << 30))
+    shared = SharedEngines(session, engines, quantum_s=30, clock=lambda: float(next(ticks)))
+    for name, engine in engines.items():
+        engine.add_request(Request(name, (1, 2, 3), SamplingParams(max_tokens=9)))
+    seen = set()
+    while shared.unfinished:
+        shared.step()
+        seen.add(shared.active)
+    assert seen == {("a",), ("b",)}
 
 
 @pytest.mark.parametrize("seed", range(2))

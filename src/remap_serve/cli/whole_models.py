@@ -23,6 +23,7 @@ LOOK_S = 2e-4
 class SleepingModels(Session):
     """One model is awake at a time, as with a sleep mode that wakes it whole."""
 
+    one_at_a_time = True
     keeps = False
     """Whether other models stay while there is room."""
 

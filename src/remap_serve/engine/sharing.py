@@ -141,7 +141,9 @@ class SharedEngines:
         if turns is None and session is not None and any(internals(each.tenant).cold for each in engines.values()):
             turns = Turns(quantum_s)
         self._turns = turns if mode != "spatial" else None
-        self._guests = Guests(session, self.engines, self._reports) if mode == "epochs" else None
+        # Of a session that lets one model be awake at a time, as sleep modes do, nobody is another's guest.
+        rounds = mode == "epochs" and not getattr(session, "one_at_a_time", False)
+        self._guests = Guests(session, self.engines, self._reports) if rounds else None
         joined = session is not None and session.broker
         self._process = ProcessTurn(session, tuple(engines), turn_s) if joined else None
         self._resting = False  # spatial only: other processes have the pages, or may have them

@@ -28,6 +28,7 @@ class WholeModels:
     """
 
     broker = ""
+    one_at_a_time = True
 
     def __init__(self, session: remap.Session, layers: Mapping[str, int], follow: Callable[[Moved], None]) -> None:
         self._session, self._layers, self._follow = session, dict(layers), follow
