@@ -30,7 +30,7 @@ class Played:
         self.tenant = SimpleNamespace(name=name, kv=kv, active=False, away_pages=away)
         self.running, self.waiting, self.paused = running, waiting, 0
         self.longest_wait_s = 2 * WAITS_S if waiting else 0.0
-        self.scheduler = SimpleNamespace(closed=False, queued=lambda: range(self.waiting))
+        self.scheduler = SimpleNamespace(closed=False, queued=lambda: range(self.waiting), arriving=())
 
     @property
     def unfinished(self) -> int:
@@ -121,6 +121,8 @@ def test_nobody_gives_what_is_not_lacking_nor_before_a_request_has_waited() -> N
     guests.look("a", None)
     guests.give("a", 0)
     engines["a"].longest_wait_s = WAITS_S / 2
+    guests.give("a", 5)
+    engines["a"].longest_wait_s, engines["b"].scheduler.arriving = 9.0, ("KV that is being copied in",)
     guests.give("a", 5)
     assert engines["b"].running == 9
 

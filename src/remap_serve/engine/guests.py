@@ -10,7 +10,8 @@ none.
     give    the tenant whose turn it is lacks blocks, and a request of its has waited for `WAITS_S`: the guest whose turn is
             furthest gives the blocks of its youngest requests, whose KV goes to host memory, and lets none in until the turn
             ends; one that has none running any more, or cannot copy, leaves, and gives what any paused tenant gives. Behind
-            `LATE_S` a guest leaves at once: one large batch gets more done than several small ones
+            `LATE_S` a guest leaves at once: one large batch gets more done than several small ones. Who has requests whose KV
+            is only being copied in gives nothing yet: they would go to and fro, and never get a token
 
 A request that runs on in other tenants' turns never waits for its own. Where memory is short, guests give until as few of them
 run as in turns without guests.
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LATE_S", "WAITS_S", "Guests"]
 
-WAITS_S, LATE_S = 0.5, 2.0
+WAITS_S, LATE_S = 0.5, 1.0
 """For how long a request of the tenant whose turn it is waits for blocks that come free by themselves, before guests give theirs:
-a quarter of the usual target for a first token, since a turn may have to come first. And that target."""
+a quarter of the usual target for a first token, since a turn may have to come first. And half of that target."""
 
 
 class Guests:
@@ -88,9 +89,12 @@ class Guests:
         engine = self._engines[owner]
         if not blocks or not self.names or engine.longest_wait_s < WAITS_S:
             return
+        able = [name for name in self.names if not self._engines[name].scheduler.arriving]
+        if not able:
+            return
         names = list(self._engines)
         place = names.index(owner)
-        name = max(self.names, key=lambda one: (names.index(one) - place) % len(names))
+        name = max(able, key=lambda one: (names.index(one) - place) % len(names))
         guest = self._engines[name]
         guest.scheduler.closed = True
         page_share = engine.tenant.kv.spec.block_bytes / guest.tenant.kv.spec.block_bytes
