@@ -215,6 +215,23 @@ def epochs(seed: int) -> Callable[[Sweep], None]:
     return play
 
 
+def test_whoever_runs_the_engines_next_finds_them_open() -> None:
+    """A guest may have been closed when the last request ended, or when something ended the run."""
+    session = Switched()
+    engines = {name: Member(name, ContentPool(9, 40, random.Random(1)), session) for name in "ab"}
+    session.tenants.update({name: engine.tenant for name, engine in engines.items()})
+    ticks = iter(range(1 << 30))
+    engines["b"].scheduler.closed = True
+    shared = SharedEngines(session, engines, quantum_s=300, clock=lambda: float(next(ticks)))
+    assert not engines["b"].scheduler.closed
+    engines["a"].add_request(Request("r", (1, 2, 3), SamplingParams(max_tokens=9)))
+    shared.step()
+    engines["b"].scheduler.closed = True
+    while shared.unfinished:
+        shared.step()
+    assert not engines["b"].scheduler.closed
+
+
 def test_where_one_model_is_awake_at_a_time_nobody_is_a_guest() -> None:
     session = Switched()
     session.one_at_a_time = True

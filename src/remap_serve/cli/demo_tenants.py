@@ -146,7 +146,7 @@ def run_tenants(kind: str, config: DemoConfig, report: Callable[[Progress], None
     result = world.serve(
         requests,
         wiring,
-        "temporal",
+        "epochs",
         quantum_s=QUANTUM_S,
         ample=kind == "unconstrained",
         on_step=reporter(requests, report),

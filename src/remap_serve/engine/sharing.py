@@ -129,7 +129,7 @@ class SharedEngines:
         self.engines = dict(engines)
         self._reports = Reports(self.engines)
         for engine in engines.values():
-            engine.reports = self._reports
+            engine.reports, engine.scheduler.closed = self._reports, False  # whatever ended a run before this one
         self.mode = mode
         self.quantum_s = quantum_s
         # Only an engine that can give its blocks up for a copy does so before its turn is over.
@@ -220,6 +220,8 @@ class SharedEngines:
                 done[name] = self.engines[name].advance()
         self._idle_step = bool(done) and not any(step.computed for step in done.values())
         self._idle_turn = self._active in done and not done[self._active].computed
+        if self._guests is not None and not self.unfinished:
+            self._guests.begin(self._active)  # who steps the engines next finds them open
         now = self._clock()
         turn = self._pending_turn
         if turn is not None and turn.name in done and done[turn.name].computed:
