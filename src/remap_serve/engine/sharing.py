@@ -212,14 +212,17 @@ class SharedEngines:
             self._wait()
         if self._guests is not None and self._active is not None:
             self._guests.look(self._active, self._prepared)
-        self._rebalance()
+        guests = self.active
+        report = self._rebalance()
         done: dict[str, StepOutput] = {}
         begun = self._clock()
         for name in self.active:
             if self.engines[name].unfinished:
                 done[name] = self.engines[name].advance()
         self._idle_step = bool(done) and not any(step.computed for step in done.values())
-        self._idle_turn = self._active in done and not done[self._active].computed
+        # Who has just got blocks, or is given some, computes in the next round.
+        gets = guests != self.active or bool(report and (report.changed or report.wanted))
+        self._idle_turn = not gets and self._active in done and not done[self._active].computed
         if self._guests is not None and not self.unfinished:
             self._guests.begin(self._active)  # who steps the engines next finds them open
         now = self._clock()
