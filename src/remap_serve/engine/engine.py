@@ -216,6 +216,20 @@ class Engine(ABC):
         self.offer()
         return before - self._kv.live_blocks
 
+    def rotate(self, longest_s: float) -> None:
+        """The requests that have got a token, and none for longer than longest_s since they lost their blocks, run next, those
+        first that wait longest; the youngest others give them room. Only if the engine swaps: else all would be computed again."""
+        scheduler = self.scheduler
+        if not scheduler.swap:
+            return
+        self._settle()
+        now = self._clock()
+        late = [one for one in scheduler.queued() if one.last_s is not None and now - one.last_s > longest_s]
+        if late:
+            late.sort(key=lambda one: (one.last_s or 0.0, one.order))
+            scheduler.put_first(late)
+            self.release(sum(scheduler.blocks_for(one.length + 1) for one in late) - self._kv.free_blocks)
+
     def give_way(self) -> None:
         """While its turn is over and nobody steps the session: free what other processes want (`Session(device="unix:...")`).
         Call it every few milliseconds; it waits for nothing."""

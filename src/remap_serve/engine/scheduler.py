@@ -57,8 +57,8 @@ class Scheduler:
     for vLLM V0's way: everything is copied out each time, and the next pass waits for the copies in.
     stream: beside that, complete blocks of running sequences stream from host memory in each pass rather than that another is
     preempted, or not admitted, as many as `pool.streamable_blocks` says (streaming.py).
-    Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; a preempted sequence is older than
-    the rest). A sequence is in one of `waiting`, `running` and `arriving`.
+    Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`, or `put_first`; a preempted sequence is
+    older than the rest). A sequence is in one of `waiting`, `running` and `arriving`.
     Interrupts: a call that an interrupt ends leaves every sequence in one queue, with tables that are true; the same call goes
     on where it ended. A sequence that waits may have blocks then, and uses them when its turn comes. `due`: blocks that no
     sequence has any more and the pool has not back yet.
@@ -111,6 +111,7 @@ class Scheduler:
         self.overlap = overlap
         self.stream = stream
         self.closed = False  # whether none that waits is let in
+        self._first = 0  # the least place that `put_first` gave
         self.due = Due()
         # Blocks that moved, under a number of their own, while tables follow; and the last that all follow, or will.
         self._relocating: tuple[int, Mapping[int, int]] | None = None
@@ -304,6 +305,14 @@ class Scheduler:
         for sequence in reversed(self.running):
             if sequence.computed and not self._save(sequence, pool, (), complete):
                 return
+
+    def put_first(self, sequences: Iterable[Sequence]) -> None:
+        """Those, which wait, go before all others of this scheduler, in this order: as if they had come first."""
+        self._relocate()
+        for sequence in reversed(tuple(sequences)):
+            # An interrupt in between: it stands behind its place, until it has moved.
+            sequence.order = self._first = self._first - 1
+            self._move(sequence, RequestState.WAITING)
 
     def bring_back(self, pool: SchedulerBlocks) -> None:
         """Start copying the KV of those back who are next and have it in host memory, while there is room: before their turn."""

@@ -47,6 +47,8 @@ MODES = ("epochs", "temporal", "spatial")
 PARTIAL = 0.25
 """By which share of their computation a turn's passes may wait for layers whose place live blocks of others have taken. Over a
 slow link whole layers would cost many times a pass, in every turn, for as long as these blocks live."""
+PATIENCE = 4
+"""The epochs for which a request that has begun waits for a token, before it goes in front of its tenant's others when a turn begins."""
 AGAIN_S, LATER_S = 0.05, 0.5
 """After how long a tenant asks again for pages that other processes keep: while no tenant here runs, and while one does, which
 has to stop for it. Within `process_turn.ASKS_S`."""
@@ -324,6 +326,7 @@ class SharedEngines:
             self._switch(follower)
         elif not over:
             self._turn_began = self._clock()  # nobody else needs one: a new turn of its own, without a switch
+            self.engines[self._active].rotate(PATIENCE * self.quantum_s)
             if self._guests is not None:
                 self._guests.begin(self._active)
             if self._prepared is not None:  # has nothing to do any more, or is a guest and lacks nothing
@@ -430,6 +433,7 @@ class SharedEngines:
         self._end_pending(None)
         if self._guests is not None:
             self._guests.begin(name)
+        self.engines[name].rotate(PATIENCE * self.quantum_s)
         self._active, self._turn_began, self._idle_step, self._idle_turn = name, self._clock(), False, False
         self._turn_cost_s = self._turn_began - begun + reload_s
         self._waits.pop(name, None)

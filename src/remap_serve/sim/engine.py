@@ -102,7 +102,7 @@ class SimEngine(Engine):
     def result(self) -> TenantResult:
         """All since the metrics began; of the passes, all there were."""
         metrics, runner = self.metrics, self.runner
-        done = sorted(self._done, key=lambda one: one.order)
+        done = sorted(self._done, key=lambda one: int(one.id))  # in the order in which they came
         timed = [(one, one.arrived_s, one.first_s or 0.0, one.last_s or 0.0) for one in done]
         return TenantResult(
             tenant=self.tenant.name,
