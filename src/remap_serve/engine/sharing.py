@@ -47,8 +47,9 @@ MODES = ("epochs", "temporal", "spatial")
 PARTIAL = 0.25
 """By which share of their computation a turn's passes may wait for layers whose place live blocks of others have taken. Over a
 slow link whole layers would cost many times a pass, in every turn, for as long as these blocks live."""
-PATIENCE = 4
-"""The epochs for which a request that has begun waits for a token, before it goes in front of its tenant's others when a turn begins."""
+LONGEST_S = 4.0
+"""For how long a request that has begun waits for a token, before it goes in front of its tenant's others when their turn begins:
+with turns of a second, so a pause for it comes once in a hundred tokens at most."""
 AGAIN_S, LATER_S = 0.05, 0.5
 """After how long a tenant asks again for pages that other processes keep: while no tenant here runs, and while one does, which
 has to stop for it. Within `process_turn.ASKS_S`."""
@@ -325,14 +326,18 @@ class SharedEngines:
         elif follower is not None:
             self._switch(follower)
         elif not over:
-            self._turn_began = self._clock()  # nobody else needs one: a new turn of its own, without a switch
-            self.engines[self._active].rotate(PATIENCE * self.quantum_s)
-            if self._guests is not None:
-                self._guests.begin(self._active)
-            if self._prepared is not None:  # has nothing to do any more, or is a guest and lacks nothing
-                if self._prepared not in self.active:
-                    self.session.deactivate(self._prepared)
-                self._prepared = None
+            self._begin_again(self._active)
+
+    def _begin_again(self, name: str) -> None:
+        """Nobody else needs a turn: a new one of its own, without a switch."""
+        self._turn_began = self._clock()
+        self.engines[name].rotate(LONGEST_S)
+        if self._guests is not None:
+            self._guests.begin(name)
+        if self._prepared is not None:  # has nothing to do any more, or is a guest and lacks nothing
+            if self._prepared not in self.active:
+                self.session.deactivate(self._prepared)
+            self._prepared = None
 
     def _take_due_turns(self, rule: Turns) -> None:
         """As `_take_turns`, by the rule."""
@@ -357,8 +362,12 @@ class SharedEngines:
         found = rule.decide(now, turn, queues)
         if found.name not in (None, self._active):
             self._switch(found.name)
-        elif found.follower is not None and self._prepares and self._prepared is None:
-            self._look_ahead(found.follower, found.at_s - now)
+        elif found.follower is not None:
+            if self._prepares and self._prepared is None:
+                self._look_ahead(found.follower, found.at_s - now)
+        elif self._active is not None and now - self._turn_began >= self.quantum_s:
+            self._begin_again(self._active)
+            self._turn_cost_s = 0.0
 
     def _queue(self, name: str, since_s: float, switch_s: float) -> Queue:
         engine = self.engines[name]
@@ -433,7 +442,7 @@ class SharedEngines:
         self._end_pending(None)
         if self._guests is not None:
             self._guests.begin(name)
-        self.engines[name].rotate(PATIENCE * self.quantum_s)
+        self.engines[name].rotate(LONGEST_S)
         self._active, self._turn_began, self._idle_step, self._idle_turn = name, self._clock(), False, False
         self._turn_cost_s = self._turn_began - begun + reload_s
         self._waits.pop(name, None)
