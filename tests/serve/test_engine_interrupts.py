@@ -117,6 +117,10 @@ def swapping(seed: int) -> Callable[[Sweep], None]:
                 act(lambda: scheduler.bring_back(pool))
             if turn % 29 == 11:
                 act(lambda: scheduler.leave_host(pool, 1))
+            if turn % 9 == 5 and scheduler.waiting:
+                last = scheduler.waiting[-1]
+                act(lambda last=last: scheduler.put_first([last]))
+                assert scheduler.waiting[0] is last
             pool.fails = pool.fails or turn % 23 == 9
             try:
                 schedule = act(lambda: scheduler.schedule(pool))

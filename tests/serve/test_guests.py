@@ -168,7 +168,9 @@ class Switched:
         self.tenants: dict[str, Any] = {}
 
     def _report(self, **more: Any) -> Any:
-        return SimpleNamespace(**{"moved": {}, "wanted": {}, "preempt": {}, "restored": (), "unmet_blocks": {}, **more})
+        return SimpleNamespace(
+            **{"changed": False, "moved": {}, "wanted": {}, "preempt": {}, "restored": (), "unmet_blocks": {}, **more}
+        )
 
     def step(self, demand: Any = None) -> Any:
         short = {name: wanted.blocks - self.tenants[name].kv.free_blocks for name, wanted in (demand or {}).items()}

@@ -60,6 +60,7 @@ class SwitchedTenant(FakeTenant):
 
 @dataclass
 class Report:
+    changed: bool = False
     moved: dict = field(default_factory=dict)
     activated: bool = True
     preempt: dict = field(default_factory=dict)

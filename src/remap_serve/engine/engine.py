@@ -217,8 +217,8 @@ class Engine(ABC):
         return before - self._kv.live_blocks
 
     def rotate(self, longest_s: float) -> None:
-        """The requests that have got a token, and none for longer than longest_s since they lost their blocks, run next, those
-        first that wait longest; the youngest others give them room. Only if the engine swaps: else all would be computed again."""
+        """Requests that wait, and got their last token longer than longest_s ago, run next, first who waits longest; the youngest
+        others give them room. Only if the engine swaps: else all would be computed again."""
         scheduler = self.scheduler
         if not scheduler.swap:
             return
