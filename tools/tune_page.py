@@ -39,6 +39,13 @@ is allowed), the targets `ttft_s` and `tbt_s`, and `lends`. `remap advise` and `
 the lines for a machine and its models.
 """
 
+TURNS = """## Turns
+
+Of models that share memory, each one's demand for it is met first for `quantum_s` (`SharedEngines`), or
+`--quantum` (`serve-many`, `simulate`): 1 second. Give twice what its layers need to come home, or more: shorter turns copy
+more. A request that has begun waits for 4 s, and then for its model's turn.
+"""
+
 
 def described(text: str, names: list[str]) -> dict[str, str]:
     """What a docstring says of each name: "name: sentence", up to the next name or an empty line."""
@@ -101,6 +108,7 @@ def page() -> str:
     engines = [(f"`{name}`", said) for name, said in variable_rows.items() if name not in ELSEWHERE]
     parts = (
         HEAD,
+        TURNS,
         "## What operators set\n\n`remap.Config`, of a session or of one tenant (`Session(config=)`, `attach(config=)`).\n",
         settings_table(Config),
         "## Knobs\n\n`remap.advanced.Knobs` has the above and these, for ablations and experts; it goes where a `Config` goes.\n",

@@ -289,7 +289,7 @@ def test_a_thread_that_hangs_is_seen_and_so_is_that_it_goes_on() -> None:
 def test_the_command_serves_and_ends(folders: dict[str, str], expected: dict[str, list[int]]) -> None:
     names = [f"{name}={folder}" for name, folder in folders.items()]
     options = (
-        "--memory 3MiB --device cpu --ttft 10 --tbt 1 --host 127.0.0.1 --port 0 --threads 1 --max-num-seqs 4 "
+        "--memory 3MiB --device cpu --ttft 10 --tbt 1 --quantum 0.5 --host 127.0.0.1 --port 0 --threads 1 --max-num-seqs 4 "
         "--max-batch-tokens 64 --max-body 1MiB --max-requests 8 --deadline 60 --grace 5 --allow-host box "
         "--access-log --log-level info"
     )
@@ -364,7 +364,7 @@ def test_the_memory_of_a_broker_is_its_own(folders: dict[str, str], tmp_path: Pa
         assert found.returncode == 2 and "nothing was started" in found.stderr and "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize("models", [["x=/none"], ["a={a}", "a={b}"], ["=x"]])
+@pytest.mark.parametrize("models", [["x=/none"], ["a={a}", "a={b}"], ["=x"], ["a={a}", "--quantum", "0"]])
 def test_what_cannot_be_served_is_said_before_anything_is_loaded(folders: dict[str, str], models: list[str]) -> None:
     given = [each.format(**folders) for each in models]
     command = [sys.executable, "-m", "remap", "serve-many", *given, "--memory", "1GiB", "--port", "0"]

@@ -33,7 +33,7 @@ def advise(
         "sharegpt"
     ),
     arrivals: Annotated[str, typer.Option(help="As of `remap simulate`.")] = "azure-code",
-    sharing: Annotated[str, typer.Option(help="temporal (turns) or spatial (at once).")] = "temporal",
+    sharing: Annotated[str, typer.Option(help="epochs, temporal or spatial, as of `remap simulate`.")] = "epochs",
     requests: Annotated[int, typer.Option(min=20, max=100_000, help="Of one seed.")] = 500,
     seeds: Annotated[int, typer.Option(min=1, max=99, help="Loads that are drawn; the answer has their medians.")] = 3,
     tables: Tables = None,

@@ -50,6 +50,12 @@ def serve_many(
     tbt: Annotated[
         float | None, typer.Option(min=0.0001, help="Seconds from token to token.", show_default="none")
     ] = None,
+    quantum: Annotated[
+        float,
+        typer.Option(
+            help="Seconds of a model's turn: so long others wait for memory, and for layers that it has lent."
+        ),
+    ] = 1.0,
     host: serving.ListenHost = "127.0.0.1",
     port: serving.ListenPort = 8000,
     threads: Annotated[
@@ -78,6 +84,10 @@ def serve_many(
         from remap_serve.cluster.served_model import ends_of, tokenizer_of
 
         _require_memory(device, memory)
+        if not quantum > 0:
+            raise InvalidArgument(
+                f"quantum must be above 0, got {quantum}; nothing was started", field="quantum", value=quantum
+            )
         limits = serving.limits_of(max_body, max_requests, deadline)
         config = Config(ttft_s=ttft, tbt_s=tbt)
         folders = _folders(models)
@@ -100,7 +110,7 @@ def serve_many(
             if memory is not None:
                 whole = size // page_bytes * page_bytes
                 session = stack.enter_context(closing(Session(whole, device=device, page_bytes=page_bytes)))
-            shared = make_many(plans, session, config, max_num_seqs, max_batch_tokens)
+            shared = make_many(plans, session, config, max_num_seqs, max_batch_tokens, quantum)
             weights = sum(plan.weights for plan in plans.values())
             text = (
                 f"{len(plans)} models of {show_size(weights)} on {show_size(size)} of {session.broker or session.device}, "

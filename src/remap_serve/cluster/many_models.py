@@ -78,8 +78,11 @@ def make_many(
     config: remap.Config | None = None,
     max_num_seqs: int = 32,
     max_batch_tokens: int = 512,
+    quantum_s: float = 1.0,
 ) -> SharedEngines:
-    """The session's engines. Models are loaded one after another, so host memory never holds two copies of more than one.
+    """The session's engines, in turns of `quantum_s`.
+
+    Models are loaded one after another, so host memory never holds two copies of more than one.
 
     Raises what `served_model.load` and `Session.attach` raise; the session keeps the models that were attached before.
     """
@@ -97,4 +100,4 @@ def make_many(
         engines[name] = LLMEngine(
             model, tenant, session=session, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens
         )
-    return SharedEngines(session, engines)
+    return SharedEngines(session, engines, quantum_s=quantum_s)
