@@ -69,9 +69,10 @@ of at most 0.2 s. TPOT is a request's mean time of a token after the first, a ga
 and KV in host memory). `sleep+swap` is the strongest that does: one model is awake at a time, whole, with all memory that the
 others do not need, as sleep mode has it; and KV of paused requests stays in host memory, where sleep mode loses it. It is 1.1 to
 5.2 times as quick to the first token as `kv-pool+swap` (P99, medians). The default, `remap`, has all of these donors: with it the
-median P99 time to the first token is 2.7 to 36 times shorter than with `kv-pool+swap`, in all seven loads, within 4 % of `ideal`
-in four, and 1.1 to 33 times shorter than with `sleep+swap` (seed by seed 0.97 to 44; least where two small models share an RTX
-4090, at 4/s). Bad: **`remap` preempts 4 to 37 times as often as `kv-pool+swap` does** (each time to host memory); **its P99 time
+P99 time to the first token is 2.5 to 28 times shorter than with `kv-pool+swap` in all seven loads, in the median of the seeds'
+quotients, and 1.4 to 16 times shorter than with `sleep+swap` (seed by seed 0.97 to 44; least on C2). Its median is within 4 %
+of `ideal`'s in four.
+Bad: **`remap` preempts 4 to 37 times as often as `kv-pool+swap` does** (each time to host memory); **its P99 time
 between tokens is, seed by seed, up to 9.8 times as long** (C2; up to 5.9 times `sleep+swap`'s), and up to 63 % longer than
 `ideal`'s; P99 TPOT is up to 3.2 times `kv-pool+swap`'s, and 2.3 times `sleep+swap`'s (8/s on the RTX 4090). On C2 and on the RTX
 4090 it is far from `ideal` (40.9 and 1.04 s; 1.71 and 1.12, 12.4 and 6.53 s). Without the pool, `remap:weights+swap`, first
