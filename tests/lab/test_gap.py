@@ -100,8 +100,8 @@ def test_what_is_run() -> None:
 
 
 def test_what_the_page_says_of_the_alternatives_is_what_is_stored() -> None:
-    """ "Behind in six of the seven", "2.5 to 28 times", "1.4 to 16", "0.97 to 44", "within 4 % in four", "4 to 37 times", "9.8 times",
-    "63 %", "3.2 times", "sooner in one load"; who is far. Behind are weights alone; all else is of the default."""
+    """ "Behind in six of the seven", "2.5 to 28 times", "1.4 to 16", "0.97 to 44", "within 4 % in four", "4 to 37 times",
+    "9.8 times", "63 %", "3.2 times", "sooner in one load"; who is far. Behind are weights alone; all else is of the default."""
     data = json.loads(gap.RESULTS.read_text(encoding="utf-8"))
 
     def values(cell: Cell, policy: str, figure: str = "ttft_p99_s") -> list[float]:
