@@ -323,17 +323,21 @@ def knee(
 @app.command()
 def real(
     quick: Annotated[bool, typer.Option("--quick", help="Small random models, one round: that it runs.")] = False,
+    turns: Annotated[
+        bool, typer.Option("--turns", help="Three models in turns, and in epochs; four policies.")
+    ] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
     results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/real.json")] = None,
 ) -> None:
     """The engine under each policy on this machine, in the same memory. What is in the file already is not run again."""
-    from .real.command import RESULTS, run_real
+    from .real.command import RESULTS, RESULTS_OF_TURNS, run_real
 
-    # Other settings begin the file anew, so quick runs have one of their own.
-    path = results or (Path("out/real.json") if quick else RESULTS)
+    # Other settings begin the file anew, so each suite has one of its own.
+    suite = "quick" if quick else "turns" if turns else "full"
+    path = results or {"quick": Path("out/real.json"), "turns": RESULTS_OF_TURNS, "full": RESULTS}[suite]
     with exit_on_error():
         writable(path)
-        typer.echo(run_real(path, "quick" if quick else "full", report_only=report_only))
+        typer.echo(run_real(path, suite, report_only=report_only))
 
 
 @app.command()

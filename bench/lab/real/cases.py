@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from remap_serve.sim.workload import Arrivals
 
 from .pie import Pie
 
-__all__ = ["FULL", "IDEAL", "POLICIES", "QUICK", "SUITES", "Case", "Policy", "find"]
+__all__ = ["FULL", "IDEAL", "IN_TURNS", "POLICIES", "QUICK", "SUITES", "Case", "Policy", "find"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Case:
 
     def __str__(self) -> str:
         models = [spec.name for spec in self.preset.models]
-        turns = f" in turns of {self.quantum_s:g} s" if self.mode == "temporal" else " at once"
+        of = f"of {self.quantum_s:g} s"
+        turns = {"temporal": f" in turns {of}", "epochs": f" in epochs {of}"}.get(self.mode, " at once")
         turns *= len(models) > 1
         return (
             f"{' and '.join(models) if len(models) < 3 else ', '.join(models)}{turns} in {self.preset.dtype}, KV of "
@@ -132,5 +133,10 @@ QUICK = Suite(
     ),
     rounds=1,
 )
-SUITES: Mapping[str, Suite[Case]] = {"full": FULL, "quick": QUICK}
+# The same load and memory under both rules.
+TURNS = Suite((FULL.cases[2], replace(FULL.cases[2], name="three in epochs", mode="epochs")), rounds=3)
+SUITES: Mapping[str, Suite[Case]] = {"full": FULL, "quick": QUICK, "turns": TURNS}
+IN_TURNS = (IDEAL, "recompute", "kv-pool+swap", "remap")
+"""The policies of `TURNS`."""
+
 find = partial(find_in, SUITES)

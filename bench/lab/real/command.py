@@ -17,11 +17,12 @@ from typing import Any
 from bench.lab import ROOT, rounds, seeds
 from bench.lab.seeds import AGAINST, GOODPUT, Column
 
-from .cases import IDEAL, POLICIES, SUITES, Case
+from .cases import IDEAL, IN_TURNS, POLICIES, SUITES, Case
 
-__all__ = ["RESULTS", "run_real"]
+__all__ = ["RESULTS", "RESULTS_OF_TURNS", "run_real"]
 
 RESULTS = ROOT / "bench" / "results" / "real.json"
+RESULTS_OF_TURNS = RESULTS.with_name("real-turns.json")
 COLUMNS = (
     Column("tokens_per_s", "tokens/s", more_is_better=True),
     Column("ttft_p99_s", "TTFT P99, s"),
@@ -37,12 +38,14 @@ COLUMNS = (
     Column("kv_out_bytes", "KV out, MB", 1e-6),
     Column("cpu_s", "processor time, s"),
 )
+LONGEST = Column("longest_gap_p99_s", "longest gap of a request, P99, s")
+"""Of runs since it was noted."""
 PAGE = """# The engine under each policy, {rounds} rounds
 
 Measured on {machine}. The 1-minute load before the runs was {load}. {threads} thread computes,
 greedy. All models but SmolLM2 have random weights, and prompts are random tokens. The requests of a case arrive at fixed
 times and are the same in every run. Each figure is the median of n rounds, (worst to best); the policies alternate within a
-round. Made by `python -m bench.lab real`.
+round. Made by `python -m bench.lab real{option}`.
 
 {tokens}
 
@@ -59,16 +62,22 @@ Processor time: of all threads from the first step on, copies included.
 
 
 def _page(data: Mapping[str, Any], suite: rounds.Suite[Case]) -> str:
+    columns = (*COLUMNS[:4], LONGEST, *COLUMNS[4:]) if suite is SUITES["turns"] else COLUMNS
     return PAGE.format(
         rounds=suite.rounds,
         machine=rounds.machine_of(data),
         load=rounds.loads_of(data),
         threads=suite.threads,
-        policies="\n".join(f"- `{name}`: {policy.about}" for name, policy in POLICIES.items()),
+        option=" --turns" if suite is SUITES["turns"] else "",
+        policies="\n".join(f"- `{name}`: {POLICIES[name].about}" for name in _policies(suite)),
         cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
         tokens=rounds.said_of_tokens(data, IDEAL),
-        table=rounds.table(data, suite, list(POLICIES), COLUMNS),
+        table=rounds.table(data, suite, _policies(suite), columns),
     )
+
+
+def _policies(suite: rounds.Suite[Case]) -> list[str]:
+    return list(IN_TURNS if suite is SUITES["turns"] else POLICIES)
 
 
 def run_real(results: Path, suite_name: str = "full", *, report_only: bool = False) -> str:
@@ -82,7 +91,7 @@ def run_real(results: Path, suite_name: str = "full", *, report_only: bool = Fal
     if not report_only:
         cases = [case.name for case in suite.cases]
         rounds.run_missing(
-            data, results, "bench.lab.real.one", suite_name, cases, list(POLICIES), suite.rounds, suite.threads
+            data, results, "bench.lab.real.one", suite_name, cases, _policies(suite), suite.rounds, suite.threads
         )
     text = _page(data, suite)
     results.parent.mkdir(parents=True, exist_ok=True)

@@ -224,7 +224,7 @@ class SharedEngines:
                 done[name] = self.engines[name].advance()
         self._idle_step = bool(done) and not any(step.computed for step in done.values())
         # Who has just got blocks, or is given some, computes in the next round.
-        gets = guests != self.active or bool(report and (report.changed or report.wanted))
+        gets = guests != self.active or bool(report is not None and report.changed)
         self._idle_turn = not gets and self._active in done and not done[self._active].computed
         if self._guests is not None and not self.unfinished:
             self._guests.begin(self._active)  # who steps the engines next finds them open
