@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bench.lab import rounds, seeds
 from bench.lab.apart import run_apart
 from bench.lab.commands import app
 from bench.lab.real import command
-from bench.lab.real.cases import FULL, IDEAL, POLICIES, QUICK, find
+from bench.lab.real.cases import FULL, IDEAL, IN_TURNS, POLICIES, QUICK, TURNS, find
 from bench.lab.real.one import _Watch, requests, serve
 from near_tokens import Near
 from typer.testing import CliRunner
@@ -220,3 +221,25 @@ def test_what_is_run() -> None:
     ]
     assert [case.mode for case in FULL.cases] == ["temporal"] * 3 + ["spatial"]
     assert json.loads(json.dumps(FULL.settings())) == FULL.settings()
+
+
+def test_what_is_said_of_turns_is_what_is_stored(tmp_path: Path) -> None:
+    """docs/notes/tenants.md: tokens are the same in all runs; in epochs gaps are shorter than in turns, and more tokens come than
+    with the strongest alternative under either rule."""
+    path = tmp_path / "turns.json"
+    path.write_bytes(command.RESULTS_OF_TURNS.read_bytes())
+    page = command.run_real(path, "turns", report_only=True)
+    assert page == command.RESULTS_OF_TURNS.with_suffix(".md").read_text(encoding="utf-8") and "real --turns" in page
+    points = json.loads(path.read_text(encoding="utf-8"))["points"]
+    assert len(points) == 3 * len(IN_TURNS) * len(TURNS.cases)
+    assert not any(point[rounds.DIFFER.key] for point in points.values())
+
+    def of(case: str, policy: str, figure: str) -> float:
+        return statistics.median(
+            points[rounds.run_name(f"three in {case}", policy, number)][figure] for number in range(3)
+        )
+
+    assert of("epochs", "remap", "tbt_p99_s") < 0.5 * of("turns", "remap", "tbt_p99_s")
+    for case in ("turns", "epochs"):
+        assert of("epochs", "remap", "tokens_per_s") > 1.1 * of(case, "kv-pool+swap", "tokens_per_s")
+        assert of("epochs", "remap", "longest_gap_p99_s") < of(case, "kv-pool+swap", "longest_gap_p99_s")

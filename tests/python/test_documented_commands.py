@@ -171,7 +171,8 @@ TRIED = {
         ("--only recompute --quick --seconds 1 --runs 1 --out out",), small="--quick --seconds 1 --runs 1 --out out"
     ),
     "bench.lab real": Tried(
-        ("--quick --report-only --results real.json",), parsed="test_lab_real.py runs it with --quick"
+        ("--quick --report-only --results real.json", "--turns --report-only --results turns.json"),
+        parsed="test_lab_real.py runs it with --quick",
     ),
     "bench.lab offline": Tried(
         ("--quick --report-only --results offline.json",), parsed="test_lab_offline.py runs it with --quick"
