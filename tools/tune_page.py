@@ -34,7 +34,7 @@ HEAD = """# Tune
 
 *Written by `tools/tune_page.py` from the sources; a test compares.*
 
-Leave everything as it is at first: the defaults are the product. What operators decide is `slowdown` (how much waiting
+Leave everything as it is: the defaults are the product. What operators decide is `slowdown` (how much waiting
 is allowed), the targets `ttft_s` and `tbt_s`, and `lends`. `remap advise` and `remap plan` print
 the lines for a machine and its models.
 """
@@ -43,7 +43,7 @@ TURNS = """## Turns
 
 Of models that share memory, each one's demand for it is met first for `quantum_s` (`SharedEngines`), or
 `--quantum` (`serve-many`, `simulate`): 1 second. Give twice what its layers need to come home, or more: shorter turns copy
-more. A request that has begun waits for 4 s, and then for its model's turn.
+more. A request that has begun waits for 4 s or 20 rounds, then for its model's turn.
 """
 
 

@@ -47,9 +47,9 @@ MODES = ("epochs", "temporal", "spatial")
 PARTIAL = 0.25
 """By which share of their computation a turn's passes may wait for layers whose place live blocks of others have taken. Over a
 slow link whole layers would cost many times a pass, in every turn, for as long as these blocks live."""
-LONGEST_S = 4.0
-"""For how long a request that has begun waits for a token, before it goes in front of its tenant's others when their turn begins:
-with turns of a second, so a pause for it comes once in a hundred tokens at most."""
+LONGEST_S, ROUNDS = 4.0, 20
+"""For how long a request that has begun waits for a token, and for as long as how many rounds at least, before it goes in front
+of its tenant's others when their turn begins: where a round takes seconds, so do the copies that this costs."""
 AGAIN_S, LATER_S = 0.05, 0.5
 """After how long a tenant asks again for pages that other processes keep: while no tenant here runs, and while one does, which
 has to stop for it. Within `process_turn.ASKS_S`."""
@@ -158,6 +158,7 @@ class SharedEngines:
         self._active: str | None = None  # whose turn it is; None before the first, and in rounds
         self._turn_began = 0.0
         self._idle_step = False  # the last step got nothing done
+        self._round_s = 0.0  # what the last round took that computed
         self._idle_turn = False  # or nothing for the tenant whose turn it is
         self._prepared: str | None = None  # in turns: whose turn is next, if its layers are coming home already
         self._returning: _Return | None = None  # temporal only: not all of them were seen at home
@@ -229,6 +230,8 @@ class SharedEngines:
         if self._guests is not None and not self.unfinished:
             self._guests.begin(self._active)  # who steps the engines next finds them open
         now = self._clock()
+        if not self._idle_step:
+            self._round_s = now - begun
         turn = self._pending_turn
         if turn is not None and turn.name in done and done[turn.name].computed:
             self._end_pending(now - turn.begun_s)
@@ -328,10 +331,13 @@ class SharedEngines:
         elif not over:
             self._begin_again(self._active)
 
+    def _rotate(self, name: str) -> None:
+        self.engines[name].rotate(max(LONGEST_S, ROUNDS * self._round_s))
+
     def _begin_again(self, name: str) -> None:
         """Nobody else needs a turn: a new one of its own, without a switch."""
         self._turn_began = self._clock()
-        self.engines[name].rotate(LONGEST_S)
+        self._rotate(name)
         if self._guests is not None:
             self._guests.begin(name)
         if self._prepared is not None:  # has nothing to do any more, or is a guest and lacks nothing
@@ -442,7 +448,7 @@ class SharedEngines:
         self._end_pending(None)
         if self._guests is not None:
             self._guests.begin(name)
-        self.engines[name].rotate(LONGEST_S)
+        self._rotate(name)
         self._active, self._turn_began, self._idle_step, self._idle_turn = name, self._clock(), False, False
         self._turn_cost_s = self._turn_began - begun + reload_s
         self._waits.pop(name, None)
