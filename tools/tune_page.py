@@ -42,7 +42,7 @@ the lines for a machine and its models.
 TURNS = """## Turns
 
 Of models that share memory, each one's demand for it is met first for `quantum_s` (`SharedEngines`), or
-`--quantum` (`serve-many`, `simulate`): 1 second. Give twice what its layers need to come home, or more: shorter turns copy
+`--quantum` (`remap serve-many`): 1 second. Give twice what its layers need to come home, or more: shorter turns copy
 more. A request that has begun waits for 4 s or 20 rounds, then for its model's turn.
 """
 

@@ -98,8 +98,8 @@ TRIED = {
     ),
     "remap serve-many": Tried(
         (
-            "a=MODEL b=MODEL --memory 3MiB --device cpu --ttft 10 --tbt 1 --host 127.0.0.1 --port 0 --threads 1 --max-num-seqs 4 "
-            "--max-batch-tokens 64 --max-body 1MiB --max-requests 8 --deadline 60 --grace 5 --allow-host box "
+            "a=MODEL b=MODEL --memory 3MiB --device cpu --ttft 10 --tbt 1 --quantum 0.5 --host 127.0.0.1 --port 0 --threads 1 "
+            "--max-num-seqs 4 --max-batch-tokens 64 --max-body 1MiB --max-requests 8 --deadline 60 --grace 5 --allow-host box "
             "--access-log --log-level info",
         ),
         parsed="it serves until it is interrupted: test_serve_many.py runs it with these options",
