@@ -86,7 +86,9 @@ def serve_many(
         _require_memory(device, memory)
         if not quantum > 0:
             raise InvalidArgument(
-                f"quantum must be above 0, got {quantum}; nothing was started", field="quantum", value=quantum
+                f"quantum must be above 0, got {quantum}; nothing was started; give seconds, such as 1",
+                field="quantum",
+                value=quantum,
             )
         limits = serving.limits_of(max_body, max_requests, deadline)
         config = Config(ttft_s=ttft, tbt_s=tbt)

@@ -85,6 +85,9 @@ class SharedEngines:
     math.inf: turns drain, and a tenant that is never out of work keeps the memory. Turns go round in the
     order of `engines`, if turns is None and no tenant was without pages when this was made. clock: the engines' own.
 
+    Engines that swap: a request that has begun and waits for a token for `LONGEST_S`, or for `ROUNDS` rounds if longer, goes
+    before its tenant's others when their turn begins.
+
     turns: the rule for temporal turns (`remap.policy.turns.Turns`), by the targets that tenants were attached with
     (`Config.ttft_s`, `tbt_s`). None: where some tenant has no pages, `Turns(quantum_s)`. A tenant that begins to wait has its
     first layers loaded ahead of its turn (`session.expect`).
@@ -230,7 +233,7 @@ class SharedEngines:
         if self._guests is not None and not self.unfinished:
             self._guests.begin(self._active)  # who steps the engines next finds them open
         now = self._clock()
-        if not self._idle_step:
+        if done and not self._idle_step:
             self._round_s = now - begun
         turn = self._pending_turn
         if turn is not None and turn.name in done and done[turn.name].computed:
