@@ -6,12 +6,11 @@ BEFORE = """# Four papers and ours
 
 Four papers turn memory that holds weights, or memory of the host, into room for KV. This page says where their claims
 hold in our simulation, under which load and metric, and where not. The library's own planner, arena and controller run
-in it; time is virtual, and passes take what a roofline fitted to published measurements says. The papers print few
-rates, so most comparisons are over grids.
+in it; time is virtual, and passes take what a roofline fitted to published measurements says.
 
 Ours are medians of {seeds} seeds; ranges, loads and constants are beside the data. A minus is worse than the
 baseline. `recompute` is vLLM's preemption, c the rate at which it is saturated. `ideal` is `recompute` with six times
-the memory: a yardstick and no bound, since more memory lets more requests run at once. –: not run, or meaningless. TTFT
+the memory: a yardstick, no bound, as more requests run at once. –: not run, or meaningless. TTFT
 is the time to the first token, TBT one gap between tokens, TPOT the mean gap of a request.
 
 `python -m bench.lab four-papers` writes this page from `bench/results/*.json`.
@@ -22,8 +21,8 @@ ONEIROS = """## Oneiros
 *Li et al., KV Cache Optimization through Parameter Remapping for Multi-tenant LLM Serving.* A GH200; C1 is three models
 in turns, C2 two; {oneiros_requests} requests a run. Four numbers in a cell, in %: P99 TBT lower; P99 TPOT lower; P99 TTFT
 lower; tokens/s more. Ours is `remap:weights`, in Figs 11, 16 and 17 the library set as Oneiros describes it. Mean: over
-the rates at which `recompute` preempts and still keeps up. It has no floor: one seed whose gaps come to a turn
-weighs as much as many that have none. Best: the most favourable rate. `ideal` (mean) was run at c,
+the rates at which `recompute` preempts and still keeps up. It has no floor: one seed can weigh as much
+as all others. Best: the most favourable rate. `ideal` (mean) was run at c,
 for Fig. 14 and Fig. 8 with ShareGPT's lengths at 0.3 to 1.5 c.
 
 {table}
@@ -67,8 +66,7 @@ P99 TTFT, times lower than vLLM's, by demand and work:
 {edge_text}
 **Does not hold here:** lookahead hardly changes bubbles or tokens/s, restoring not the median first token.
 
-Every step: [kunserve.md]({results}/kunserve.md). A forecast with which `remap` reaches `ideal`, bursts in which dropping does
-harm: [kunserve-map.md]({results}/kunserve-map.md).
+Every step: [kunserve.md]({results}/kunserve.md). Forecasts, and bursts in which dropping does harm: [kunserve-map.md]({results}/kunserve-map.md).
 """
 
 HYBRIDSERVE = """## HybridServe
@@ -85,7 +83,7 @@ better of both (five seeds). No mixture won on a CPU ([offline.md]({results}/off
 links outside the range in which one can. **Explained:** FlexGen's utilisation, {flexgen} % for their 7.4 and 12.6, as
 its attention moves K and V three times. **Not the size:** with one link for both, 2.19 times FlexGen in the mean is
 beyond the bound. **Not where computing is scarce:** on a GH200 mixtures gain at most {gh200} %. **Hardly
-needed:** activations that stay (weights that stay do as much), copies by mini-batch ({parts} % at most).
+needed:** activations that stay, copies by mini-batch ({parts} % at most).
 
 Every batch and the bound: [hybridserve.md]({results}/hybridserve.md).
 """
@@ -103,15 +101,13 @@ or at any time. `+swap` is `remap:weights+swap`.
 {nvlink} % of the gap from `recompute` to `ideal` in P99 TTFT on a GH200, {pcie} % on an RTX 4090
 ([gap.md]({results}/gap.md)). **Against its closed form**, where expanding was free and only copies longer than a pass were
 waited for, fixed expansions of the 13b models serve {starts} % fewer tokens/s, {anytime} % at any time. Still in Pie's favour:
-only blocks in use are copied, larger layers find room for nothing, and its adaptive rule's numbers, which the paper lacks, were
-chosen for it.
+only blocks in use are copied, larger layers find room for nothing, and we chose its adaptive rule's numbers.
 
 Every size and rate: [pie.md]({results}/pie.md).
 
 ## What none of the four has
 
 [Four figures]({results}/beyond.md): regret, all donors over time, lending between processes, exactness.
-[More]({results}/paper.md#what-the-paper-does-not-have): models that lend each other layers, bounds on stalls. How near
-policies come to `ideal`: [gap.md]({results}/gap.md); what weights add, by link and rate: [map.md]({results}/map.md);
-on our engine: [real.md]({results}/real.md).
+[More]({results}/paper.md#what-the-paper-does-not-have): bounds on stalls. [Gaps to `ideal`]({results}/gap.md), [what
+weights add]({results}/map.md), [our engine]({results}/real.md).
 """
