@@ -3,6 +3,7 @@ any line. Tokens of real models under epochs: test_sharing.py; real sessions: te
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -90,6 +91,49 @@ def test_whom_an_interrupt_left_active_is_no_guest_and_its_layers_may_go() -> No
     engines["b"].tenant.active = engines["c"].tenant.active = True
     guests.look("a", "c")  # c is expected: its layers come home for the next turn
     assert calls == ["-b"]
+
+
+def test_a_tenant_whose_layers_are_loading_keeps_no_round_waiting() -> None:
+    guests, engines, calls = world(Played("a", 3), Played("b", 5), Played("c"))
+    engines["b"].tenant.active = True
+    guests.look("a", None, "b")
+    assert guests.names == () and not calls  # nor are its layers lent again
+    guests.look("a", None)
+    assert guests.names == ("b",)
+
+
+@pytest.mark.parametrize("load_s", [0, 40, 400])
+def test_a_prepared_tenant_computes_as_a_guest_once_its_layers_have_loaded(load_s: int) -> None:
+    session, now = Switched(), iter(range(1 << 30))
+    engines = {name: Member(name, ContentPool(200, 400, random.Random(1)), session) for name in "ab"}
+    session.tenants.update({name: engine.tenant for name, engine in engines.items()})
+    clock = SimpleNamespace(now=0.0)
+    loaded = dict.fromkeys("ab", math.inf)
+
+    def tick() -> float:
+        clock.now = float(next(now))
+        return clock.now
+
+    def activate(name: str, **more: Any) -> Any:
+        tenant, report = session.tenants[name], Switched.activate(session, name, **more)
+        if tenant.away_pages:
+            tenant.away_pages, loaded[name], report.restored = 0, clock.now + load_s, (0,)
+        return report
+
+    vars(session).update(activate=activate)
+    engines["b"].tenant.away_pages = 5
+    for name, engine in engines.items():
+        engine.tenant.ready = lambda layer, name=name: clock.now >= loaded[name]
+        engine.add_request(Request(name, (1, 2, 3), SamplingParams(max_tokens=200)))
+    shared = SharedEngines(session, engines, quantum_s=300, clock=tick)
+    shared._prepares, shared._page_s = True, 20.0  # as if host memory had room for KV; a load takes a hundred ticks
+    while "b" not in shared.active:
+        shared.step()
+    began = clock.now
+    if load_s == 400:  # its turn begins with layers that are still loading
+        assert shared._active == "b" and 300 <= began <= 330
+    else:
+        assert shared._active == "a" and loaded["b"] <= began <= loaded["b"] + 20
 
 
 def test_the_guest_whose_turn_is_furthest_gives_and_lets_nobody_in_for_the_rest_of_the_turn() -> None:
@@ -232,6 +276,20 @@ def test_whoever_runs_the_engines_next_finds_them_open() -> None:
     while shared.unfinished:
         shared.step()
     assert not engines["b"].scheduler.closed
+
+
+def test_a_guest_that_had_to_give_blocks_asks_for_none() -> None:
+    session, asked = Switched(), []
+    engines = {name: Member(name, ContentPool(200, 400, random.Random(1)), session) for name in "ab"}
+    session.tenants.update({name: engine.tenant for name, engine in engines.items()})
+    vars(session).update(step=lambda demand: asked.append(set(demand)) or Switched.step(session, demand))
+    shared = SharedEngines(session, engines, quantum_s=math.inf)
+    for name, engine in engines.items():
+        engine.add_request(Request(name, (1, 2, 3), SamplingParams(max_tokens=9)))
+    for closed in (False, True, False):
+        engines["b"].scheduler.closed = closed
+        shared.step()
+    assert asked == [{"a", "b"}, {"a"}, {"a", "b"}]
 
 
 def test_where_one_model_is_awake_at_a_time_nobody_is_a_guest() -> None:

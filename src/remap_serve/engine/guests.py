@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who computes beside the tenant whose turn it is: two clocks instead of one.
 
-A turn says whose demand for memory is met: it lasts for an epoch, since what changes hands has to pass the link. Who computes
+A turn says whose demand for memory comes first: it lasts for an epoch, since what changes hands has to pass the link. Who computes
 may change after each pass, and costs nothing where the layers are at home and the blocks are there. So a tenant with work, all of
-whose layers are its own, is a guest of another's turn: it runs a pass in each round, with the blocks that it has, and asks for
-none.
+whose layers are its own and have loaded, is a guest of another's turn: it runs a pass in each round, and asks for blocks of those
+who do not compute, until it has to give some.
 
     look    who has work and its layers joins; who has none any more leaves, so that its layers may be lent
     give    the tenant whose turn it is lacks blocks, and a request of its has waited for `WAITS_S`: the guest whose turn is
@@ -71,17 +71,20 @@ class Guests:
         for name in names:
             self._engines[name].pause()
 
-    def look(self, owner: str, expected: str | None) -> None:
-        """Between two rounds. expected: a tenant that is active for its next turn."""
+    def look(self, owner: str, expected: str | None, loads: str | None = None) -> None:
+        """Between two rounds. expected: a tenant that is active for its next turn. loads: one whose layers are coming home: its pass
+        would wait for them, and the whole round with it."""
         for name, engine in self._engines.items():
             if name == owner:
                 continue
             if name in self.names:
                 if not engine.unfinished:
                     self._leave(name)
-            elif engine.unfinished and name not in self._left and self._at_home(name):
+            elif engine.unfinished and name not in self._left and name != loads and self._at_home(name):
                 self._join(name)
-            elif self._session is not None and engine.tenant.active and name != expected:  # behind an interrupt
+            elif (
+                self._session is not None and engine.tenant.active and name not in (expected, loads)
+            ):  # behind an interrupt
                 self._session.deactivate(name)
 
     def give(self, owner: str, blocks: int) -> None:

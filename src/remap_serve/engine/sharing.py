@@ -218,7 +218,7 @@ class SharedEngines:
         if not self.active and (others_turn or self._lacking):
             self._wait()
         if self._guests is not None and self._active is not None:
-            self._guests.look(self._active, self._prepared)
+            self._guests.look(self._active, self._prepared, None if self._returning is None else self._returning.name)
         guests = self.active
         report = self._rebalance()
         done: dict[str, StepOutput] = {}
@@ -611,8 +611,8 @@ class SharedEngines:
         """One call for all active tenants; moves may concern any tenant. The session's report, None without one."""
         if self.session is None or not self.active or self._prepared is not None:
             return None
-        asking = self.active if self._active is None else (self._active,)
-        report = self._reports.ask(lambda: self.session.step({name: self.engines[name].demand() for name in asking}))
+        asking = [self.engines[name] for name in self.active if not self.engines[name].scheduler.closed]
+        report = self._reports.ask(lambda: self.session.step({one.tenant.name: one.demand() for one in asking}))
         if self._guests is not None and self._active is not None:
             self._guests.give(self._active, report.unmet_blocks.get(self._active, 0))
         return report
