@@ -66,7 +66,8 @@ P99 TTFT, times lower than vLLM's, by demand and work:
 {edge_text}
 **Does not hold here:** lookahead hardly changes bubbles or tokens/s, restoring not the median first token.
 
-Every step: [kunserve.md]({results}/kunserve.md). Forecasts, and bursts in which dropping does harm: [kunserve-map.md]({results}/kunserve-map.md).
+Every step: [kunserve.md]({results}/kunserve.md). Forecasts, and bursts in which dropping does harm:
+[kunserve-map.md]({results}/kunserve-map.md).
 """
 
 HYBRIDSERVE = """## HybridServe

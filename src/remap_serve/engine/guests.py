@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who computes beside the tenant whose turn it is: two clocks instead of one.
 
-A turn says whose demand for memory comes first: it lasts for an epoch, since what changes hands has to pass the link. Who computes
-may change after each pass, and costs nothing where the layers are at home and the blocks are there. So a tenant with work, all of
-whose layers are its own and have loaded, is a guest of another's turn: it runs a pass in each round, and asks for blocks of those
-who do not compute, until it has to give some.
+A turn says whose demand for memory comes first: it lasts for an epoch, since what changes hands has to pass the link. Who
+computes may change after each pass, and costs nothing where the layers are at home and the blocks are there. So a tenant with
+work, all of whose layers are its own and have loaded, is a guest of another's turn: it runs a pass in each round, and asks for
+blocks of those who do not compute, until it has to give some.
 
     look    who has work and its layers joins; who has none any more leaves, so that its layers may be lent
     give    the tenant whose turn it is lacks blocks, and a request of its has waited for `WAITS_S`: the guest whose turn is
@@ -72,8 +72,8 @@ class Guests:
             self._engines[name].pause()
 
     def look(self, owner: str, expected: str | None, loads: str | None = None) -> None:
-        """Between two rounds. expected: a tenant that is active for its next turn. loads: one whose layers are coming home: its pass
-        would wait for them, and the whole round with it."""
+        """Between two rounds. expected: a tenant that is active for its next turn. loads: one whose layers are coming home: its
+        pass would wait for them, and the whole round with it."""
         for name, engine in self._engines.items():
             if name == owner:
                 continue
