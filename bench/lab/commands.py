@@ -187,22 +187,22 @@ def market(
 
 @app.command()
 def regret(
-    loads: Annotated[int, typer.Option(min=1, help="The first so many loads; more later go on.")] = 40,
+    loads: Annotated[int, typer.Option(min=1, help="The first so many that wait for memory; more later go on.")] = 12,
     quick: Annotated[bool, typer.Option("--quick", help="Few requests, one seed, four loads at most.")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
     results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/regret.json")] = None,
 ) -> None:
     """How far the default is behind the best policy of each load, over many loads. What is in the file is not run again."""
-    from .regret import LOADS, QUICK, RESULTS, SETTINGS, run_regret
+    from .regret import QUICK, RESULTS, SETTINGS, run_regret
 
     # Other settings begin the file anew, so quick runs have one of their own.
     path = results or (Path("out/regret.json") if quick else RESULTS)
     with exit_on_error():
         writable(path)
-        chosen = LOADS[: min(loads, 4) if quick else loads]
+        number = min(loads, 4) if quick else loads
         settings = QUICK if quick else SETTINGS
-        typer.echo(run_regret(path, settings, loads=chosen, jobs=jobs, report_only=report_only))
+        typer.echo(run_regret(path, settings, number=number, jobs=jobs, report_only=report_only))
 
 
 @app.command("map")

@@ -1,11 +1,12 @@
 """Regret: how far a policy is behind the best of all policies on a load, over many loads. And what weights add, as a map.
 
-    python -m bench.lab regret --loads 40     runs what is missing of the first 40 loads (hours on two cores) and writes the page
+    python -m bench.lab regret --loads 12     runs what is missing of 12 loads (an hour on two cores) and writes the page
     python -m bench.lab regret --quick        few requests, four loads, one seed: minutes
 
 A load is a machine, models that share a part of its memory evenly, a length of requests and a rate, as a share of c, what
-`recompute` serves a second when all requests are there at once. The loads are all combinations in one order
-at random, which never changes: the first N are a sample of all, and N may grow.
+`recompute` serves a second when all requests are there at once. All combinations are in one order at random, which never changes.
+Counted are those in which requests wait for memory, by two policies that are nobody's choice: the P99 first token of `recompute`
+is late, and at least twice as late as that of `ideal`. The first N of them are a sample, and N may grow.
 
 Regret of a figure: by how much of the best policy's a policy's is worse, seed by seed; the median over the seeds is the load's.
 Differences below `UNNOTICED` count as none: 40 ms until the first token instead of 30 are no regret of a third.
@@ -24,14 +25,15 @@ from typing import Any
 
 from remap.errors import InvalidArgument
 from remap.policy.hardware import machine
-from remap_serve.sim.policies import OURS, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
+from remap_serve.sim.policies import OURS, SLEEP_AND_SWAP, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 from remap_serve.sim.setup import evenly
 
 from . import ROOT, seeds
-from .paper.experiments import BASELINE, Panel
-from .paper.runs import Run, Settings, point, saturation
+from .paper.experiments import BASELINE, IDEAL, Panel
+from .paper.reckoning import figures
+from .paper.runs import Run, Settings, saturation, serve
 
-__all__ = ["LOADS", "POLICIES", "QUICK", "RESULTS", "SETTINGS", "Load", "regrets", "run_regret"]
+__all__ = ["LOADS", "POLICIES", "QUICK", "RESULTS", "SETTINGS", "Load", "counted", "regrets", "run_regret"]
 
 MACHINES = ("GH200-96GB", "H100-SXM", "H100-PCIe", "RTX-4090", "A100")
 MODELS: Mapping[str, tuple[str, ...]] = {
@@ -47,7 +49,13 @@ LENGTHS = ("sharegpt", "long", "alpaca")
 POLICIES = (
     *(BASELINE, "swap", "pie", UNUSED_KV, UNUSED_KV_AND_SWAP),
     *(WEIGHTS_ONLY, f"{WEIGHTS_ONLY}+swap", f"{WEIGHTS_ONLY}+pool", OURS),
+    *(SLEEP_AND_SWAP, "whole"),
 )
+ONE_AT_A_TIME = (SLEEP_AND_SWAP, "whole")
+"""Of several models, in turns alone; the others in epochs. `whole` is no policy of a machine, but a bound for turns."""
+LATE_S = 2.0
+LOOKS = 12
+"""At most so many loads are looked at for each one that is counted."""
 OF = (OURS, WEIGHTS_ONLY)
 """Whose regret is told: the default's, which has all donors, and that of weights alone."""
 SETTINGS = Settings(requests=400, seeds=5)
@@ -56,6 +64,7 @@ RESULTS = ROOT / "bench" / "results" / "regret.json"
 
 FIGURES: Mapping[str, bool] = {
     "ttft_p99_s": False,
+    "longest_gap_p99_s": False,
     "tpot_p99_s": False,
     "tbt_p99_s": False,
     "tbt_mean_s": False,
@@ -63,8 +72,22 @@ FIGURES: Mapping[str, bool] = {
     "goodput_per_s": True,
 }
 """Whether more is better."""
-TITLES = ("TTFT P99", "TPOT P99", "gap between tokens P99", "gap, mean", "tokens/s", "goodput")
-UNNOTICED: Mapping[str, float] = {"ttft_p99_s": 0.05, "tpot_p99_s": 0.005, "tbt_p99_s": 0.005, "tbt_mean_s": 0.005}
+TITLES = (
+    "TTFT P99",
+    "longest gap of a request P99",
+    "TPOT P99",
+    "gap between tokens P99",
+    "gap, mean",
+    "tokens/s",
+    "goodput",
+)
+UNNOTICED: Mapping[str, float] = {
+    "ttft_p99_s": 0.05,
+    "longest_gap_p99_s": 0.05,
+    "tpot_p99_s": 0.005,
+    "tbt_p99_s": 0.005,
+    "tbt_mean_s": 0.005,
+}
 """Seconds."""
 
 
@@ -86,12 +109,20 @@ class Load:
     def name(self, policy: str, seed: int) -> str:
         return f"{self.place} | {self.rate:g} c | {policy} | {seed}"
 
-    def panel(self) -> Panel:
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Those that it is run with."""
+        several = len(MODELS[self.models]) > 1
+        return POLICIES if several else tuple(one for one in POLICIES if one not in ONE_AT_A_TIME)
+
+    def panel(self, policy: str = BASELINE) -> Panel:
         """Raises InvalidArgument (fields requested, available) for weights that leave no KV."""
         on = machine(self.machine)
         tenants = evenly(MODELS[self.models], on, int(self.memory * on.hbm_bytes))
         text = ",".join(f"{one.name}={one.model.name}:{one.memory_bytes}B" for one in tenants)
-        return Panel(self.place, text, (self.lengths,), factors=(), requests=3.0 if self.lengths == "alpaca" else 1.0)
+        sharing = "temporal" if policy in ONE_AT_A_TIME else "epochs"
+        requests = 3.0 if self.lengths == "alpaca" else 1.0
+        return Panel(self.place, text, (self.lengths,), sharing=sharing, factors=(), requests=requests)
 
 
 def _fits(load: Load) -> bool:
@@ -121,18 +152,65 @@ def empty(settings: Settings) -> dict[str, Any]:
     return {"settings": made_with, "c": {}, "points": {}}
 
 
-def run_missing(data: dict[str, Any], settings: Settings, path: Path, jobs: int, loads: Sequence[Load]) -> None:
-    """Run what `data` lacks, load by load, and write `path` after each run."""
+def figures_of(run: Run, settings: Settings) -> dict[str, float]:
+    """Those of `FIGURES`, and preemptions."""
+    _, items, result = serve(run, settings)
+    found = figures(result, run.rate, items[-1].time_s - items[0].time_s)
+    found["longest_gap_p99_s"] = float(f"{result.longest_gap_p99_s:.5g}")
+    return {name: found[name] for name in (*FIGURES, "preemptions")}
+
+
+def _run(
+    data: dict[str, Any],
+    settings: Settings,
+    path: Path,
+    jobs: int,
+    wanted: Sequence[tuple[Load, Sequence[str], Sequence[int]]],
+) -> None:
+    """Run what `data` lacks of these (load, policies, seeds), and write `path` after each run."""
     runs = {}
-    for load in loads:
-        panel, there = load.panel(), replace(settings, machine=load.machine)
+    for load, policies, numbers in wanted:
+        there = replace(settings, machine=load.machine)
         if load.place not in data["c"]:
-            data["c"][load.place] = saturation(panel, there)[0]
+            data["c"][load.place] = saturation(load.panel(), there)[0]
         rate = load.rate * data["c"][load.place]
-        for seed in range(settings.seeds):
-            for policy in POLICIES:
-                runs[load.name(policy, seed)] = (Run(panel, policy, f"x{load.rate:g}", rate, seed), there)
-    seeds.run_missing(data, runs, path, jobs, point)
+        for seed in numbers:
+            for policy in policies:
+                run = Run(load.panel(policy), policy, f"x{load.rate:g}", rate, seed)
+                runs[load.name(policy, seed)] = (run, there)
+    seeds.run_missing(data, runs, path, jobs, figures_of)
+
+
+def waits(points: seeds.Points, load: Load) -> bool | None:
+    """Whether requests wait for memory, by the first seed; None: not known yet."""
+    late, ideal = (points.get(load.name(policy, 0)) for policy in (BASELINE, IDEAL))
+    if late is None or ideal is None:
+        return None
+    return late["ttft_p99_s"] > max(LATE_S, 2 * ideal["ttft_p99_s"])
+
+
+def counted(points: seeds.Points, loads: Sequence[Load], number: int) -> tuple[list[Load], int]:
+    """(at most the first `number` loads in which requests wait for memory, of the first so many that were looked at)."""
+    found: list[Load] = []
+    for looked, load in enumerate(loads):
+        there = waits(points, load)
+        if there is None or len(found) == number:
+            return found, looked
+        found += [load] * there
+    return found, len(loads)
+
+
+def run_missing(
+    data: dict[str, Any], settings: Settings, path: Path, jobs: int, number: int, loads: Sequence[Load]
+) -> None:
+    """Look for so many loads, and run what `data` lacks of them."""
+    loads = loads[: LOOKS * number]
+    found, looked = counted(data["points"], loads, number)
+    while len(found) < number and looked < len(loads):
+        some = loads[looked : looked + 4 * jobs]
+        _run(data, settings, path, jobs, [(load, (BASELINE, IDEAL), (0,)) for load in some])
+        found, looked = counted(data["points"], loads, number)
+    _run(data, settings, path, jobs, [(load, load.policies, range(settings.seeds)) for load in found])
 
 
 def regret(mine: float, best: float, figure: str) -> float:
@@ -149,8 +227,8 @@ def regrets(points: seeds.Points, load: Load, policy: str, number: int) -> dict[
     """Figure -> (median over the seeds, the policy that was best most often); None until all runs of a seed are there."""
     each: dict[str, list[tuple[float, str]]] = {figure: [] for figure in FIGURES}
     for seed in range(number):
-        runs = {one: points.get(load.name(one, seed)) for one in POLICIES}
-        if any(run is None for run in runs.values()):
+        runs = {one: points.get(load.name(one, seed)) for one in load.policies}
+        if policy not in runs or any(run is None for run in runs.values()):
             continue
         for figure, more in FIGURES.items():
             values = {one: run[figure] for one, run in runs.items() if run is not None}
@@ -227,13 +305,7 @@ def furthest(data: Mapping[str, Any], loads: Sequence[Load], policy: str, most: 
 
 def whole(points: seeds.Points, load: Load, number: int) -> bool:
     """Whether all runs of all seeds are there."""
-    return all(points.get(load.name(one, seed)) is not None for one in POLICIES for seed in range(number))
-
-
-def scarce(points: seeds.Points, load: Load, number: int) -> bool:
-    """Whether it matters what is done: some policy is 5 % behind another one in the P99 of first tokens or in tokens/s."""
-    found = (regrets(points, load, one, number) for one in POLICIES)
-    return any(one is not None and max(one[name][0] for name in ("ttft_p99_s", "tokens_per_s")) > 0.05 for one in found)
+    return all(points.get(load.name(one, seed)) is not None for one in load.policies for seed in range(number))
 
 
 def added(data: Mapping[str, Any], loads: Sequence[Load]) -> str:
@@ -260,21 +332,18 @@ def added(data: Mapping[str, Any], loads: Sequence[Load]) -> str:
 PAGE = """# Regret: the default, and weights alone, against the best policy of each load
 
 {loads} loads of {requests} requests (three times as many of Alpaca's), {seeds} seeds, in virtual time; made by
-`python -m bench.lab regret`. Bursts of the Azure code trace, models in turns of 1 s. A load is a machine, models that
+`python -m bench.lab regret`. Bursts of the Azure code trace, models in epochs of 1 s. A load is a machine, models that
 share 30 to 95 % of its memory evenly, a length of requests, and a rate between 0.3 and 1.2 times what `recompute` is
-saturated at; these are the first of {all} loads in one order at random. Policies: {policies}.
+saturated at: {all} loads, in one order at random.
 
-In {scarce} of them it matters what is done: in the others no policy is more than 5 % behind another one in the P99 time to the
-first token or in tokens/s, since KV never runs out for long, or computing is the limit.
+Of the first {looked}, these {loads} are those in which requests wait for memory: the P99 first token of `recompute` comes after
+more than {late:g} s, and at least twice as late as that of `ideal` (first seed). In the others no policy has much to gain.
+
+Policies: {policies}. The last two have turns of 1 s, in loads of several models. `whole` is no policy of a machine: the model
+whose turn it is has all memory, and to switch costs nothing.
 
 Regret: by how much of the best policy's figure a policy's is worse, the median of the seeds of a load. Less than 50 ms
-to the first token and 5 ms between tokens count as none.
-
-The P99 gap is not a smooth figure where models take turns. Each turn of another model is one gap of a second for
-everybody who runs; with 50 to 100 passes in a turn about one gap in a hundred is such a one, and the P99 is 70 ms or a second
-as it is a little less or a little more. On an H100-SXM with a 13B and an 8B model (70 % of the memory, ShareGPT, 0.9 c, one seed)
-0.78 % of the gaps are longer than 0.3 s under `kv-pool+swap`, 0.91 % under `ideal` and 1.02 % under `remap`: their P99 are 79,
-98 and 768 ms, their means 25.1, 24.4 and 26.6 ms, and the P99 times to the first token 22.5, 1.1 and 1.2 s.
+to the first token or in a longest gap, and 5 ms between tokens, count as none.
 
 {table}
 
@@ -295,22 +364,30 @@ Seconds, tokens/s and requests/s; medians of the seeds, so that their quotient n
 
 
 def run_regret(
-    results: Path, settings: Settings, *, loads: Sequence[Load] = LOADS, jobs: int = 1, report_only: bool = False
+    results: Path,
+    settings: Settings,
+    *,
+    number: int = 12,
+    loads: Sequence[Load] = LOADS,
+    jobs: int = 1,
+    report_only: bool = False,
 ) -> str:
-    """Run what `results` lacks of these loads, and write the page beside it. Returns the page. Raises InvalidArgument (field
-    path) for a file of something else, before anything runs."""
+    """Run what `results` lacks of the first `number` of these loads in which requests wait for memory, and write the page beside
+    it. Returns the page. Raises InvalidArgument (field path) for a file of something else, before anything runs."""
     data = seeds.read(results, empty(settings), "regret")
     if not report_only:
-        run_missing(data, settings, results, jobs, loads)
-    ran = [load for load in loads if whole(data["points"], load, settings.seeds)]
+        run_missing(data, settings, results, jobs, number, loads)
+    found, looked = counted(data["points"], loads, number)
+    ran = [load for load in found if whole(data["points"], load, settings.seeds)]
     text = PAGE.format(
         loads=len(ran),
+        looked=looked,
+        late=LATE_S,
         requests=settings.requests,
         seeds=settings.seeds,
         all=len(LOADS),
         policies=", ".join(f"`{one}`" for one in POLICIES),
         table=table(data, ran),
-        scarce=sum(scarce(data["points"], load, settings.seeds) for load in ran),
         ours=furthest(data, ran, OURS),
         weights=worst(data, ran, WEIGHTS_ONLY),
         added=added(data, ran),

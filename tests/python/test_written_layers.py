@@ -129,7 +129,8 @@ def test_the_controller_skips_written_layers():
     with Pair("", "step", "", "", "step", "", config=remap.advanced.Knobs(slowdown=1e6)) as pair:
         pair.forward()
         most = pair.tenant.kv.max_blocks
-        report = pair.session.step({"m": remap.Demand(blocks=most)})
+        for _ in range(2):  # at first a decode pass might come
+            report = pair.session.step({"m": remap.Demand(blocks=most)})
         assert (set(pair.tenant.written), pair.tenant.streamed) == ({1, 4}, (0, 2, 3, 5))
         assert (report.remapped, report.unmet_blocks) == ({"m": 3}, {"m": most - pair.tenant.kv.free_blocks})
         pair.forward(3)
