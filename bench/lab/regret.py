@@ -46,13 +46,15 @@ MODELS: Mapping[str, tuple[str, ...]] = {
 MEMORY = (0.3, 0.5, 0.7, 0.95)
 RATES = (0.3, 0.6, 0.9, 1.2)
 LENGTHS = ("sharegpt", "long", "alpaca")
+BOUND = "whole"
+"""All memory for the model whose turn it is, and switches for nothing: what lending in turns could reach. Never the best."""
 POLICIES = (
     *(BASELINE, "swap", "pie", UNUSED_KV, UNUSED_KV_AND_SWAP),
     *(WEIGHTS_ONLY, f"{WEIGHTS_ONLY}+swap", f"{WEIGHTS_ONLY}+pool", OURS),
-    *(SLEEP_AND_SWAP, "whole"),
+    *(SLEEP_AND_SWAP, BOUND),
 )
-ONE_AT_A_TIME = (SLEEP_AND_SWAP, "whole")
-"""Of several models, in turns alone; the others in epochs. `whole` is no policy of a machine, but a bound for turns."""
+ONE_AT_A_TIME = (SLEEP_AND_SWAP, BOUND)
+"""Of several models, in turns alone; the others in epochs."""
 LATE_S = 2.0
 LOOKS = 12
 """At most so many loads are looked at for each one that is counted."""
@@ -232,7 +234,7 @@ def regrets(points: seeds.Points, load: Load, policy: str, number: int) -> dict[
             continue
         for figure, more in FIGURES.items():
             values = {one: run[figure] for one, run in runs.items() if run is not None}
-            known = {one: value for one, value in values.items() if not math.isnan(value)}
+            known = {one: value for one, value in values.items() if one != BOUND and not math.isnan(value)}
             if known:
                 best = (max if more else min)(known, key=known.__getitem__)
                 each[figure].append((regret(values[policy], known[best], figure), best))
@@ -339,8 +341,8 @@ saturated at: {all} loads, in one order at random.
 Of the first {looked}, these {loads} are those in which requests wait for memory: the P99 first token of `recompute` comes after
 more than {late:g} s, and at least twice as late as that of `ideal` (first seed). In the others no policy has much to gain.
 
-Policies: {policies}. The last two have turns of 1 s, in loads of several models. `whole` is no policy of a machine: the model
-whose turn it is has all memory, and to switch costs nothing.
+Policies: {policies}. The last two have turns of 1 s, in loads of several models. `whole` is no policy of a machine, and
+never the best: the model whose turn it is has all memory, and to switch costs nothing.
 
 Regret: by how much of the best policy's figure a policy's is worse, the median of the seeds of a load. Less than 50 ms
 to the first token or in a longest gap, and 5 ms between tokens, count as none.

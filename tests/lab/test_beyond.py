@@ -52,7 +52,7 @@ def test_regret_is_that_of_the_runs() -> None:
     whole = [
         each for each in loads.values() if len(each) == 5 and all(len(one) == len(POLICIES) for one in each.values())
     ]
-    found, number, _ = regrets_of()
+    found, number = regrets_of()
     assert number == 5 and len(whole) == len(found["ttft_p99_s"]["remap"])
     for policy in POLICIES:
         mine = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from bench.lab import regret
-from bench.lab.paper.runs import Settings
+from bench.lab.paper.runs import Run, Settings, serve
 
 from remap_serve.sim.policies import find
 
@@ -48,7 +48,7 @@ def points(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def test_a_loads_regret_is_the_median_over_its_seeds_each_against_its_own_best() -> None:
     seconds = {policy: [9.0, 9.0, 9.0] for policy in regret.POLICIES}
-    seconds |= {"remap": [2.0, 6.0, 3.0], "kv-pool": [1.0, 2.0, 4.0], "swap": [8.0, 1.0, 8.0]}
+    seconds |= {"whole": [0.1, 0.1, 0.1], "remap": [2.0, 6.0, 3.0], "kv-pool": [1.0, 2.0, 4.0], "swap": [8.0, 1.0, 8.0]}
     found = regret.regrets(points(seconds), LOAD, "remap", 3)
     assert found is not None
     assert found["ttft_p99_s"] == (1.0, "kv-pool")  # of 1, 5 and 0; kv-pool, swap and remap were best
@@ -80,11 +80,29 @@ def test_the_worst_figures_come_first_with_both_sides() -> None:
     ]
 
 
-def test_a_load_counts_when_all_seeds_are_there_and_as_scarce_when_policies_differ() -> None:
+def test_a_load_is_whole_when_all_runs_of_all_seeds_are_there() -> None:
     alike = points({one: [4.0, 4.0] for one in regret.POLICIES})
     assert regret.whole(alike, LOAD, 2) and not regret.whole(alike, LOAD, 3)
-    assert not regret.scarce(alike, LOAD, 2)
-    assert regret.scarce(points({one: [4.0, 4.0] for one in regret.POLICIES} | {"swap": [3.0, 3.0]}), LOAD, 2)
+
+
+def test_counted_are_the_first_loads_in_which_requests_wait_for_memory() -> None:
+    loads = regret.LOADS[:5]
+    times = [(9.0, 4.0), (1.9, 0.1), (9.0, 8.0), (9.0, 0.1)]  # late; in time; busy computing; late
+    found = {
+        load.name(policy, 0): {"ttft_p99_s": value}
+        for load, pair in zip(loads, times)
+        for policy, value in zip(("recompute", "ideal"), pair)
+    }
+    assert regret.counted(found, loads, 2) == ([loads[0], loads[3]], 4)
+    assert regret.counted(found, loads, 1) == ([loads[0]], 1)
+    assert regret.counted(found, loads, 3) == ([loads[0], loads[3]], 4)  # the fifth was not looked at
+
+
+def test_sleep_and_turns_without_a_price_are_for_several_models() -> None:
+    alone, several = (next(one for one in regret.LOADS if one.models == name) for name in ("one 13B", "13B and 8B"))
+    assert set(several.policies) - set(alone.policies) == {"sleep+swap", "whole"} == set(regret.ONE_AT_A_TIME)
+    assert [several.panel(one).sharing for one in ("remap", "whole")] == ["epochs", "temporal"]
+    assert regret.regrets({}, alone, "whole", 1) is None
 
 
 def test_the_loads_are_all_that_fit_in_an_order_that_does_not_change() -> None:
@@ -106,13 +124,26 @@ def test_every_policy_is_known_and_those_that_are_told_are_among_them() -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loads = [load for load in regret.LOADS if load.machine == "RTX-4090" and load.lengths == "alpaca"][:1]
+    loads = [
+        regret.Load("RTX-4090", "one 4B", 0.95, "sharegpt", 1.2),
+        regret.Load("H100-SXM", "one 13B", 0.5, "long", 0.6),
+    ]
     settings, path = Settings(requests=20, seeds=1), tmp_path / "regret.json"
-    page = regret.run_regret(path, settings, loads=loads)
-    assert "1 loads of 20 requests" in page and path.with_suffix(".md").read_text(encoding="utf-8") == page
+    page = regret.run_regret(path, settings, loads=loads, number=1)
+    assert "\n1 loads of 20 requests" in page and "Of the first 2, these 1 are" in page
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == page
+    looked = [load.name(policy, 0) for load in loads for policy in ("recompute", "ideal")]
     told = capsys.readouterr().err.splitlines()
-    assert told == [loads[0].name(policy, 0) for policy in regret.POLICIES]
-    assert regret.run_regret(path, settings, loads=loads) == page and not capsys.readouterr().err
+    assert told == [*looked, *(loads[1].name(policy, 0) for policy in loads[1].policies if policy != "recompute")]
+    assert regret.run_regret(path, settings, loads=loads, number=1) == page and not capsys.readouterr().err
+
+
+def test_a_first_burst_of_long_prompts_makes_no_pass_wait() -> None:
+    """Their passes hid copies of three layers, which no decode pass hides: 2.3 times as long passes, for as long as they ran."""
+    load, settings = regret.Load("H100-SXM", "one 13B", 0.5, "long", 0.6), Settings("H100-SXM", 60, 1)
+    ours, pool = (serve(Run(load.panel(), one, "x", 1.0, 0), settings)[2] for one in ("remap", "kv-pool+swap"))
+    (tenant,) = ours.tenants
+    assert tenant.stall_s < 0.02 * tenant.compute_s and ours.tokens_per_s > 0.98 * pool.tokens_per_s
 
 
 def test_where_the_results_say_that_nobody_needs_it_all_policies_are_alike() -> None:

@@ -83,7 +83,7 @@ in the same memory was counted too, it stands beside: what recomputes, or has ot
 REGRET = """The default is at most {ours_ttft} % behind in P99 TTFT and {ours_tokens} % in tokens/s, where `{next}`, the next
 in the first tokens, is up to {next_ttft} and {next_tokens} % behind, and weights alone (what Oneiros has) up to
 {weights_ttft} and {weights_tokens} %. It has the worst P99 TPOT of a load, {ours_tpot} %, and gap, {ours_tbt} %: more
-requests run at once. In {alike} of the {loads} loads the policy does not matter."""
+requests run at once."""
 DONORS = """Two models, {models}, take turns. Their own reservations have {own} GB of KV; at the peak (after {at} s) there are
 {most} GB, {times} times as much: {parts}. Over the run, at most: {peaks}. In {three} % of the looks three sources or more
 have some, in {none} % nothing has moved. KV in host memory is of requests that are paused or preempted; no pass reads it
@@ -105,8 +105,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
-def regrets_of() -> tuple[dict[str, dict[str, list[float]]], int, int]:
-    """(figure -> policy -> regret of each load, as a share; seeds; loads in which the policy does not matter)."""
+def regrets_of() -> tuple[dict[str, dict[str, list[float]]], int]:
+    """(figure -> policy -> regret of each load, as a share; seeds)."""
     data = seeds.read(regret.RESULTS, regret.empty(regret.SETTINGS), "regret")
     points, number = data["points"], data["settings"]["seeds"]
     ran = [load for load in regret.LOADS if regret.whole(points, load, number)]
@@ -115,7 +115,7 @@ def regrets_of() -> tuple[dict[str, dict[str, list[float]]], int, int]:
         each = [one for load in ran if (one := regret.regrets(points, load, policy, number)) is not None]
         for figure in FIGURES:
             found[figure][policy] = [one[figure][0] for one in each if not math.isnan(one[figure][0])]
-    return found, number, sum(not regret.scarce(points, load, number) for load in ran)
+    return found, number
 
 
 def _regret_table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
@@ -129,7 +129,7 @@ def _regret_table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     return "\n".join(lines)
 
 
-def _regret_text(found: Mapping[str, Mapping[str, Sequence[float]]], alike: int, loads: int) -> str:
+def _regret_text(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     worst = {
         figure: {policy: f"{100 * max(values):,.0f}" for policy, values in policies.items()}
         for figure, policies in found.items()
@@ -143,8 +143,6 @@ def _regret_text(found: Mapping[str, Mapping[str, Sequence[float]]], alike: int,
         next=second,
         ours_tpot=worst["tpot_p99_s"][OURS],
         ours_tbt=worst["tbt_p99_s"][OURS],
-        alike=alike,
-        loads=loads,
         **{f"{name}_ttft": worst["ttft_p99_s"][policy] for name, policy in said.items()},
         **{f"{name}_tokens": worst["tokens_per_s"][policy] for name, policy in said.items()},
     )
@@ -222,7 +220,7 @@ def _exact_text(found: Sequence[Compared]) -> str:
 
 def page(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """The whole page. runs: of `donors`."""
-    regrets, number, alike = regrets_of()
+    regrets, number = regrets_of()
     loads = len(regrets["tokens_per_s"][OURS])
     rounds, exact = processes.rounds(), compared()
     points = {policy: donors.stored_point(policy) for policy in donors.RUN}
@@ -232,7 +230,7 @@ def page(runs: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
         titles=" | ".join(FIGURES.values()),
         rule="---|" * len(FIGURES),
         regret=_regret_table(regrets),
-        regret_text=_regret_text(regrets, alike, loads),
+        regret_text=_regret_text(regrets),
         load=donors.PANEL.name,
         rate=_number(points[OURS]["rate"]),
         seed=donors.SEED,
@@ -252,7 +250,7 @@ def run_beyond(path: Path, *, report_only: bool = False) -> str:
     runs = donors.read() if report_only else donors.run()
     text = page(runs)
     folder = path.parent / "pictures"
-    found, _, _ = regrets_of()
+    found, _ = regrets_of()
     for name, figure in {
         "regret": pictures.regret({title: found[key] for key, title in FIGURES.items()}),
         "donors": pictures.donors(runs),
