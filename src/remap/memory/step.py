@@ -138,7 +138,7 @@ class Steps:
             quotes = self._offers.to(tenant, decision.blocks)
             beside = replace(view, neighbours=tenant.link.neighbours(tenant))
             decision = tenant.controller.decide_with(beside, wanted, quotes)
-        tenant.timing.decided()
+        tenant.timing.decided = tenant.timing.ended
         return decision
 
     def _carry_out(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries, asks: bool) -> None:
