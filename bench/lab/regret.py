@@ -1,6 +1,6 @@
 """Regret: how far a policy is behind the best of all policies on a load, over many loads. And what weights add, as a map.
 
-    python -m bench.lab regret --loads 12     runs what is missing of 12 loads (an hour on two cores) and writes the page
+    python -m bench.lab regret --loads 12     runs what is missing of 12 loads (half an hour on two cores) and writes the page
     python -m bench.lab regret --quick        few requests, four loads, one seed: minutes
 
 A load is a machine, models that share a part of its memory evenly, a length of requests and a rate, as a share of c, what

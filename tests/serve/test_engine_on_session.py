@@ -121,8 +121,7 @@ def test_tokens_are_those_of_the_unconstrained_engine(kind, runner, layout):
     with unhooked(model, kv=scarce, config=STEADY) as rig:
         tokens, grown, _ = run(rig, requests, rig.session, runner=runner)
         assert tokens == expected
-        # It grows once a decode pass was timed, which may be one too late.
-        assert grown.preemptions == 0 and grown.pauses <= 1
+        assert grown.preemptions == grown.pauses == 0
         summary = grown.summary()
         assert summary["kv_blocks_start"] == baseline.summary()["kv_blocks_start"] < summary["kv_blocks_peak"]
         assert summary["layers_remapped_peak"] > 0

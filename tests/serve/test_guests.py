@@ -15,6 +15,7 @@ from fakes import ContentPool
 from test_engine_interrupts import BLOCK, Loop, Sweep
 
 from remap_serve.cli.simulate import Options, prepare
+from remap_serve.engine import sharing
 from remap_serve.engine.guests import LATE_S, WAITS_S, Guests
 from remap_serve.engine.request import Request, SamplingParams, Sequence
 from remap_serve.engine.scheduler import Scheduler
@@ -136,6 +137,24 @@ def test_a_prepared_tenant_computes_as_a_guest_once_its_layers_have_loaded(load_
         assert shared._active == "a" and loaded["b"] <= began <= loaded["b"] + 20
 
 
+def test_layers_that_stream_again_before_they_were_seen_at_home_are_awaited_no_more() -> None:
+    """Their tenant was no guest until its own turn, and kept its pages."""
+    session = Switched()
+    engines = {name: Member(name, ContentPool(200, 400, random.Random(1)), session) for name in "ab"}
+    session.tenants.update({name: engine.tenant for name, engine in engines.items()})
+    shared = SharedEngines(session, engines, quantum_s=math.inf)
+    for name, engine in engines.items():
+        engine.add_request(Request(name, (1, 2, 3), SamplingParams(max_tokens=9)))
+    shared._returning = sharing._Return("b", (0, 1), 5, 0.0)
+    engines["b"].tenant.ready = lambda layer: layer != 1
+    shared.step()
+    assert shared.active == ("a",)
+    engines["b"].tenant.streamed = (1,)
+    shared.step()
+    shared.step()
+    assert shared.active == ("a", "b") and shared._page_s == math.inf
+
+
 def test_the_guest_whose_turn_is_furthest_gives_and_lets_nobody_in_for_the_rest_of_the_turn() -> None:
     guests, engines, calls = world(Played("a", 1), Played("b", 9, 1), Played("c", 9), Played("d", 9))
     guests.look("b", None)
@@ -197,6 +216,7 @@ class Member(Loop):
         pool.host = SimpleNamespace(free_blocks=99)
         super().__init__(pool, scheduler, session)
         vars(self.tenant).update(name=name, active=False, away_pages=0, cold=(), reload_s=0.0, ready=lambda layer: True)
+        self.tenant.streamed = ()
 
     def run(self, chunks: Any) -> Any:
         assert self.tenant.active

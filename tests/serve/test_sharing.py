@@ -44,7 +44,7 @@ class Pages(FakeKV):
 class SwitchedTenant(FakeTenant):
     """Runs passes while it is active only."""
 
-    away_pages, reload_s, cold, targets = 0, 0.0, (), (None, None)
+    away_pages, reload_s, cold, targets, streamed = 0, 0.0, (), (None, None), ()
 
     def __init__(self, name: str, kv: Pages) -> None:
         super().__init__(LAYERS, kv, name)

@@ -137,8 +137,7 @@ class Steps:
                 view = self._view(tenant)
             quotes = self._offers.to(tenant, decision.blocks)
             beside = replace(view, neighbours=tenant.link.neighbours(tenant))
-            decision = tenant.controller.decide_with(beside, wanted, quotes)
-        tenant.timing.decided = tenant.timing.ended
+            return tenant.controller.decide_with(beside, wanted, quotes)
         return decision
 
     def _carry_out(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries, asks: bool) -> None:

@@ -17,7 +17,6 @@ __all__ = ["PassTimes"]
 
 _TIMES_EVERY = 32  # passes for which one estimate is used
 _PREPARE_EVERY = 8  # passes at least between two preparations for growth: batches may change their shape in every pass
-_PREFILLS = 64  # passes of which none decodes: none will
 _UNTIMED = 64  # passes whose times may still come, at most: the prefetcher times no more on a stream
 
 
@@ -42,7 +41,6 @@ class PassTimes:
         # The shape of the last timed decode pass; before the first one, of the shortest pass.
         self._last_shape: tuple[Phase, int] | None = None
         self._prompts: deque[int] = deque(maxlen=64)  # tokens of the last prefills
-        self.ended = self.decided = 0  # passes until now, timed or not; until the last decision
         self._seen_copy_s = 0.0
         self._seen_bytes = 0
         self._seen_copies = 0
@@ -57,11 +55,9 @@ class PassTimes:
         self._known = self._prepared = self._last_shape = self.known_shared = None
         self._shapes.clear()
         self._prompts.clear()
-        self.ended = self.decided = 0
 
     def completed(self, number: int, phase: str, tokens: int) -> None:
         """Pass `number` had this shape. Its times come now or, from a stream, some passes later."""
-        self.ended += 1
         self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))
 
     def take(self, stats: _core.PrefetchStats, number: int, seconds: float, stall_s: float) -> float | None:
@@ -124,13 +120,6 @@ class PassTimes:
             self._known = self._cost.estimate(*self._last_shape)
             self._known_age = 0
         return self._known
-
-    @property
-    def early(self) -> bool:
-        """Whether the first decode pass to be timed, which hides less than prefills, is about to come: some pass has ended since
-        the last decision (else a request may wait for blocks that alone let it go on)."""
-        shape = self._last_shape
-        return (shape is None or shape[0] != "decode") and self.decided < self.ended < _PREFILLS
 
     def prefill(self) -> LayerTimes | None:
         """Seconds per layer of a short prefill (the tenth percentile of the prompts seen lately), to bound the cost of

@@ -70,7 +70,7 @@ def view_of(
         max_blocks=tenant.kv.max_blocks,
         shrink_blocks=shrink_blocks,
         active=tenant.active,
-        seen=tenant.unseen is None and not tenant.timing.early,
+        seen=tenant.unseen is None,
         lends=bool(pages.lent),
         shares=shares,
         neighbours=tenant.link.neighbours(tenant) if beside else None,

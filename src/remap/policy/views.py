@@ -81,8 +81,7 @@ class TenantView:
     shrink_blocks: int | None = None
     active: bool = True
     lends: bool = False  # other tenants have pages of its layers: they come home first, by `Controller.may_return`
-    # Whether a whole pass has waited for every layer, and no decode pass is about to be the first: none may be streamed before.
-    seen: bool = True
+    seen: bool = True  # whether a whole pass has waited for every layer; until then none of them may be streamed
     unit: str = "layers"  # the unit of alpha; for slices: tail pages of every layer
     order: tuple[int, ...] = ()  # streamable layers, in donation order: bounds and stalls depend on them
     shares: bool = False  # there are other tenants, and they are asked when free pages do not suffice

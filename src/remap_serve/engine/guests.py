@@ -82,10 +82,8 @@ class Guests:
                     self._leave(name)
             elif engine.unfinished and name not in self._left and name != loads and self._at_home(name):
                 self._join(name)
-            elif (
-                self._session is not None and engine.tenant.active and name not in (expected, loads)
-            ):  # behind an interrupt
-                self._session.deactivate(name)
+            elif self._session is not None and engine.tenant.active and name not in (expected, loads):
+                self._session.deactivate(name)  # behind an interrupt, or prepared for a turn that it does not need
 
     def give(self, owner: str, blocks: int) -> None:
         """`blocks` blocks of the owner's demand are not met."""

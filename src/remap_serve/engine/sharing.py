@@ -164,8 +164,8 @@ class SharedEngines:
         self._round_s = 0.0  # what the last round took that computed
         self._idle_turn = False  # or nothing for the tenant whose turn it is
         self._prepared: str | None = None  # in turns: whose turn is next, if its layers are coming home already
-        self._returning: _Return | None = None  # temporal only: not all of them were seen at home
-        # Temporal only: seconds in which a page comes home, at the quickest that was seen: a look comes late, never early.
+        self._returning: _Return | None = None  # in turns: not all of them were seen at home
+        # In turns: seconds in which a page comes home, at the quickest that was seen: a look comes late, never early.
         # Of all tenants, since the link and the driver are the same. Mapping pages may take longer than copying them.
         self._page_s = math.inf
         self._all_active = False  # spatial only: every tenant has been activated
@@ -409,7 +409,12 @@ class SharedEngines:
     def _watch_return(self) -> None:
         """Learn how long it took, once all are at home."""
         known = self._returning
-        if known is not None and all(map(internals(self.engines[known.name].tenant).ready, known.layers)):
+        if known is None:
+            return
+        tenant = self.engines[known.name].tenant
+        if not set(known.layers).isdisjoint(tenant.streamed):  # away again, before it was seen
+            self._returning = None
+        elif all(map(internals(tenant).ready, known.layers)):
             self._page_s = min(self._page_s, (self._clock() - known.begun_s) / known.pages)
             self._returning = None
 
