@@ -671,6 +671,22 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_museum_calls.py::test_free_pages_are_counted_anew_within_a_change_and_until_it_is_settled",),
     ),
     Mutant(
+        name="controller-streams-before-decode",
+        file="src/remap/memory/view.py",
+        text="seen=tenant.unseen is None and not (demand.can_wait and tenant.timing.early),",
+        replacement="seen=tenant.unseen is None,",
+        breaks="A first burst of prompts hides copies that no decode pass hides: every later pass waits.",
+        tests=("test_museum_torch.py::test_nothing_is_streamed_before_a_whole_pass_was_seen",),
+    ),
+    Mutant(
+        name="controller-waits-for-decode-for-ever",
+        file="src/remap/memory/timing.py",
+        text='(last is None or last[0] != "decode") and len(self._prompts) < _PROMPTS',
+        replacement='(last is None or last[0] != "decode")',
+        breaks="An engine that never decodes gets none of its tenant's layers while anything runs.",
+        tests=("test_cost.py::test_until_a_decode_pass_comes_the_shortest_prefill_stands_in",),
+    ),
+    Mutant(
         name="controller-donated-pages-not-taken",
         file="src/remap/memory/step.py",
         text="            blocks += take.blocks",

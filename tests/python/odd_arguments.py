@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[Callable[[World], Any], Given]] = {
     "Platform": (lambda w: advanced.Platform, {
         "copy_chunk_bytes": 0, "copy_threads": 1, "shareable": "none", "gpu_direct_rdma": False, "backend": None,
     }),
-    "Demand": (lambda w: remap.Demand, {"blocks": 1, "free": 1, "waited_s": 0.0}),
+    "Demand": (lambda w: remap.Demand, {"blocks": 1, "free": 1, "waited_s": 0.0, "can_wait": True}),
     "KVSpec": (lambda w: remap.KVSpec, {
         "layers": 4, "kv_heads": 1, "head_dim": 64, "block_tokens": 2, "dtype": "int8", "min_blocks": 4, "max_blocks": 60,
         "layout": "layer_major", "host_blocks": 8, "streamed_blocks": 4, "scratch_blocks": 0,

@@ -157,9 +157,11 @@ def test_until_a_decode_pass_comes_the_shortest_prefill_stands_in() -> None:
     number = [0]
     assert passes("prefill", 4096, 1.0) == pytest.approx(1.0)
     assert passes("prefill", 8, 0.01) == pytest.approx(0.01)
-    assert passes("prefill", 4096, 1.0) == pytest.approx(0.01)
-    assert passes("decode", 64, 0.02) == pytest.approx(0.02)
-    assert passes("prefill", 4, 0.005) == pytest.approx(0.02)
+    assert passes("prefill", 4096, 1.0) == pytest.approx(0.01) and times.early
+    assert passes("decode", 64, 0.02) == pytest.approx(0.02) and not times.early
+    assert passes("prefill", 4, 0.005) == pytest.approx(0.02) and not times.early
+    times.compute_only(range(1))
+    assert [passes("prefill", 8, 0.01) and times.early for _ in range(64)] == [True] * 63 + [False]  # it never decodes
 
 
 # -- what one block more adds to a decode pass: running sums against least squares of all that was measured ------------

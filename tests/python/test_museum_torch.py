@@ -229,6 +229,9 @@ def test_nothing_is_streamed_before_a_whole_pass_was_seen(mode):
         refused(advanced.remap, 1, layers=(2,))
         attributes["_call_impl"] = taken
         world.right()
+        can_wait = remap.Demand(everything.blocks, can_wait=True)
+        report = world.session.step({"m": can_wait})  # a decode pass hides less than this one, and will come
+        assert world.tenant.streamed == () and "none decoded" in report.reason["m"]
         world.session.step({"m": everything})
         assert world.tenant.streamed
         world.right()

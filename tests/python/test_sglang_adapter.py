@@ -127,7 +127,8 @@ class World:
             page_size=page_size,
             max_total_num_tokens=0,
             is_fully_idle=lambda: not self.used and not self.waiting,
-            running_batch="the batch that runs",
+            running_batch=SimpleNamespace(is_empty=lambda: not self.used),
+            last_batch=None,
             **{part: SimpleNamespace(max_total_num_tokens=0) for part in parts},
         )
         self.used: list[int] = []
@@ -225,6 +226,20 @@ def test_what_is_short_after_eviction_is_grown_by_and_tokens_stay_the_same(world
     assert world.adapter.tokens > before
     assert world.tenant.remapped >= 1
     assert torch.equal(world.forward(), expected)
+
+
+@pytest.mark.parametrize("others", ["run", "ran", "", "lack it"])
+def test_before_a_pass_decoded_no_layer_leaves_for_a_request_that_can_wait(world: World, others: str):
+    """The prefill of a first burst hides copies that no decode pass hides."""
+    world.forward()
+    world.iterate()
+    world.used = world.allocator.alloc(world.adapter.tokens // world.allocator.page_size)
+    world.scheduler.running_batch.is_empty = lambda: others == "ran" or not others
+    world.scheduler.last_batch = SimpleNamespace(is_empty=lambda: others != "ran")
+    grows = others not in ("run", "ran")
+    assert world.adapter.grow(5, world.tree, urgent=others == "lack it") == grows
+    world.iterate()  # asks once more
+    assert (world.tenant.remapped > 0) == grows
 
 
 def test_layers_come_home_when_what_they_gave_is_free(world: World):
@@ -740,7 +755,7 @@ def test_its_turn_ends_for_another_process_and_its_requests_wait(monkeypatch: py
         assert not turns.others_turn()
         world.adapter.rank.turn.turn_s = 0.0
         plan = turns.iterate()
-        assert plan.batch_to_run is None and plan.running_batch == "the batch that runs"
+        assert plan.batch_to_run is None and plan.running_batch is world.scheduler.running_batch
         assert turns.paused == ["retract", "continues"] and world.adapter.asleep and world.waiting == 1
         free = world.allocator.free_pages.tolist()
         assert world.adapter.tokens == had == len(free)  # as SGLang knows them, whatever goes

@@ -105,13 +105,14 @@ def test_a_sequence_may_be_its_own_victim():
 
 def test_demand_is_what_would_let_everything_run():
     scheduler = Scheduler(block_tokens=4, max_num_seqs=3, lookahead_blocks=1)
-    assert scheduler.demand() == 0
+    assert scheduler.demand() == 0 and not scheduler.goes_on(9)
     pool = CountingPool(3, 4)
     for order, prompt in enumerate((8, 9, 1, 400)):
         scheduler.add(sequence(order, prompt))
     assert scheduler.demand() == (2 + 3 + 1) + 3  # the fourth has no slot
     advance(scheduler, pool)  # 0 runs, its next token needs a third block
     assert scheduler.demand() == (1 + 3 + 1) + 3
+    assert (scheduler.goes_on(0), scheduler.goes_on(1)) == (False, True)
     assert len(scheduler.schedule(CountingPool(scheduler.demand(), 4)).chunks) == 3
 
 

@@ -17,6 +17,7 @@ __all__ = ["PassTimes"]
 
 _TIMES_EVERY = 32  # passes for which one estimate is used
 _PREPARE_EVERY = 8  # passes at least between two preparations for growth: batches may change their shape in every pass
+_PROMPTS = 64  # prefills that are known; if none of so many passes decoded, none will
 _UNTIMED = 64  # passes whose times may still come, at most: the prefetcher times no more on a stream
 
 
@@ -40,7 +41,7 @@ class PassTimes:
         self._shapes: deque[tuple[int, Phase, int]] = deque(maxlen=_UNTIMED)  # (number, phase, tokens), not timed yet
         # The shape of the last timed decode pass; before the first one, of the shortest pass.
         self._last_shape: tuple[Phase, int] | None = None
-        self._prompts: deque[int] = deque(maxlen=64)  # tokens of the last prefills
+        self._prompts: deque[int] = deque(maxlen=_PROMPTS)  # tokens of the last prefills
         self._seen_copy_s = 0.0
         self._seen_bytes = 0
         self._seen_copies = 0
@@ -120,6 +121,12 @@ class PassTimes:
             self._known = self._cost.estimate(*self._last_shape)
             self._known_age = 0
         return self._known
+
+    @property
+    def early(self) -> bool:
+        """Whether the first timed decode pass is about to come: passes hide less than known from then on."""
+        last = self._last_shape
+        return (last is None or last[0] != "decode") and len(self._prompts) < _PROMPTS
 
     def prefill(self) -> LayerTimes | None:
         """Seconds per layer of a short prefill (the tenth percentile of the prompts seen lately), to bound the cost of

@@ -70,7 +70,7 @@ def view_of(
         max_blocks=tenant.kv.max_blocks,
         shrink_blocks=shrink_blocks,
         active=tenant.active,
-        seen=tenant.unseen is None,
+        seen=tenant.unseen is None and not (demand.can_wait and tenant.timing.early),
         lends=bool(pages.lent),
         shares=shares,
         neighbours=tenant.link.neighbours(tenant) if beside else None,

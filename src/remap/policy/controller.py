@@ -37,7 +37,7 @@ from remap.policy.watermark import Watermark, horizon
 __all__ = ["NONE", "Controller", "Decision", "Demand", "LayerSeconds", "NeedQuotes", "TenantView"]
 
 
-_UNSEEN = " (no pass has waited for every layer yet: until one has, no layer of its own is streamed)"
+_UNSEEN = " (no pass has waited for every layer yet, or none decoded and the demand can wait: no layer of its own is streamed)"
 
 _UNMEASURED = (
     " (no decode pass was measured yet: until then none is streamed beside other active tenants, or with tbt_s)"

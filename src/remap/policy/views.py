@@ -40,11 +40,15 @@ class Demand:
     external=True)`) must give it, since the pool sees all its blocks as held; others leave it out.
 
     waited_s: seconds that the first of the queue has waited for its first token; for `Config.ttft_s`.
+
+    can_wait: whether requests run that need none of the blocks lacking. Before the first decode pass was timed no layer
+    of the tenant's own streams for such a demand: a prefill hides more copies than the passes that follow it.
     """
 
     blocks: int
     free: int | None = None
     waited_s: float = 0.0
+    can_wait: bool = False
 
     def __post_init__(self) -> None:
         if not is_count(self.blocks):
@@ -53,6 +57,8 @@ class Demand:
             raise invalid("free", self.free, "an int of at least 0, or None")
         if not is_amount(self.waited_s):
             raise invalid("waited_s", self.waited_s, "a finite number of seconds of at least 0")
+        if not isinstance(self.can_wait, bool):
+            raise invalid("can_wait", self.can_wait, "True or False")
 
 
 @dataclass(slots=True)
@@ -81,7 +87,8 @@ class TenantView:
     shrink_blocks: int | None = None
     active: bool = True
     lends: bool = False  # other tenants have pages of its layers: they come home first, by `Controller.may_return`
-    seen: bool = True  # whether a whole pass has waited for every layer; until then none of them may be streamed
+    # Whether a whole pass has waited for every layer, and one of those decoded or demand cannot wait; else none may be streamed.
+    seen: bool = True
     unit: str = "layers"  # the unit of alpha; for slices: tail pages of every layer
     order: tuple[int, ...] = ()  # streamable layers, in donation order: bounds and stalls depend on them
     shares: bool = False  # there are other tenants, and they are asked when free pages do not suffice

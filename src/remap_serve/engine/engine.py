@@ -151,7 +151,8 @@ class Engine(ABC):
 
     def demand(self) -> Demand:
         """The demand to tell the session before the next pass: the KV blocks wanted beyond those that are held."""
-        return Demand(blocks=self.scheduler.demand(), waited_s=self.waited_s)
+        can_wait = self.scheduler.goes_on(self._kv.free_blocks)
+        return Demand(self.scheduler.demand(), waited_s=self.waited_s, can_wait=can_wait)
 
     @property
     def waited_s(self) -> float:

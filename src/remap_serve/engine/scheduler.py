@@ -176,6 +176,11 @@ class Scheduler:
             wanted += -(-sequence.length // size) - len(sequence.blocks)
         return wanted + self.lookahead_blocks * len(sequences)
 
+    def goes_on(self, free: int) -> bool:
+        """Whether some request runs, and all that do have the blocks for their known tokens beside `free` blocks."""
+        held, size = [*self.running, *self.arriving], self.block_tokens
+        return bool(held) and sum(-(-one.length // size) - len(one.blocks) for one in held) <= free
+
     def relocate(self, moved: Mapping[int, int]) -> None:
         """Patch the block tables after the session moved blocks (old id -> new id). Call before anything else in a
         step. Can be called again with the same mapping, which is applied once.

@@ -7,6 +7,7 @@ gap follows each pass; and the records are bounded, since runs are long.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from remap.policy.views import Demand
@@ -86,7 +87,8 @@ class SimEngine(Engine):
         return True
 
     def demand(self) -> Demand:
-        return Demand(min(self.scheduler.demand(), self._most_blocks), waited_s=self.waited_s)
+        wanted = super().demand()
+        return replace(wanted, blocks=min(wanted.blocks, self._most_blocks))
 
     def advance(self, begin: float | None = None) -> StepOutput:
         """One pass, from its start to its end in virtual time, and the gap behind it."""

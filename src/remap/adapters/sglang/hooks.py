@@ -228,7 +228,8 @@ class Adapter:
         # in.
         promised = -(-versions.promised(scheduler) // self.spec.block_tokens)
         wanted, self._wanted = max(promised, self._wanted), 0
-        self._step(wanted, self._free(scheduler.tree_cache))
+        free = self._free(scheduler.tree_cache)
+        self._step(wanted, free, promised <= free and versions.running(scheduler))
 
     def grow(self, tokens: int, tree_cache: Any, *, urgent: bool = False) -> bool:
         """Ask for `tokens` more than are free or evictable now. Returns whether there are more than before.
@@ -246,7 +247,7 @@ class Adapter:
         whole = free - (-short // self._group) * self._group
         for _ in range(_TRIES):
             if free < wanted:
-                self._step(whole, free)
+                self._step(whole, free, not urgent and self.scheduler is not None and versions.running(self.scheduler))
                 free = self._free(tree_cache)
         self._refused = free < wanted
         return free > before
@@ -295,10 +296,10 @@ class Adapter:
         tokens = self.allocator.available_size() + versions.evictable(tree_cache)
         return max(0, int(tokens) // self.spec.block_tokens - len(self.held.leaving))
 
-    def _step(self, wanted: int, free: int) -> None:
+    def _step(self, wanted: int, free: int, can_wait: bool = False) -> None:
         self._sweep()
         held, layers = self.held.held, self.tenant.remapped
-        report = self.session.step({NAME: remap.Demand(blocks=wanted, free=free)})
+        report = self.session.step({NAME: remap.Demand(blocks=wanted, free=free, can_wait=can_wait)})
         self._publish()
         if self.held.held != held or self.tenant.remapped != layers:
             why = report.reason.get(NAME, "")

@@ -301,6 +301,12 @@ def promised(scheduler: Any) -> int:
     return 0 if request is None else int(request.seqlen - request.prefix_len) + scheduler.page_size
 
 
+def running(scheduler: Any) -> bool:
+    """Whether there are requests to go on with."""
+    batches = (scheduler.running_batch, scheduler.last_batch)
+    return any(batch is not None and not batch.is_empty() for batch in batches)
+
+
 def retract(scheduler: Any) -> None:
     """All requests that run go back to the queue, and hold no token, as before an update of weights. Between two batches."""
     from sglang.srt.managers import io_struct  # the engine's own, there when this runs

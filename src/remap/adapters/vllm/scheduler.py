@@ -80,11 +80,12 @@ class Scheduler(Base):
                 return engine_internals.nothing_scheduled()
             if link.books.leaving:
                 link.leave(self._reserve)
-            wanted, free = self._demand(), self.kv_cache_manager.block_pool.get_num_free_blocks()
+            running, wanted = self._demand()
+            free = self.kv_cache_manager.block_pool.get_num_free_blocks()
             # Between processes a step costs a round trip, which waits for the pass under way: ask only if it may
             # matter.
             if link.local or link.group.target[0] or wanted + self._reserve > free:
-                link.step(wanted, free)
+                link.step(wanted, free, can_wait=bool(self.running) and running <= free)
         scheduled = super().schedule(*args, **kwargs)
         self._in_flight += scheduled.total_num_scheduled_tokens > 0
         return scheduled
@@ -117,8 +118,8 @@ class Scheduler(Base):
     def _reserve(self) -> int:
         return 2 * len(self.running) + 1
 
-    def _demand(self) -> int:
-        """Blocks that the next steps take from the free ones.
+    def _demand(self) -> tuple[int, int]:
+        """Blocks that the next steps take from the free ones: for running requests, and for all.
 
         A running request takes the blocks that it lacks. A waiting request that has a seat takes all blocks that are
         neither cached nor filled by a request before it.
@@ -129,13 +130,14 @@ class Scheduler(Base):
             wanted += self._missing(request, 0)
             if request.num_computed_tokens < request.num_tokens - 1:
                 prefixes.running(request)
+        running = wanted
         seats, most = self.max_num_running_reqs - len(self.running), len(self.kv_cache_manager.block_pool.blocks)
         for request in self.waiting:
             if seats <= 0 or wanted >= most:  # no more blocks than that can exist
                 break
             seats -= 1
             wanted += self._missing_at_start(request, prefixes)
-        return wanted
+        return running, wanted
 
     def _missing_at_start(self, request: Any, prefixes: engine_internals.Prefixes) -> int:
         """Blocks that a waiting request takes."""
@@ -158,7 +160,8 @@ class Scheduler(Base):
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         alone = all(each is request for each in self.running)
         wanted = max(free + 1, self._missing_at_start(request, engine_internals.Prefixes(self)))
-        self._short = link.step(wanted, free, alone, patient=True)
+        can_wait = not alone and all(each is not request for each in self.running)
+        self._short = link.step(wanted, free, alone, not can_wait, can_wait)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() > free)
 
     def _refused(self, request: Any) -> None:
