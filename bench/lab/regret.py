@@ -28,10 +28,10 @@ from remap.policy.hardware import machine
 from remap_serve.sim.policies import OURS, SLEEP_AND_SWAP, UNUSED_KV, UNUSED_KV_AND_SWAP, WEIGHTS_ONLY
 from remap_serve.sim.setup import evenly
 
-from . import ROOT, seeds
+from . import ROOT, cells, seeds
+from .cells import ONE_AT_A_TIME, WHOLE, in_epochs
 from .paper.experiments import BASELINE, IDEAL, Panel
-from .paper.reckoning import figures
-from .paper.runs import Run, Settings, saturation, serve
+from .paper.runs import Run, Settings, saturation
 
 __all__ = ["LOADS", "POLICIES", "QUICK", "RESULTS", "SETTINGS", "Load", "counted", "regrets", "run_regret"]
 
@@ -46,15 +46,13 @@ MODELS: Mapping[str, tuple[str, ...]] = {
 MEMORY = (0.3, 0.5, 0.7, 0.95)
 RATES = (0.3, 0.6, 0.9, 1.2)
 LENGTHS = ("sharegpt", "long", "alpaca")
-BOUND = "whole"
-"""All memory for the model whose turn it is, and switches for nothing: what lending in turns could reach. Never the best."""
+BOUND = WHOLE
+"""Never the best."""
 POLICIES = (
     *(BASELINE, "swap", "pie", UNUSED_KV, UNUSED_KV_AND_SWAP),
     *(WEIGHTS_ONLY, f"{WEIGHTS_ONLY}+swap", f"{WEIGHTS_ONLY}+pool", OURS),
     *(SLEEP_AND_SWAP, BOUND),
 )
-ONE_AT_A_TIME = (SLEEP_AND_SWAP, BOUND)
-"""Of several models, in turns alone; the others in epochs."""
 LATE_S = 2.0
 LOOKS = 12
 """At most so many loads are looked at for each one that is counted."""
@@ -122,9 +120,8 @@ class Load:
         on = machine(self.machine)
         tenants = evenly(MODELS[self.models], on, int(self.memory * on.hbm_bytes))
         text = ",".join(f"{one.name}={one.model.name}:{one.memory_bytes}B" for one in tenants)
-        sharing = "temporal" if policy in ONE_AT_A_TIME else "epochs"
         requests = 3.0 if self.lengths == "alpaca" else 1.0
-        return Panel(self.place, text, (self.lengths,), sharing=sharing, factors=(), requests=requests)
+        return in_epochs(Panel(self.place, text, (self.lengths,), factors=(), requests=requests), policy)
 
 
 def _fits(load: Load) -> bool:
@@ -156,9 +153,7 @@ def empty(settings: Settings) -> dict[str, Any]:
 
 def figures_of(run: Run, settings: Settings) -> dict[str, float]:
     """Those of `FIGURES`, and preemptions."""
-    _, items, result = serve(run, settings)
-    found = figures(result, run.rate, items[-1].time_s - items[0].time_s)
-    found["longest_gap_p99_s"] = float(f"{result.longest_gap_p99_s:.5g}")
+    found = cells.figures_of(run, settings)
     return {name: found[name] for name in (*FIGURES, "preemptions")}
 
 
