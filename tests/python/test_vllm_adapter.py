@@ -46,7 +46,7 @@ def config(**changed: Any) -> Any:
             pipeline_parallel_size=1, enable_eplb=False, enable_elastic_ep=False, use_ubatching=False
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", num_gpu_blocks_override=None, kv_offloading_size=None),
-        model_config=SimpleNamespace(use_mla=False, enable_sleep_mode=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
         offload_config=SimpleNamespace(
             uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
         ),
@@ -75,7 +75,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "dual-batch overlap": {"parallel_config__use_ubatching": True},
     "--enable-sleep-mode": {"model_config__enable_sleep_mode": True},
     "a model that answers by diffusion": {"diffusion_config": True},
-    "multi-head latent attention (MLA)": {"model_config__use_mla": True},
 }
 NAMED = {"speculative decoding": "eagle", "prefill and decode on different servers": "NixlConnector"}
 """What is found where the configuration has an object."""
@@ -164,12 +163,13 @@ def test_of_kv_connectors_only_vllms_own_with_our_copies_is_served() -> None:
 
 NOT_VLLMS = {
     "Python's": "__dict__ __func__ __init__ append clear get items pop setdefault startswith tolist upper values",
-    "torch's": "bias buffers clone copy_ cpu data detach device dtype float is_meta long max modules named_children ndim"
-    " parameters to view weight",
+    "torch's": "as_strided bias buffers clone copy_ cpu data detach device dtype float is_contiguous is_meta long max modules"
+    " named_children ndim numel parameters shape stride to view weight",
     "prometheus_client's": "add_metric register",
     "ours, on objects of vLLM's": "bind cpu_linear first remap",
     "of models; without it nothing is done": "cos_sin_cache load_weights",
     "not in 0.31, where nobody calls what overrides it": "compute_weight_checksums",
+    "of the kernel for latent attention on a CPU, which is there if a model has come so far": "do_kv_cache_update impl",
     "of one version or one configuration, and asked for with a default": "blocks_per_kv_block pcp_manager use_hybrid_blocks",
 }
 OURS = {"tenant", "tensors"}
@@ -282,9 +282,9 @@ def reached(reach: Reach, max_blocks: int) -> set[int]:
     with remap.Session(capacity, "cpu", page_bytes=reach.page) as session:
         places = reach.places(first, max_blocks)
         kv = remap.KVSpec(
-            layers=len(layers),
+            layers=1,
             kv_heads=1,
-            head_dim=reach.block // (2 * len(layers)),
+            head_dim=reach.block // 2,
             block_tokens=1,
             dtype="uint8",
             min_blocks=first,
@@ -439,6 +439,79 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield SimpleNamespace(worker=worker, scheduler=scheduler)
     for name in names:
         sys.modules.pop(name, None)
+
+
+# -- kinds of models -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("each", "size", "served"), [(65536, 655360, True), (65535, 655350, False), (65536, 655361, False)]
+)
+def test_a_block_is_a_number_of_bytes(each: int, size: int, served: bool) -> None:
+    """However many layers share it: a multiple of 2 x layers was asked for, which Gemma 3 has with 8 layers, and not with 6."""
+    tensors = [SimpleNamespace(block_stride=each, size=size)] * 3
+    config = SimpleNamespace(kv_cache_tensors=tensors, num_blocks=10)
+    if served:
+        assert engine_internals.block_bytes(config) == each
+        return
+    with pytest.raises(InvalidState) as caught:
+        engine_internals.block_bytes(config)
+    assert caught.value.fields == {"block_stride": each, "blocks": 10, "size": size}
+
+
+def test_the_layers_of_the_transformers_backend_are_found() -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "vocab_size": 11,
+        "num_hidden_layers": 3,
+    }
+    for inner, path in (
+        (transformers.LlamaModel(transformers.LlamaConfig(**shape)), "layers"),
+        (transformers.GPTNeoXModel(transformers.GPTNeoXConfig(**shape)), "layers"),
+        (transformers.FalconModel(transformers.FalconConfig(**shape)), "h"),
+    ):
+        found = engine_internals.layers_of_transformers(SimpleNamespace(model=inner))
+        assert list(found) == list(getattr(inner, path))
+    assert engine_internals.layers_of_transformers(SimpleNamespace(model=inner.h)) == ()
+
+
+def test_latents_are_written_between_those_of_other_layers(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Kernel:
+        kv_lora_rank = 3
+
+        def do_kv_cache_update(
+            self, latents: Any, rotated: Any, cache: Any, slots: Any, dtype: str, scale: Any
+        ) -> None:
+            rows = cache.view(-1, 4)
+            there = slots >= 0
+            rows[slots[there], :3], rows[slots[there], 3:] = latents[there], rotated[there]
+
+    stand_in = ModuleType("vllm.v1.attention.backends.mla.cpu_mla")
+    stand_in.CPUMLAImpl = Kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    other = type("AMXMLAImpl", (), {"kv_lora_rank": 3})
+    layer = torch.nn.Module()
+    layer.impl = other()
+    with pytest.raises(InvalidState, match="--attention-backend CPU_MLA") as caught:
+        engine_internals.write_latents_apart(layer)
+    assert caught.value.fields == {"kernel": "AMXMLAImpl"}
+    layer.impl = Kernel()
+    for _ in range(2):  # a second engine of the process
+        engine_internals.write_latents_apart(layer)
+    slots, new = torch.tensor([5, -1, 2, 7]), torch.arange(16.0).view(4, 4) + 1
+    alone, together = (
+        torch.zeros(4, 2, 4),
+        torch.zeros(4, 3, 2, 4),
+    )  # blocks, layers, tokens of a block, a token's latent
+    for cache in (alone, together[:, 1]):
+        layer.impl.do_kv_cache_update(new[:, :3], new[:, 3:], cache, slots, "auto", None)
+    assert alone.view(8, 4)[slots[slots >= 0]].equal(new[slots >= 0])
+    assert together[:, 1].equal(alone) and together[:, ::2].count_nonzero() == 0
 
 
 # -- without flags ---------------------------------------------------------------------------------------------------

@@ -6,9 +6,12 @@ With weights large enough that every layer changes the next token: a wrong byte 
     tiny-new    the same with other weights
     tied        like tiny, but tied: one tensor is the embedding and the head
     tied-new    the same with other weights
+    tiny-latent deepseek v2: latent attention; two dense layers, then four experts a layer and a shared one
+    tiny-neox   gpt-neox
     tiny-lora   an adapter of it, of rank 8, on every projection of the attention
     tiny-moe    mixtral: four experts a layer, of which a token takes two
     tiny-window gemma 3: every second layer sees the last 64 tokens
+    tiny-window-L-F  with L layers, of which each (L / F)th sees all: L / F groups of layers, each with KV blocks of its own
     tiny-int8   its linear layers in 8 bits (compressed-tensors, weights per channel, activations per token)
     tiny-int4   and in 4 bits (weights in groups of 32)
 """
@@ -24,8 +27,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -73,11 +80,33 @@ def moe(folder: Path) -> None:
     MixtralForCausalLM(config).float().save_pretrained(folder)
 
 
-def window(folder: Path) -> None:
+def window(folder: Path, layers: int = LAYERS, full: int = LAYERS // 2) -> None:
     torch.manual_seed(3)
-    kinds = ["sliding_attention" if layer % 2 else "full_attention" for layer in range(LAYERS)]
-    config = Gemma3TextConfig(**SHAPE, intermediate_size=704, sliding_window=64, layer_types=kinds, pad_token_id=0)
+    every = layers // full
+    kinds = ["full_attention" if layer % every == every - 1 else "sliding_attention" for layer in range(layers)]
+    shape = {**SHAPE, "num_hidden_layers": layers}
+    config = Gemma3TextConfig(**shape, intermediate_size=704, sliding_window=64, layer_types=kinds, pad_token_id=0)
     Gemma3ForCausalLM(config).float().save_pretrained(folder)
+
+
+def latent(folder: Path) -> None:
+    """Latent attention of the sizes that vLLM's kernel for CPUs has."""
+    torch.manual_seed(4)
+    heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "q_lora_rank": None}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 96}
+    groups = {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "first_k_dense_replace": 2}
+    shape = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
+    config = DeepseekV2Config(
+        **shape, **heads, **experts, **groups, num_key_value_heads=4, intermediate_size=704, tie_word_embeddings=False
+    )
+    DeepseekV2ForCausalLM(config).float().save_pretrained(folder)
+
+
+def neox(folder: Path) -> None:
+    """vLLM has none of its own: it takes what transformers has."""
+    torch.manual_seed(6)
+    shape = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
+    GPTNeoXForCausalLM(GPTNeoXConfig(**shape, intermediate_size=704)).float().save_pretrained(folder)
 
 
 def lora(folder: Path, rank: int = 8) -> None:
@@ -147,6 +176,10 @@ def make(root: Path) -> None:
     tiny(root / "tied-new", seed=6, tied=True)
     moe(root / "tiny-moe")
     window(root / "tiny-window")
+    window(root / "tiny-window-6-2", 6, 2)
+    window(root / "tiny-window-7-1", 7, 1)
+    latent(root / "tiny-latent")
+    neox(root / "tiny-neox")
     lora(root / "tiny-lora")
     int8(root / "tiny", root / "tiny-int8")
     int4(root / "tiny", root / "tiny-int4")

@@ -35,6 +35,8 @@ MIXED = [
 ]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 AGAIN = tokens(12, seed=400)
+# The windows with 2, 3 and 7 groups of layers.
+KINDS = ("tiny-moe", "tiny-latent", "tiny-neox", "tiny-window", "tiny-window-6-2", "tiny-window-7-1")
 # Few tokens: without Triton vLLM checks drafts slowly on a CPU.
 LOOPS = [{"prompt": each["prompt"] + AGAIN * 3, "new": 80} for each in BURST]
 
@@ -45,7 +47,7 @@ def one(vllm: Vllm) -> Any:
     by_rank = {"scheduling_policy": "priority"}
     kinds = [
         {**make(f"{model}, {name}", [BURST]), "model": model}
-        for model in ("tiny-moe", "tiny-window")
+        for model in KINDS
         for name, make in (("stock", stock), ("remap", remap))
     ]
     return vllm.serve(
@@ -90,7 +92,7 @@ def test_ngram_speculation(vllm: Vllm):
     assert sum(run["rounds"][0]["outputs"]) < sum(each["new"] for each in LOOPS)
 
 
-@pytest.mark.parametrize("model", ["tiny-moe", "tiny-window"], ids=["experts", "windows"])
+@pytest.mark.parametrize("model", KINDS)
 def test_a_kind_of_model(one: Any, model: str):
     run = one[f"{model}, remap"]
     assert_remapped(run)

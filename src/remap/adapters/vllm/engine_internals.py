@@ -23,6 +23,7 @@ from typing import Any
 from remap import __version__
 from remap.adapters.touched import Touched, admit
 from remap.errors import InvalidState
+from remap.model.find import find_layers, resolve_layers
 
 from .served import HOST_KV, refuse_unserved
 
@@ -359,6 +360,16 @@ def kv_allocated_in(memory: Any, nbytes: int) -> Iterator[None]:
         )
 
 
+def layers_of_transformers(model: Any) -> Sequence[Any]:
+    """The decoder layers of a model of vLLM's Transformers backend, which are made by transformers; none of another model."""
+    from transformers import PreTrainedModel
+
+    inner = getattr(model, "model", None)
+    if not isinstance(inner, PreTrainedModel):
+        return ()
+    return resolve_layers(inner, find_layers(inner))
+
+
 def own_rotary_tables(model: Any) -> None:
     """Give the model its own rotary tables.
 
@@ -370,6 +381,41 @@ def own_rotary_tables(model: Any) -> None:
         for name, child in module.named_children():
             if hasattr(child, "cos_sin_cache"):
                 setattr(module, name, copies.setdefault(id(child), copy.deepcopy(child)))
+
+
+def write_latents_apart(model: Any) -> None:
+    """PATCH. Let vLLM's latent attention for CPUs write into blocks between which other layers' parts lie: it takes a layer's
+    rows to lie one after another. The kernel that reads them goes by the stride.
+
+    Raises InvalidState (field kernel) if the model has another kernel for CPUs, which reads such rows, too.
+    """
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    kernels = {type(found) for each in model.modules() if hasattr(found := getattr(each, "impl", None), "kv_lora_rank")}
+    for kernel in kernels - {CPUMLAImpl}:
+        raise InvalidState(
+            f"vLLM's {kernel.__name__} takes each layer's KV blocks to lie one after another, and on remap those of all layers "
+            "alternate; the engine was not started; start it with --attention-backend CPU_MLA",
+            kernel=kernel.__name__,
+        )
+    original = CPUMLAImpl.do_kv_cache_update
+    if getattr(original, "remap", False):
+        return
+
+    @functools.wraps(original)
+    def do_kv_cache_update(
+        self: Any, kv_c_normed: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if kv_cache.numel() and not kv_cache.is_contiguous():
+            blocks, size, width = kv_cache.shape
+            step = kv_cache.stride(0) // width  # rows from one block to the next
+            kv_cache = kv_cache.as_strided(((blocks - 1) * step + size, width), (width, 1))
+            moved = slot_mapping // size * step + slot_mapping % size
+            slot_mapping = moved.where(slot_mapping >= 0, slot_mapping)
+        return original(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
+
+    do_kv_cache_update.remap = True  # type: ignore[attr-defined]
+    CPUMLAImpl.do_kv_cache_update = do_kv_cache_update
 
 
 def around_loading(model: Any, run: Callable[[Callable[[], Any]], Any]) -> None:
@@ -837,20 +883,18 @@ def refuse_more_blocks(cache_config: Any, most: int) -> None:
         )
 
 
-def block_bytes(kv_cache_config: Any, layers: int) -> int:
-    """Bytes of one block in all layers.
+def block_bytes(kv_cache_config: Any) -> int:
+    """Bytes of one block: of the layers of one group.
 
-    Raises InvalidState (fields block_stride, blocks, size) if blocks do not lie one after another, or are not a
-    multiple of 2 x layers bytes, as with several groups of layers that have different KV.
+    Raises InvalidState (fields block_stride, blocks, size) if blocks do not lie one after another, or have an odd size.
     """
     stride = {tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors}
     size = kv_cache_config.kv_cache_tensors[0].size
     bytes_each = stride.pop()
-    if stride or bytes_each * kv_cache_config.num_blocks != size or bytes_each % (2 * layers):
+    if stride or bytes_each * kv_cache_config.num_blocks != size or bytes_each % 2:
         raise InvalidState(
             f"{kv_cache_config.num_blocks} blocks of {bytes_each} bytes in {size} bytes do not lie one after another, "
-            f"or do not divide evenly among {layers} layers; nothing was moved; remap serves models whose layers all "
-            "have the same KV",
+            "or have an odd number of bytes; nothing was moved; unset REMAP_ENABLE to serve this model",
             block_stride=bytes_each,
             blocks=kv_cache_config.num_blocks,
             size=size,

@@ -8,7 +8,7 @@ ask at run time.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,7 +67,7 @@ class RemapOffloader(BaseOffloader):
         """vLLM replays a graph of this whole pass: none of its layers waits."""
         self._whole = True
 
-    def wrap_modules(self, modules_generator: Generator[nn.Module, None, None], prefix: str = "") -> list[nn.Module]:
+    def wrap_modules(self, modules_generator: Iterator[nn.Module], prefix: str = "") -> list[nn.Module]:
         if self.layers:
             raise InvalidState(
                 "the model has a second stack of layers (a drafter, an encoder), and remap streams only one; nothing "

@@ -114,11 +114,6 @@ UNSERVED = (
         lambda c: c.diffusion_config is not None,
         "vLLM has a scheduler of its own for it, and remap takes the scheduler's place",
     ),
-    Unserved(
-        "multi-head latent attention (MLA)",
-        lambda c: c.model_config.use_mla,
-        "its KV cache is not keys and values of heads",
-    ),
 )
 
 

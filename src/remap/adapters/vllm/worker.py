@@ -107,10 +107,13 @@ class RemapWorker:
         with weights_left_in_place(packed) if current_platform.is_cpu() else nullcontext():
             super().load_model(**kwargs)  # type: ignore[misc]
         if not self.remap_offloader.layers:
-            raise InvalidState(
-                f"{self.vllm_config.model_config.model} does not build its layers with vLLM's make_layers: nothing "
-                "can be remapped, the engine was not started; serve it without remap"
-            )
+            found = engine_internals.layers_of_transformers(self.model_runner.get_model())
+            if not found:
+                raise InvalidState(
+                    f"{self.vllm_config.model_config.model} does not build its layers with vLLM's make_layers, and is not of "
+                    "its Transformers backend: nothing can be remapped; the engine was not started; unset REMAP_ENABLE"
+                )
+            self.remap_offloader.wrap_modules(iter(found))
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         layouts = super().get_supported_kv_cache_layouts()  # type: ignore[misc]
@@ -275,8 +278,10 @@ class RemapWorker:
 
     def _remap_attach(self, kv_cache_config: Any) -> None:
         model, layers = self.model_runner.get_model(), self.remap_offloader.layers
-        page, block = self._remap_page, engine_internals.block_bytes(kv_cache_config, len(layers))
+        page, block = self._remap_page, engine_internals.block_bytes(kv_cache_config)
         engine_internals.own_rotary_tables(model)
+        if current_platform.is_cpu() and self.vllm_config.model_config.use_mla:
+            engine_internals.write_latents_apart(model)
         if not current_platform.is_cpu():
             _to_host(model)  # the session's pages need its place on the device
         most = kv_cache_config.num_blocks
@@ -298,9 +303,9 @@ class RemapWorker:
         name = arena.name_for(self.vllm_config.model_config.model) if settings.arena else NAME
         # vLLM's own views lay out a block: for us a block is a number of bytes.
         kv = remap.KVSpec(
-            layers=len(layers),
+            layers=1,
             kv_heads=1,
-            head_dim=block // (2 * len(layers)),
+            head_dim=block // 2,
             block_tokens=1,
             dtype="uint8",
             min_blocks=first,
