@@ -26,6 +26,10 @@ GPT2 = {
     "eos_token_id": 2,
 }
 GEMMA = {**SHAPE, "head_dim": 16, "sliding_window": 16}
+DEEPSEEK = {
+    **{**SHAPE, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+}
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", SHAPE),
     "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**SHAPE, "tie_word_embeddings": True}),
@@ -40,17 +44,32 @@ FAMILIES = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
     "phi": ("PhiForCausalLM", "PhiConfig", SHAPE),
     "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", OPT | {"intermediate_size": 160}),
+    "falcon": ("FalconForCausalLM", "FalconConfig", OPT | {"multi_query": True}),
+    "falcon-grouped": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        OPT | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "starcoder": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**GPT2, "multi_query": True}),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", DEEPSEEK),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**DEEPSEEK, "n_group": 2, "topk_group": 1}),
 }
-DEEPSEEK = {**SHAPE, "num_key_value_heads": 4, "n_routed_experts": 8}
 REFUSED = {  # by what
     "heads": ("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA),
     "layer_types": ("Qwen3NextForCausalLM", "Qwen3NextConfig", SHAPE),
-    "kv_lora_rank": ("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK),
     "encoder_decoder": ("T5ForConditionalGeneration", "T5Config", {"vocab_size": 101, "d_model": 64, "num_layers": 2}),
 }
 # Where every head has keys of its own a token takes more; a mixture's layers are large, and so is what has to be free before
 # one comes home.
-SIZES = {"opt": {"batch": 4}, "gpt2": {"batch": 4}, "gpt-neox": {"batch": 4}, "mixtral": {"spare": 95}}
+SIZES = {
+    "falcon": {"batch": 16},
+    "falcon-grouped": {"batch": 4},
+    "starcoder": {"batch": 16},
+    "opt": {"batch": 4},
+    "gpt2": {"batch": 4},
+    "gpt-neox": {"batch": 4},
+    "mixtral": {"spare": 95},
+}
 WINDOWS = {"gemma2": {16, None}, "gemma3": {16, None}, "mistral": {20}}
 
 
@@ -110,7 +129,7 @@ def test_bfloat16_and_a_model_of_another_dtype_than_its_name_says():
         rig.assert_moved()
     with watched(model, dtype="float32"):  # a wider pool keeps keys and values exactly
         assert torch.equal(model.generate(**given, **GREEDY), expected)
-    with watched(model, dtype="float16"), pytest.raises(InvalidArgument, match="dtype"):
+    with watched(model, dtype="float16"), pytest.raises(InvalidArgument, match=r"attach\(dtype='float32'\)"):
         model.generate(**given, **GREEDY)
 
 
@@ -118,7 +137,7 @@ def test_bfloat16_and_a_model_of_another_dtype_than_its_name_says():
 def test_what_one_kv_spec_cannot_describe_is_refused(what):
     model = made(*REFUSED[what])
     with pytest.raises(InvalidArgument) as refused:
-        remap.attach(model, "64MiB", layers="decoder.block" if what == "encoder_decoder" else None)
+        remap.attach(model, "64MiB")
     assert refused.value.what == what
     assert "forward" not in model.__dict__
 

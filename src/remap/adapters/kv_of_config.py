@@ -14,7 +14,7 @@ from remap.errors import InvalidArgument
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["KVShape", "kv_shape"]
+__all__ = ["KVShape", "caches_of", "kv_shape"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,33 @@ def kv_shape(model: Any, layers: Sequence[nn.Module], dtype: str | None = None) 
     describe the cache: for an encoder-decoder, layers that keep a state instead of keys and values, layers that share
     keys and values, and layers that differ in number of heads or head dimension. Changes nothing.
     """
+    config, kept = caches_of(model)
+    name = type(model).__name__
+    if len(kept) != len(layers):
+        raise _refused(
+            name,
+            f"caches {len(kept)} of {len(layers)} layers: some share keys and values",
+            what="shared",
+            layers=len(kept),
+        )
+    configs = _of(config, "per_layer_config") or [config]  # transformers before 5.19 has one for all layers
+    heads = [_heads(each) for each in configs]
+    dims = [_head_dim(each) for each in configs]
+    if len({*zip(heads, dims)}) != 1:
+        raise _refused(
+            name, f"has layers with different (KV heads, head dimension): {sorted({*zip(heads, dims)})}", what="heads"
+        )
+    for index, layer in enumerate(layers):
+        _check_projections(name, index, layer, heads[0] * dims[0])
+    windows = tuple(_of(each, "sliding_window") for each in kept)
+    return KVShape(len(layers), heads[0], dims[0], dtype or str(model.dtype).removeprefix("torch."), windows)
+
+
+def caches_of(model: Any) -> tuple[Any, Sequence[Any]]:
+    """(the decoder's configuration, the caches that generate() makes for its layers).
+
+    Raises InvalidArgument (field what) for an encoder-decoder, and layers that keep more than keys and values.
+    """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise _refused(type(model).__name__, "has no transformers configuration", what="config")
@@ -48,26 +75,24 @@ def kv_shape(model: Any, layers: Sequence[nn.Module], dtype: str | None = None) 
         raise _refused(
             name, f"has caches of the types {found}, which keep more than keys and values", what="layer_types"
         )
-    if len(kept) != len(layers):
-        raise _refused(
-            name,
-            f"caches {len(kept)} of {len(layers)} layers: some share keys and values",
-            what="shared",
-            layers=len(kept),
-        )
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise _refused(name, "has latent attention, whose keys and values differ in size", what="kv_lora_rank")
-    configs = _of(config, "per_layer_config") or [config]  # transformers before 5.19 has one for all layers
-    heads = [_of(each, "num_key_value_heads") or each.num_attention_heads for each in configs]
-    dims = [_of(each, "head_dim") or each.hidden_size // each.num_attention_heads for each in configs]
-    if len({*zip(heads, dims)}) != 1:
-        raise _refused(
-            name, f"has layers with different (KV heads, head dimension): {sorted({*zip(heads, dims)})}", what="heads"
-        )
-    for index, layer in enumerate(layers):
-        _check_projections(name, index, layer, heads[0] * dims[0])
-    windows = tuple(_of(each, "sliding_window") for each in kept)
-    return KVShape(len(layers), heads[0], dims[0], dtype or str(model.dtype).removeprefix("torch."), windows)
+    return config, kept
+
+
+def _heads(config: Any) -> int:
+    """KV heads that a layer caches. Falcon and the first Starcoder have one for all queries, latent attention has one latent;
+    Falcon's later architecture groups its heads, and caches them once for each query's."""
+    if _of(config, "new_decoder_architecture"):
+        return int(config.num_attention_heads)
+    if _of(config, "multi_query") or _of(config, "kv_lora_rank") is not None:
+        return 1
+    return int(_of(config, "num_key_value_heads") or config.num_attention_heads)
+
+
+def _head_dim(config: Any) -> int:
+    """Of latent attention half of what a token has: a latent, cached as the key, and what is rotated, as the value."""
+    if (latent := _of(config, "kv_lora_rank")) is not None:
+        return int(latent + config.qk_rope_head_dim) // 2
+    return int(_of(config, "head_dim") or config.hidden_size // config.num_attention_heads)
 
 
 _KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)

@@ -142,6 +142,7 @@ class BlockLayer(CacheLayerMixin):
         self._layer = layer
         self.tokens = 0
         self.dtypes: tuple[torch.dtype, ...] = ()  # of keys and values, as a cache that appends them would have them
+        self.dims = (0, 0)  # of a head's key and value; where they differ (latent attention) rows have half of both
         self.is_sliding = window is not None
         self.sliding_window = window
 
@@ -170,7 +171,7 @@ class BlockLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the tokens of this pass; return the keys and values for attention, (batch, kv_heads, tokens, head_dim)
-        each, in the dtype in which they came: a pool keeps those of a narrower dtype exactly (autocast).
+        each, in the dtype and of the head_dim in which they came: a pool keeps those of a narrower dtype exactly.
 
         The returned tensors lie in the workspace and are valid until another layer's update. Raises InvalidState
         outside of a prepared pass, or if gradients would be lost; InvalidArgument (fields expected, keys, values) for
@@ -179,13 +180,17 @@ class BlockLayer(CacheLayerMixin):
         batch, count = self._batch, self._checked(key_states, value_states)
         if not self.tokens:
             self.dtypes = (key_states.dtype, value_states.dtype)
+            self.dims = (key_states.shape[-1], value_states.shape[-1])
+        halves = (key_states, value_states)
+        if self.dims[0] != self.dims[1]:
+            halves = torch.cat(halves, -1).chunk(2, -1)
         given = zip(self.dtypes, (key_states, value_states))
         self.dtypes = tuple(torch.promote_types(before, now.dtype) for before, now in given)
-        batch.store.write(self._layer, batch.rows(self.tokens, count), key_states, value_states)
+        batch.store.write(self._layer, batch.rows(self.tokens, count), *halves)
         shown = self.tokens if self.sliding_window is None else min(self.tokens, self.sliding_window - 1)
         both = batch.store.read(self._layer, batch.rows(self.tokens - shown, shown + count))
         self.tokens += count
-        keys, values = (one.to(dtype) for one, dtype in zip(both, self.dtypes))
+        keys, values = (one.to(dtype) for one, dtype in zip(self._apart(both), self.dtypes))
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -230,7 +235,10 @@ class BlockLayer(CacheLayerMixin):
         batch = self._batch
         rows = batch.rows(0, self.tokens)
         out = torch.empty(*rows.shape, batch.store.spec.head_dim, dtype=batch.store.dtype, device=batch.store.device)
-        return batch.store.read(self._layer, rows, out)[which]
+        return self._apart(batch.store.read(self._layer, rows, out))[which]
+
+    def _apart(self, both: torch.Tensor) -> Sequence[torch.Tensor]:
+        return both.unbind() if self.dims[0] == self.dims[1] else torch.cat(both.unbind(), -1).split(self.dims, -1)
 
     def _checked(self, keys: torch.Tensor, values: torch.Tensor) -> int:
         """The number of tokens. Raises InvalidState or InvalidArgument as `update` does."""
@@ -247,14 +255,21 @@ class BlockLayer(CacheLayerMixin):
             )
         expected = (len(self._batch.table.rows), spec.kv_heads, slots[1], spec.head_dim)
         dtype = self._batch.store.dtype
-        fits = [
-            tuple(each.shape) == expected and torch.promote_types(each.dtype, dtype) == dtype for each in (keys, values)
-        ]
-        if not all(fits):
+        dims = (keys.shape[-1], values.shape[-1])
+        shaped = (
+            all(tuple(each.shape[:3]) == expected[:3] for each in (keys, values)) and sum(dims) == 2 * spec.head_dim
+        )
+        shaped = shaped and (not self.tokens or dims == self.dims)
+        wider = torch.promote_types(torch.promote_types(keys.dtype, values.dtype), dtype)
+        if not shaped or wider != dtype:
+            why = (
+                f"it would round them (torch.autocast gives other dtypes than the model's); pass attach(dtype={str(wider)[6:]!r})"
+                if shaped
+                else "one KVSpec does not fit models whose layers differ in KV heads or head dimension"
+            )
             raise InvalidArgument(
                 f"layer {self._layer} gave keys {tuple(keys.shape)} of {keys.dtype} and values {tuple(values.shape)} of "
-                f"{values.dtype}, but the KV pool takes {expected} of {dtype}; nothing was written; one KVSpec does not fit "
-                "models whose layers differ in KV heads or head dimension; for another dtype pass attach(dtype=)",
+                f"{values.dtype}, but the KV pool takes {expected} of {dtype}; nothing was written; {why}",
                 layer=self._layer,
                 expected=expected,
                 keys=tuple(keys.shape),
@@ -364,7 +379,7 @@ class PagedCache(Cache):
         windows = [layer.sliding_window for layer in self._layers]
         memo[id(self)] = made = PagedCache(self._batch.store, self.table.copy(), windows, self._ready, self._copy)
         for layer, mine in zip(made._layers, self._layers):
-            layer.tokens, layer.dtypes = self.table.tokens, mine.dtypes
+            layer.tokens, layer.dtypes, layer.dims = self.table.tokens, mine.dtypes, mine.dims
         return made
 
     def _set(self, tokens: int) -> None:

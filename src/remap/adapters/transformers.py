@@ -53,7 +53,7 @@ from remap.session import Session
 from remap.tenant import Tenant
 
 from .block_tables import BatchTable, Growth, SharedBlocks
-from .kv_of_config import kv_shape
+from .kv_of_config import caches_of, kv_shape
 from .paged_cache import BlockStore, PagedCache
 from .touched import Touched, admit, prove
 from .trial import differs
@@ -140,6 +140,7 @@ def attach(
             "implicit=False, and attached.cache() to generate()",
             missing=_FACTORY,
         )
+    caches_of(inner)  # before its layers are looked for: some that cannot be served have none under a usual name
     modules = resolve_layers(inner, find_layers(inner) if layers is None else layers)
     shape = kv_shape(inner, modules, dtype)
     home = session or _open(inner, modules, capacity, device, session_options or {})

@@ -73,6 +73,8 @@ def _head_dim(attention: Any) -> int | None:
 
 
 def _kv_heads(attention: Any) -> int | None:
+    if getattr(attention, "new_decoder_architecture", False):
+        return None  # Falcon's, which transformers caches once for each head of the queries
     for name in _HEADS:
         heads = _whole(attention, name)
         if heads is not None:
@@ -94,7 +96,10 @@ def _config(model: Any) -> Any:
     config = getattr(model, "config", None)
     if not ours or config is None or getattr(model, "tp_size", None) not in (None, 1):
         return None
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return (
+        config if getattr(config, "kv_lora_rank", None) is None else None
+    )  # its head_dim is that of a part of the keys
 
 
 def _dtype(model: nn.Module, attentions: Sequence[Any]) -> str | None:
