@@ -8,6 +8,7 @@ With weights large enough that every layer changes the next token: a wrong byte 
     tied-new    the same with other weights
     tiny-latent deepseek v2: latent attention; two dense layers, then four experts a layer and a shared one
     tiny-neox   gpt-neox
+    tiny-eagle  EAGLE's drafter for it: one layer
     tiny-lora   an adapter of it, of rank 8, on every projection of the attention
     tiny-moe    mixtral: four experts a layer, of which a token takes two
     tiny-window gemma 3: every second layer sees the last 64 tokens
@@ -109,6 +110,22 @@ def neox(folder: Path) -> None:
     GPTNeoXForCausalLM(GPTNeoXConfig(**shape, intermediate_size=704)).float().save_pretrained(folder)
 
 
+def eagle(source: Path, folder: Path) -> None:
+    """Its layer is the model's first one: it guesses badly, and some drafts are accepted."""
+    torch.manual_seed(7)
+    layer, unused = "model.layers.0.", ("input_layernorm.weight",)
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+        if name.startswith(layer) and not name.endswith(unused)
+    }
+    tensors["fc.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], 1)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+
+
 def lora(folder: Path, rank: int = 8) -> None:
     torch.manual_seed(1)
     sizes = {"q_proj": HIDDEN, "k_proj": HIDDEN // 2, "v_proj": HIDDEN // 2, "o_proj": HIDDEN}
@@ -180,6 +197,7 @@ def make(root: Path) -> None:
     window(root / "tiny-window-7-1", 7, 1)
     latent(root / "tiny-latent")
     neox(root / "tiny-neox")
+    eagle(root / "tiny", root / "tiny-eagle")
     lora(root / "tiny-lora")
     int8(root / "tiny", root / "tiny-int8")
     int4(root / "tiny", root / "tiny-int4")

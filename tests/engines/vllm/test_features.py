@@ -92,6 +92,20 @@ def test_ngram_speculation(vllm: Vllm):
     assert sum(run["rounds"][0]["outputs"]) < sum(each["new"] for each in LOOPS)
 
 
+@pytest.mark.parametrize(("method", "drafter"), [("draft_model", "tiny"), ("eagle", "tiny-eagle")])
+def test_a_drafter(vllm: Vllm, method: str, drafter: str):
+    """Its layers stay where they are, and its KV lies in the same blocks."""
+    drafts = {"method": method, "model": drafter, "num_speculative_tokens": 2}
+    plenty = vllm.serve([stock("plenty", [BURST])])["plenty"]
+    little = {"kv_cache_memory_bytes": (18 if method == "draft_model" else 9) << 20}  # KV of as many layers again
+    run = vllm.serve([remap("remap", [BURST], speculative_config=drafts, **little)])["remap"]
+    assert_remapped(run)
+    assert max(run["rounds"][0]["alphas"]) >= 2
+    assert answers(run) == answers(plenty)
+    if method == "draft_model":  # the model itself: every draft is right
+        assert sum(run["rounds"][0]["outputs"]) < sum(each["new"] for each in BURST)
+
+
 @pytest.mark.parametrize("model", KINDS)
 def test_a_kind_of_model(one: Any, model: str):
     run = one[f"{model}, remap"]

@@ -8,7 +8,7 @@ ask at run time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,14 @@ __all__ = ["RemapOffloader"]
 
 
 class RemapOffloader(BaseOffloader):
-    """The decoder's layers of one worker. Outside of a pass (`entered`) no layer waits."""
+    """The decoder's layers of one worker. Outside of a pass (`entered`) no layer waits.
 
-    def __init__(self) -> None:
+    loaded: whether the model is there; what vLLM builds then is a drafter, whose layers stay where they are.
+    """
+
+    def __init__(self, loaded: Callable[[], bool] = lambda: False) -> None:
         self.layers: list[nn.Module] = []
+        self._loaded = loaded
         self._tenant: Any = None
         self._waited = 0
         self._may_be_whole = True  # a graph of the whole pass, in which no layer waits
@@ -68,10 +72,12 @@ class RemapOffloader(BaseOffloader):
         self._whole = True
 
     def wrap_modules(self, modules_generator: Iterator[nn.Module], prefix: str = "") -> list[nn.Module]:
+        if self._loaded():
+            return list(modules_generator)
         if self.layers:
             raise InvalidState(
-                "the model has a second stack of layers (a drafter, an encoder), and remap streams only one; nothing "
-                "was attached; serve without the second stack, or without remap",
+                "the model has a second stack of layers (an encoder), and remap streams only one; nothing was attached; serve "
+                "without the second stack, or without remap",
                 layers=len(self.layers),
             )
         self.layers = list(modules_generator)

@@ -49,11 +49,13 @@ def _between_servers(config: Any) -> str | None:
 
 
 def _drafter(config: Any) -> str | None:
-    """The way of speculation, unless it reads the tokens only."""
+    """The way of speculation, unless it was tried."""
     found = config.speculative_config
-    return None if found is None or found.method == "ngram" else str(found.method)
+    return None if found is None or found.method in DRAFTERS else str(found.method)
 
 
+DRAFTERS = ("ngram", "draft_model", "eagle")
+"""Ways of speculation that were tried. The drafter's own layers stay where they are."""
 UNSERVED = (
     Unserved(
         "pipeline parallelism",
@@ -63,7 +65,7 @@ UNSERVED = (
     Unserved(
         "speculative decoding",
         _drafter,
-        "the drafter has layers of its own, or was not tried; the method ngram, which reads tokens only, is served",
+        f"it was not tried; served are {', '.join(DRAFTERS)}",
     ),
     Unserved(
         "prefill and decode on different servers",

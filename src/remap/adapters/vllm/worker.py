@@ -96,7 +96,7 @@ class RemapWorker:
         beside = settings.joins and not current_platform.is_cpu()
         with engine_internals.memory_beside_a_broker() if beside else nullcontext():
             super().init_device()  # type: ignore[misc]
-        self.remap_offloader = RemapOffloader()
+        self.remap_offloader = RemapOffloader(lambda: getattr(self.model_runner, "model", None) is not None)
         self.remap_rank: Any = None  # a Rank, once it is attached
         self._remap_told = self.rank > 0  # what remap can do here
         self._remap_moved = 0  # blocks
