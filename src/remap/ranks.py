@@ -123,15 +123,12 @@ class Rank:
         """The present state."""
         return RankReport(runs(internals(self.tenant).kv.pool.open_ids()), self._target, unmet, reason)
 
-    def step(
-        self, blocks: int, free: int, anyway: bool = False, patient: bool = False, can_wait: bool = False
-    ) -> RankReport | None:
+    def step(self, blocks: int, free: int, anyway: bool = False, can_wait: bool = False) -> RankReport | None:
         """Rank 0 decides (`Session.step`). Returns None on other ranks, and if nothing has changed (and nothing is `short`).
 
         blocks: demand. free: blocks of the engine that are free. anyway: no request can run before there are that many
-        blocks, so remap as many layers as they take, at any cost. patient: without them a request is preempted, so wait for
-        what other processes give (a quarter of a second at most, and for a twentieth of the time where that is not enough).
-        can_wait: see `Demand`.
+        blocks, so remap as many layers as they take, at any cost. can_wait: see `Demand`; else wait for what other processes
+        give (a quarter of a second at most, and for a twentieth of the time where that is not enough).
 
         Logs a change that fails; the engine then goes on with the blocks that it has. Raises ArenaBroken only.
         """
@@ -143,7 +140,7 @@ class Rank:
         with self._serving_on():
             done = self.session.step({self.tenant.name: Demand(blocks, free, can_wait=can_wait)})
             unmet, reason = done.unmet_blocks.get(self.tenant.name, 0), done.reason.get(self.tenant.name, "")
-            if patient and unmet and self.session.broker:
+            if not can_wait and unmet and self.session.broker:
                 unmet = self._await(unmet)
             if anyway and unmet:
                 unmet = short = self._insist(unmet)
@@ -403,11 +400,9 @@ class RankGroup:
         self.refusals = 0  # changes that a rank could not follow
         self._refused = RateLimitedWarning(logger)
 
-    def step(
-        self, blocks: int, free: int, anyway: bool = False, patient: bool = False, can_wait: bool = False
-    ) -> RankReport | None:
+    def step(self, blocks: int, free: int, anyway: bool = False, can_wait: bool = False) -> RankReport | None:
         """`Session.step` for all ranks; see `Rank.step`. Returns None if nothing has changed."""
-        return self._agree(self._ask("step", blocks, free, anyway, patient, can_wait)[0])
+        return self._agree(self._ask("step", blocks, free, anyway, can_wait)[0])
 
     def home(self) -> RankReport | None:
         """Bring all layers home on all ranks, as soon as the blocks in their pages have left.

@@ -27,8 +27,16 @@ GPT2 = {
 }
 GEMMA = {**SHAPE, "head_dim": 16, "sliding_window": 16}
 DEEPSEEK = {
-    **{**SHAPE, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    **{"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+    **SHAPE,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
 }
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", SHAPE),

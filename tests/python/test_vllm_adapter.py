@@ -604,32 +604,32 @@ class OtherProcess:
     ("local", "alpha", "wanted", "asked"),
     [(True, 0, 0, 1), (False, 0, 0, 0), (False, 0, 100, 1), (False, 2, 0, 1)],
 )
-@pytest.mark.parametrize(("running", "lacking"), [(1, 50), (1, 51), (0, 0)])
+@pytest.mark.parametrize("running", [0, 1])
 def test_one_rank_in_another_process_is_asked_only_if_it_may_matter(
-    vllm: Any, local: bool, alpha: int, wanted: int, asked: int, running: int, lacking: int
+    vllm: Any, local: bool, alpha: int, wanted: int, asked: int, running: int
 ) -> None:
     scheduler: Any = object.__new__(vllm.scheduler.Scheduler)
     scheduler.remap = link = OtherProcess(local, alpha)
     scheduler.running, scheduler._in_flight = [object()] * running, 0
     scheduler.has_unfinished_requests = lambda: True
-    scheduler._demand = lambda: (lacking, wanted)
+    scheduler._demand = lambda: wanted
     scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 50))
     assert scheduler.schedule() is SCHEDULED
     assert link.steps == asked
-    assert not asked or link.can_wait == (running > 0 and lacking <= 50)
+    assert not asked or link.can_wait == (running > 0)
 
 
 @pytest.mark.parametrize(
     ("request_", "running", "asks"),
     [
-        ("waits", [], (True, True, False)),  # (anyway, patient, can wait): nothing else can run
-        ("waits", ["runs"], (False, False, True)),
-        ("runs", ["runs"], (True, True, False)),
-        ("runs", ["another", "runs"], (False, True, False)),  # it would be preempted
+        ("waits", [], (True, False)),  # (anyway, can wait): nothing else can run
+        ("waits", ["runs"], (False, True)),
+        ("runs", ["runs"], (True, False)),
+        ("runs", ["another", "runs"], (False, False)),  # it would be preempted
     ],
 )
 def test_only_a_request_that_waits_for_its_start_beside_others_can_wait(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch, request_: str, running: list[str], asks: tuple[bool, bool, bool]
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, request_: str, running: list[str], asks: tuple[bool, bool]
 ) -> None:
     scheduler: Any = object.__new__(vllm.scheduler.Scheduler)
     scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 50))
@@ -688,7 +688,7 @@ def test_a_turn_ends_when_no_step_is_in_flight_and_no_request_has_a_block(
     )
     link.group, link.books = SimpleNamespace(target=(0, 1)), SimpleNamespace(leaving=set())
     link.rest = lambda: did.append("rests")
-    scheduler.remap, scheduler._in_flight, scheduler._demand, scheduler._failed = link, 0, lambda: (0, 0), {}
+    scheduler.remap, scheduler._in_flight, scheduler._demand, scheduler._failed = link, 0, lambda: 0, {}
     scheduler.has_unfinished_requests = lambda: True
     scheduler.running, scheduler.prev_step_scheduled_req_ids = ["a", "b"], {"a", "b"}
     scheduler._preempt_request = lambda request, now: did.append(request)

@@ -181,9 +181,8 @@ class BlockLayer(CacheLayerMixin):
         if not self.tokens:
             self.dtypes = (key_states.dtype, value_states.dtype)
             self.dims = (key_states.shape[-1], value_states.shape[-1])
-        halves = (key_states, value_states)
-        if self.dims[0] != self.dims[1]:
-            halves = torch.cat(halves, -1).chunk(2, -1)
+        came = (key_states, value_states)
+        halves = came if self.dims[0] == self.dims[1] else torch.cat(came, -1).chunk(2, -1)
         given = zip(self.dtypes, (key_states, value_states))
         self.dtypes = tuple(torch.promote_types(before, now.dtype) for before, now in given)
         batch.store.write(self._layer, batch.rows(self.tokens, count), *halves)

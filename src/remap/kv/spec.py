@@ -142,11 +142,6 @@ class KVSpec:
             )
 
     @property
-    def opaque(self) -> bool:
-        """Whether a block is just bytes, in which layers need not have equal parts."""
-        return self.dtype == "uint8" and self.layout == "block_major"
-
-    @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]

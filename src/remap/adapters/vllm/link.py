@@ -104,10 +104,10 @@ class RankLink:
         """Whether the only rank lives in this process: asking it costs no round trip, and waits for no pass."""
         return self._local is not None
 
-    def step(self, blocks: int, free: int, anyway: bool = False, patient: bool = False, can_wait: bool = False) -> int:
-        """Make one step on all ranks for this demand, and change the pool accordingly. anyway, patient, can_wait: see
-        `Rank.step`. Returns how many blocks are missing that were to be had at any cost."""
-        report = self.group.step(blocks, free, anyway, patient, can_wait)
+    def step(self, blocks: int, free: int, anyway: bool = False, can_wait: bool = False) -> int:
+        """Make one step on all ranks for this demand, and change the pool accordingly. anyway, can_wait: see `Rank.step`. Returns
+        how many blocks are missing that were to be had at any cost."""
+        report = self.group.step(blocks, free, anyway, can_wait)
         self._take(report)
         return 0 if report is None else report.short
 

@@ -80,12 +80,11 @@ class Scheduler(Base):
                 return engine_internals.nothing_scheduled()
             if link.books.leaving:
                 link.leave(self._reserve)
-            running, wanted = self._demand()
-            free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+            wanted, free = self._demand(), self.kv_cache_manager.block_pool.get_num_free_blocks()
             # Between processes a step costs a round trip, which waits for the pass under way: ask only if it may
             # matter.
             if link.local or link.group.target[0] or wanted + self._reserve > free:
-                link.step(wanted, free, can_wait=bool(self.running) and running <= free)
+                link.step(wanted, free, can_wait=bool(self.running))  # who runs and lacks blocks asks again: `_grow`
         scheduled = super().schedule(*args, **kwargs)
         self._in_flight += scheduled.total_num_scheduled_tokens > 0
         return scheduled
@@ -118,8 +117,8 @@ class Scheduler(Base):
     def _reserve(self) -> int:
         return 2 * len(self.running) + 1
 
-    def _demand(self) -> tuple[int, int]:
-        """Blocks that the next steps take from the free ones: for running requests, and for all.
+    def _demand(self) -> int:
+        """Blocks that the next steps take from the free ones.
 
         A running request takes the blocks that it lacks. A waiting request that has a seat takes all blocks that are
         neither cached nor filled by a request before it.
@@ -130,14 +129,13 @@ class Scheduler(Base):
             wanted += self._missing(request, 0)
             if request.num_computed_tokens < request.num_tokens - 1:
                 prefixes.running(request)
-        running = wanted
         seats, most = self.max_num_running_reqs - len(self.running), len(self.kv_cache_manager.block_pool.blocks)
         for request in self.waiting:
             if seats <= 0 or wanted >= most:  # no more blocks than that can exist
                 break
             seats -= 1
             wanted += self._missing_at_start(request, prefixes)
-        return running, wanted
+        return wanted
 
     def _missing_at_start(self, request: Any, prefixes: engine_internals.Prefixes) -> int:
         """Blocks that a waiting request takes."""
@@ -161,7 +159,7 @@ class Scheduler(Base):
         alone = all(each is request for each in self.running)
         wanted = max(free + 1, self._missing_at_start(request, engine_internals.Prefixes(self)))
         can_wait = not alone and all(each is not request for each in self.running)
-        self._short = link.step(wanted, free, alone, not can_wait, can_wait)
+        self._short = link.step(wanted, free, alone, can_wait)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() > free)
 
     def _refused(self, request: Any) -> None:
