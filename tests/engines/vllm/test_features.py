@@ -36,6 +36,7 @@ MIXED = [
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 AGAIN = tokens(12, seed=400)
 # The windows with 2, 3 and 7 groups of layers.
+LARGE = {("tiny-neox", "remap"): {"kv_cache_memory_bytes": 18 << 20}}  # keys and values of every head
 KINDS = ("tiny-moe", "tiny-latent", "tiny-neox", "tiny-window", "tiny-window-6-2", "tiny-window-7-1")
 # Few tokens: without Triton vLLM checks drafts slowly on a CPU.
 LOOPS = [{"prompt": each["prompt"] + AGAIN * 3, "new": 80} for each in BURST]
@@ -46,7 +47,7 @@ def one(vllm: Vllm) -> Any:
     """Engines one after the other in one process."""
     by_rank = {"scheduling_policy": "priority"}
     kinds = [
-        {**make(f"{model}, {name}", [BURST]), "model": model}
+        {**make(f"{model}, {name}", [BURST], **LARGE.get((model, name), {})), "model": model}
         for model in KINDS
         for name, make in (("stock", stock), ("remap", remap))
     ]

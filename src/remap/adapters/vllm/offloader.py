@@ -8,7 +8,7 @@ ask at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,10 +80,14 @@ class RemapOffloader(BaseOffloader):
                 "without the second stack, or without remap",
                 layers=len(self.layers),
             )
-        self.layers = list(modules_generator)
+        self.bracket(modules_generator)
+        return self.layers
+
+    def bracket(self, modules: Iterable[nn.Module]) -> None:
+        """These are the layers."""
+        self.layers = list(modules)
         for index, module in enumerate(self.layers):
             _bracket(module, index)
-        return self.layers
 
     def _wait_for_layer(self, layer_idx: int) -> None:
         if self._tenant is not None:

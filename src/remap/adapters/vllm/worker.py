@@ -113,7 +113,7 @@ class RemapWorker:
                     f"{self.vllm_config.model_config.model} does not build its layers with vLLM's make_layers, and is not of "
                     "its Transformers backend: nothing can be remapped; the engine was not started; unset REMAP_ENABLE"
                 )
-            self.remap_offloader.wrap_modules(iter(found))
+            self.remap_offloader.bracket(found)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         layouts = super().get_supported_kv_cache_layouts()  # type: ignore[misc]
