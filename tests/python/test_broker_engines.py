@@ -127,7 +127,7 @@ def test_a_scheduler_in_another_process_hears_of_it_when_its_engine_wakes(broker
 
 
 def test_a_request_is_not_preempted_while_others_are_asked(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A patient step gets what an idle engine elsewhere gives."""
+    """A step whose requests cannot wait gets what an idle engine elsewhere gives."""
     pytest.importorskip("torch")
     monkeypatch.setattr("remap.ranks._PATIENT_S", 60.0)
     with opened(broker) as one, opened(broker) as two:
@@ -137,7 +137,7 @@ def test_a_request_is_not_preempted_while_others_are_asked(broker: Broker, monke
         rank.listen(None)
         had = rank.tenant.kv.usable_blocks
         assert broker.ledger.free == 0
-        report = rank.step(40, 0, patient=True)
+        report = rank.step(40, 0)
         assert report is not None and report.unmet == 0
         assert rank.tenant.kv.usable_blocks >= had + 40
         assert allocator.tenant.kv.usable_blocks >= 8
@@ -148,16 +148,18 @@ def test_a_wait_that_brings_nothing_is_not_repeated_soon(broker: Broker, monkeyp
     with opened(broker) as alone:
         rank = Rank(alone, attached(alone, "alone"), 0)
         rank.listen(None)
-        rank.step(5000, 0)
+        with monkeypatch.context() as at_once:
+            at_once.setattr("remap.ranks._PATIENT_S", 0.0)
+            rank.step(5000, 0)
         assert broker.ledger.free == 0
         waits: list[float] = []
         monkeypatch.setattr("remap.ranks._AGAIN_S", 0.0)
         monkeypatch.setattr("remap.ranks.time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
-        assert rank.step(5000, 0, patient=True) is None
+        assert rank.step(5000, 0) is None
         assert waits
         waits.clear()
         monkeypatch.setattr("remap.ranks.time", SimpleNamespace(sleep=waits.append, monotonic=lambda: 0.0))
-        assert rank.step(5000, 0, patient=True) is None
+        assert rank.step(5000, 0) is None
         assert not waits
 
 

@@ -219,6 +219,8 @@ ELSEWHERE = {
         "--scheduling-policy",
         "--disable-hybrid-kv-cache-manager",
         "--offload-group-size",
+        "--model-impl",
+        "--attention-backend",
     ),  # these are vLLM's
 }
 """Options of other programs that pages name."""
