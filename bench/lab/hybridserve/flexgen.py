@@ -62,5 +62,5 @@ def flexgen_costs(found: Setup, moves: float = MOVES) -> FlexGenCosts:
     return FlexGenCosts(
         **given,
         forward_s=lambda requests, blocks: forward_s(requests, blocks) + blocks * tokens * again_s,
-        attention=mine / one.matrix_elements,
+        attention=mine * one.matrix_bytes / one.matrix_size,
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ __all__ = [
     "machine",
     "model",
     "namesakes",
+    "table_of",
 ]
 
 POOR_MISFIT, MOST_MISFIT = 0.15, 0.5
@@ -85,14 +86,12 @@ class RooflineConstants:
     other_ops_s_per_token_per_khidden: float
 
     def __post_init__(self) -> None:
-        for name in ("eff_bw", "eff_flops", "attn_decode_eff", "attn_prefill_eff"):
-            object.__setattr__(self, name, _number(f"roofline.{name}", getattr(self, name), most=1.2))
-        object.__setattr__(self, "p", _number("roofline.p", self.p, least=1.0, above=False, most=100.0))
-        for name in (
-            *("op_overhead_s", "attn_decode_overhead_s", "other_ops_s"),
-            "other_ops_s_per_token_per_khidden",
-        ):
-            object.__setattr__(self, name, _number(f"roofline.{name}", getattr(self, name), above=False))
+        shares = ("eff_bw", "eff_flops", "attn_decode_eff", "attn_prefill_eff")
+        limits: dict[str, dict[str, Any]] = {name: {"most": 1.2} for name in shares}
+        limits["p"] = {"least": 1.0, "above": False, "most": 100.0}
+        for name in _CONSTANTS:
+            number = _number(f"roofline.{name}", getattr(self, name), **limits.get(name, {"above": False}))
+            object.__setattr__(self, name, number)
 
 
 @dataclass(frozen=True)
@@ -141,18 +140,16 @@ class Machine:
     def with_(self, **changes: Any) -> Machine:
         """A machine with other figures, those of the roofline included. Raises InvalidArgument (field) for unknown names
         and bad values. The changed figures' sources say so."""
-        constants = {f.name for f in dataclasses.fields(RooflineConstants)}
-        own = {f.name for f in dataclasses.fields(Machine)} - {"sources", "misfit"}
+        known = ("name", "link", "roofline", *_FIGURES, *_CONSTANTS)
         for name in changes:
-            if name not in own | constants:
-                raise invalid("name of a figure", name, f"one of {', '.join(sorted(own | constants))}")
-        inner = {name: value for name, value in changes.items() if name in constants}
-        outer: dict[str, Any] = {name: value for name, value in changes.items() if name in own}
+            if name not in known:
+                raise invalid("name of a figure", name, f"one of {', '.join(sorted(known))}")
+        inner = {name: changes.pop(name) for name in _CONSTANTS if name in changes}
+        told = [*(f"roofline.{name}" for name in inner), *(name for name in changes if name not in ("name", "link"))]
         if inner:
-            outer["roofline"] = dataclasses.replace(outer.get("roofline", self.roofline), **inner)
-        told = {name: "changed by the caller" for name in changes if name not in ("name", "link")}
-        told |= {f"roofline.{name}": told.pop(name) for name in inner}
-        return dataclasses.replace(self, **outer, sources={**self.sources, **told})
+            changes["roofline"] = dataclasses.replace(changes.get("roofline", self.roofline), **inner)
+        sources = {**self.sources, **dict.fromkeys(told, "changed by the caller")}
+        return dataclasses.replace(self, **changes, sources=sources)
 
     @property
     def ratio(self) -> float:
@@ -177,7 +174,9 @@ class Model:
     linear_ops: (name, k, n) of each matrix of one layer, k inputs and n outputs. head: (k, n). context: most tokens of a
     request. experts, active_experts, expert_ops: a mixture of experts has `experts` copies of each operator named
     in expert_ops, and each token uses `active_experts` of them; otherwise 1, 1 and (). matrix_bytes: of an element of the
-    layers' matrices, where they are stored smaller than the rest; 0: dtype_bytes.
+    layers' matrices, where they are stored smaller than the rest, expert_bytes: of the experts', also a fraction (MXFP4); 0:
+    dtype_bytes, matrix_bytes. dense_layers: beside `layers`, without experts; their weights are among resident_bytes. Latent
+    attention is one KV head, of half the latent's size.
     """
 
     name: str
@@ -197,18 +196,21 @@ class Model:
     active_experts: int = 1
     expert_ops: tuple[str, ...] = ()
     matrix_bytes: int = 0
+    expert_bytes: float = 0.0
+    dense_layers: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise invalid("name", self.name, "text that is not empty")
-        for name in (*_MODEL_COUNTS, "experts", "active_experts"):
+        for name in (*_MODEL_COUNTS, "experts", "active_experts", "dense_layers"):
             object.__setattr__(self, name, _count(name, getattr(self, name), _LEAST.get(name, 1)))
         object.__setattr__(self, "matrix_bytes", _count("matrix_bytes", self.matrix_bytes, 0) or self.dtype_bytes)
+        element = _number("expert_bytes", self.expert_bytes, above=False) or float(self.matrix_bytes)
+        object.__setattr__(self, "expert_bytes", element)
         object.__setattr__(self, "linear_ops", _operators(self.linear_ops))
-        pair = self.head
-        if isinstance(pair, (str, Mapping)) or not isinstance(pair, Iterable) or len(tuple(pair)) != 2:
-            raise invalid("head", pair, "two numbers, inputs and outputs")
-        object.__setattr__(self, "head", tuple(_count("head", size) for size in pair))
+        if not isinstance(self.head, (list, tuple)) or len(self.head) != 2:
+            raise invalid("head", self.head, "two numbers, inputs and outputs")
+        object.__setattr__(self, "head", tuple(_count("head", size) for size in self.head))
         object.__setattr__(self, "expert_ops", tuple(self.expert_ops))
         unknown = [op for op in self.expert_ops if op not in {name for name, _, _ in self.linear_ops}]
         if unknown:
@@ -217,9 +219,15 @@ class Model:
             raise invalid("active_experts", self.active_experts, f"at most experts, {self.experts}")
 
     @property
-    def matrix_elements(self) -> int:
-        """Of one layer's matrices, all experts' together."""
-        return sum(k * n * (self.experts if name in self.expert_ops else 1) for name, k, n in self.linear_ops)
+    def matrices(self) -> tuple[tuple[int, int, int, int, float], ...]:
+        """Of each of linear_ops: inputs, outputs, its copies, how many of them a token uses, and bytes of an element."""
+        routed, plain = (self.experts, self.active_experts, self.expert_bytes), (1, 1, self.matrix_bytes)
+        return tuple((k, n, *(routed if name in self.expert_ops else plain)) for name, k, n in self.linear_ops)
+
+    @property
+    def matrix_size(self) -> int:
+        """Bytes of one layer's matrices, all experts' together."""
+        return math.ceil(sum(k * n * copies * element for k, n, copies, _, element in self.matrices))
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
@@ -229,7 +237,7 @@ class Model:
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return self.layers * self.kv_bytes_per_token_layer
+        return (self.layers + self.dense_layers) * self.kv_bytes_per_token_layer
 
     @property
     def weight_bytes(self) -> int:
@@ -241,25 +249,20 @@ _MODEL_COUNTS = (
     *("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "dtype_bytes", "layer_bytes", "resident_bytes"),
     "context",
 )
-_LEAST = {"resident_bytes": 0, "context": 2}  # a prompt and an answer of one token each
-_DEFAULTED = ("experts", "active_experts", "expert_ops", "matrix_bytes")
+_LEAST = {"resident_bytes": 0, "dense_layers": 0, "context": 2}  # a prompt and an answer of one token each
+_DEFAULTED = ("experts", "active_experts", "expert_ops", "matrix_bytes", "expert_bytes", "dense_layers")
 _MODEL_FIELDS = (*_MODEL_COUNTS, "linear_ops", "head", *_DEFAULTED)
 
 
-def _operators(value: object) -> tuple[tuple[str, int, int], ...]:
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise invalid("linear_ops", value, "a list of [name, inputs, outputs]")
-    found: list[tuple[str, int, int]] = []
-    for item in value:
-        if isinstance(item, str) or not isinstance(item, Iterable):
-            raise invalid("linear_ops", item, "a list of [name, inputs, outputs]")
-        parts = tuple(item)
-        if len(parts) != 3 or not isinstance(parts[0], str):
-            raise invalid("linear_ops", item, "a list of [name, inputs, outputs]")
-        found.append((parts[0], _count("linear_ops", parts[1]), _count("linear_ops", parts[2])))
-    if not found or len({name for name, _, _ in found}) != len(found):
-        raise invalid("linear_ops", value, "at least one operator, each with a name of its own")
-    return tuple(found)
+def _operators(value: Any) -> tuple[tuple[str, int, int], ...]:
+    try:
+        found = tuple((name, _count("linear_ops", k), _count("linear_ops", n)) for name, k, n in value)
+        names = {name for name, _, _ in found if isinstance(name, str)}
+    except (TypeError, ValueError):
+        names = set()
+    if not names or len(names) != len(found):
+        raise invalid("linear_ops", value, "a list of [name, inputs, outputs], each with a name of its own")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- look-ups
@@ -271,18 +274,12 @@ def machine(name: str, extra: Extra = None) -> Machine:
     table = table_of("machines", extra)
     found = resolve("machine", name, table)
     entry = table[found]
-    figures, constants = dict(_part(entry, "figures", found)), dict(_part(entry, "roofline", found))
+    figures = _part(entry, "figures", found, _FIGURES)
+    constants = _part(entry, "roofline", found, (*_CONSTANTS, "source", "grade"))
     sources: dict[str, str] = {}
-    told = {key: constants.pop(key, None) for key in ("source", "grade")}
     values = {key: _value(figures, key, found, sources) for key in _FIGURES}
-    for key in figures:
-        if key not in _FIGURES:
-            raise invalid(f"{found}.figures", key, f"made of {', '.join(_FIGURES)}")
-    for key in constants:
-        if key not in _CONSTANTS:
-            raise invalid(f"{found}.roofline", key, f"made of {', '.join(_CONSTANTS)}, source and grade")
     inner = {key: _value(constants, key, found, {}) for key in _CONSTANTS}
-    sources |= {f"roofline.{key}": _source(told["grade"], told["source"]) for key in _CONSTANTS}
+    sources |= {f"roofline.{key}": _source(constants.get("grade"), constants.get("source")) for key in _CONSTANTS}
     return Machine(
         name=found,
         link=entry.get("link", ""),
@@ -297,9 +294,8 @@ def model(name: str, extra: Extra = None) -> Model:
     """The model of that name. Raises InvalidArgument as `machine` does."""
     table = table_of("models", extra)
     found = resolve("model", name, table)
-    entry = dict(table[found])
-    for key in ("aliases", "source", "grade", "parameters", "like"):
-        entry.pop(key, None)
+    about = ("aliases", "source", "grade", "parameters", "like", "assumed")
+    entry = {key: part for key, part in table[found].items() if key not in about}
     for key in entry:
         if key not in _MODEL_FIELDS:
             raise invalid(found, key, f"made of {', '.join(_MODEL_FIELDS)}, aliases, source and grade")
@@ -318,7 +314,7 @@ _REST = 0.02
 def _consistent(found: Model) -> None:
     """An entry that is like another one takes missing figures from there: sizes that then belong to two different models are
     refused, since every figure of a plan would be wrong."""
-    matrices = found.matrix_elements * found.matrix_bytes
+    matrices = found.matrix_size
     if not matrices <= found.layer_bytes <= matrices * (1 + _REST) + 2**20:
         many = f", {found.experts} experts" if found.experts > 1 else ""
         raise invalid(
@@ -341,10 +337,13 @@ def namesakes(name: str, extra: Extra = None) -> tuple[str, ...]:
     return tuple(known for known in table if known != found and found.lower() != wanted and begins(known, wanted))
 
 
-def _part(entry: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:
+def _part(entry: Mapping[str, Any], part: str, name: str, known: tuple[str, ...]) -> Mapping[str, Any]:
     value = entry.get(part)
     if not isinstance(value, Mapping):
         raise invalid(f"{name}.{part}", value, "an object of figures by name")
+    for key in value:
+        if key not in known:
+            raise invalid(f"{name}.{part}", key, f"made of {', '.join(known)}")
     return value
 
 

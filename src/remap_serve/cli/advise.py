@@ -73,7 +73,8 @@ def advise(
             for seed in range(seeds)
         ]
         aside = Console(stderr=True, emoji=False, soft_wrap=True)
-        for text in [*planning_checks.fit_note(on), *(text for tenant in setup.tenants for text in tenant.assumed)]:
+        notes = [text for one in setup.tenants for text in (*one.assumed, *planning_checks.experts_note(one.model))]
+        for text in [*planning_checks.fit_note(on), *notes]:
             aside.print(f"Assumed: {text}.", style="yellow", markup=False, highlight=False)
         with aside.status("simulating") as status:
             told = iter(range(1, len(advice.POLICIES) * seeds + 1))

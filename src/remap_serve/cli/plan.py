@@ -49,7 +49,7 @@ def plan(
     ] = "",
     max_num_seqs: MaxNumSeqs = MAX_REQUESTS,
     dtype: Annotated[
-        str | None, typer.Option(help="Of the weights: bf16, fp16, fp32 or fp8.", show_default="the model's")
+        str | None, typer.Option(help="Of the weights: bf16, fp16, fp32, fp8 or mxfp4.", show_default="the model's")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Devices that share every layer; the plan is one device's.")] = 1,
     tables: Tables = None,

@@ -139,7 +139,7 @@ def prepare(options: Options) -> SimulateInputs:
 def _notes(options: Options, prepared: SimulateInputs) -> list[str]:
     """The assumptions about the machine and the models, in sentences."""
     from remap.policy.hardware import namesakes
-    from remap_serve.sim.planning_checks import fit_note
+    from remap_serve.sim.planning_checks import experts_note, fit_note
 
     machine, found = prepared.setup.machine, []
     if others := namesakes(options.machine, options.tables):
@@ -148,13 +148,8 @@ def _notes(options: Options, prepared: SimulateInputs) -> list[str]:
         )
     found += fit_note(machine)
     found += [text for tenant in prepared.setup.tenants for text in tenant.assumed]
-    found += [
-        f"every batch of {tenant.model.name} touches as many of its {tenant.model.experts} experts as it can; with "
-        "small batches its layers are faster than that"
-        for tenant in prepared.setup.tenants
-        if tenant.model.experts > 1
-    ]
-    return found
+    models = dict.fromkeys(tenant.model for tenant in prepared.setup.tenants)
+    return found + [text for model in models for text in experts_note(model)]
 
 
 def _title(options: Options, setup: Setup, rates: Sequence[float]) -> str:

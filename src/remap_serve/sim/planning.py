@@ -8,8 +8,7 @@ Layer times come from the roofline, copies from the machine's link, what can be 
 `remap.policy.slices`: the controller's own functions, here of computed times instead of measured ones. Not in it: queueing,
 and that a running copy takes memory bandwidth from the computation (`contention`, which the settings name).
 
-Of several devices under tensor parallelism (tp) the plan is one device's: its share of the model, its memory, its link. Of a
-mixture of experts only batches are planned for that touch nearly all experts: below, the roofline knows no layer's time.
+Of several devices under tensor parallelism (tp) the plan is one device's: its share of the model, its memory, its link.
 
 The batch and the layers that it hides depend on each other: more layers remapped make room for more requests, whose pass is
 longer and hides more. `Balance` is the largest number of layers that the batch which it makes possible still hides.
@@ -30,7 +29,7 @@ from remap.policy.slices import slices_freed
 
 from .model_variants import sharded
 from .planning_advice import Advice, Step, advise, arithmetic
-from .planning_checks import assumptions, check_fit, donated, least_batch, memory_beside, memory_of, short
+from .planning_checks import assumptions, check_fit, donated, memory_beside, memory_of, short
 from .planning_numbers import KINDS, Balance, IdleDonor, Limit, Numbers, Reload, Selection, WhatIf
 from .roofline import Roofline, prefill_pairs
 
@@ -308,7 +307,7 @@ def plan(
 
     Raises InvalidArgument (field): context outside 1 to the model's, batch or max_requests < 1, memory that the device does not
     have or that holds no weights and one token, donors that do not fit beside it, tp that does not divide, a machine whose fit is
-    off by more than MOST_MISFIT, a mixture of experts at batches for which its layer's time is not known.
+    off by more than MOST_MISFIT.
     """
     check_fit(machine)
     for name, value, most in (
@@ -340,9 +339,8 @@ def plan(
         )
     roof = Roofline(machine, model)
     found = balance(roof, tokens, context, max_requests)
-    smallest = least_batch(model, found, batch)
     contexts = sorted({context, min(2048, model.context)})
-    batches = sorted({*(each for each in BATCHES if each >= smallest), *([batch] if batch else [])})
+    batches = sorted({*BATCHES, *([batch] if batch else [])})
     limits = tuple(limit(roof, rows, each, tokens) for each in contexts for rows in batches)
     counts = {*WHAT_IF, found.remapped, model.layers // 2}
     numbers = Numbers(

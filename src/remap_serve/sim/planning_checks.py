@@ -9,10 +9,10 @@ from remap.errors import InvalidArgument
 from remap.policy.hardware import MOST_MISFIT, POOR_MISFIT, Machine, Model
 from remap.sizes import parse_memory
 
-from .model_variants import TOUCHED, least_rows
-from .planning_numbers import Balance, Numbers
+from .planning_numbers import Numbers
+from .roofline import touched
 
-__all__ = ["assumptions", "check_fit", "donated", "fit_note", "least_batch", "memory_beside", "memory_of", "short"]
+__all__ = ["assumptions", "check_fit", "donated", "experts_note", "fit_note", "memory_beside", "memory_of", "short"]
 
 
 def memory_of(text: str | int | None, machine: Machine) -> int:
@@ -77,22 +77,14 @@ def memory_beside(machine: Machine, donors: Sequence[Model], given: int | None) 
     return memory
 
 
-def least_batch(model: Model, found: Balance, batch: int | None) -> int:
-    """The least batch that can be planned for. Raises InvalidArgument where the plan would need a smaller one."""
-    least = least_rows(model)
-    rows = [each for each in (found.rows_before, found.rows, batch) if each]
-    if rows and min(rows) < least:
-        raise InvalidArgument(
-            f"{model.name} has {model.experts} experts of which a token uses {model.active_experts}: a batch of {min(rows)} "
-            f"requests touches a part of them (even routing: {TOUCHED:.0%} from {least} on), and there is no "
-            "measurement of how many, and of how long a layer takes then; nothing was computed; give more memory, a shorter "
-            f"context, or a batch of at least {least}",
-            field="model",
-            value=model.name,
-            least_batch=least,
-            batch=min(rows),
+def experts_note(model: Model, rows: int | None = None) -> Iterable[str]:
+    """How many experts a pass is taken to read, in one sentence; nothing of a dense model. rows: of the batch to name."""
+    if model.experts > 1:
+        batch = f", {touched(model.experts, model.active_experts, rows):.0f} with {rows} requests" if rows else ""
+        yield (
+            f"a pass reads those of the {model.experts} experts of {model.name} that its tokens touch in the mean{batch}, where "
+            "half of them get 90 % of the selections: the skew is one model's, and no kernel for experts was measured"
         )
-    return least
 
 
 def assumptions(numbers: Numbers, whole: Model, donors: Sequence[Model], *, default_memory: bool) -> Iterable[str]:
@@ -109,16 +101,13 @@ def assumptions(numbers: Numbers, whole: Model, donors: Sequence[Model], *, defa
             "its own at full speed; the traffic between the devices is not counted, so that passes take longer and hide more "
             "than is said here, and tokens/s are lower"
         )
-    if model.matrix_bytes < model.dtype_bytes:
+    if model.expert_bytes < model.dtype_bytes:
+        of = "layers" if model.matrix_bytes < model.dtype_bytes else "experts"
         yield (
-            f"matrices of layers take {model.matrix_bytes} byte an element, scales left out; embeddings, head, norms, "
-            "activations and KV cache 16 bit; operators compute at the rate of 16 bit, which no measurement of this dtype backs"
+            f"matrices of {of} take {8 * model.expert_bytes:g} bits an element, scales of fp8 left out; all else, the KV cache "
+            "included, takes 16; operators compute at the rate of 16 bit, which no measurement of this dtype backs"
         )
     elif model.dtype_bytes > 2:
         yield "the machine's FLOP/s are those of its table, which for a GPU are of 16 bit: computing in 32 bit takes longer"
-    if model.experts > 1:
-        yield (
-            f"a batch touches all {model.experts} experts of a layer, as it does from {least_rows(model)} requests on with even "
-            "routing, and kernels for experts are as near the machine's limits as those for dense matrices: neither is measured"
-        )
+    yield from experts_note(model, numbers.batch or numbers.balance.rows or None)
     yield from fit_note(machine)
