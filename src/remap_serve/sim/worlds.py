@@ -170,12 +170,14 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
     most = reserved
     if policy.kind in ("remap", "sleep", "static"):
         most = max(reserved, sum(_memory(setup, one) for one in setup.tenants) // block_bytes)
+    shape: dict[str, Any] = {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
+    shape["dtype"] = {1: "int8", 2: "bfloat16", 4: "float32"}[model.dtype_bytes]
+    if model.dense_layers:  # their KV, too: blocks of bytes, since layers that stay have no place in the arena
+        shape = {"layers": 1, "kv_heads": 1, "head_dim": model.kv_bytes_per_token // 2, "dtype": "uint8"}
+        shape["layout"] = "block_major"
     spec = KVSpec(
-        layers=model.layers,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
+        **shape,
         block_tokens=setup.block_tokens,
-        dtype={1: "int8", 2: "bfloat16", 4: "float32"}[model.dtype_bytes],
         min_blocks=max(1, int(policy.pooled * reserved)) if policy.kind in ("remap", "sleep") else reserved,
         max_blocks=most,
         host_blocks=_HOST_BLOCKS if policy.swaps else 0,
