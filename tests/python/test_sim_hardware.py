@@ -30,6 +30,7 @@ PARAMETERS = {
     "Qwen2.5-14B": 14_770_033_664, "Qwen2.5-72B": 72_706_203_648,
     "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360, "Qwen3-14B": 14_768_307_200, "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624, "Qwen3-235B-A22B": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672, "DeepSeek-V3": 671_026_404_352,
 }  # fmt: skip
 
 
@@ -77,11 +78,26 @@ def test_grades_are_explained_and_entries_have_sources() -> None:
 
 @pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
 def test_a_models_bytes_are_those_of_its_checkpoint(name: str, parameters: int) -> None:
-    found = model(name)
-    assert found.weight_bytes == parameters * found.dtype_bytes
-    matrices = sum(k * n * (found.experts if op in found.expert_ops else 1) for op, k, n in found.linear_ops)
-    assert 0 < found.layer_bytes - matrices * found.dtype_bytes < 0.001 * found.layer_bytes + 200_000
+    found, dense = model(name), 0
+    experts = sum(k * n * found.experts for op, k, n in found.linear_ops if op in found.expert_ops)
+    others = sum(k * n for op, k, n in found.linear_ops if op not in found.expert_ops)
+    small = 2 - found.matrix_bytes  # what an element of a matrix takes less than of all else
+    if found.dense_layers:  # and their norms and the last one, all in the matrices' dtype
+        dense = found.resident_bytes - 2 * (2 * found.vocab * found.hidden)
+        assert dense == 3 * (187_105_280 + 3 * 7168 * 18432 + 2 * 7168 + 1536 + 512) + 7168
+    saved = found.layers * (others * small + experts * (2 - found.expert_bytes)) + dense * small
+    assert found.weight_bytes + saved == parameters * found.dtype_bytes
+    rest = found.layer_bytes - others * found.matrix_bytes - experts * found.expert_bytes
+    assert 0 < rest < 0.002 * found.layer_bytes + 200_000
     assert found.head == (found.hidden, found.vocab)
+
+
+def test_published_sizes_of_checkpoints_and_latents() -> None:
+    assert model("gpt-oss-20b").weight_bytes == pytest.approx(12.8 * 2**30, rel=0.005)  # as the model card has them
+    assert model("gpt-oss-120b").weight_bytes == pytest.approx(60.8 * 2**30, rel=0.005)
+    latent = model("DeepSeek-V3")
+    assert latent.kv_bytes_per_token == 576 * 2 * 61
+    assert latent.layers + latent.dense_layers == 61
 
 
 def test_kv_bytes_are_the_published_ones() -> None:
@@ -176,7 +192,9 @@ def test_a_malformed_machine_is_refused_by_its_field(field: str, entry: Any) -> 
         *(("expert_ops", "OPT-13b", {"expert_ops": ["nobody"]}), ("active_experts", "OPT-13b", {"active_experts": 2})),
         # Sizes of two models in one: what was left out came from the model that the entry is like.
         ("x.layer_bytes", "Mixtral-8x7B", {"layers": 48, "experts": 128, "active_experts": 8}),
-        ("x.layer_bytes", "OPT-13b", {"matrix_bytes": 1}),
+        *(("x.layer_bytes", "OPT-13b", {"matrix_bytes": 1}), ("x.layer_bytes", "gpt-oss-20b", {"expert_bytes": 0})),
+        *(("expert_bytes", "gpt-oss-20b", {"expert_bytes": wrong}) for wrong in (-1, "4 bits", NAN)),
+        ("dense_layers", "DeepSeek-V3", {"dense_layers": -1}),
         ("x.linear_ops", "Mixtral-8x7B", {"layers": 48, "hidden": 2048}),
         ("x.linear_ops", "Llama-3-8b", {"kv_heads": 4}),
     ],

@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 from remap.errors import InvalidArgument
 from remap.policy.hardware import Model, model
 from remap_serve.cli.plan import plan as command
-from remap_serve.sim.hf_config import FAMILIES, read_config
+from remap_serve.sim.hf_config import FAMILIES, find_model, read_config
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "vocab_size": 128}
 BASE = {**HEADS, **SIZES, "max_position_embeddings": 256, "dtype": "bfloat16"}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
 CONFIGS: list[dict[str, Any]] = [
     {"model_type": "llama"},
     {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -29,6 +31,12 @@ CONFIGS: list[dict[str, Any]] = [
     {"model_type": "gemma", "head_dim": 32},
     {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     {"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, **EXPERTS},
+    {"model_type": "qwen2_moe", "num_experts": 8, "shared_expert_intermediate_size": 48, **EXPERTS},
+    {"model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    {"model_type": "glm4_moe", "head_dim": 32, "attention_bias": True, "use_qk_norm": True, **SHARED},
+    {"model_type": "glm4_moe", "head_dim": 32, **SHARED, "first_k_dense_replace": 0},
+    {"model_type": "deepseek_v2", "q_lora_rank": None, **LATENT, **SHARED},
+    {"model_type": "deepseek_v3", "q_lora_rank": 24, **LATENT, **SHARED, "num_nextn_predict_layers": 0},
     {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64},
     {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "n_inner": None},
 ]
@@ -56,14 +64,17 @@ def test_bytes_are_those_of_the_modules(values: dict[str, Any], tmp_path: Path) 
     torch = pytest.importorskip("torch", reason="counts are compared with modules")
     transformers = pytest.importorskip("transformers", reason="counts are compared with its modules")
     found, notes = read_config(write(tmp_path / "tiny", {**BASE, **values}))
-    assert notes == () and found.name == "tiny"
+    assert len(notes) == (values["model_type"] == "gpt_oss") + bool(found.dense_layers) and found.name == "tiny"
     with torch.device("meta"):
         real = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path / "tiny"))
     assert found.weight_bytes == 2 * sum(each.numel() for each in real.parameters())
     layers = next(each for each in real.modules() if isinstance(each, torch.nn.ModuleList))
-    assert found.layers == len(layers) == 3
-    assert found.layer_bytes == 2 * sum(each.numel() for each in layers[0].parameters())
-    assert found.kv_bytes_per_token_layer == 2 * found.kv_heads * found.head_dim * 2
+    assert found.layers + found.dense_layers == len(layers) == 3
+    assert found.layer_bytes == 2 * sum(each.numel() for each in layers[-1].parameters())
+    kept = (
+        24 if "kv_lora_rank" in values else 2 * 2 * values.get("head_dim", 16)
+    )  # elements; OPT and GPT-2 have 4 KV heads
+    assert found.kv_bytes_per_token_layer == 2 * kept * (2 if values["model_type"] in ("opt", "gpt2") else 1)
 
 
 def sized(hidden: int, heads: int, layers: int, vocab: int, context: int, **more: Any) -> dict[str, Any]:
@@ -74,6 +85,24 @@ def sized(hidden: int, heads: int, layers: int, vocab: int, context: int, **more
 LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "intermediate_size": 14336}
 QWEN = {"model_type": "qwen3_moe", "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
 QWEN |= {"moe_intermediate_size": 768, "num_key_value_heads": 4}
+OSS = {
+    "model_type": "gpt_oss",
+    "intermediate_size": 2880,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+}
+OSS |= {"num_experts_per_tok": 4, "quantization_config": {"quant_method": "mxfp4"}}
+DEEPSEEK = {"model_type": "deepseek_v3", "intermediate_size": 18432, "moe_intermediate_size": 2048, "q_lora_rank": 1536}
+DEEPSEEK |= {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3}
+DEEPSEEK |= {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+}
+DEEPSEEK |= {"num_key_value_heads": 128, "quantization_config": {"quant_method": "fp8"}}
 
 
 @pytest.mark.parametrize(
@@ -82,10 +111,14 @@ QWEN |= {"moe_intermediate_size": 768, "num_key_value_heads": 4}
         ("Llama-3-8b", sized(4096, 32, 32, 128256, 8192, **LLAMA)),
         ("Qwen3-30B-A3B", sized(2048, 32, 48, 151936, 40960, **QWEN)),
         ("OPT-13b", sized(5120, 40, 40, 50272, 2048, model_type="opt", ffn_dim=20480)),
+        ("gpt-oss-20b", sized(2880, 64, 24, 201088, 131072, **OSS, num_local_experts=32)),
+        ("gpt-oss-120b", sized(2880, 64, 36, 201088, 131072, **OSS, num_local_experts=128)),
+        ("DeepSeek-V3", sized(7168, 128, 61, 129280, 163840, **DEEPSEEK)),
     ],
 )
 def test_a_config_and_the_table_agree(name: str, values: dict[str, Any], tmp_path: Path) -> None:
-    assert read_config(write(tmp_path / name, values))[0] == model(name)
+    assert read_config(write(tmp_path / name, values)) == find_model(name)
+    assert find_model(name)[0] == model(name)
 
 
 def test_dtypes_and_windows(tmp_path: Path) -> None:
@@ -115,6 +148,11 @@ def test_dtypes_and_windows(tmp_path: Path) -> None:
         ("model", "llama", {"quantization_config": {"quant_method": "awq"}}),
         ("num_local_experts", "mixtral", {}),
         ("decoder_sparse_step", "qwen3_moe", {"num_experts": 4, **EXPERTS, "decoder_sparse_step": 2}),
+        ("mlp_only_layers", "qwen2_moe", {"num_experts": 4, **EXPERTS, "mlp_only_layers": [1]}),
+        ("moe_layer_freq", "deepseek_v3", {**SHARED, **LATENT, "moe_layer_freq": 2}),
+        ("kv_lora_rank", "deepseek_v3", {**SHARED, **LATENT, "kv_lora_rank": 17}),
+        ("first_k_dense_replace", "deepseek_v3", {**SHARED, **LATENT, "first_k_dense_replace": -1}),
+        ("layers", "deepseek_v3", {**SHARED, **LATENT, "first_k_dense_replace": 3}),
         ("do_layer_norm_before", "opt", {"ffn_dim": 96, "do_layer_norm_before": False}),
     ],
 )

@@ -16,7 +16,8 @@ from remap.errors import InvalidArgument
 from remap.policy import schedule
 from remap.policy.hardware import machine, model
 from remap_serve.cli.plan import plan as command
-from remap_serve.sim.model_variants import in_dtype, least_rows, sharded
+from remap_serve.sim.hf_config import find_model
+from remap_serve.sim.model_variants import in_dtype, sharded
 from remap_serve.sim.planning import balance, kv_tokens, limit, memory_of, plan
 from remap_serve.sim.roofline import Roofline, prefill_pairs
 
@@ -249,8 +250,8 @@ def test_the_command_prints_answer_tables_settings_and_arithmetic() -> None:
     [
         (("--machine", "H9", "--model", "OPT-13b"), "GH200-96GB, GB200"),
         (("--machine", "H100-", "--model", "OPT-13b"), "H100-SXM or H100-PCIe"),
-        (("--machine", "H100", "--model", "gpt"), "OPT-6.7b, OPT-13b"),
-        (("--machine", "H100", "--model", "OPT-13b", "--donors", "gpt"), "OPT-6.7b, OPT-13b"),
+        (("--machine", "H100", "--model", "zzz"), "OPT-6.7b, OPT-13b"),
+        (("--machine", "H100", "--model", "OPT-13b", "--donors", "zzz"), "OPT-6.7b, OPT-13b"),
         (("--machine", "H100", "--model", "OPT-13b", "--memory", "9 lives"), "memory"),
         (("--machine", "H100", "--model", "OPT-13b", "--context", "4096"), "context"),
         (("--machine", "H100", "--model", "OPT-66b"), "needs at least"),
@@ -329,7 +330,7 @@ def test_the_most_requests_are_a_setting_and_named_where_they_limit() -> None:
 def test_fp8_halves_the_matrices_and_nothing_else() -> None:
     whole = model("Llama-3-8b")
     small = in_dtype(whole, "fp8")
-    assert small.layer_bytes == whole.layer_bytes - whole.matrix_elements
+    assert small.layer_bytes == whole.layer_bytes - whole.matrix_size // 2
     assert (small.resident_bytes, small.kv_bytes_per_token) == (whole.resident_bytes, whole.kv_bytes_per_token)
     assert in_dtype(small, "bf16") == whole == in_dtype(whole, "float16")
     double = in_dtype(whole, "fp32")
@@ -339,14 +340,14 @@ def test_fp8_halves_the_matrices_and_nothing_else() -> None:
     slow, fast = Roofline(GH200, whole).layer_s(0, 0, 1, 512), Roofline(GH200, small).layer_s(0, 0, 1, 512)
     assert 0.5 < fast / slow < 0.7, "one request reads half of the bytes"
     found = plan(GH200, small, memory_bytes=memory_of("20%", GH200))
-    assert any("1 byte an element" in text for text in found.assumed)
+    assert any("8 bits an element" in text for text in found.assumed)
 
 
-@pytest.mark.parametrize("name", ["Llama-3.1-70B", "OPT-13b", "Qwen3-30B-A3B", "Mixtral-8x7B"])
+@pytest.mark.parametrize("name", ["Llama-3.1-70B", "OPT-13b", "Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-120b"])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_shares_of_a_layer_add_up(name: str, devices: int) -> None:
     whole, part = model(name), sharded(model(name), devices)
-    rest = whole.layer_bytes - whole.matrix_elements * whole.matrix_bytes
+    rest = whole.layer_bytes - whole.matrix_size
     copied = max(1, devices // whole.kv_heads)  # of each KV head
     keys = 2 * whole.kv_heads * whole.head_dim * whole.hidden * whole.dtype_bytes
     assert devices * (part.layer_bytes - rest) == whole.layer_bytes - rest + (copied - 1) * keys
@@ -366,18 +367,53 @@ def test_devices_that_do_not_divide_are_refused() -> None:
     refused("memory", plan, machine("H100"), model("Llama-3.1-70B"))
 
 
-def test_a_mixture_is_planned_only_where_a_batch_touches_its_experts() -> None:
-    assert least_rows(model("OPT-13b")) == 1
-    many = model("Qwen3-30B-A3B")
-    least = least_rows(many)
-    assert 1 - (1 - 8 / 128) ** least >= 0.95 > 1 - (1 - 8 / 128) ** (least - 1)
-    found = plan(machine("H200"), many)
-    assert found.balance.rows_before >= least and min(each.rows for each in found.limits) >= least
-    assert any("experts" in text for text in found.assumed)
-    error = refused("model", plan, machine("H200"), many, max_requests=8)
-    assert (error.least_batch, error.batch) == (least, 8)
-    refused("model", plan, machine("H200"), many, batch=4)
-    refused("model", plan, machine("H200"), many, context=20_000)
+@pytest.mark.parametrize("devices", [2, 8, 16])
+def test_a_latent_is_copied_and_its_heads_are_divided(devices: int) -> None:
+    whole, part = model("DeepSeek-V3"), sharded(model("DeepSeek-V3"), devices)
+    assert (part.kv_bytes_per_token, part.heads) == (whole.kv_bytes_per_token, 128 // devices)
+    rest = whole.layer_bytes - whole.matrix_size
+    copied = 7168 * (1536 + 576)  # what projects to the latents, in fp8
+    assert devices * (part.layer_bytes - rest - copied) == whole.layer_bytes - rest - copied
+    assert (
+        whole.weight_bytes / devices <= part.weight_bytes < whole.weight_bytes / devices + 1.02 * (rest + copied) * 58
+    )
+
+
+def test_dtypes_of_mixtures() -> None:
+    for name, dtype in (("DeepSeek-V3", "fp8"), ("gpt-oss-20b", "mxfp4")):
+        whole = in_dtype(model(name), "bf16")
+        parameters = {"DeepSeek-V3": 671_026_404_352, "gpt-oss-20b": 20_914_757_184}[name]
+        assert whole.weight_bytes == pytest.approx(2 * parameters, rel=1e-6)
+        assert in_dtype(whole, dtype) == model(name)
+    refused("dtype", in_dtype, model("OPT-13b"), "mxfp4")
+
+
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize(("context", "rows"), [(8192, 25), (32768, 4)])
+def test_a_mixture_is_planned_at_any_batch(name: str, context: int, rows: int) -> None:
+    found = plan(machine("H200"), model(name), context=context, max_requests=rows)
+    assert found.balance.rows == rows and {1, 4, 16} < {each.rows for each in found.limits}
+    (told,) = (text for text in found.assumed if "experts" in text)
+    read = {("Mixtral-8x7B", 25): 7, ("Mixtral-8x7B", 4): 4, ("Qwen3-30B-A3B", 25): 78, ("Qwen3-30B-A3B", 4): 27}
+    assert f"{read[name, rows]} with {rows} requests" in told and "90 %" in told
+    (told,) = (text for text in plan(machine("H200"), model(name), batch=2).assumed if "experts" in text)
+    assert "with 2 requests" in told
+
+
+def test_large_mixtures_are_planned_and_say_what_is_assumed() -> None:
+    plans = {}
+    for name, devices in (("gpt-oss-120b", 1), ("DeepSeek-V3", 8)):
+        found, notes = find_model(name)
+        plans[name] = plan(machine("H200"), found, context=8192, tp=devices, assumed=notes)
+    small, large = plans["gpt-oss-120b"].assumed, plans["DeepSeek-V3"].assumed
+    assert any("4.25 bits" in text for text in small) and any("attends to 128 tokens" in text for text in small)
+    assert any("3 layers of DeepSeek-V3" in text for text in large) and any(
+        "KV heads are copied" in text for text in large
+    )
+    most = (memory_of(None, machine("H200")) - 673e9 / 8 - 500e6) / (576 * 2 * 61)
+    assert 0.97 * most < plans["DeepSeek-V3"].kv_tokens < most, "what projects to the latents is on each device"
+    refused("memory", plan, machine("H200"), model("DeepSeek-V3"))
+    refused("x.assumed", find_model, "x", {"models": {"x": {"like": "OPT-13b", "assumed": "nothing"}}})
 
 
 def test_a_plan_says_how_far_a_fitted_machine_is_off() -> None:

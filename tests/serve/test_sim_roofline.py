@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reference.drawn_experts import drawn_experts
 from remap.errors import InvalidArgument
 from remap.policy._tables import table_of
 from remap.policy.hardware import machine, model
-from remap_serve.sim.roofline import Roofline, prefill_pairs
+from remap_serve.sim.model_variants import in_dtype
+from remap_serve.sim.roofline import Roofline, prefill_pairs, touched
 
 # A machine on which every term is a round number: 1 TB/s, 100 TFLOP/s, half of each reached.
 EFFICIENCIES = {"eff_bw": 0.5, "eff_flops": 0.5, "p": 2.0, "attn_decode_eff": 0.25, "attn_prefill_eff": 0.1}
@@ -73,15 +75,63 @@ def test_the_ends_by_hand() -> None:
 def test_a_mixture_of_experts_reads_the_weights_that_its_tokens_touch() -> None:
     mixtral = model("Mixtral-8x7B")
     roof = Roofline(ROUND, mixtral)
-    for tokens, touched in [(1, 2), (2, 4), (4, 8), (5, 8), (64, 8)]:
+    # Of four popular experts a token takes one with 0.45, of the other four one with 0.05.
+    for tokens, read in [(1, 2), (2, 4 * (2 - 0.55**2 - 0.95**2)), (64, 4 * (2 - 0.55**64 - 0.95**64))]:
         rows = 2 * tokens
-        memory = 2 * (touched * 4096 * 28672 + rows * (4096 + 28672)) / 5e11
+        memory = 2 * (read * 4096 * 28672 + rows * (4096 + 28672)) / 5e11
         compute = 2 * rows * 4096 * 28672 / 5e13
         expected = (memory**2 + compute**2) ** 0.5 + 1e-6
         assert roof.op_s(4096, 28672, tokens, copies=8, uses=2) == pytest.approx(expected, rel=1e-12)
     dense = Roofline(ROUND, model("Llama-3-8b"))  # the same attention, and one expert's feed-forward
     assert 1.5 < roof.layer_s(0, 0, 1, 1) / dense.layer_s(0, 0, 1, 1) < 2
-    assert 5 < roof.layer_s(0, 0, 8, 8) / dense.layer_s(0, 0, 8, 8) < 8
+    assert 3.5 < roof.layer_s(0, 0, 8, 8) / dense.layer_s(0, 0, 8, 8) < 4.5
+
+
+@pytest.mark.parametrize(
+    ("experts", "active", "tokens"),
+    [
+        (8, 2, 1),
+        (8, 2, 16),
+        (128, 8, 4),
+        (128, 8, 16),
+        (128, 8, 64),
+        (256, 8, 87),
+        (32, 4, 16),
+        (4, 3, 2),
+        (60, 4, 300),
+    ],
+)
+def test_experts_touched_are_those_of_drawn_tokens(experts: int, active: int, tokens: int) -> None:
+    mean, error = drawn_experts(experts, active, tokens, batches=600)
+    assert touched(experts, active, tokens) == pytest.approx(mean, abs=4 * error + 1e-9)
+
+
+@given(st.integers(1, 512), st.integers(1, 64), st.integers(0, 4096))
+def test_experts_touched_grow_with_tokens_and_experts(experts: int, active: int, tokens: int) -> None:
+    active = min(active, experts)
+    now = touched(experts, active, tokens)
+    if tokens:
+        assert active * (1 - 1e-12) <= now <= min(experts, tokens * active) * (1 + 1e-12)
+    assert now <= touched(experts, active, tokens + 1) * (1 + 1e-12)
+    if experts >= 2 * active:  # as all published mixtures: of fewer, the popular half is in every token's selection
+        assert now <= touched(experts + 1, active, tokens) * (1 + 1e-12)
+
+
+def test_experts_touched_at_the_ends() -> None:
+    assert all(touched(1, 1, tokens) == 1.0 for tokens in (1, 2, 4096)), "dense: exactly, so that its times are exact"
+    assert all(touched(experts, active, 0) == 0.0 for experts, active in [(1, 1), (8, 2), (256, 8)])
+    for experts, active in [(8, 2), (128, 8), (256, 8), (128, 4), (7, 5), (8, 8)]:
+        assert touched(experts, active, 1) == pytest.approx(active, rel=1e-12)
+        assert touched(experts, active, 1 << 20) == pytest.approx(experts, rel=1e-12)
+
+
+def test_fewer_bytes_of_experts_and_a_latent_take_less_time() -> None:
+    whole = in_dtype(model("gpt-oss-120b"), "bf16")
+    at = [Roofline(ROUND, found).layer_s(0, 0, 64, 64) for found in (whole, model("gpt-oss-120b"))]
+    saved = touched(128, 4, 64) * 3 * 2880 * 2880 * (2 - 17 / 32) / 5e11  # less than that, by the knee
+    assert 0.9 * saved < at[0] - at[1] < saved
+    roof = Roofline(ROUND, model("DeepSeek-V3"))
+    assert roof.layer_s(0, 0, 8, 8000) - roof.layer_s(0, 0, 8, 0) == pytest.approx(8000 * 576 * 2 / 2.5e11)
 
 
 @given(

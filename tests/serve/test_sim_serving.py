@@ -73,6 +73,18 @@ def test_runs_repeat_bit_for_bit_and_lose_nothing(policy: str, sharing: str) -> 
     assert times == sorted(times)
 
 
+@pytest.mark.parametrize("policy", ["recompute", "kv-pool+swap", "sleep+swap", "pie", "remap"])
+def test_a_latent_of_layers_that_stay_takes_its_blocks(policy: str) -> None:
+    """As DeepSeek's: one KV head of an odd size, and two of ten layers have no place in the arena."""
+    latent = tiny(kv_heads=1, head_dim=289, dense_layers=2, resident_bytes=4 * MIB)
+    assert latent.kv_bytes_per_token == 10 * 2 * 289 * 2
+    memory = 8 * 16 * MIB + 4 * MIB + 96 * 16 * latent.kv_bytes_per_token
+    setup = replace(two(), tenants=(TenantSetup("a", latent, memory), TenantSetup("b", tiny(), 152 * MIB)))
+    assert [setup.kv_blocks(each) for each in setup.tenants] == [96, 96]
+    found = simulate(setup, MUCH, policy)
+    assert found.requests_finished == len(MUCH) and found.tenants[0].kv_used_peak > 90
+
+
 def test_memory_that_nobody_asked_for_does_not_look_like_a_loss() -> None:
     """Who shares unused KV asks for blocks only when they are needed: "KV blocks, peak 6,179 to 2,184 (-65 %)"."""
     few = MUCH[:3]

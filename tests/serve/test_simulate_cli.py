@@ -391,7 +391,8 @@ def test_what_is_assumed_of_a_machine_and_a_mixture_is_told(engine, tmp_path) ->
     table.write_text(json.dumps({"machines": {"off": {"like": "GH200-96GB", "misfit": {"linear": 0.3}}}}))
     result = invoke("--tables", str(table), "--machine", "off", "--models", "Mixtral:100%")
     assert result.exit_code == 0, result.output
-    assert "30.0%" in result.output and "8 experts" in result.output.replace("\n", " ")
+    told = result.output.replace("\n", " ")
+    assert "30.0%" in told and "8 experts" in told and "90 %" in told
     assert "H100-PCIe" in invoke("--machine", "H100", "--models", "OPT-13b").output
     table.write_text(json.dumps({"machines": {"off": {"like": "GH200-96GB", "misfit": {"linear": 1.245}}}}))
     result = invoke("--tables", str(table), "--machine", "off", "--models", "OPT-13b")
