@@ -7,7 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import families  # noqa: E402
 from attached_models import SHAPE, as_cache, llama, prompts, randomised, watched  # noqa: E402
+from families import FAMILIES  # noqa: E402
 from torch import nn  # noqa: E402
 
 import remap  # noqa: E402
@@ -15,58 +17,6 @@ from remap.errors import InvalidArgument  # noqa: E402
 
 GREEDY = {"max_new_tokens": 60, "do_sample": False}
 BRIEF = {"max_new_tokens": 2, "do_sample": False}
-OPT = {name: value for name, value in SHAPE.items() if name not in ("intermediate_size", "num_key_value_heads")}
-GPT2 = {
-    "vocab_size": 101,
-    "n_positions": 256,
-    "n_embd": 64,
-    "n_layer": 4,
-    "n_head": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GEMMA = {**SHAPE, "head_dim": 16, "sliding_window": 16}
-DEEPSEEK = {
-    **SHAPE,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "kv_lora_rank": 32,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-}
-FAMILIES = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", SHAPE),
-    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**SHAPE, "tie_word_embeddings": True}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", SHAPE),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**SHAPE, "head_dim": 24}),
-    "opt": ("OPTForCausalLM", "OPTConfig", {**OPT, "ffn_dim": 160, "word_embed_proj_dim": 64}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GEMMA),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 6}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**SHAPE, "sliding_window": 20}),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SHAPE, "num_local_experts": 4}),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", SHAPE),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
-    "phi": ("PhiForCausalLM", "PhiConfig", SHAPE),
-    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", OPT | {"intermediate_size": 160}),
-    "falcon": ("FalconForCausalLM", "FalconConfig", OPT | {"multi_query": True}),
-    "falcon-grouped": (
-        "FalconForCausalLM",
-        "FalconConfig",
-        OPT | {"new_decoder_architecture": True, "num_kv_heads": 2},
-    ),
-    "starcoder": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**GPT2, "multi_query": True}),
-    "deepseek-v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", DEEPSEEK),
-    "deepseek-v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**DEEPSEEK, "n_group": 2, "topk_group": 1}),
-}
-REFUSED = {  # by what
-    "heads": ("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA),
-    "layer_types": ("Qwen3NextForCausalLM", "Qwen3NextConfig", SHAPE),
-    "encoder_decoder": ("T5ForConditionalGeneration", "T5Config", {"vocab_size": 101, "d_model": 64, "num_layers": 2}),
-}
 # Where every head has keys of its own a token takes more; a mixture's layers are large, and so is what has to be free before
 # one comes home.
 SIZES = {
@@ -76,9 +26,9 @@ SIZES = {
     "opt": {"batch": 4},
     "gpt2": {"batch": 4},
     "gpt-neox": {"batch": 4},
+    "bloom": {"batch": 4},
     "mixtral": {"spare": 95},
 }
-WINDOWS = {"gemma2": {16, None}, "gemma3": {16, None}, "mistral": {20}}
 
 
 @pytest.fixture(autouse=True)
@@ -89,13 +39,8 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def made(name, config, shape):
-    torch.manual_seed(0)
-    return getattr(transformers, name)(getattr(transformers, config)(**shape)).eval()
-
-
 def make(family):
-    return randomised(made(*FAMILIES[family]))
+    return randomised(families.made(family, small=True))
 
 
 def _same_under_pressure(model, batch=8, spare=70):
@@ -114,10 +59,13 @@ def _same_under_pressure(model, batch=8, spare=70):
     return windows
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.transformers])
 def test_tokens_of_a_family(family):
     windows = _same_under_pressure(make(family), **SIZES.get(family, {}))
-    assert set(windows) == WINDOWS.get(family, {None})
+    config = families.config_of(family, small=True).get_text_config()
+    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    assert set(windows) == {getattr(config, sizes.get(kind, ""), None) for kind in kinds}
 
 
 @pytest.mark.parametrize(("family", "implementation"), [("gemma2", "eager"), ("mistral", "sdpa")])
@@ -141,9 +89,13 @@ def test_bfloat16_and_a_model_of_another_dtype_than_its_name_says():
         model.generate(**given, **GREEDY)
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_one_kv_spec_cannot_describe_is_refused(what):
-    model = made(*REFUSED[what])
+@pytest.mark.parametrize("family", [*(name for name, family in FAMILIES.items() if family.transformers), "t5"])
+def test_what_one_kv_spec_cannot_describe_is_refused(family):
+    if family == "t5":
+        config = transformers.T5Config(vocab_size=101, d_model=64, num_layers=2)
+        model, what = transformers.T5ForConditionalGeneration(config), "encoder_decoder"
+    else:
+        model, what = make(family), FAMILIES[family].transformers
     with pytest.raises(InvalidArgument) as refused:
         remap.attach(model, "64MiB")
     assert refused.value.what == what

@@ -5,6 +5,7 @@ What they do inside the engine is tested in tests/engines/vllm.
 
 from __future__ import annotations
 
+import copy
 import ast
 import importlib
 import logging
@@ -127,9 +128,9 @@ def test_the_rest_is_served(dtype: str) -> None:
         refuse_unserved(config(cache_config__cache_dtype=dtype), platform)
 
 
-@pytest.mark.parametrize("method", ["ngram_gpu", "suffix", "medusa", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["ngram_gpu", "suffix", "medusa", "dflash"])
 def test_of_speculation_only_what_was_tried_is_served(method: str) -> None:
-    for tried in ("ngram", "draft_model", "eagle"):
+    for tried in ("ngram", "draft_model", "eagle", "eagle3", "mtp"):
         refuse_unserved(config(speculative_config=SimpleNamespace(method=tried)), CPU)
     with pytest.raises(InvalidState) as caught:
         refuse_unserved(config(speculative_config=SimpleNamespace(method=method)), CPU)
@@ -164,13 +165,14 @@ def test_of_kv_connectors_only_vllms_own_with_our_copies_is_served() -> None:
 
 NOT_VLLMS = {
     "Python's": "__dict__ __func__ __init__ append clear get items pop setdefault startswith tolist upper values",
-    "torch's": "as_strided bias buffers clone copy_ cpu data detach device dtype float is_contiguous is_meta long max modules"
-    " named_children ndim numel parameters shape stride to view weight",
+    "torch's": "bias buffers clone copy_ cpu data detach device dtype float is_meta long max modules"
+    " flatten named_children ndim numel parameters shape squeeze to view weight",
     "prometheus_client's": "add_metric register",
     "ours, on objects of vLLM's": "bind cpu_linear first remap",
     "of models; without it nothing is done": "cos_sin_cache load_weights",
     "not in 0.31, where nobody calls what overrides it": "compute_weight_checksums",
-    "of the kernel for latent attention on a CPU, which is there if a model has come so far": "do_kv_cache_update impl",
+    "of the kernel for latent attention on a CPU, which is there if a model has come so far": "do_kv_cache_update impl"
+    " gather_mla_context_cache_cpu",
     "of one version or one configuration, and asked for with a default": "blocks_per_kv_block pcp_manager use_hybrid_blocks",
 }
 OURS = {"tenant", "tensors"}
@@ -479,40 +481,55 @@ def test_the_layers_of_the_transformers_backend_are_found() -> None:
     assert engine_internals.layers_of_transformers(SimpleNamespace(model=inner.h)) == ()
 
 
-def test_latents_are_written_between_those_of_other_layers(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latents_are_written_and_gathered_between_those_of_other_layers(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch = pytest.importorskip("torch")
-
-    class Kernel:
-        kv_lora_rank = 3
-
-        def do_kv_cache_update(
-            self, latents: Any, rotated: Any, cache: Any, slots: Any, dtype: str, scale: Any
-        ) -> None:
-            rows = cache.view(-1, 4)
-            there = slots >= 0
-            rows[slots[there], :3], rows[slots[there], 3:] = latents[there], rotated[there]
-
-    stand_in = ModuleType("vllm.v1.attention.backends.mla.cpu_mla")
-    stand_in.CPUMLAImpl = Kernel  # type: ignore[attr-defined]
+    kernel = type("CPUMLAImpl", (), {"kv_lora_rank": 3})
+    stand_in, operators = ModuleType("vllm.v1.attention.backends.mla.cpu_mla"), ModuleType("vllm._custom_ops")
+    stand_in.CPUMLAImpl = kernel  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    other = type("AMXMLAImpl", (), {"kv_lora_rank": 3})
+    monkeypatch.setitem(sys.modules, operators.__name__, operators)
+    monkeypatch.setattr(sys.modules["vllm"], "_custom_ops", operators, raising=False)
     layer = torch.nn.Module()
-    layer.impl = other()
+    layer.impl = type("AMXMLAImpl", (), {"kv_lora_rank": 3})()
     with pytest.raises(InvalidState, match="--attention-backend CPU_MLA") as caught:
-        engine_internals.write_latents_apart(layer)
+        engine_internals.latents_apart(layer)
     assert caught.value.fields == {"kernel": "AMXMLAImpl"}
-    layer.impl = Kernel()
-    for _ in range(2):  # a second engine of the process
-        engine_internals.write_latents_apart(layer)
+    layer.impl = kernel()
+    engine_internals.latents_apart(layer)
     slots, new = torch.tensor([5, -1, 2, 7]), torch.arange(16.0).view(4, 4) + 1
-    alone, together = (
-        torch.zeros(4, 2, 4),
-        torch.zeros(4, 3, 2, 4),
-    )  # blocks, layers, tokens of a block, a token's latent
+    # blocks, layers, tokens of a block, a token's latent
+    alone, together = torch.zeros(4, 2, 4), torch.zeros(4, 3, 2, 4)
+    table, starts, ends = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32), [0, 1], [0, 3, 4]
     for cache in (alone, together[:, 1]):
-        layer.impl.do_kv_cache_update(new[:, :3], new[:, 3:], cache, slots, "auto", None)
-    assert alone.view(8, 4)[slots[slots >= 0]].equal(new[slots >= 0])
+        layer.impl.do_kv_cache_update(new[:, :3], new[:, 3:].unsqueeze(1), cache, slots, "auto", None)
+        found = torch.zeros(4, 4)
+        operators.gather_mla_context_cache_cpu(
+            src_cache=cache,
+            dst=found,
+            block_table=table,
+            starts=torch.tensor(starts),
+            cu_seq_lens=torch.tensor(ends),
+        )
+        assert found.equal(alone.view(8, 4)[[2, 3, 4, 7]])
+    layer.impl.do_kv_cache_update(new[:, :3], new[:, 3:].unsqueeze(1), torch.zeros(0), slots, "auto", None)
+    assert alone.view(8, 4)[slots[slots >= 0]].equal(new[slots >= 0]) and alone.count_nonzero() == 12
     assert together[:, 1].equal(alone) and together[:, ::2].count_nonzero() == 0
+
+
+def test_a_layer_without_keys_of_its_own_has_the_specification_of_the_one_that_it_reads() -> None:
+    groups = [
+        SimpleNamespace(kv_cache_spec=SimpleNamespace(kv_cache_specs={"a": "wide", "b": "narrow"})),
+        SimpleNamespace(kv_cache_spec=SimpleNamespace()),
+    ]
+    layers = {"a": SimpleNamespace(), "c": SimpleNamespace(kv_sharing_target_layer_name="a")}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    engine_internals.specs_of_sharing_layers(config, SimpleNamespace(kv_cache_groups=groups))
+    specs = copy.deepcopy(groups[0].kv_cache_spec.kv_cache_specs)  # as vLLM does
+    assert specs["c"] == "wide" and dict(specs) == {"a": "wide", "b": "narrow"}
+    with pytest.raises(KeyError):
+        specs["d"]
 
 
 # -- without flags ---------------------------------------------------------------------------------------------------

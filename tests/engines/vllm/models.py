@@ -6,13 +6,10 @@ With weights large enough that every layer changes the next token: a wrong byte 
     tiny-new    the same with other weights
     tied        like tiny, but tied: one tensor is the embedding and the head
     tied-new    the same with other weights
-    tiny-latent deepseek v2: latent attention; two dense layers, then four experts a layer and a shared one
-    tiny-neox   gpt-neox
     tiny-eagle  EAGLE's drafter for it: one layer
+    tiny-eagle3 EAGLE-3's
+    tiny-mtp    deepseek v3 (families.py), with a layer that drafts
     tiny-lora   an adapter of it, of rank 8, on every projection of the attention
-    tiny-moe    mixtral: four experts a layer, of which a token takes two
-    tiny-window gemma 3: every second layer sees the last 64 tokens
-    tiny-window-L-F  with L layers, of which each (L / F)th sees all: L / F groups of layers, each with KV blocks of its own
     tiny-int8   its linear layers in 8 bits (compressed-tensors, weights per channel, activations per token)
     tiny-int4   and in 4 bits (weights in groups of 32)
 """
@@ -27,18 +24,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import families  # noqa: E402
 
 VOCABULARY, HIDDEN, LAYERS = 512, 256, 8
 
@@ -61,55 +50,6 @@ def tiny(folder: Path, seed: int = 0, tied: bool = False) -> None:
     LlamaForCausalLM(config).float().save_pretrained(folder)
 
 
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": HIDDEN // 4,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.08,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-def moe(folder: Path) -> None:
-    torch.manual_seed(2)
-    config = MixtralConfig(**SHAPE, intermediate_size=192, num_local_experts=4, tie_word_embeddings=False)
-    MixtralForCausalLM(config).float().save_pretrained(folder)
-
-
-def window(folder: Path, layers: int = LAYERS, full: int = LAYERS // 2) -> None:
-    torch.manual_seed(3)
-    every = layers // full
-    kinds = ["full_attention" if layer % every == every - 1 else "sliding_attention" for layer in range(layers)]
-    shape = {**SHAPE, "num_hidden_layers": layers}
-    config = Gemma3TextConfig(**shape, intermediate_size=704, sliding_window=64, layer_types=kinds, pad_token_id=0)
-    Gemma3ForCausalLM(config).float().save_pretrained(folder)
-
-
-def latent(folder: Path) -> None:
-    """Latent attention of the sizes that vLLM's kernel for CPUs has."""
-    torch.manual_seed(4)
-    heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "q_lora_rank": None}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 96}
-    groups = {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "first_k_dense_replace": 2}
-    shape = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
-    config = DeepseekV2Config(
-        **shape, **heads, **experts, **groups, num_key_value_heads=4, intermediate_size=704, tie_word_embeddings=False
-    )
-    DeepseekV2ForCausalLM(config).float().save_pretrained(folder)
-
-
-def neox(folder: Path) -> None:
-    """vLLM has none of its own: it takes what transformers has."""
-    torch.manual_seed(6)
-    shape = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
-    GPTNeoXForCausalLM(GPTNeoXConfig(**shape, intermediate_size=704)).float().save_pretrained(folder)
-
-
 def eagle(source: Path, folder: Path) -> None:
     """Its layer is the model's first one: it guesses badly, and some drafts are accepted."""
     torch.manual_seed(7)
@@ -124,6 +64,43 @@ def eagle(source: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+
+
+def eagle3(source: Path, folder: Path) -> None:
+    """As `eagle`, from the last of three hidden states of the model."""
+    layer, drafted = "model.layers.0.", {}
+    tensors = load_file(source / "model.safetensors")
+    for name in (each for each in tensors if each.startswith(layer)):
+        value, reads = tensors[name], name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        value = (
+            torch.cat([torch.zeros_like(value), value], 1) if reads else value
+        )  # the token before, and what is hidden
+        drafted[name.replace(layer, "midlayer.")] = value
+    drafted |= {name.removeprefix("model."): tensors[name].clone() for name in ("model.norm.weight", "lm_head.weight")}
+    drafted["midlayer.hidden_norm.weight"] = torch.ones(HIDDEN)
+    drafted["fc.weight"] = torch.cat([torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)], 1)
+    folder.mkdir(parents=True)
+    save_file(drafted, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCABULARY}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def mtp(source: Path, folder: Path) -> None:
+    """Its drafting layer is the model's last one."""
+    if not source.exists():
+        families.save(source.name, source)
+    last, at = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    tensors = load_file(source / "model.safetensors")
+    drafted = {name.replace(last, at): value.clone() for name, value in tensors.items() if name.startswith(last)}
+    ends = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head", "shared_head.norm": "model.norm"}
+    drafted |= {f"{at}{new}.weight": tensors[f"{old}.weight"].clone() for new, old in ends.items()}
+    drafted |= {f"{at}{norm}.weight": torch.ones(HIDDEN) for norm in ("enorm", "hnorm")}
+    drafted[f"{at}eh_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], 1)
+    folder.mkdir(parents=True)
+    save_file({**tensors, **drafted}, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
 def lora(folder: Path, rank: int = 8) -> None:
@@ -191,13 +168,9 @@ def make(root: Path) -> None:
     tiny(root / "tiny-new", seed=77)
     tiny(root / "tied", seed=5, tied=True)
     tiny(root / "tied-new", seed=6, tied=True)
-    moe(root / "tiny-moe")
-    window(root / "tiny-window")
-    window(root / "tiny-window-6-2", 6, 2)
-    window(root / "tiny-window-7-1", 7, 1)
-    latent(root / "tiny-latent")
-    neox(root / "tiny-neox")
     eagle(root / "tiny", root / "tiny-eagle")
+    eagle3(root / "tiny", root / "tiny-eagle3")
+    mtp(root / "deepseek-v3", root / "tiny-mtp")
     lora(root / "tiny-lora")
     int8(root / "tiny", root / "tiny-int8")
     int4(root / "tiny", root / "tiny-int4")

@@ -141,6 +141,9 @@ TOUCHED = (
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.append_n", "self blocks"),
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.get_all_free_blocks", "self"),
     Touched("vllm.v1.kv_cache_interface", "KVCacheTensor.block_stride"),
+    Touched("vllm.v1.kv_cache_interface", "KVCacheGroupSpec.kv_cache_spec"),
+    Touched("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs.kv_cache_specs"),
+    Touched("vllm.config.compilation", "CompilationConfig.static_forward_context"),
     Touched("vllm.compilation.breakable_cudagraph", "eager_break_during_capture", "fn"),
     Touched("vllm.v1.worker.gpu_worker", "request_memory", "init_snapshot cache_config"),
     Touched("vllm.config.cache", "CacheConfig.metrics_info", "self"),
@@ -383,12 +386,15 @@ def own_rotary_tables(model: Any) -> None:
                 setattr(module, name, copies.setdefault(id(child), copy.deepcopy(child)))
 
 
-def write_latents_apart(model: Any) -> None:
-    """PATCH. Let vLLM's latent attention for CPUs write into blocks between which other layers' parts lie: it takes a layer's
-    rows to lie one after another. The kernel that reads them goes by the stride.
+def latents_apart(model: Any) -> None:
+    """PATCH. Let vLLM's latent attention for CPUs write and gather (chunks of a prompt behind the first, cached prefixes) in
+    blocks between which other layers' parts lie: it takes a layer's rows to lie one after another. The kernel that decodes goes
+    by the stride.
 
     Raises InvalidState (field kernel) if the model has another kernel for CPUs, which reads such rows, too.
     """
+    import torch
+    from vllm import _custom_ops
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
     kernels = {type(found) for each in model.modules() if hasattr(found := getattr(each, "impl", None), "kv_lora_rank")}
@@ -398,24 +404,28 @@ def write_latents_apart(model: Any) -> None:
             "alternate; the engine was not started; start it with --attention-backend CPU_MLA",
             kernel=kernel.__name__,
         )
-    original = CPUMLAImpl.do_kv_cache_update
-    if getattr(original, "remap", False):
-        return
 
-    @functools.wraps(original)
     def do_kv_cache_update(
         self: Any, kv_c_normed: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if kv_cache.numel() and not kv_cache.is_contiguous():
-            blocks, size, width = kv_cache.shape
-            step = kv_cache.stride(0) // width  # rows from one block to the next
-            kv_cache = kv_cache.as_strided(((blocks - 1) * step + size, width), (width, 1))
-            moved = slot_mapping // size * step + slot_mapping % size
-            slot_mapping = moved.where(slot_mapping >= 0, slot_mapping)
-        return original(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
+    ) -> None:
+        if kv_cache.numel():
+            slots, size, rank = slot_mapping.flatten(), kv_cache.shape[1], kv_c_normed.shape[-1]
+            there = (slots >= 0).nonzero().squeeze(1)  # a padded token has none
+            block, row = slots[there] // size, slots[there] % size
+            kv_cache[block, row, :rank] = kv_c_normed[there].to(kv_cache.dtype)
+            kv_cache[block, row, rank:] = k_pe.squeeze(1)[there].to(kv_cache.dtype)
 
-    do_kv_cache_update.remap = True  # type: ignore[attr-defined]
+    def gather_mla_context_cache_cpu(
+        *, src_cache: Any, dst: Any, block_table: Any, starts: Any, cu_seq_lens: Any
+    ) -> None:
+        size, ends = src_cache.shape[1], cu_seq_lens.tolist()
+        for request, start in enumerate(starts.tolist()):
+            at = torch.arange(start, start + ends[request + 1] - ends[request], device=block_table.device)
+            blocks = block_table[request, at // size].long()
+            dst[ends[request] : ends[request + 1]] = src_cache[blocks, at % size]
+
     CPUMLAImpl.do_kv_cache_update = do_kv_cache_update
+    _custom_ops.gather_mla_context_cache_cpu = gather_mla_context_cache_cpu
 
 
 def around_loading(model: Any, run: Callable[[Callable[[], Any]], Any]) -> None:
@@ -900,6 +910,30 @@ def block_bytes(kv_cache_config: Any) -> int:
             size=size,
         )
     return int(bytes_each)
+
+
+_SHARES = "kv_sharing_target_layer_name"  # of an attention layer
+
+
+class _Specs(dict[str, Any]):
+    """Specs by layer, which know whose keys and values a layer reads that has none of its own."""
+
+    def __init__(self, specs: dict[str, Any], targets: dict[str, str]) -> None:
+        super().__init__(specs)
+        self._targets = targets
+
+    def __missing__(self, layer: str) -> Any:
+        return self[self._targets[layer]]
+
+
+def specs_of_sharing_layers(vllm_config: Any, kv_cache_config: Any) -> None:
+    """PATCH. Where a group has layers of several sizes, vLLM's runners look up the spec of each by its name, also of those that
+    read another layer's keys and values (Gemma 4 E2B and E4B), which have none: it is their target's."""
+    layers = vllm_config.compilation_config.static_forward_context.items()
+    targets = {name: found for name, layer in layers if (found := getattr(layer, _SHARES, None))}
+    for group in kv_cache_config.kv_cache_groups if targets else ():
+        if specs := getattr(group.kv_cache_spec, "kv_cache_specs", None):
+            object.__setattr__(group.kv_cache_spec, "kv_cache_specs", _Specs(specs, targets))
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def _drafter(config: Any) -> str | None:
     return None if found is None or found.method in DRAFTERS else str(found.method)
 
 
-DRAFTERS = ("ngram", "draft_model", "eagle")
+DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Ways of speculation that were tried. The drafter's own layers stay where they are."""
 UNSERVED = (
     Unserved(

@@ -184,6 +184,7 @@ class RemapWorker:
                 region=memory.numel(),
                 wanted=nbytes,
             )
+        engine_internals.specs_of_sharing_layers(self.vllm_config, kv_cache_config)
         with engine_internals.kv_allocated_in(memory, nbytes):
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
@@ -281,7 +282,7 @@ class RemapWorker:
         page, block = self._remap_page, engine_internals.block_bytes(kv_cache_config)
         engine_internals.own_rotary_tables(model)
         if current_platform.is_cpu() and self.vllm_config.model_config.use_mla:
-            engine_internals.write_latents_apart(model)
+            engine_internals.latents_apart(model)
         if not current_platform.is_cpu():
             _to_host(model)  # the session's pages need its place on the device
         most = kv_cache_config.num_blocks
