@@ -7,12 +7,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import families  # noqa: E402
-from attached_models import SHAPE, as_cache, llama, prompts, randomised, watched  # noqa: E402
-from families import FAMILIES  # noqa: E402
+from attached_models import as_cache, llama, prompts, randomised, watched  # noqa: E402
 from torch import nn  # noqa: E402
 
+import families  # noqa: E402
 import remap  # noqa: E402
+from families import FAMILIES  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 
 GREEDY = {"max_new_tokens": 60, "do_sample": False}

@@ -5,8 +5,8 @@ What they do inside the engine is tested in tests/engines/vllm.
 
 from __future__ import annotations
 
-import copy
 import ast
+import copy
 import importlib
 import logging
 import re

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import families  # noqa: E402
+import families
 
 VOCABULARY, HIDDEN, LAYERS = 512, 256, 8
 

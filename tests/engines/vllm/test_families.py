@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from conftest import Vllm
-from families import FAMILIES
 from test_tokens import BURST, answers, assert_remapped, remap, stock
+
+from families import FAMILIES
 
 SGLANG = (
     Path(sys.prefix) / "sglang"
