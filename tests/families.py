@@ -50,8 +50,8 @@ _SMALLER = {
 @dataclass(frozen=True)
 class Family:
     """models: what is published of it, for example. architecture, config: classes of transformers. shape: of the small model.
-    engine: what vLLM is started with. transformers: "" if it runs, or the field `what` of the refusal. sglang: whether it was tried.
-    In vLLM every family runs: the tokens are stock's, while layers leave and come home."""
+    engine: what vLLM is started with. transformers: "" if it runs, or the field `what` of the refusal. sglang: whether it was
+    tried. In vLLM every family runs: the tokens are stock's, while layers leave and come home."""
 
     models: str
     architecture: str

@@ -1,4 +1,4 @@
-"""What vLLM answers with layers away is what it answers without remap: for each family of models that docs/notes/runs.md names."""
+"""vLLM answers with layers away what it answers without remap: each family of models that docs/notes/runs.md names."""
 
 from __future__ import annotations
 
